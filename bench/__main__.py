@@ -26,6 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--quick", action="store_true", help="small sizes: does it work?")
         command.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
         command.add_argument("--data", type=Path, help="folder with the data set")
+        command.add_argument("--only", default="", help="pieces with these words in their keys")
         command.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
     report = commands.add_parser("report")
     report.add_argument("--results", type=Path, default=RESULTS, help="folder with the results")
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     if options.command != "report":
-        chosen = Options(options.quick, options.device, options.data)
+        chosen = Options(options.quick, options.device, options.data, options.only)
         experiment = load(options.command)
         path = run(experiment, chosen, options.output)
         if said := experiment.summary(json.loads(path.read_text())):

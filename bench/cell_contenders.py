@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +27,7 @@ __all__ = [
     "Case",
     "Given",
     "Step",
+    "fastest_scan",
     "jax",
     "on_one_core",
     "ours",
@@ -161,22 +162,26 @@ def _ours(
 
 
 def jax(given: Given) -> dict[str, Step]:
-    """Return the jitted scan of the fastest form and unroll, for two cores and for one.
+    """Return the jitted scan of the fastest form and unroll, for two cores and for one."""
+    name, best = fastest_scan(partial(_jitted, given), UNROLLS)
+    return {name: best, f"{name}, {ONE_CORE}": best}
+
+
+def fastest_scan(make: Callable[[int, bool], Any], unrolls: Sequence[int]) -> tuple[str, Any]:
+    """Return what `make` makes of the fastest unroll and form, and its name.
 
     Compilation takes seconds, so an unroll is the last one that is tried if it takes a quarter more
     than the best so far.
     """
     made = {
-        f"unroll={UNROLLS[0]}{', gates in one array' * is_packed}": _jitted(
-            given, UNROLLS[0], is_packed
-        )
+        f"unroll={unrolls[0]}{', gates in one array' * is_packed}": make(unrolls[0], is_packed)
         for is_packed in (False, True)
     }
     name, best = fastest(made)
     is_packed = name.endswith("array")
     shortest = min(seconds(best, _TRIALS))
-    for unroll in UNROLLS[1:]:
-        other = _jitted(given, unroll, is_packed)
+    for unroll in unrolls[1:]:
+        other = make(unroll, is_packed)
         taken = min(seconds(other, _TRIALS))
         if taken < shortest:
             name, best, shortest = (
@@ -186,7 +191,7 @@ def jax(given: Given) -> dict[str, Step]:
             )
         elif taken > _SLOWER * shortest:
             break
-    return {name: best, f"{name}, {ONE_CORE}": best}
+    return name, best
 
 
 def _jitted(given: Given, unroll: int, is_packed: bool) -> Step:

@@ -20,7 +20,7 @@ from sparsescan.recurrent.program import INPUT, topological
 
 from . import peers
 
-__all__ = ["gradients"]
+__all__ = ["gradients", "outputs", "with_gradients"]
 
 Params = Mapping[str, Any]
 # What is known when: from parameters alone, from the inputs of all steps, inside a step.
@@ -59,9 +59,17 @@ def gradients(cell: Cell, unroll: int, is_packed: bool) -> Callable[[Params, Any
     is_packed : bool
         Whether what a step adds to the gates of a matrix is one array, or one for each gate.
     """
+    return with_gradients(outputs(cell, unroll, is_packed))
+
+
+def outputs(cell: Cell, unroll: int, is_packed: bool) -> Callable[[Params, Any, Any], Any]:
+    """Return a function of parameters, inputs and first states, as :func:`gradients` does.
+
+    It returns the outputs.
+    """
     jax = peers.load_jax()
 
-    def outputs(params: Params, x: Any, state: Any) -> Any:
+    def run(params: Params, x: Any, state: Any) -> Any:
         step = _Step(jax, cell, params, is_packed)
         read = step.before(x)
         begin = tuple(jax.numpy.split(state, cell.program.states, axis=-1))
@@ -71,6 +79,15 @@ def gradients(cell: Cell, unroll: int, is_packed: bool) -> Callable[[Params, Any
             return after, after[0]
 
         return jax.lax.scan(body, begin, read, length=len(x), unroll=unroll)[1]
+
+    return run
+
+
+def with_gradients(
+    outputs: Callable[[Params, Any, Any], Any],
+) -> Callable[[Params, Any, Any, Any], Any]:
+    """Return a function of gradients in the outputs, too, as :func:`gradients` does."""
+    jax = peers.load_jax()
 
     def run(params: Params, x: Any, state: Any, grad: Any) -> Any:
         output, pull = jax.vjp(outputs, params, x, state)

@@ -24,7 +24,7 @@ from .cell_contenders import ONE_CORE, Case, Given, Step, on_one_core
 from .cell_history import BEFORE, measure_history
 from .cell_starts import EMPTY, KEPT, LIBRARY, measure_lines, measure_start
 from .drawing import BLUE, GREEN, ORANGE, SKY
-from .experiment import Drawing, Experiment, Options, Piece, Results, Row, Table, cpu_only
+from .experiment import Drawing, Experiment, Options, Piece, Results, Row, Table, as_text, cpu_only
 from .page import significant
 from .recurrent import call_for
 from .timing import PAUSE, Call, rounded, seconds
@@ -365,16 +365,7 @@ def _drawings(results: Results) -> list[Drawing]:
 
 def summary(results: Results) -> str:
     """Return the tables as text."""
-    texts = []
-    for table in _tables(results):
-        cells = [table.heads, *table.rows]
-        widths = [max(len(row[k]) for row in cells) for k in range(len(table.heads))]
-        texts += [
-            "  ".join(each.ljust(w) for each, w in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        ]
-        texts.append("")
-    return "\n".join(texts)
+    return as_text(_tables(results))
 
 
 EXPERIMENT = Experiment(

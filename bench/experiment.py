@@ -41,6 +41,9 @@ NAMES = (
     "traffic",
     "cliffs",
     "cells",
+    "map",
+    "onnx",
+    "ppo",
 )
 
 
@@ -51,6 +54,7 @@ class Options:
     quick: bool  # small sizes, to see that it works
     device: str  # "cpu" or "cuda"
     data: Path | None = None  # a folder with the data set, where there is one to be had
+    only: str = ""  # words that the keys of pieces have; a later run without them does the rest
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,25 @@ class Experiment:
     summary: Callable[[Results], str] = lambda results: ""  # that the command line prints
 
 
+def as_text(tables: Iterable[Table]) -> str:
+    """Return tables as text, with a blank line after each; a first cell stands there once."""
+    lines = []
+    for table in tables:
+        groups = [None, *(row[0] for row in table.rows)]
+        cells = [table.heads]
+        cells += [
+            ["" if row[0] == before else row[0], *row[1:]]
+            for before, row in zip(groups, table.rows, strict=False)
+        ]
+        widths = [max(len(row[k]) for row in cells) for k in range(len(table.heads))]
+        lines += [
+            "  ".join(each.ljust(w) for each, w in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
 def load(name: str) -> Experiment:
     """Return the experiment of this name."""
     experiment: Experiment = importlib.import_module(f"bench.{name}").EXPERIMENT
@@ -145,13 +168,17 @@ def run(experiment: Experiment, options: Options, folder: Path) -> Path:
         "done": False,
     }
     pieces = list(experiment.pieces(options))
-    progress = tqdm(pieces, unit=" pieces", desc=experiment.name)
+    words = re.compile(rf"(?<!\w){re.escape(options.only)}(?!\w)" if options.only else "")
+    chosen = [piece for piece in pieces if words.search(piece.key)]
+    if not chosen:
+        raise SystemExit(f"{experiment.name} has no piece with {options.only!r} in its key")
+    progress = tqdm(chosen, unit=" pieces", desc=experiment.name)
     for piece in progress:
         progress.set_postfix_str(piece.key)
         if piece.key not in kept:
             kept[piece.key] = piece.measure()
             _save(path, results)
-    _save(path, results | {"done": True})
+    _save(path, results | {"done": all(piece.key in kept for piece in pieces)})
     return path
 
 

@@ -39,6 +39,9 @@ _LIBRARIES = [
     "torchrecurrent",
     "snntorch",
     "xlstm",
+    "onnxruntime",
+    "stable-baselines3",
+    "sb3-contrib",
 ]
 _GPU_LIBRARIES = ["numba-cuda"] + [
     name.format(cuda)

@@ -19,7 +19,7 @@ from sparsescan.jacobians import Flatten, Operator, Residual, Sequential, from_t
 from . import vgg11
 from .timing import THREADS, Call
 
-__all__ = ["NETWORKS", "NetworkCase"]
+__all__ = ["NETWORKS", "NetworkCase", "prune_smallest"]
 
 Array = NDArray[Any]
 
@@ -86,7 +86,7 @@ class _Race:
         make, shape = _MODULES[case.kind]
         self.module = make()
         if case.kept is not None:
-            _prune(self.module, 1 - case.kept)
+            prune_smallest(self.module, 1 - case.kept)
         # Normalised by the statistics of a batch, a network is one of whole batches.
         whole = any(isinstance(layer, nn.BatchNorm2d) for layer in self.module.modules())
         lead = (case.batch,) if whole else ()
@@ -238,7 +238,7 @@ def _weighted(module: nn.Module) -> list[nn.Module]:
     return [each for each in module.modules() if isinstance(each, (nn.Conv2d, nn.Linear))]
 
 
-def _prune(module: nn.Module, share: float) -> None:
+def prune_smallest(module: nn.Module, share: float) -> None:
     """Drop the weights of the smallest magnitude of every layer but the last."""
     for layer in _weighted(module)[:-1]:
         # As large as they would be without the others.

@@ -140,8 +140,7 @@ def test_what_was_measured_is_shown(results: Results) -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == list(results["pieces"])[:5]
     overhead = results["pieces"]["overhead of a call"]
     for seconds in (overhead["seconds"], overhead["seconds_with_gradients"]):
-        assert 0 < seconds["training step"] < seconds["module"]
-        assert seconds["operator"] > 0
+        assert all(seconds[name] > 0 for name in ("training step", "module", "operator"))
     both = overhead["seconds_with_gradients"]
     assert both["training step, then empty function"] > both["training step"]
 

@@ -185,6 +185,19 @@ def test_nothing_is_kept_of_a_run_of(
     assert keys(path) == other.measured
 
 
+def test_a_part_is_measured_and_the_rest_later(tmp_path: Path):
+    some, rest, none = Fake(), Fake(), Fake()
+    path = run(some.experiment, Options(False, "cpu", only="T=10"), tmp_path)
+    assert some.measured == ["T=10"]  # and not T=100
+    assert json.loads(path.read_text())["done"] is False
+    assert run(rest.experiment, FULL, tmp_path) == path
+    assert rest.measured == ["T=30", "T=100"]
+    assert json.loads(path.read_text())["done"] is True
+    with pytest.raises(SystemExit, match="made has no piece with 'T=2' in its key"):
+        run(none.experiment, Options(False, "cpu", only="T=2"), tmp_path)
+    assert none.measured == []
+
+
 def test_quick_results_have_a_file_of_their_own(tmp_path: Path):
     full, quick = (run(Fake().experiment, options, tmp_path) for options in (FULL, QUICK))
     assert full != quick

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -130,8 +131,9 @@ def _parser() -> argparse.ArgumentParser:
         "calibrate",
         help="measure what operations take on this machine, for predicted times",
         description="Scan chains of all kinds for some fifteen seconds, or on a GPU for some "
-        "minutes, and keep what operations take on this machine in the cache folder. Best when "
-        "nothing else runs.",
+        "minutes, and keep what operations take on this machine in the cache folder. Where PyTorch "
+        "is installed, calls of recurrent modules are timed, too, by our kernels and by PyTorch's, "
+        "for some two minutes. Best when nothing else runs.",
     )
     calibration.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="what is measured"
@@ -281,6 +283,12 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     _print_families(machine.families)
     print(f"a run {machine.run:.0f} ns, a meeting of threads {machine.meet:.0f} ns")
     print(f"memory {machine.bandwidth:.0f} GB/s, one thread; kept in {save_cpu(machine)}")
+    if importlib.util.find_spec("torch") is None:
+        return
+    from ..torch.calibrate import calibrate as calibrate_modules
+
+    print("calls of recurrent modules by both kernels, for some two minutes more")
+    print(f"kept in {calibrate_modules()}")
 
 
 def _print_families(families: dict[str, list[list[float]]]) -> None:

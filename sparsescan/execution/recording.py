@@ -109,6 +109,8 @@ class Recording:
         Where all that a replay reads is in memory, as :data:`Header` says.
     width : int
         Strands of the widest phase.
+    words : int
+        How many words a replay takes.
     """
 
     def __init__(
@@ -139,17 +141,21 @@ class Recording:
         self.header[Header.PHASES] = len(phases)
         self.header[Header.WORD_COUNT] = len(words)
         self.header[Header.PLACE_COUNT] = len(where)
+        self.words = Control.SIZE + len(words)
 
     @property
-    def words(self) -> int:
-        """How many words a replay takes."""
-        return Control.SIZE + int(self.header[Header.WORD_COUNT])
+    def threads(self) -> int:
+        """How many threads are of use."""
+        return min(self.width, thread_count())
 
     def run(self, arrays: Sequence[Array]) -> None:
         """Make the calls with arrays in the order of their numbers."""
+        self.run_at([address_of(each) for each in arrays])
+
+    def run_at(self, addresses: Sequence[int]) -> None:
+        """Make the calls with arrays at addresses."""
         control = np.empty(self.words, np.int64)
-        addresses = np.array([address_of(each) for each in arrays], np.int64)
-        replay(self.header, addresses, control, min(self.width, thread_count()))
+        replay(self.header, np.array(addresses, np.int64), control, self.threads)
         if control[Control.FAILED]:
             raise RuntimeError("a kernel has failed")
 

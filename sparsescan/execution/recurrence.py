@@ -227,8 +227,8 @@ def record_states(
     pattern: Pattern,
     transposed: bool,
     values: Shape,
-    offsets: Shape,
-    initial: Shape,
+    offsets: Shape | None,
+    initial: Shape | None,
     dtype: DTypeLike,
 ) -> Recorded:
     """Record :func:`write_states` for arrays of some shapes, of at least one step.
@@ -243,15 +243,17 @@ def record_states(
     transposed : bool
         Whether a step applies the transposed matrix.
     values, offsets, initial : tuple of int
-        The shapes of the arrays.
+        The shapes of the arrays; None for offsets or an initial state that are 0, and no arrays.
     dtype : dtype
         Of all arrays.
     """
-    space = Space(0)
-    recorder = Recorder(space, 4)
-    shapes = values, offsets, initial
-    a, b, y0 = (recorder.array(1 + k, shape, dtype) for k, shape in enumerate(shapes))
-    batch = max((values[1:-1], offsets[1:-1], initial[:-1]), key=len)
+    space, given = Space(0), [each for each in (values, offsets, initial) if each is not None]
+    recorder = Recorder(space, 1 + len(given))
+    arrays = iter(recorder.array(1 + k, shape, dtype) for k, shape in enumerate(given))
+    a = next(arrays)
+    b = None if offsets is None else next(arrays)
+    y0 = recorder.zeros(pattern.shape[0], dtype) if initial is None else next(arrays)
+    batch = max((values[1:-1], (offsets or ())[1:-1], (initial or ())[:-1]), key=len)
     states = recorder.result("states", (len(a), *batch, pattern.shape[0]), dtype)
     write_states(recorder, Matrices(pattern, a, transposed), b, y0, states)
     return Recorded(recorder.recording(), space.nbytes)

@@ -28,6 +28,7 @@ def recurrent(
     x: Any,
     state: Any = None,
     lengths: Any = None,
+    resets: Any = None,
 ) -> tuple[Any, Any]:
     """Return the outputs and the last states of a recurrent network.
 
@@ -49,6 +50,10 @@ def recurrent(
         The initial states, by default zeros; those of an LSTM are ``[h, c]``. A cell is one layer.
     lengths : array_like of int, shape (batch,), optional
         How many steps each sample has; by default all have T.
+    resets : array_like of bool, shape (T[, batch]), optional
+        True where the state of a sample begins anew, with zeros, before a step, such as the first
+        of an episode. A direction that runs backward in time begins anew when it goes from such a
+        step to the one before.
 
     Returns
     -------
@@ -110,6 +115,8 @@ def recurrent(
         raise InputError(f"state has shape {begin.shape}; expected {states}")
     if lengths is not None:
         lengths = _read_lengths(lengths, inputs.shape)
+    if resets is not None:
+        resets = _read_resets(resets, inputs.shape)
     arrays = [inputs, *given.values(), *([] if begin is None else [begin])]
     dtype = jnp.result_type(*arrays)
     inputs, own = inputs.astype(dtype), [param.astype(dtype) for param in given.values()]
@@ -117,8 +124,9 @@ def recurrent(
     is_batched = inputs.ndim == 3
     if not is_batched:
         inputs, begin = inputs[:, None], begin[:, None]
+        resets = None if resets is None else resets[:, None]
     run = _function(_Network(net))
-    output, last = run(*together((own, inputs, begin, lengths)))
+    output, last = run(*together((own, inputs, begin, lengths, resets)))
     return (output, last) if is_batched else (output[:, 0], last[:, 0])
 
 
@@ -142,6 +150,25 @@ def _read_lengths(lengths: Any, x: tuple[int, ...]) -> Any:
             raise InputError(f"lengths is {short(known)}; expected integers from 0 to {x[0]}")
     # Numbers that int32 does not hold stay out of range.
     return jnp.clip(array, -1, min(x[0] + 1, _MOST)).astype(np.int32)
+
+
+def _read_resets(resets: Any, x: tuple[int, ...]) -> Any:
+    """Return where states begin anew, as programs take it."""
+    check_no_mask("resets", resets)
+    # JAX makes floats of an empty list.
+    dtype = bool if isinstance(resets, (list, tuple)) and not resets else None
+    try:
+        array = jnp.asarray(resets, dtype)
+    except Exception as error:  # of a caller's own class
+        raise InputTypeError(f"resets is {short(resets)}, no array: {error}") from None
+    if array.dtype != bool:
+        raise InputTypeError(
+            f"resets has dtype {array.dtype}; expected bool: resets != 0 makes bools of numbers"
+        )
+    if array.shape != x[:-1]:
+        expected = "(T, batch)" if len(x) == 3 else "(T,)"
+        raise InputError(f"resets has shape {array.shape}; expected {expected}, here {x[:-1]}")
+    return array
 
 
 def _state_shape(network: RecurrentLike, x: tuple[int, ...]) -> tuple[int, ...]:
@@ -198,7 +225,13 @@ class _Step(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _step_of(
-    network: _Network, steps: int, batch: int, dtype: str, has_lengths: bool, keeps: str
+    network: _Network,
+    steps: int,
+    batch: int,
+    dtype: str,
+    has_lengths: bool,
+    has_resets: bool,
+    keeps: str,
 ) -> _Step:
     """Return the programs of a network for inputs of a shape.
 
@@ -209,12 +242,13 @@ def _step_of(
     recorded = record(
         *(net, steps, batch, dtype),
         lengths=np.int32 if has_lengths else None,
+        has_resets=has_resets,
         has_backward=keeps != "",
         keeps_samples=keeps == "each",
     )
-    about = network, steps, batch, dtype, has_lengths, keeps
+    about = network, steps, batch, dtype, has_lengths, has_resets, keeps
     forward, backward = key_of("forward", *about), key_of("backward", *about)
-    count = 2 + has_lengths + len(net.params)
+    count = 2 + has_lengths + has_resets + len(net.params)
     # Of the arrays only the memory, and the results behind all others, are results.
     checked = Lengths(2, batch, steps) if has_lengths else None
     add(forward, recorded.forward, [-3, *range(count), -1, -2], checked)
@@ -226,30 +260,34 @@ def _step_of(
     return _Step(recorded, forward, backward)
 
 
+def _step_for(network: _Network, keeps: str, x: Any, lengths: Any, resets: Any) -> _Step:
+    """Return the programs of a network for these arguments."""
+    about = x.dtype.name, lengths is not None, resets is not None, keeps
+    return _step_of(network, *x.shape[:2], *about)
+
+
 def _run_forward(
-    network: _Network, keeps: str, params: Any, x: Any, state: Any, lengths: Any
+    network: _Network, keeps: str, params: Any, x: Any, state: Any, lengths: Any, resets: Any
 ) -> tuple[Any, Any, Any]:
     """Return outputs, last states, and the memory that a backward pass needs.
 
     The memory that is for each sample has an axis for these.
     """
-    steps, batch, _ = x.shape
-    step = _step_of(network, steps, batch, x.dtype.name, lengths is not None, keeps)
+    step = _step_for(network, keeps, x, lengths, resets)
     nbytes = step.recorded.nbytes
-    rows = max(batch, 1)
+    rows = max(x.shape[1], 1)
     memory = (rows, -(-nbytes // rows)) if keeps == "each" else (nbytes,)
     results = [(each.shape, each.dtype) for each in step.recorded.forward.results]
-    arrays = [x, state, *([] if lengths is None else [lengths]), *params]
+    arrays = [x, state, *(each for each in (lengths, resets) if each is not None), *params]
     output, last, kept = call(step.forward, arrays, [*results, (memory, np.uint8)])
     return output, last, kept
 
 
 def _run_backward(
-    network: _Network, keeps: str, above: Any, kept: Any, x: Any, lengths: Any
+    network: _Network, keeps: str, above: Any, kept: Any, x: Any, lengths: Any, resets: Any
 ) -> dict[str, Any]:
     """Return the results of a backward pass by their names."""
-    steps, batch, _ = x.shape
-    step = _step_of(network, steps, batch, x.dtype.name, lengths is not None, keeps)
+    step = _step_for(network, keeps, x, lengths, resets)
     assert step.recorded.backward is not None
     names = [each.name for each in step.recorded.backward.results]
     results = [(each.shape, each.dtype) for each in step.recorded.backward.results]
@@ -296,8 +334,8 @@ def _function(network: _Network) -> Any:
     """Return a function of JAX for a network, with derivatives, which maps samples as a batch."""
 
     @custom_vmap
-    def infer(params: Any, x: Any, state: Any, lengths: Any) -> Any:
-        return _run_forward(network, "", params, x, state, lengths)[:2]
+    def infer(params: Any, x: Any, state: Any, lengths: Any, resets: Any) -> Any:
+        return _run_forward(network, "", params, x, state, lengths, resets)[:2]
 
     @infer.def_vmap
     def _(count: int, mapped: Any, *given: Any) -> Any:
@@ -307,12 +345,12 @@ def _function(network: _Network) -> Any:
         return tuple(_parted(each, count) for each in results), (True, True)
 
     @custom_vmap
-    def forward(params: Any, x: Any, state: Any, lengths: Any) -> Any:
-        return _run_forward(network, "all", params, x, state, lengths)
+    def forward(params: Any, x: Any, state: Any, lengths: Any, resets: Any) -> Any:
+        return _run_forward(network, "all", params, x, state, lengths, resets)
 
     @custom_vmap
-    def forward_each(params: Any, x: Any, state: Any, lengths: Any) -> Any:
-        return _run_forward(network, "each", params, x, state, lengths)
+    def forward_each(params: Any, x: Any, state: Any, lengths: Any, resets: Any) -> Any:
+        return _run_forward(network, "each", params, x, state, lengths, resets)
 
     def map_forward(function: Any, count: int, mapped: Any, *given: Any) -> Any:
         if any(mapped[0]):
@@ -325,10 +363,12 @@ def _function(network: _Network) -> Any:
     forward_each.def_vmap(functools.partial(map_forward, forward_each))
 
     @custom_vmap
-    def backward(above: Any, kept: Any, params: Any, x: Any, state: Any, lengths: Any) -> Any:
+    def backward(
+        above: Any, kept: Any, params: Any, x: Any, state: Any, lengths: Any, resets: Any
+    ) -> Any:
         if kept.ndim == 2:  # of all maps, of which this is one
-            *_, kept = forward(params, x, state, lengths)
-        grads = _run_backward(network, "all", above, kept, x, lengths)
+            *_, kept = forward(params, x, state, lengths, resets)
+        grads = _run_backward(network, "all", above, kept, x, lengths, resets)
         return _in_order(network, grads), grads["input"], grads["state"]
 
     @backward.def_vmap
@@ -343,10 +383,12 @@ def _function(network: _Network) -> Any:
         return grads, jax.tree.map(lambda _: True, grads)
 
     @custom_vmap
-    def backward_each(above: Any, kept: Any, params: Any, x: Any, state: Any, lengths: Any) -> Any:
+    def backward_each(
+        above: Any, kept: Any, params: Any, x: Any, state: Any, lengths: Any, resets: Any
+    ) -> Any:
         if kept is None or len(kept) != max(x.shape[1], 1):
-            *_, kept = forward_each(params, x, state, lengths)
-        return _run_backward(network, "each", above, kept, x, lengths)
+            *_, kept = forward_each(params, x, state, lengths, resets)
+        return _run_backward(network, "each", above, kept, x, lengths, resets)
 
     @backward_each.def_vmap
     def _(count: int, mapped: Any, *given: Any) -> Any:
@@ -372,8 +414,8 @@ def _function(network: _Network) -> Any:
     backward_once.defjvp(_no_more)
 
     @jax.custom_vjp
-    def run(params: Any, x: Any, state: Any, lengths: Any) -> Any:
-        return infer(params, x, state, lengths)
+    def run(params: Any, x: Any, state: Any, lengths: Any, resets: Any) -> Any:
+        return infer(params, x, state, lengths, resets)
 
     def run_forward(*given: Any) -> Any:
         output, last, kept = forward_once(*given)
@@ -381,7 +423,7 @@ def _function(network: _Network) -> Any:
 
     def run_backward(saved: Any, above: Any) -> Any:
         kept, given = saved
-        return (*backward_once(above, kept, *given), None)
+        return (*backward_once(above, kept, *given), None, None)
 
     run.defvjp(run_forward, run_backward)
     return run
@@ -408,8 +450,8 @@ def _one_by_one(function: Any, mapped: Any, given: Any) -> Any:
 
 
 def _merged(count: int, mapped: Any, given: Any) -> list[Any]:
-    """Return inputs, states and lengths whose samples are those of all maps."""
-    each = zip(given, mapped, (1, 1, 0), strict=True)
+    """Return inputs, states, lengths and resets whose samples are those of all maps."""
+    each = zip(given, mapped, (1, 1, 0, 1), strict=True)
     return [_merge(array, flag, count, axis) for array, flag, axis in each]
 
 

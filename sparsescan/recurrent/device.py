@@ -341,8 +341,10 @@ class DeviceMemory(Memory):
         steps: int,
         batch: int,
         segment: int,
+        has_resets: bool = False,
     ) -> None:
         self._xp = load_cupy()
+        self._has_resets, self._is_reset = has_resets, False
         self.directions = directions
         one = directions[0]
         self.steps, self.batch, self.segment, self.dtype = steps, batch, segment, one.dtype
@@ -355,25 +357,38 @@ class DeviceMemory(Memory):
             *(one.code, one.layout, self.dtype, batch, self.per_layer),
             multiprocessors_of(self._xp).number,
         )
-        self._kernels: SequenceKernels = sequence_kernels(one.code, one.layout, self.dtype, samples)
+        self._about_kernels = one.code, one.layout, self.dtype, samples
         # Rows behind those of slots: other vectors that are kept, then arguments.
         self._extra = one.code.extra(one.layout.rounds == 1)
         self.device: int | None = self._xp.cuda.Device().id
         self._state_shape = len(directions), batch, len(self._code.states) * self._units
         self.nbytes = self.dtype.itemsize * sum(math.prod(shape) for _, shape in self._shapes())
+        self.nbytes += 8 * self._flag_words
 
-    def fits(self, x: Array) -> bool:
-        """Return whether this is the memory for inputs like `x`."""
+    @property
+    def _flag_words(self) -> int:
+        """Words of resets, of which each has four: a row a step, and one more."""
+        return -(-(self.steps + 1) * self.batch // 4) if self._has_resets else 0
+
+    @property
+    def _kernels(self) -> SequenceKernels:
+        return sequence_kernels(*self._about_kernels, self._is_reset)
+
+    def fits(self, x: Array, has_resets: bool) -> bool:
+        """Return whether this is the memory for inputs like `x`, with or without resets."""
         wanted = *x.shape[:2], x.dtype, device_of(x)
-        return (self.steps, self.batch, self.dtype, self.device) == wanted
+        own = self.steps, self.batch, self.dtype, self.device
+        return own == wanted and self._has_resets >= has_resets
 
     def _shapes(self) -> list[tuple[str, Shape]]:
         """Return, for each array, what it holds, and its shape."""
         code, units = self._code, self._units
         of_samples, segment = (self.steps, self.batch), (self.segment, self.batch)
         shapes: list[tuple[str, Shape]] = [("inputs", (*of_samples, self.widths[0]))]
+        # With resets there are those that steps write, and those that steps read.
+        planes = len(code.states) * (1 + self._has_resets)
         for width in self.widths[1:]:
-            shapes += [("states", (len(code.states), self.steps + 2, self.batch, width))]
+            shapes += [("states", (planes, self.steps + 2, self.batch, width))]
         # Where not all are kept, layers take turns.
         for _ in self.widths[1:] if self.keeps_gates else [None]:
             shapes += [
@@ -441,17 +456,42 @@ class DeviceMemory(Memory):
             packed_weights.append(_Weights([w for (w,) in w_in], *joined))
         return packed_weights
 
-    def read(self, x: Array, state: Array | None, lengths: NDArray[np.int64] | None) -> None:
-        """Take over inputs, initial states, by default zeros, and lengths, by default all steps."""
+    def read(
+        self,
+        x: Array,
+        state: Array | None,
+        lengths: NDArray[np.int64] | None,
+        resets: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Take over inputs, initial states, by default zeros, lengths and resets."""
         xp = self._xp
+        self._is_reset = resets is not None
         self._lengths, self._has = xp.full(self.batch, self.steps, np.int64), None
         if lengths is not None:
             self._lengths = xp.asarray(lengths)
             self._has = xp.arange(self.steps)[:, None, None] < self._lengths[:, None]
         # Shorter sequences are often filled up with NaN, and 0·NaN is not 0.
         self._inputs[...] = x if self._has is None else xp.where(self._has, x, self.dtype.type(0))
-        for k, columns, where in self._firsts:
+        for k, columns, where, read in self._firsts:
             where[...] = 0 if state is None else state[k, :, columns]
+            if read is not None and self._is_reset:
+                read[...] = where
+        if resets is not None:
+            flags = xp.asarray(resets) != 0
+            if self._has is not None:
+                flags &= self._has[..., 0]
+            self._take_resets(flags)
+
+    def _take_resets(self, flags: Array) -> None:
+        """Put resets behind the lengths, and zeros in the place of initial states."""
+        xp, count = self._xp, self.steps * self.batch
+        whole = xp.zeros(self.batch + self._flag_words, np.int64)
+        whole[: self.batch] = self._lengths
+        whole[self.batch :].view(np.uint16)[:count] = flags.reshape(-1)
+        self._lengths = whole
+        for k, _, _, read in self._firsts:
+            if read is not None and self.steps and not self.directions[k].back:
+                read[...] = xp.where(flags[0, :, None], self.dtype.type(0), read)
 
     def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
         """Return outputs and last states."""
@@ -461,7 +501,7 @@ class DeviceMemory(Memory):
         else:
             output = xp.where(self._has, output, self.dtype.type(0))
         last = xp.empty(self._state_shape, self.dtype)
-        for k, columns, where in self._lasts:
+        for k, columns, where, _ in self._lasts:
             last[k, :, columns] = where
         return output, last
 
@@ -477,16 +517,20 @@ class DeviceMemory(Memory):
         """Return the outputs of a layer, of a slot before the first step, and each step."""
         return self._states[layer][self._code.output]
 
-    def _state_places(self, last: bool) -> list[tuple[int, slice, Array]]:
-        """Return, for each part of the first or last states, its direction, columns and slot."""
-        units, places = self._units, []
+    def _state_places(self, last: bool) -> list[tuple[int, slice, Array, Array | None]]:
+        """Return, for each part of the first or last states, its direction, columns and slots.
+
+        Those are the one that is written, and the one that is read if that is another.
+        """
+        units, places, parts = self._units, [], len(self._code.states)
         for k, one in enumerate(self.directions):
             first_slot, last_slot = (self.steps + 1, 1) if one.back else (0, self.steps)
             columns = slice(one.back * units, (one.back + 1) * units)
-            for part, state in zip(self._code.states, self._states[one.layer - 1], strict=True):
-                where = state[last_slot if last else first_slot]
+            slots = self._states[one.layer - 1][:, last_slot if last else first_slot, :, columns]
+            for number, part in enumerate(self._code.states):
                 own = slice(part * units, (part + 1) * units)
-                places.append((k, own, where[:, columns]))
+                read = slots[parts + number] if self._has_resets else None
+                places.append((k, own, slots[number], read))
         return places
 
     def read_carry(self, carry: Array) -> None:
@@ -657,6 +701,8 @@ class DeviceMemory(Memory):
         if kind == "input":
             return self._inputs_of(layer, times)
         units, begin = self._units, times.start + 2 * back
+        if kind == "state" and self._is_reset:
+            number += len(self._code.states)
         if kind == "argument":
             state = self._code.argument_states[number]
             if state is None:

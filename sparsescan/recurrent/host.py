@@ -20,8 +20,9 @@ from ..execution.threads import thread_count
 from ..kernels.cpu.copies import add_range, fill_with
 from ..kernels.cpu.lanes import SAMPLE_VECTORS, SUM_ROWS, TILE_ROWS, TILE_VECTORS, sample_lanes
 from .definition import CellLike
-from .loops import callers, sums
+from .loops import callers, sharing, sums
 from .loops import sequences as kernels
+from .loops.pauses import STRICT
 from .loops.products import COLUMNS
 from .loops.sequences import Caller, Sequence
 from .loops.sums import Gates, Sums
@@ -34,6 +35,8 @@ Array = NDArray[Any]
 
 _LOTS, _LOT_STEPS = 16, 16  # sums of gradients that are kept apart, and the least steps of each
 _TASK_ROWS = 256  # rows of a sparse weight whose gradient is a task
+# Bytes of the weights of a step that fill the cache of a core.
+_WIDE = 1 << 20
 _SMALL = 1 << 22  # multiply-adds of a direction below which other threads would come too late
 # Forward passes before kernel calls are recorded, which takes as long as some, and multiply-adds
 # beside which what calls kernels takes no time.
@@ -70,10 +73,14 @@ class HostMemory(Memory):
         segment: int,
         calls: Calls,
         keeps_samples: bool = False,
+        has_resets: bool = False,
     ) -> None:
         self.directions, self.per_layer, self.calls = directions, len(network.cells[0]), calls
-        self._keeps_samples = keeps_samples
-        self.steps, self.batch, self.segment = steps, batch, segment
+        self._keeps_samples, self._has_resets = keeps_samples, has_resets
+        self._is_reset = False
+        self.steps, self.batch = steps, batch
+        # Without a backward pass, nothing of a step is kept.
+        self.has_backward, self.segment = segment > 0, max(segment, 1)
         self.keeps_gates = segment >= steps
         # Directions that have gates of their own: where not all are kept, layers take turns.
         self._gates_count = len(directions) if self.keeps_gates else self.per_layer
@@ -96,30 +103,39 @@ class HostMemory(Memory):
             self.padded, self.lot = groups * self.group, max(1, -(-groups // lots)) * self.group
             self._samples = max(1, -(-self.padded // (parts * self.lot))) * self.lot
         else:
-            # A product takes half a tile at least.
-            fewest = TILE_ROWS // 2
+            # A product takes half a tile at least; all of it where weights fill a core's cache.
+            weights = max(one.products, one.units) * (one.cols + one.units) * self.dtype.itemsize
+            fewest = TILE_ROWS if weights > _WIDE else TILE_ROWS // 2
             self._samples = max(1, -(-batch // (parts * fewest))) * fewest
             self.padded, self.group, self.lot = batch, self._samples, max(1, batch)
+        # Threads without samples of their own share the products of those who have some.
+        leaders = self.per_layer * len(self._spans())
+        self._helpers = 0 if self.has_sample_lanes else max(0, self.threads // leaders - 1)
         # From the states of one direction to those of the other: whole groups, and cache lines.
         line = LINE // self.dtype.itemsize
         self.plane = -(-self.padded * (steps + 2) * self.units // line) * line
         self.groups: list[_Group] = []
         self._forwards, self._replays = 0, Replays(self)
         # Calls that are noted anyway are not recorded.
-        self._may_replay = type(calls) is Calls and work * len(directions) < _LARGE
+        is_small = work * len(directions) < _LARGE
+        self._may_replay = type(calls) is Calls and (is_small or self._helpers > 0)
         self._row_orders = [each.row_order(self.group) for each in directions]
         self._grad_orders = [each.grad_orders() for each in directions]
         self._sum_tables = [each.sum_table() for each in directions]
         self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
         self.nbytes += self._gates_count * (self.padded * segment + LINE)
         self.nbytes += self.per_layer * (8 * self.padded + LINE)
+        words = leaders * sharing.words_of(self._helpers) if self._helpers else 0
+        self.nbytes += 8 * words + LINE * leaders
+        self.nbytes += has_resets * ((steps + 1) * self.padded + LINE)
         none = np.empty(0, self.dtype)
         self.no_caller = Caller(none, self.widths[0], False, none, np.empty(0, np.int64))
 
-    def fits(self, x: Array) -> bool:
-        """Return whether this is the memory for inputs like `x`."""
+    def fits(self, x: Array, has_resets: bool) -> bool:
+        """Return whether this is the memory for inputs like `x`, with or without resets."""
         wanted = *x.shape[:2], x.dtype, thread_count(), device_of(x)
-        return (self.steps, self.batch, self.dtype, self._all_threads, None) == wanted
+        own = self.steps, self.batch, self.dtype, self._all_threads, None
+        return own == wanted and self._has_resets >= has_resets
 
     def here(self) -> AbstractContextManager[None]:
         """Return a context for work on this memory."""
@@ -129,7 +145,8 @@ class HostMemory(Memory):
         """Return a copy of the parameters of each direction, which the next call overwrites."""
         about = zip(self.directions, self.packed, params, self._row_orders, strict=True)
         for k, (one, room, own, order) in enumerate(about):
-            one.pack(self.calls, room, [_flat(param) for param in own], order)
+            flat = [_flat(param) for param in own]
+            one.pack(self.calls, room, flat, order, self.has_backward)
             if any(derived.value is not None for derived in one.program.derived):
                 self.calls.launch(kernels.prepare, self.groups[0].sequence(k, (0, 0)))
         return self.packed
@@ -142,19 +159,21 @@ class HostMemory(Memory):
         x: Array,
         state: Array | None,
         lengths: NDArray[np.int64] | None,
+        resets: NDArray[np.uint8] | None = None,
     ) -> tuple[Array, Array]:
         """Return outputs and last states."""
         self._forwards += 1
+        self._is_reset = resets is not None
         if not self._is_replayed():
-            return super().forward(params, x, state, lengths)
+            return super().forward(params, x, state, lengths, resets)
 
-        def call(x: Array, state: Array, lengths: Array, *flat: Array) -> None:
+        def call(x: Array, state: Array, lengths: Array, resets: Array, *flat: Array) -> None:
             self._all_steps, each = False, iter(flat)
             super(HostMemory, self).forward(
-                [[*islice(each, len(p))] for p in params], x, state, lengths
+                [[*islice(each, len(p))] for p in params], x, state, lengths, resets
             )
 
-        given = [x, state, lengths, *(_flat(param) for own in params for param in own)]
+        given = [x, state, lengths, resets, *(_flat(param) for own in params for param in own)]
         results = self._replays.run(("forward",), given, call)
         self._packed = self.packed
         return results["output"], results["last"]
@@ -172,7 +191,8 @@ class HostMemory(Memory):
         def call(above: Array, carry: Array) -> None:
             super(HostMemory, self).backward(above, carry, needs_input_grad)
 
-        results = self._replays.run(("backward", needs_input_grad), [above, carry], call)
+        key = "backward", needs_input_grad, self._is_reset
+        results = self._replays.run(key, [above, carry], call)
         params = [
             {name: results[f"{name} {k}"] for name in one.cell.shapes}
             for k, one in enumerate(self.directions)
@@ -217,7 +237,10 @@ class HostMemory(Memory):
         own = self.per_layer * self.plane + more * self.units
         sizes += [("states", (rows + more) * self._cols)]
         for name, size in (("states", own), ("cells", others * self.per_layer * self.plane + own)):
-            sizes += [(name, size if others or name == "states" else 0)] * (len(self.widths) - 1)
+            size = size if others or name == "states" else 0
+            sizes += [(name, size)] * (len(self.widths) - 1)
+            if self._has_resets:
+                sizes += [(f"{name} before", size)] * (len(self.widths) - 1)
         sizes = [(name, size + self.lanes) for name, size in sizes]
         gates = [
             self.segment * self.padded * one.units * self.step_rows(one) for one in self.directions
@@ -252,7 +275,13 @@ class HostMemory(Memory):
         for name, count in self._sizes():
             take = self.calls.zeros if name == "zeros" else self.calls.room
             arrays.setdefault(name, []).append(take(count, self.dtype))
-        self.states, self.cells = arrays["states"], [np.zeros(0, self.dtype), *arrays["cells"]]
+        none = np.zeros(0, self.dtype)
+        self.states, self.cells = arrays["states"], [none, *arrays["cells"]]
+        self._befores = [none, *arrays.get("states before", [])]
+        self._before_cells = [none, *arrays.get("cells before", [])]
+        self._resets = np.zeros(0, np.uint8)
+        if self._has_resets:
+            self._resets = self.calls.zeros((self.steps + 1) * self.padded, np.uint8)
         (self.lengths,), (self.zeros,) = arrays["lengths"], arrays["zeros"]
         self._grads, self._parts = arrays["grads"], arrays["part"]
         self._ones = self.calls.room(2 * self.group, self.dtype)
@@ -264,82 +293,119 @@ class HostMemory(Memory):
         # Of each direction of a layer, which other threads may run.
         self.ends = [self.calls.room(self.padded, np.int64) for _ in range(self.per_layer)]
         self.carries = arrays["carries"]
+        count = self.per_layer * len(self._spans()) if self._helpers else 0
+        size = sharing.words_of(self._helpers)
+        self.help = [self.calls.room(size, np.int64) for _ in range(count)]
         own = {name: iter(arrays[name]) for name in ("products", "parts", "block", "row_grads")}
-        self.groups = [_Group(self, first, count, own) for first, count in self._spans()]
+        self.groups = []
+        for first, count in self._spans():
+            self.groups.append(_Group(self, first, count, own))
         self.row_sums = [
             self.calls.room(self.padded * one.rows * one.units, float) for one in self.directions
         ]
         self.packed = []
         for one in self.directions:
-            room, places = one.room(self.calls, self.group), self._places_of(one)
+            room, places = one.room(self.calls, self.group, self.has_backward), self._places_of(one)
             both = (each._replace(places=places) for each in (room.forward, room.back))
             forward, back = both
             self.packed.append(room._replace(forward=forward, back=back))
         self._all_steps = False
 
+    def help_of(self, group: int, one: Direction) -> NDArray[np.int64]:
+        """Return the words that the leader of a group and direction shares with its helpers."""
+        none: NDArray[np.int64] = self.ends[0][:0]
+        return self.help[group * self.per_layer + one.back] if self.helpers else none
+
     def plane_of(self, arrays: list[Array], one: Direction) -> Array:
         """Return the first states of a direction, or its others, and all behind them."""
-        planes = 1 if arrays is self.states else one.states - 1
+        is_first = arrays is self.states or arrays is self.befores
+        planes = 1 if is_first else one.states - 1
         return arrays[one.layer][one.back * planes * self.plane :]
+
+    @property
+    def befores(self) -> list[Array]:
+        """The first states that the next step reads, of all layers."""
+        return self._befores if self._is_reset else self.states
+
+    @property
+    def before_cells(self) -> list[Array]:
+        """The other states that the next step reads."""
+        return self._before_cells if self._is_reset else self.cells
+
+    @property
+    def resets(self) -> NDArray[np.uint8]:
+        """Which samples begin anew before each step; empty if none ever does."""
+        return self._resets if self._is_reset else self._resets[:0]
 
     # -- The caller's arrays ----------------------------------------------------------------------
 
-    def _row(self) -> int:
-        """Return how many numbers a sample has in states of the caller."""
-        return self.directions[0].states * self.units
-
-    def _state_parts(self, k: int) -> list[tuple[Array, int]]:
-        """Return all states of a direction, with their columns."""
+    def _state_parts(self, k: int, *, before: bool = False) -> list[Array]:
+        """Return all states of a direction, or those that the next step reads."""
         one = self.directions[k]
-        others = self.plane_of(self.cells, one) if one.states > 1 else self.cells[0]
-        parts = [(self.plane_of(self.states, one), 0)]
-        parts += [(others[n * self.plane :], (n + 1) * self.units) for n in range(one.states - 1)]
-        return parts
+        states, cells = (self.befores, self.before_cells) if before else (self.states, self.cells)
+        others = self.cells_of(one, cells)
+        first = self.plane_of(states, one)
+        return [first, *(others[n * self.plane :] for n in range(one.states - 1))]
 
-    def _carry_parts(self, k: int) -> list[tuple[Array, int]]:
+    def _carry_parts(self, k: int) -> list[Array]:
         """Return the gradients in the states of a direction likewise."""
-        step = self.carry_step
-        return [
-            (self.carries[k][n * step :], n * self.units) for n in range(self.directions[k].states)
-        ]
+        return [self.carries[k][n * self.carry_step :] for n in range(self.directions[k].states)]
 
     @property
     def carry_step(self) -> int:
         """The numbers from the gradients in a state to those in the next."""
         return self.padded * self.units + self.lanes
 
-    def _read_states(
-        self, k: int, parts: list[tuple[Array, int]], slot: int, states: Array
-    ) -> None:
-        """Write what the caller has for a direction to a slot; zeros if that has nothing."""
-        for array, column in parts:
-            at = k * self.batch * self._row() + column
-            about = array, slot, states, at, self._row()
-            self.calls.launch(callers.state_in, self._all_samples(k), *about)
+    def _read_states(self, k: int, parts: list[Array], slot: int, states: list[Array]) -> None:
+        """Write what the caller has for a direction to a slot; zeros if that has nothing.
 
-    def _write_states(
-        self, k: int, parts: list[tuple[Array, int]], slot: int, states: Array
-    ) -> None:
+        The caller has all states in one array, or each in an array of its own.
+        """
+        for part, (array, *where) in zip(parts, self._rows_of(k, states), strict=True):
+            self.calls.launch(callers.state_in, self._all_samples(k), part, slot, array, *where)
+
+    def _write_states(self, k: int, parts: list[Array], slot: int, states: list[Array]) -> None:
         """Write what a direction has in a slot as the caller has it."""
-        for array, column in parts:
-            at = k * self.batch * self._row() + column
-            about = array, slot, states.reshape(-1), at, self._row()
-            self.calls.launch(callers.state_out, self._all_samples(k), *about)
+        for part, (array, *where) in zip(parts, self._rows_of(k, states), strict=True):
+            self.calls.launch(callers.state_out, self._all_samples(k), part, slot, array, *where)
 
-    def _states_of_caller(self, name: str) -> Array:
-        shape = len(self.directions), self.batch, self._row()
-        return self.calls.result(name, shape, self.dtype)
+    def _rows_of(self, k: int, states: list[Array]) -> Iterator[tuple[Array, int, int]]:
+        """Yield, for each state, the caller's array, where its rows begin, and their length."""
+        count = self.directions[k].states
+        row = count // len(states) * self.units
+        for n in range(count):
+            column = n * self.units if len(states) == 1 else 0
+            yield states[n % len(states)].reshape(-1), k * self.batch * row + column, row
 
-    def read(self, x: Array, state: Array | None, lengths: NDArray[np.int64] | None) -> None:
-        """Take over inputs, initial states, which are zeros by default, and lengths."""
+    def _states_of_caller(self, name: str) -> list[Array]:
+        count = self.directions[0].states
+        names = [f"{name} {n}" for n in range(count)] if self._states_apart else [name]
+        shape = len(self.directions), self.batch, count // len(names) * self.units
+        return [self.calls.result(each, shape, self.dtype) for each in names]
+
+    def read(
+        self,
+        x: Array,
+        state: Array | list[Array] | None,
+        lengths: NDArray[np.int64] | None,
+        resets: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Take over inputs, initial states, which are zeros by default, lengths and resets.
+
+        If states are a list, it has an array for each state of a cell, and so have their gradients.
+        """
         self._x, self._is_shorter = x.reshape(-1), lengths is not None
-        states = np.zeros(0, self.dtype) if state is None else state.reshape(-1)
+        self._states_apart = isinstance(state, list)
+        states = _listed(np.zeros(0, self.dtype) if state is None else state)
         for k, one in enumerate(self.directions):
             self._read_states(k, self._state_parts(k), self.steps + 1 if one.back else 0, states)
+        counts = np.zeros(0, np.int64) if lengths is None else lengths
         if lengths is not None or not self._all_steps:
-            counts = np.zeros(0, np.int64) if lengths is None else lengths
             self.calls.launch(callers.lengths_in, self._all_samples(0), self.lengths, counts)
         self._all_steps = lengths is None
+        if resets is not None:
+            where = self._all_samples(0), self._resets, resets.reshape(-1), counts
+            self._for_steps(partial(self.calls.launch, callers.resets_in, *where))
         if not self.has_sample_lanes or self.per_layer > 1:
             caller = self.no_caller._replace(x=self._x, is_shorter=self._is_shorter)
             about = caller, self._all_samples(0), self._cols, self.states[0]
@@ -389,13 +455,40 @@ class HostMemory(Memory):
         last = self._states_of_caller("last")
         for k, one in enumerate(self.directions):
             self._write_states(k, self._state_parts(k), 1 if one.back else self.steps, last)
-        return output, last
+        return output, last[0]
 
     # -- Threads ----------------------------------------------------------------------------------
 
     def for_each_group(self, ks: range, call: Callable[..., None], *arguments: Any) -> None:
         """Call a function for each group of samples and each direction of a layer."""
-        self.call_all([partial(call, *task, *arguments) for task in product(self.groups, ks)])
+        tasks: list[Callable[[], None]] = [
+            partial(call, *task, *arguments) for task in product(self.groups, ks)
+        ]
+        self.call_all(self._with_helpers(tasks) if self.helpers else tasks)
+
+    @property
+    def helpers(self) -> int:
+        """How many threads share the products of each group and direction.
+
+        In calls from Python there are none: an interrupt there could leave them without an end.
+        """
+        return 0 if type(self.calls) is Calls else self._helpers
+
+    def _with_helpers(self, tasks: list[Callable[[], None]]) -> list[Callable[[], None]]:
+        """Return tasks of leaders, and those of their helpers."""
+        like, parts = np.empty(0, self.dtype), self.helpers + 1
+
+        def lead(task: Callable[[], None], words: Array) -> None:
+            task()
+            self.calls.launch(sharing.end_help, words)
+
+        leaders, others = [], list[Callable[[], None]]()
+        for task, words in zip(tasks, self.help, strict=True):
+            self.calls.launch(fill_with, words, 0)
+            leaders.append(partial(lead, task, words))
+            help_out = partial(self.calls.launch, sharing.help_out, words)
+            others += [partial(help_out, part, parts, like) for part in range(1, parts)]
+        return leaders + others
 
     def call_all(self, tasks: list[Callable[[], None]]) -> None:
         """Do some tasks, with other threads if that is worth it."""
@@ -413,8 +506,9 @@ class HostMemory(Memory):
         if self.directions[ks.start].layer == len(self.widths) - 1:
             shape = self.steps, self.batch, self.widths[-1]
             self._output = self.calls.result("output", shape, self.dtype)
-        for start in range(0, self.steps, self.segment):
-            span = start, min(start + self.segment, self.steps)
+        segment = self.segment if self.has_backward else max(1, self.steps)
+        for start in range(0, self.steps, segment):
+            span = start, min(start + segment, self.steps)
             self.for_each_group(ks, _run, weights, span)
         is_last = self.directions[ks.start].layer == len(self.widths) - 1
         if is_last and not (self.has_sample_lanes and self.per_layer == 1):
@@ -422,23 +516,24 @@ class HostMemory(Memory):
 
     def every_state(self) -> Array:
         """Return the states of the only direction: before the first step, and after each."""
-        states = np.empty((self.steps + 1, self.batch, self._row()), self.dtype)
-        for array, column in self._state_parts(0):
-            where = 0, self.steps + 1, states.reshape(-1), self._row(), column
+        row = self.directions[0].states * self.units
+        states = np.empty((self.steps + 1, self.batch, row), self.dtype)
+        for n, array in enumerate(self._state_parts(0)):
+            where = 0, self.steps + 1, states.reshape(-1), row, n * self.units
             self.calls.launch(callers.turn_out, array, self._all_samples(0), *where)
         return states
 
-    def read_carry(self, carry: Array) -> None:
+    def read_carry(self, carry: Array | list[Array]) -> None:
         """Take over the gradients in the last states."""
         for k in range(len(self.directions)):
-            self._read_states(k, self._carry_parts(k), -1, carry.reshape(-1))
+            self._read_states(k, self._carry_parts(k), -1, _listed(carry))
 
     def state_grad(self) -> Array:
         """Return the gradients in the initial states."""
         states = self._states_of_caller("state")
         for k in range(len(self.directions)):
             self._write_states(k, self._carry_parts(k), -1, states)
-        return states
+        return states[0]
 
     def input_grad(self) -> Array:
         """Return a new array for the gradients in the input."""
@@ -484,11 +579,14 @@ class HostMemory(Memory):
         table, size = self._sum_tables[k]
         if self._keeps_samples:
             table, size = table[:0], 0
-        room = self.calls.zeros(lots * (size + one.sum_stride), float)
-        entries = [self.calls.zeros(len(each.forward.order), float) for each in one.sparse]
+        # Where units are lanes, and all steps are summed up at once, no zeros are needed.
+        begins = not self.has_sample_lanes and self.keeps_gates and self.batch > 0 < self.steps
+        out = (self.calls.room if begins else self.calls.zeros)(lots * size, float)
+        row_sums = self.calls.zeros(lots * one.sum_stride, float)
+        entries = [self.calls.zeros(each.forward.size, float) for each in one.sparse]
         rows = 0 if self._keeps_samples else one.products
-        about = rows, one.sum_stride, table, self.lot, room[: lots * size], size
-        return _SumsOf(Sums(*about, room[lots * size :], self._ones), entries)
+        about = rows, one.sum_stride, table, self.lot, out, size
+        return _SumsOf(Sums(*about, row_sums, self._ones, begins), entries)
 
     def _param_grads(self, k: int, sums_of: _SumsOf, lots: int) -> dict[str, Array]:
         one, whole = self.directions[k], sums_of.dense
@@ -523,11 +621,11 @@ class HostMemory(Memory):
                 width = count * one.units
                 about = samples, self._gates(k, (0, self.steps), first), width, take(name, width)
                 self._for_steps(partial(self.calls.launch, callers.gates_out, *about))
-        parts, width = self._state_parts(k), len(one.multiplied) * one.units
+        parts, width = self._state_parts(k, before=True), len(one.multiplied) * one.units
         out = take("states", width) if width else self.no_caller.x
         for place, state in enumerate(one.multiplied):
             where = 2 * one.back, 2 * one.back + self.steps, out, width, place * one.units
-            self.calls.launch(callers.turn_out, parts[state][0], samples, *where)
+            self.calls.launch(callers.turn_out, parts[state], samples, *where)
         if one.layer > 1:
             width = self.widths[one.layer - 1]
             out = take("input", width)
@@ -573,6 +671,10 @@ class HostMemory(Memory):
     def times(self, one: Direction, span: tuple[int, int]) -> int:
         """Return the first in time of some steps, which are given in the order of a direction."""
         return self.steps - span[1] if one.back else span[0]
+
+    def gate_step(self, one: Direction, samples: int) -> int:
+        """Return the numbers from the gates of a step of so many samples to those of the next."""
+        return samples * self.step_rows(one) * one.units if self.has_backward else 0
 
     def first_gates(self, one: Direction, span: tuple[int, int]) -> int:
         """Return the step whose gates come first while some steps are worked on."""
@@ -623,7 +725,7 @@ class HostMemory(Memory):
         count += terms * one.units + self.lanes
         room = self.calls.borrow(count, self.dtype)
         self.calls.launch(fill_with, room[: TILE_VECTORS * self.lanes], 0)
-        states, cells = self.plane_of(self.states, one), self.cells_of(one)
+        states, cells = self.plane_of(self.befores, one), self.cells_of(one, self.before_cells)
         self.calls.launch(
             sums.sum_products,
             *(self._gates(k, span, 0), into),
@@ -633,9 +735,9 @@ class HostMemory(Memory):
         )
         self.calls.give_back(room)
 
-    def cells_of(self, one: Direction) -> Array:
+    def cells_of(self, one: Direction, cells: list[Array]) -> Array:
         """Return the states of a direction behind the first, which may be none."""
-        return self.plane_of(self.cells, one) if one.states > 1 else self.cells[0]
+        return self.plane_of(cells, one) if one.states > 1 else cells[0]
 
     def add_sparse_grads(
         self, k: int, each: Product, entries: Array, rows: tuple[int, int], span: tuple[int, int]
@@ -648,9 +750,9 @@ class HostMemory(Memory):
         if each.source == 0:
             b, begin, width = self.states[one.layer - 1], x_at, packing.block
         elif each.source == 1:
-            b, begin, width = self.plane_of(self.states, one), at, one.units
+            b, begin, width = self.plane_of(self.befores, one), at, one.units
         else:
-            b, width = self.cells_of(one), one.units
+            b, width = self.cells_of(one, self.before_cells), one.units
             begin = (each.source - 2) * self.plane + at
         group, step = (self.steps + 2) * width, self.group * width
         if each.source < 0:
@@ -683,6 +785,7 @@ class _Group:
         self, memory: HostMemory, first: int, samples: int, own: dict[str, Iterator[Array]]
     ) -> None:
         self.memory, self.first, self.samples = memory, first, samples
+        self._number = len(memory.groups)
         self._scratch = [tuple(map(next, own.values())) for _ in memory.directions]
 
     def sequence(self, k: int, span: tuple[int, int]) -> Sequence:
@@ -708,13 +811,17 @@ class _Group:
             cols=one.cols,
             block=one.block,
             jump=memory.plane,
-            cells=memory.cells_of(one),
+            cells=memory.cells_of(one, memory.cells),
             cell_plane=memory.plane,
             others=one.states - 1,
+            befores=memory.plane_of(memory.befores, one),
+            before_cells=memory.cells_of(one, memory.before_cells),
+            resets=memory.resets,
             gates=memory.gates[k],
             segment=memory.segment,
             begin=memory.first_gates(one, span),
             kept=memory.step_rows(one),
+            gate_step=memory.gate_step(one, min(self.samples, memory.group)),
             grads=block if step else memory.gates[k],
             grad_step=step,
             grads_first=memory.grads_first(one),
@@ -742,7 +849,10 @@ class _Group:
             record=one.record,
             input_row=-1 if renderer.input_row is None else renderer.input_row,
             has_derived=any(each.grads for each in one.program.derived),
-            pauses=one.pauses,
+            helpers=memory.helpers,
+            help=memory.help_of(self._number, one),
+            # Behind a reset a state does not tell of those before it.
+            pauses=min(one.pauses, STRICT) if len(memory.resets) else one.pauses,
         )
 
 
@@ -784,6 +894,10 @@ def _back(
         memory.calls.launch(kernels.find_ends, *about, flat, memory.ends[one.back], *span)
         _run(group, k, all_weights, span, is_again=True)
     memory.calls.launch(kernels.back, *about, sums_of[k].dense, flat, below, *span)
+
+
+def _listed(states: Array | list[Array]) -> list[Array]:
+    return states if isinstance(states, list) else [states]
 
 
 def _flat(param: Array) -> Array:

@@ -57,15 +57,17 @@ class Memory(ABC):
         self,
         params: list[list[Array]],
         x: Array,
-        state: Array | None,
+        state: Any,
         lengths: NDArray[np.int64] | None,
+        resets: NDArray[np.uint8] | None = None,
     ) -> tuple[Array, Array]:
         """Return outputs and last states.
 
-        Initial states are by default zeros, and lengths by default all steps.
+        Initial states are by default zeros, and lengths by default all steps. Where `resets` are
+        not 0, the state of a sample begins anew before a step.
         """
         self._packed: list[Any] | None = self.weights(params)
-        self.read(x, state, lengths)
+        self.read(x, state, lengths, resets)
         for ks in self.layers:
             self.run(ks, self._packed)
         return self.results(lengths)
@@ -79,6 +81,12 @@ class Memory(ABC):
         for zeros.
         """
         weights, self._packed = self._packed, None
+        return self.backward_of(weights, above, carry, needs_input_grad)
+
+    def backward_of(
+        self, weights: Any, above: Array, carry: Any, needs_input_grad: bool
+    ) -> tuple[Array | None, Array, list[dict[str, Array]]]:
+        """Do what :meth:`backward` does, with the parameters of the last forward pass."""
         self.read_carry(carry)
         input_grad = self.input_grad() if needs_input_grad else None
         params: dict[int, dict[str, Array]] = {}
@@ -89,8 +97,8 @@ class Memory(ABC):
         return input_grad, self.state_grad(), [params[k] for k in range(len(self.directions))]
 
     @abstractmethod
-    def fits(self, x: Array) -> bool:
-        """Return whether this is the memory for inputs like `x`."""
+    def fits(self, x: Array, has_resets: bool) -> bool:
+        """Return whether this is the memory for inputs like `x`, with or without resets."""
 
     @abstractmethod
     def allocate(self) -> None:
@@ -105,8 +113,14 @@ class Memory(ABC):
         """Return the parameters as kernels read them; the next call may overwrite them."""
 
     @abstractmethod
-    def read(self, x: Array, state: Array | None, lengths: NDArray[np.int64] | None) -> None:
-        """Take over inputs, initial states and lengths."""
+    def read(
+        self,
+        x: Array,
+        state: Any,
+        lengths: NDArray[np.int64] | None,
+        resets: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Take over inputs, initial states, lengths and resets."""
 
     @abstractmethod
     def run(self, ks: range, weights: Any) -> None:
@@ -121,7 +135,7 @@ class Memory(ABC):
         """Return the states of the only direction: before the first step, and after each."""
 
     @abstractmethod
-    def read_carry(self, carry: Array) -> None:
+    def read_carry(self, carry: Any) -> None:
         """Take over the gradients in the last states."""
 
     @abstractmethod

@@ -82,16 +82,35 @@ class Packing:
             best = min(heights, key=lambda height: -(-vectors // height) * (height + 2))
             self.tile = size = sample_rows * best
         self.indices = self.indptr = np.zeros(0, np.int64)
+        self.size = -(-self.rows // size) * size * self.cols
+        # Dense blocks of parameters are copied; an order says where other entries are.
+        self.order: Order | None = None
         if self.is_sparse:
             self.order = places[kept]
             self.indices = np.ascontiguousarray(np.nonzero(kept)[1])
             self.indptr = np.concatenate([[0], kept.sum(axis=1).cumsum()])
-            return
-        # Where an entry is pruned, or fills up a vector, a zero behind the parameters.
-        filled = np.full((-(-self.rows // size) * size, self.cols), none)
-        filled[: self.rows, :cols] = np.where(kept, places, none)
-        tiles = [filled[row : row + size].T.reshape(-1) for row in range(0, len(filled), size)]
-        self.order = np.concatenate(tiles)
+            self.size = len(self.order)
+        elif not kept.all():
+            # Where an entry is pruned, or fills up a vector, a zero behind the parameters.
+            filled = np.full((-(-self.rows // size) * size, self.cols), none)
+            filled[: self.rows, :cols] = np.where(kept, places, none)
+            tiles = [filled[row : row + size].T.reshape(-1) for row in range(0, len(filled), size)]
+            self.order = np.concatenate(tiles)
+        self._given_cols = cols
+
+    def gaps(self) -> list[list[int]]:
+        """Return what fills up tiles, and is 0: where, how many times, how far apart, and how many.
+
+        The matrix begins with 0.
+        """
+        gaps, tile = [], self.tile
+        tiles, more = -(-self.rows // tile), -self.rows % tile
+        if more:
+            last = (tiles - 1) * tile * self.cols
+            gaps.append([last + tile - more, self.cols, tile, more])
+        if self.cols > self._given_cols:
+            gaps.append([(self.cols - 1) * tile, tiles, tile * self.cols, tile])
+        return gaps
 
     @property
     def fills(self) -> bool:
@@ -116,6 +135,8 @@ class Product(NamedTuple):
         As for `forward`.
     kept : ndarray of bool
         Likewise.
+    terms : list of Term
+        The blocks of parameters that its rows are, one for each slot.
     """
 
     stage: int
@@ -126,6 +147,7 @@ class Product(NamedTuple):
     back: Packing
     places: Order
     kept: NDArray[np.bool_]
+    terms: list[Term]
 
 
 class Weights(NamedTuple):
@@ -194,6 +216,9 @@ class Direction:
             self.pauses = min(self.pauses, STRICT)
         self._order_values()
         self._bias_orders = list(self._find_biases())
+        # Parameters that are put somewhere number by number.
+        self._placed = {name for each in self.runs for name in self._named_in(each)}
+        self._placed |= {name for name, shape in cell.shapes.items() if len(shape) < 2}
         # From the products of a sample to those of the next: each fills whole vectors, and behind
         # them there is room for one that is added later.
         widest = max([each.forward.rows for each in self.runs], default=0)
@@ -255,8 +280,15 @@ class Direction:
                 *(stage, source, run[0], len(run)),
                 Packing(places, kept, self.lanes, block, *about),
                 Packing(np.ascontiguousarray(places.T), kept.T, self.lanes, self.units, *about),
-                *(places, kept),
+                *(places, kept, own),
             )
+
+    @staticmethod
+    def _named_in(each: Product) -> Iterator[str]:
+        """Yield the matrices of a product that are not copied block by block."""
+        if each.forward.order is not None or each.back.order is not None:
+            for term in each.terms:
+                yield term.matrix
 
     def _places(self, term: Term) -> tuple[Order, NDArray[np.bool_]]:
         """Return where the entries of a matrix are among all parameters, and which are kept."""
@@ -269,7 +301,11 @@ class Direction:
     def _order_values(self) -> None:
         """Put all matrices, forward and back, one after the other, each from a cache line on."""
         line = LINE // self.dtype.itemsize
-        orders, places = [], []
+        self._sizes: list[int] = []
+        self._orders: list[tuple[int, Order]] = []
+        self._gaps: list[list[int]] = []
+        self._blocks: dict[tuple[str, bool], list[list[int]]] = {}
+        places = []
         tables: tuple[list[list[int]], list[list[int]]] = [], []
         values = indices = 0
         rows_back = self.renderer.parts
@@ -283,6 +319,7 @@ class Direction:
             ),
         )
         for which, runs in enumerate((self.runs, back)):
+            self._sizes.append(values)
             for each in runs:
                 packing = each.back if which else each.forward
                 stage = self._back_stage(each) if which else each.stage
@@ -307,16 +344,34 @@ class Direction:
                         *(values, indices, indices + len(packing.indices)),
                     ]
                 )
-                filled = -(-len(packing.order) // line) * line
-                orders.append(packing.order)
-                orders.append(np.full(filled - len(packing.order), self._none))
+                filled = -(-packing.size // line) * line
+                self._gaps.append([values + packing.size, 1, 0, filled - packing.size])
+                if packing.order is None:
+                    self._gaps += [[values + at, *gap] for at, *gap in packing.gaps()]
+                    self._find_blocks(each, packing, values)
+                else:
+                    self._orders.append((values, packing.order))
                 values += filled
                 places += [packing.indices, packing.indptr]
                 indices += len(packing.indices) + len(packing.indptr)
         none = np.zeros(0, np.int64)
-        self._order: Order = np.concatenate([none, *orders])
+        # How many numbers those of the forward pass have, and all.
+        self._sizes = [self._sizes[1], values]
         self.places: Order = np.concatenate([none, *places])
         self.tables = [np.array(rows, np.int64).reshape(-1) for rows in tables]
+
+    def _find_blocks(self, each: Product, packing: Packing, to: int) -> None:
+        """Note the blocks of parameters that a matrix consists of, which begins with `to`."""
+        units, is_back = self.units, packing is each.back
+        for k, term in enumerate(each.terms):
+            cols = self.cell.shapes[term.matrix][1]
+            # A transposed block, and any in the backward pass, has columns for rows.
+            turns = term.is_transposed == is_back
+            row, col = (0, k * units) if is_back else (k * units, 0)
+            size = (cols, units) if is_back else (units, cols)
+            block = [row, col, *size, turns, term.gate * units * cols, cols]
+            rows = self._blocks.setdefault((term.matrix, is_back), [])
+            rows.append([*block, to, packing.cols, packing.tile])
 
     def _back_stage(self, each: Product) -> int:
         """Return before which stage's backward part a product is returned; -1 and -2 after all."""
@@ -393,9 +448,9 @@ class Direction:
 
     # -- Memory -------------------------------------------------------------------------------
 
-    def room(self, calls: Calls, group: int) -> Weights:
+    def room(self, calls: Calls, group: int, has_backward: bool) -> Weights:
         """Take memory for the parameters, as kernels read them."""
-        values = calls.room(max(1, len(self._order)), self.dtype)
+        values = calls.room(max(1, self._sizes[has_backward]), self.dtype)
         forward, back = (Products(table, values, self.places) for table in self.tables)
         return Weights(
             calls.room(self._none, self.dtype),
@@ -404,11 +459,33 @@ class Direction:
             calls.room(self.rows * self.row_step(group) + self.lanes, self.dtype),
         )
 
-    def pack(self, calls: Calls, room: Weights, params: list[Array], row_order: Order) -> None:
-        """Write the parameters of the cell to memory that :meth:`room` has taken."""
-        for param, at in zip(params, self._offsets.values(), strict=True):
-            calls.launch(callers.take_over, param, room.params, at)
-        calls.launch(callers.place, room.params, self._order, room.forward.values)
+    def pack(
+        self,
+        calls: Calls,
+        room: Weights,
+        params: list[Array],
+        row_order: Order,
+        has_backward: bool,
+    ) -> None:
+        """Write the parameters of the cell to memory that :meth:`room` has taken.
+
+        What only a backward pass reads is left out if there is none.
+        """
+        values, passes = room.forward.values, (False, True) if has_backward else (False,)
+        size = self._sizes[has_backward]
+        gaps = np.array([each for each in self._gaps if each[0] < size], np.int64)
+        calls.launch(callers.clear_places, gaps.reshape(-1), values)
+        for param, (name, at) in zip(params, self._offsets.items(), strict=True):
+            own = param
+            if name in self._placed or param.dtype != self.dtype:
+                own = room.params[at : at + len(param)]
+                calls.launch(callers.take_over, param, room.params, at)
+            blocks = [row for each in passes for row in self._blocks.get((name, each), ())]
+            if blocks:
+                calls.launch(callers.pack, own, np.array(blocks, np.int64).reshape(-1), values)
+        for at, order in self._orders:
+            if at < size:
+                calls.launch(callers.place, room.params, order, values[at : at + len(order)])
         for k, order in enumerate(self._bias_orders):
             write = callers.add_placed if k else callers.place
             calls.launch(write, room.params, order, room.bias)
@@ -431,20 +508,26 @@ class Direction:
         """Return where the gradient of each parameter is, in sums that are added up.
 
         Those are ``out``, by columns, with the entries' places; ``rows`` of all slots; ``entries``
-        of a sparse product, by its number among these; and ``units``, a row of parameters.
+        of a sparse product, by its number among these; ``units``, a row of parameters; and
+        ``blocks``, with a table of them, which :meth:`_grad_blocks` describes.
         """
+        blocks: list[tuple[Product, int]] = []
         found: dict[str, list[tuple[str, int, Order]]] = {name: [] for name in self._offsets}
         table, _ = self.sum_table()
         dense = iter(table)
         number = 0
         for each in self.runs:
             if each.forward.is_sparse:
+                assert each.forward.order is not None
                 for name, own in self._parts_of(each.forward.order):
                     found[name].append(("entries", number, own))
                 number += 1
                 continue
             first, _, _, _, at = next(dense)
             rows, cols = each.places.shape
+            if each.kept.all():
+                blocks.append((each, at + first))
+                continue
             sums = at + first + np.arange(rows)[:, None] + np.arange(cols) * self.sum_stride
             for name, order in self._orders_of(each, sums):
                 found[name].append(("out", 0, order))
@@ -458,6 +541,36 @@ class Direction:
                     units = np.arange(self.units)
                     order[gate * self.units + units] = r * self.units + units
                 found[name].append(("units", r, order))
+        for name, levels in self._grad_blocks(blocks).items():
+            whole = len(levels[0]) * self.units == self.cell.shapes[name][0]
+            if not found[name] and not whole:
+                found[name].append(("none", 0, np.zeros(0, np.int64)))
+            for level in levels:
+                rows_of = np.array(list(level.values()), np.int64).reshape(-1)
+                found[name].append(("blocks", 0, rows_of))
+        return found
+
+    def _grad_blocks(
+        self, products: list[tuple[Product, int]]
+    ) -> dict[str, list[dict[int, list[int]]]]:
+        """Return, for the matrices of products, rows of a table of blocks by their gates.
+
+        The products come with where their sums begin. A gate that is used more than once has a row
+        in as many tables.
+        """
+        found: dict[str, list[dict[int, list[int]]]] = {}
+        for each, at in products:
+            for k, term in enumerate(each.terms):
+                cols = self.cell.shapes[term.matrix][1]
+                steps = (1, cols) if term.is_transposed else (cols, 1)
+                sums_at = at + k * self.units
+                row = [term.gate * self.units * cols, *steps, self.units, cols]
+                levels = found.setdefault(term.matrix, [])
+                free = [level for level in levels if term.gate not in level]
+                if not free:
+                    free = [{}]
+                    levels += free
+                free[0][term.gate] = [*row, sums_at, self.sum_stride]
         return found
 
     def places_in(self, sums: list[Order], rows: int, units: int) -> dict[str, Order]:
@@ -549,7 +662,11 @@ class Direction:
             grad = grads[name] = calls.result(f"{name} {k}", shape, self.dtype)
             flat, begins = grad.reshape(-1), True
             for kind, which, order in orders[name]:
-                if kind == "entries":
+                if kind == "none":
+                    calls.launch(fill_with, flat, 0)
+                elif kind == "blocks":
+                    calls.launch(callers.total_blocks, *sums["out"], order, begins, flat)
+                elif kind == "entries":
                     calls.launch(callers.put_grads, entries[which], order, begins, flat)
                 elif kind == "units" and not shape:
                     about = *sums[kind], which * self.units, self.units

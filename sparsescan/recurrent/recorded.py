@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,16 +17,25 @@ from .packing import Direction, Product
 from .program import Program
 from .step import RecurrentLike, memory_on_host
 
-__all__ = ["Group", "Parameters", "RecordedStep", "parameters_of", "program_text", "record"]
+__all__ = [
+    "Group",
+    "Parameters",
+    "Passes",
+    "RecordedStep",
+    "parameters_of",
+    "program_text",
+    "record",
+]
 
 
 class RecordedStep(NamedTuple):
     """A training step for inputs of one shape.
 
-    Arrays of a replay of `forward` are the memory, the inputs, initial states, lengths if there are
-    any, all parameters, and the results ``output`` and ``last``. Those of `backward` are the memory
-    as `forward` has left it, memory for itself, gradients in ``output`` and ``last``, and the
-    results: gradients in parameters, in initial states (``state``) and inputs (``input``).
+    Arrays of a replay of `forward` are the memory, the inputs, initial states, lengths and resets
+    if there are any, all parameters, and the results ``output`` and ``last``. Those of `backward`
+    are the memory as `forward` has left it, memory for itself, gradients in ``output`` and
+    ``last``, and the results: gradients in parameters, in initial states (``state``) and inputs
+    (``input``).
 
     Attributes
     ----------
@@ -49,6 +58,7 @@ def record(
     dtype: DTypeLike,
     *,
     lengths: DTypeLike | None,
+    has_resets: bool = False,
     has_backward: bool = True,
     keeps_samples: bool = False,
 ) -> RecordedStep:
@@ -64,6 +74,8 @@ def record(
         Of all arrays.
     lengths : dtype or None
         Of the lengths, if samples have different ones.
+    has_resets : bool, default False
+        Whether states begin anew in the middle, where an array of bools says so.
     has_backward : bool, default True
         Whether a backward pass will come. Without one less memory is taken.
     keeps_samples : bool, default False
@@ -72,29 +84,110 @@ def record(
         ``states``, ``arguments`` and, above the first layer, ``input``, of all steps and samples;
         and the gradients in ``rows`` of parameters, of all samples. See :class:`Parameters`.
     """
-    kept, scratch = Space(0), Space(1)
-    shapes = [param.shape for param in network.params.values()]
-    count = 3 + (lengths is not None)
-    recorder = Recorder(kept, count + len(shapes))
-    x = recorder.array(1, (steps, batch, network.input_size), dtype)
-    memory = memory_on_host(
-        network, x, recorder, keeps_gates=has_backward, keeps_samples=keeps_samples
+    passes = Passes(
+        *(network, steps, batch, dtype),
+        lengths=lengths,
+        has_backward=has_backward,
+        keeps_samples=keeps_samples,
+        has_resets=has_resets,
     )
-    states = len(memory.directions), batch, network.state_size
-    state = recorder.array(2, states, dtype)
-    counts = None if lengths is None else recorder.array(3, (batch,), lengths)
-    params = [recorder.array(count + k, shape, dtype) for k, shape in enumerate(shapes)]
-    each = len(params) // len(memory.directions)
-    memory.forward([params[k : k + each] for k in range(0, len(params), each)], x, state, counts)
-    forward = recorder.recording()
-    if not has_backward:
-        return RecordedStep(forward, None, kept.nbytes, 0)
+    backward, back_nbytes = passes.backward() if has_backward else (None, 0)
+    return RecordedStep(passes.forward, backward, passes.nbytes, back_nbytes)
 
-    memory.calls = recorder = Recorder(scratch, 4)
-    above = recorder.array(2, (steps, batch, memory.widths[-1]), dtype)
-    memory.backward(above, recorder.array(3, states, dtype), True)
-    backward = recorder.recording()
-    return RecordedStep(forward, backward, kept.nbytes, scratch.nbytes)
+
+class Passes:
+    """The passes of a network for inputs of one shape: one forward, and backward those wanted.
+
+    Parameters
+    ----------
+    network, steps, batch, dtype, lengths, has_backward, keeps_samples, has_resets
+        As for :func:`record`.
+    has_state : bool, default True
+        Whether initial states are given; otherwise they are zeros, and no array.
+    states_apart : bool, default False
+        Whether each state of a cell has arrays of its own, ``(layers · directions, batch,
+        hidden_size)``, one after the other, and so have gradients: results ``last 0``, ``last 1``,
+        …, and ``state 0``, ….
+
+    Attributes
+    ----------
+    forward : Recording
+        The forward pass; its arrays are those of :class:`RecordedStep`.
+    nbytes : int
+        Bytes of its memory.
+    """
+
+    def __init__(
+        self,
+        network: RecurrentLike,
+        steps: int,
+        batch: int,
+        dtype: DTypeLike,
+        *,
+        lengths: DTypeLike | None = None,
+        has_backward: bool = True,
+        keeps_samples: bool = False,
+        has_resets: bool = False,
+        has_state: bool = True,
+        states_apart: bool = False,
+    ) -> None:
+        kept = Space(0)
+        shapes = [param.shape for param in network.params.values()]
+        cell = network.cells[0][0]
+        self._arrays = cell.program.states if states_apart else 1
+        self._apart, states = states_apart, self._arrays if has_state else 0
+        has_lengths = lengths is not None
+        count = 2 + states + has_lengths + has_resets
+        recorder = Recorder(kept, count + len(shapes))
+        x = recorder.array(1, (steps, batch, network.input_size), dtype)
+        self._memory = memory = memory_on_host(
+            *(network, x, recorder),
+            has_backward=has_backward,
+            keeps_samples=keeps_samples,
+            has_resets=has_resets,
+        )
+        width = network.state_size // self._arrays
+        self._state_shape = len(memory.directions), batch, width
+        state = self._states(recorder, 2, dtype, has_state)
+        counts, flags = None, None
+        if lengths is not None:
+            counts = recorder.array(2 + states, (batch,), lengths)
+        if has_resets:
+            flags = recorder.array(2 + states + has_lengths, (steps, batch), np.uint8)
+        params = [recorder.array(count + k, shape, dtype) for k, shape in enumerate(shapes)]
+        each = len(params) // len(memory.directions)
+        own = [params[k : k + each] for k in range(0, len(params), each)]
+        memory.forward(own, x, state, counts, flags)
+        self.forward, self.nbytes = recorder.recording(), kept.nbytes
+
+    def _states(self, recorder: Recorder, first: int, dtype: DTypeLike, are_given: bool) -> Any:
+        if not are_given:
+            none = np.zeros(0, dtype)
+            return [none] if self._apart else none
+        arrays = [recorder.array(first + k, self._state_shape, dtype) for k in range(self._arrays)]
+        return arrays if self._apart else arrays[0]
+
+    def backward(
+        self,
+        *,
+        has_output: bool = True,
+        has_state: bool = True,
+        needs_input_grad: bool = True,
+    ) -> tuple[Recording, int]:
+        """Return a backward pass, and the bytes of the memory that only it takes.
+
+        Its arrays are those of :class:`RecordedStep`, but for gradients in outputs or last states
+        that are not given, and stand for zeros.
+        """
+        memory, scratch = self._memory, Space(1)
+        dtype = memory.dtype
+        memory.calls = recorder = Recorder(scratch, 2 + has_output + has_state * self._arrays)
+        above = np.zeros(0, dtype)
+        if has_output:
+            above = recorder.array(2, (memory.steps, memory.batch, memory.widths[-1]), dtype)
+        carry = self._states(recorder, 2 + has_output, dtype, has_state)
+        memory.backward_of(memory.packed, above, carry, needs_input_grad)
+        return recorder.recording(), scratch.nbytes
 
 
 class Group(NamedTuple):

@@ -16,6 +16,7 @@ from ..arrays.arrays import (
     device_of,
     for_kernels,
     host_array,
+    is_cupy,
     load_cupy,
     namespace,
     read_array,
@@ -164,7 +165,11 @@ class TrainingStep:
     # -- Forward ----------------------------------------------------------------------------------
 
     def forward(
-        self, x: ArrayLike, state: ArrayLike | None = None, lengths: ArrayLike | None = None
+        self,
+        x: ArrayLike,
+        state: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
+        resets: ArrayLike | None = None,
     ) -> tuple[Array, Array]:
         """Compute the outputs and the last states.
 
@@ -177,6 +182,13 @@ class TrainingStep:
             backward. That of an LSTM is ``[h, c]``.
         lengths : array_like of int, shape (batch,), optional
             How many steps each sample has, from 0 to T, in host memory; by default all have T.
+        resets : array_like of bool, shape (T[, batch]), optional
+            True where the state of a sample begins anew, with zeros, before a step, such as the
+            first of an episode; in host memory, or where the input is. A direction that runs
+            backward in time begins anew when it goes from such a step to the one before, so that
+            episodes do not see each other. ``resets[0]`` puts zeros in the place of the initial
+            state of the direction that runs forward. Steps that a sample does not have are not
+            reset.
 
         Returns
         -------
@@ -195,12 +207,12 @@ class TrainingStep:
         MemoryLimitError
             If the states take more memory than `memory_limit`, or than there is.
         """
-        return self._forward(self.network.params, x, state, lengths)
+        return self._forward(self.network.params, x, state, lengths, resets)
 
     @Allocating("a training step")
     @quiet
     def _forward(
-        self, given: Mapping[str, Array], x: Any, state: Any, lengths: Any
+        self, given: Mapping[str, Array], x: Any, state: Any, lengths: Any, resets: Any = None
     ) -> tuple[Array, Array]:
         """Compute what :meth:`forward` does, with parameters that may be another network's."""
         self._is_forward = False
@@ -208,12 +220,14 @@ class TrainingStep:
         with streams.place("x", x, None, None):
             params = [_read_params(given, shapes) for shapes in self._shapes]
             x, state, lengths = self._read(x, state, lengths, params)
-            memory = self._memory
-            if memory is None or not memory.fits(x):
+            memory, has_resets = self._memory, resets is not None
+            if has_resets:
+                resets = _read_resets(resets, x, self._is_batched)
+            if memory is None or not memory.fits(x, has_resets):
                 self._memory = None  # before there is another
-                memory = self._memory = self._allocate(x)
+                memory = self._memory = self._allocate(x, has_resets)
             with memory.here():
-                output, last = memory.forward(params, x, state, lengths)
+                output, last = memory.forward(params, x, state, lengths, resets)
         self._is_forward = True
         return self._as_given(output), self._as_given(last)
 
@@ -270,7 +284,7 @@ class TrainingStep:
 
     # -- Input ------------------------------------------------------------------------------------
 
-    def _allocate(self, x: Array) -> Memory:
+    def _allocate(self, x: Array, has_resets: bool) -> Memory:
         """Return memory that keeps the gates of all steps if the limit allows."""
         steps, batch, _ = x.shape
         on_host = device_of(x) is None
@@ -278,7 +292,7 @@ class TrainingStep:
         if self._made_for != key:
             self._made_for, self._directions = key, _directions_of(self.network, x)
         for segment in dict.fromkeys((max(steps, 1), max(1, min(steps, _SEGMENT)))):
-            memory = _memory_for(self.network, self._directions, x, segment)
+            memory = _memory_for(self.network, self._directions, x, segment, has_resets)
             if self.memory_limit is None or memory.nbytes <= self.memory_limit:
                 break
         if self.memory_limit is not None and memory.nbytes > self.memory_limit:
@@ -372,6 +386,30 @@ def _read_lengths(lengths: Any, steps: int, batch: int) -> NDArray[np.int64] | N
     return None if (array == steps).all() else array.astype(np.int64)
 
 
+def _read_resets(resets: Any, x: Array, is_batched: bool) -> NDArray[np.uint8] | None:
+    """Return where states begin anew, as kernels read it; None if they never do."""
+    is_on_device, shape = is_cupy(resets), x.shape[: 1 + is_batched]
+    if is_on_device:
+        check_one_place("resets", device_of(resets), "x", device_of(x))
+    array = resets if is_on_device else host_array("resets", resets)
+    # NumPy makes float64 of an empty list.
+    is_empty_list = array.size == 0 and isinstance(resets, (list, tuple))
+    if array.dtype != bool and not is_empty_list:
+        raise InputTypeError(
+            f"resets has dtype {array.dtype}; expected bool: resets != 0 makes bools of numbers"
+        )
+    if array.shape != shape:
+        expected = "(T, batch)" if is_batched else "(T,)"
+        raise InputError(f"resets has shape {array.shape}; expected {expected}, here {shape}")
+    if is_on_device:
+        # Whether any is True only the device knows.
+        whole: NDArray[np.uint8] = resets.reshape(x.shape[:2])
+        return whole
+    # A copy, which is looked at before it is used.
+    flags = np.array(array, bool, order="C").view(np.uint8).reshape(x.shape[:2])
+    return flags if flags.any() else None
+
+
 class OneCell:
     """A network of one cell, whose parameters have the names that they have there."""
 
@@ -451,26 +489,37 @@ def _sample_rows(network: Layers, x: Array) -> int:
     return 2 if units <= (_MOST_UNITS if fills_machine else _FEW_UNITS) else 0
 
 
-def _memory_for(network: Layers, directions: list[Any], x: Array, segment: int) -> Memory:
+def _memory_for(
+    network: Layers, directions: list[Any], x: Array, segment: int, has_resets: bool = False
+) -> Memory:
     """Return memory for inputs like `x`, which keeps the gates of `segment` steps."""
     steps, batch, _ = x.shape
     if device_of(x) is None:
-        return HostMemory(network, directions, steps, batch, segment, Calls())
+        about = steps, batch, segment, Calls()
+        return HostMemory(network, directions, *about, has_resets=has_resets)
     from .device import DeviceMemory
 
-    return DeviceMemory(directions, network.input_size, steps, batch, segment)
+    return DeviceMemory(directions, network.input_size, steps, batch, segment, has_resets)
 
 
 def memory_on_host(
-    network: Layers, x: Array, calls: Calls, *, keeps_gates: bool, keeps_samples: bool = False
+    network: Layers,
+    x: Array,
+    calls: Calls,
+    *,
+    has_backward: bool,
+    keeps_samples: bool = False,
+    has_resets: bool = False,
 ) -> HostMemory:
     """Return memory for inputs like `x`, and calls of kernels that others may make, or note.
 
-    If it `keeps_samples`, a backward pass returns what gradients of parameters are sums of.
+    If it `keeps_samples`, a backward pass returns what gradients of parameters are sums of. If it
+    `has_resets`, states may begin anew in the middle.
     """
     steps, batch, _ = x.shape
-    segment = max(1, steps if keeps_gates else min(steps, _SEGMENT))
+    segment = max(1, steps) if has_backward else 0
     directions = _directions_of(network, x)
-    memory = HostMemory(network, directions, steps, batch, segment, calls, keeps_samples)
+    about = steps, batch, segment, calls, keeps_samples, has_resets
+    memory = HostMemory(network, directions, *about)
     memory.allocate()
     return memory

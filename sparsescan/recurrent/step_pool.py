@@ -55,10 +55,11 @@ def run_forward(
     state: ArrayLike | None,
     lengths: ArrayLike | None,
     params: Mapping[str, NDArray[Any]],
+    resets: ArrayLike | None = None,
 ) -> tuple[TrainingStep, NDArray[Any], NDArray[Any]]:
     """Return a step that has run forward with these parameters, and what it has returned."""
     step = pool.take()
-    return step, *step._forward(params, x, state, lengths)
+    return step, *step._forward(params, x, state, lengths, resets)
 
 
 def runs_on_gpu(cell: type[Cell] | Program, units: int, dtype: DTypeLike) -> bool:

@@ -5,9 +5,21 @@ import GRU``, or :func:`convert` for a model that is there; :func:`module` for a
 """
 
 from ._convert import Conversion, convert
+from ._explain import Explanation, explain
 from .affine import affine_scan
 from .cells import module
 from .recurrent import GRU, LSTM, RNN
 from .sequential import Sequential
 
-__all__ = ["GRU", "LSTM", "RNN", "Conversion", "Sequential", "affine_scan", "convert", "module"]
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "Conversion",
+    "Explanation",
+    "Sequential",
+    "affine_scan",
+    "convert",
+    "explain",
+    "module",
+]

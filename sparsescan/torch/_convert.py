@@ -43,7 +43,8 @@ def convert(model: nn.Module) -> Conversion:
     :class:`torch.nn.Sequential` of layers that have kernels, if ``torch.nn.utils.prune`` has left
     at most a quarter of its weights. Layers of torchrecurrent 0.2.5, such as
     ``torchrecurrent.MGU``, run whole sequences by the kernels of the cell of that name in
-    :mod:`sparsescan.recurrent.catalogue`; under ``torch.compile`` they run as before. Modules stay
+    :mod:`sparsescan.recurrent.catalogue`; under ``torch.compile`` they run as before. All of these
+    take `resets` from then on, where states begin anew: see :class:`RNN`. Modules stay
     the same objects, with their parameters, buffers and hooks, so an optimiser that has been made,
     and a `state_dict` that has been saved, fit as before. What is done to a module afterwards is
     seen at its next call.

@@ -17,6 +17,7 @@ from torch.nn import functional
 from ..recurrent.definition import bias_name, declared
 from ..recurrent.operations import Node
 from ..recurrent.program import INPUT, Program, topological
+from ._resets import begins_before
 
 __all__ = ["gradients_of", "run_plain"]
 
@@ -166,6 +167,7 @@ def run_plain(
     state: Tensor,
     lengths: Tensor | None,
     dropout: float = 0.0,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs and the last states of a network.
 
@@ -185,6 +187,8 @@ def run_plain(
         How many steps each sample has.
     dropout : float
         Share of the outputs between layers that are dropped.
+    resets : Tensor of bool, shape (T, batch), optional
+        Where states begin anew, with zeros.
     """
     units, lasts = state.shape[-1] // program.states, []
     for first in range(0, len(cells), directions):
@@ -195,7 +199,11 @@ def run_plain(
             one = _Direction(cell, program, params, x, units)
             states = list(state[first + back].split(units, -1))
             hs: list[Any] = [None] * len(x)
+            begins = begins_before(resets, lengths, len(x), back)
             for t in range(len(x))[:: -1 if back else 1]:
+                anew = begins[t]
+                if anew is not None:
+                    states = [each.masked_fill(anew, 0) for each in states]
                 new = one.step(t, states)
                 if lengths is None:
                     states, hs[t] = new, new[0]
@@ -219,6 +227,7 @@ def gradients_of(
     lengths: Tensor | None,
     grad_output: Tensor | None,
     grad_state: Tensor | None,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
     """Return gradients in inputs, initial states and parameters, with graphs of their own."""
     flat = [x, state, *(param for each in cells for param in each.values())]
@@ -226,7 +235,9 @@ def gradients_of(
         given = [each if each.requires_grad else each.detach().requires_grad_() for each in flat]
         own = iter(given[2:])
         named = [{name: next(own) for name in each} for each in cells]
-        results = run_plain(cell, program, named, directions, given[0], given[1], lengths)
+        results = run_plain(
+            cell, program, named, directions, given[0], given[1], lengths, resets=resets
+        )
         pairs = [
             (result, grad)
             for result, grad in zip(results, (grad_output, grad_state), strict=True)

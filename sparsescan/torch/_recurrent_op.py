@@ -26,7 +26,17 @@ from ._once import Once, Twice
 from ._plain import gradients_of
 from ._probe import asks_for_some, is_looked_at, probe
 
-__all__ = ["Kind", "Shape", "has_kernels", "kind_of", "names_of", "register", "run"]
+__all__ = [
+    "Kind",
+    "Shape",
+    "gradients",
+    "has_kernels",
+    "kind_of",
+    "names_of",
+    "network_of",
+    "register",
+    "run",
+]
 
 
 class Kind(NamedTuple):
@@ -151,17 +161,21 @@ def has_kernels(mode: str, hidden_size: int, x: Tensor, has_bias: bool = True) -
     return _runs_on_gpu(mode, has_bias, hidden_size, str(x.dtype)[6:])
 
 
-def _make(shape: Shape, kept: Sequence[NDArray[np.bool_] | None]) -> TrainingStep:
+def network_of(shape: Shape, kept: Sequence[NDArray[np.bool_] | None] = ()) -> Recurrent:
+    """Return a network of a shape, with parameters of its own, and the weights that are kept."""
     kind = kind_of(shape.mode)
     named = zip(shape.names(), kept, strict=bool(kept))
-    network = Recurrent(
+    return Recurrent(
         *(kind.cell, shape.input_size, shape.hidden_size, shape.num_layers, shape.has_bias),
         bidirectional=shape.bidirectional,
         masks={name: each for name, each in named if each is not None},
         rng=0,
         **kind.options,
     )
-    return network.training_step()
+
+
+def _make(shape: Shape, kept: Sequence[NDArray[np.bool_] | None]) -> TrainingStep:
+    return network_of(shape, kept).training_step()
 
 
 class _Steps(StepPool[TrainingStep]):
@@ -172,12 +186,18 @@ class _Steps(StepPool[TrainingStep]):
         self._names = shape.names()
 
     def run(
-        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, params: Sequence[Tensor]
+        self,
+        x: Tensor,
+        state: Tensor | None,
+        lengths: Tensor | None,
+        params: Sequence[Tensor],
+        resets: Tensor | None,
     ) -> tuple[TrainingStep, Any, Any]:
         """Return a training step that has run forward, and what it has returned."""
         counts = None if lengths is None else lengths.numpy()
         arrays = dict(zip(self._names, map(array_of, params), strict=True))
-        return run_forward(self, array_of(x), array_of(state), counts, arrays)
+        about = array_of(x), array_of(state), counts, arrays
+        return run_forward(self, *about, array_of(resets))
 
 
 class _Waiting(NamedTuple):
@@ -234,10 +254,13 @@ _ABOUT = "str mode, int hidden_size, int num_layers, bool has_bias, bool bidirec
 _GIVEN = "Tensor x, Tensor? state, Tensor? lengths, Tensor[] params, Tensor?[] masks"
 _library = torch.library.Library("sparsescan", "FRAGMENT")
 for _name in ("recurrent", "recurrent_forward"):
-    _library.define(f"{_name}({_GIVEN}, {_ABOUT}, bool keeps) -> (Tensor, Tensor, Tensor)")
+    _library.define(
+        f"{_name}({_GIVEN}, {_ABOUT}, bool keeps, *, Tensor? resets=None) -> (Tensor, Tensor, "
+        "Tensor)"
+    )
 _library.define(
     f"recurrent_backward(Tensor? grad_output, Tensor? grad_state, Tensor token, {_GIVEN}, {_ABOUT},"
-    " bool needs_input_grad) -> Tensor[]"
+    " bool needs_input_grad, *, Tensor? resets=None) -> Tensor[]"
 )
 # Both return outputs, last states, and a token that stands for what backward needs, if that is
 # kept. They take a mask, or None, for each parameter, or no mask at all. The first has gradients.
@@ -253,12 +276,14 @@ def run(
     params: list[Tensor],
     masks: list[Tensor | None],
     *about: Any,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what the operators do, by the one that a graph needs, or by none."""
     operators: tuple[Callable[..., Any], ...] = _recurrent_forward, _recurrent
     without, with_graph = (_forward, _with_graph) if is_direct(x, *params) else operators
     call = with_graph if about[5] else without
-    results: tuple[Tensor, Tensor, Tensor] = call(x, state, lengths, params, masks, *about)
+    more = {} if resets is None else {"resets": resets}
+    results: tuple[Tensor, Tensor, Tensor] = call(x, state, lengths, params, masks, *about, **more)
     return results
 
 
@@ -269,10 +294,11 @@ def _forward(
     params: list[Tensor],
     masks: list[Tensor | None],
     *about: Any,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     steps = _steps_of(Shape.of(x, about[:5]), x, params, masks)
     with here(x):
-        step, *arrays = steps.run(x, state, lengths, params)
+        step, *arrays = steps.run(x, state, lengths, params, resets)
         output, last = map(tensor_of, arrays)
     token = x.new_zeros(1)
     if about[5]:
@@ -293,6 +319,7 @@ def _backward(
     params: list[Tensor],
     masks: list[Tensor | None],
     *about: Any,
+    resets: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the gradients in the initial states, in all parameters, and in the input."""
     waiting = _waiting.pop(token.data_ptr(), None)
@@ -300,7 +327,7 @@ def _backward(
         if waiting is None:
             # Another backward pass has used it, or another tensor stands for it.
             steps = _steps_of(Shape.of(x, about[:5]), x, params, masks)
-            step, _, _ = steps.run(x, state, lengths, params)
+            step, _, _ = steps.run(x, state, lengths, params, resets)
         else:
             steps, step, _ = waiting
         above = map(array_of, (grad_output, grad_state))
@@ -314,7 +341,7 @@ def _backward(
 
 
 def _fake_forward(
-    x: Tensor, state: Any, lengths: Any, params: Any, masks: Any, *about: Any
+    x: Tensor, state: Any, lengths: Any, params: Any, masks: Any, *about: Any, resets: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape, (steps, batch, _) = Shape.of(x, about[:5]), x.shape
     output = x.new_empty((steps, batch, shape.directions * shape.hidden_size))
@@ -332,6 +359,7 @@ def _fake_backward(
     params: list[Tensor],
     masks: Any,
     *about: Any,
+    resets: Any = None,
 ) -> list[Tensor]:
     shape = Shape.of(x, about[:5])
     last = shape.num_layers * shape.directions, x.shape[1], shape.state_size
@@ -350,7 +378,7 @@ class _Recurrent(torch.autograd.Function):
     def forward(ctx: Any, about: Any, counts: Any, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         given = _Recurrent.given(counts, tensors)
         call = _forward if is_direct(x, *tensors) else _recurrent_forward
-        output: tuple[Tensor, ...] = call(x, *given, *about)
+        output: tuple[Tensor, ...] = call(x, *given, *about, resets=tensors[-2])
         ctx.about, ctx.counts = about[:5], counts
         ctx.save_for_backward(output[2], x, *tensors)
         ctx.mark_non_differentiable(output[2])
@@ -360,7 +388,7 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     def given(counts: Any, tensors: Any) -> tuple[Any, ...]:
         """Return initial states, lengths, parameters and masks."""
-        state, lengths, *rest, _ = tensors
+        state, lengths, *rest, _, _ = tensors
         return state, lengths, list(rest[:counts]), list(rest[counts:])
 
     @staticmethod
@@ -370,23 +398,14 @@ class _Recurrent(torch.autograd.Function):
         if _Recurrent.is_dense(ctx, given):
             # Without masks, and by a step that runs forward again.
             token, given = torch.zeros_like(token), (*given[:3], [])
-        arguments = *above[:2], token, x, *given, *ctx.about, needs
-        if torch.is_grad_enabled():
-            some = [each for each in (*above[:2], x, *tensors) if each is not None]
-            if ctx.about[0] in _PYTORCHS:
-                what = "a recurrent network"
-                grads = list(Once.apply(_recurrent_backward, arguments, what, *some))
-            else:
-                again = partial(_gradients, ctx.about, needs)
-                own = [*above[:2], x, *tensors[: 2 + ctx.counts]]
-                grads = list(Twice.apply(_recurrent_backward, arguments, again, *own))
-        else:
-            call = _backward if is_direct(*above[:2], x, *tensors) else _recurrent_backward
-            grads = call(*arguments)
+        grad_output, grad_state, _ = above
+        state, lengths, params, masks = given
+        about = ctx.about, needs, grad_output, grad_state, token, x, state, lengths
+        grads = gradients(*about, params, masks, tensors[-2])
         below = grads.pop() if needs else None
         state_grad = grads[0] if tensors[0] is not None else None
-        masks = len(tensors) - 3 - ctx.counts
-        return (None, None, below, state_grad, None, *grads[1:], *(None,) * (masks + 1))
+        rest = len(tensors) - 2 - ctx.counts
+        return (None, None, below, state_grad, None, *grads[1:], *(None,) * rest)
 
     @staticmethod
     def is_dense(ctx: Any, given: tuple[Any, ...]) -> bool:
@@ -400,9 +419,39 @@ class _Recurrent(torch.autograd.Function):
         )
 
 
+def gradients(
+    about: tuple[Any, ...],
+    needs_input_grad: bool,
+    grad_output: Tensor | None,
+    grad_state: Tensor | None,
+    token: Tensor,
+    x: Tensor,
+    state: Tensor | None,
+    lengths: Tensor | None,
+    params: list[Tensor],
+    masks: list[Tensor | None],
+    resets: Tensor | None = None,
+) -> list[Tensor]:
+    """Return what the backward pass does, with a graph if there is to be one."""
+    given = grad_output, grad_state, token, x, state, lengths, params, masks
+    arguments = *given, *about, needs_input_grad
+    own = [grad_output, grad_state, resets, x, state, lengths, *params]
+    if torch.is_grad_enabled():
+        operator = partial(_recurrent_backward, resets=resets)
+        if about[0] in _PYTORCHS:
+            what = "a recurrent network"
+            some = [each for each in own if each is not None]
+            return list(Once.apply(operator, arguments, what, *some))
+        again = partial(_gradients, about, needs_input_grad)
+        return list(Twice.apply(operator, arguments, again, *own))
+    call = _backward if is_direct(*own, *masks) else _recurrent_backward
+    grads: list[Tensor] = call(*arguments, resets=resets)
+    return grads
+
+
 def _gradients(about: tuple[Any, ...], needs_input_grad: bool, *given: Any) -> list[Tensor]:
     """Return what the backward pass does, by operations that PyTorch differentiates again."""
-    grad_output, grad_state, x, state, lengths, *params = given
+    grad_output, grad_state, resets, x, state, lengths, *params = given
     shape = Shape.of(x, about)
     kind, directions = kind_of(shape.mode), shape.directions
     width = len(params) // (shape.num_layers * directions)
@@ -414,7 +463,7 @@ def _gradients(about: tuple[Any, ...], needs_input_grad: bool, *given: Any) -> l
         begin = x.new_zeros((len(cells), x.shape[1], shape.state_size))
     grads = gradients_of(
         *(kind.cell, shape.program, cells, directions),
-        *(x, begin, lengths, grad_output, grad_state),
+        *(x, begin, lengths, grad_output, grad_state, resets),
     )
     in_x, in_state, in_params = grads
     flat = [each for one in in_params for each in one.values()]
@@ -422,13 +471,19 @@ def _gradients(about: tuple[Any, ...], needs_input_grad: bool, *given: Any) -> l
 
 
 def _with_graph(
-    x: Tensor, state: Any, lengths: Any, params: list[Tensor], masks: Any, *about: Any
+    x: Tensor,
+    state: Any,
+    lengths: Any,
+    params: list[Tensor],
+    masks: Any,
+    *about: Any,
+    resets: Any = None,
 ) -> Any:
     if not about[5]:
         with torch.no_grad():
-            return _recurrent_forward(x, state, lengths, params, masks, *about)
+            return _recurrent_forward(x, state, lengths, params, masks, *about, resets=resets)
     own = probe if is_direct(x, *params) else None
-    return _Recurrent.apply(about, len(params), x, state, lengths, *params, *masks, own)
+    return _Recurrent.apply(about, len(params), x, state, lengths, *params, *masks, resets, own)
 
 
 for _name in ("recurrent", "recurrent_forward"):

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ..errors import InputError, InputTypeError, short
+from ..recurrent.definition import shapes_of
 from ._direct import is_recorded
-from ._recurrent_op import has_kernels, names_of, run
+from ._plain import run_plain
+from ._prepared import find, key_of, prepare
+from ._recurrent_op import has_kernels, kind_of, names_of, run
+from ._resets import check_resets
 from ._structure import is_pruning
 
 __all__ = ["Sequences", "joined"]
 
 _DTYPES = (torch.float32, torch.float64)
 
-Run = Callable[[Tensor, "Tensor | None", "Tensor | None", list[Tensor]], tuple[Tensor, Tensor]]
+Some = Tensor | None
+Run = Callable[[Tensor, Some, Some, list[Tensor], Some], tuple[Tensor, Tensor]]
 
 
 class Sequences:
@@ -31,6 +37,7 @@ class Sequences:
         How many states a cell has; if there are several, those of a call are a tuple of tensors.
     """
 
+    _theirs: ClassVar[Any] = None
     mode: str
     states: int
     input_size: int
@@ -38,36 +45,92 @@ class Sequences:
     num_layers: int
     bias: bool
     batch_first: bool
+    proj_size: int = 0
     dropout: float
     bidirectional: bool
     training: bool
     all_weights: Any
     permute_hidden: Any
     _buffers: dict[str, Any]
+    _parameters: dict[str, Any]
+    _flat_weights_names: list[str]
     _forward_pre_hooks: Any
 
-    def forward(self, input: Any, hx: Any = None) -> Any:  # noqa: A002, PyTorch's name
+    def forward(
+        self,
+        input: Any,  # noqa: A002, PyTorch's name
+        hx: Any = None,
+        *,
+        resets: Any = None,
+    ) -> Any:
+        """Run whole sequences, as PyTorch's modules do.
+
+        Parameters
+        ----------
+        input : Tensor or PackedSequence
+            The inputs, in any form that PyTorch's modules take.
+        hx : Tensor or tuple of Tensor, optional
+            The initial states, by default zeros.
+        resets : Tensor of bool or PackedSequence, optional
+            Where states begin anew: of the shape of `input` but for its last axis, or packed like
+            it.
+
+        Returns
+        -------
+        output : Tensor or PackedSequence
+            The outputs of the last layer.
+        hx : Tensor or tuple of Tensor
+            The last states.
+
+        Raises
+        ------
+        InputError, InputTypeError
+            If resets have another shape, or are no bools.
+        """
+        key = None
+        if resets is None and not torch.compiler.is_compiling():
+            own: list[Any] = list(map(self._parameters.get, self._flat_weights_names))
+            key = key_of(self, input, hx, own)
+        if key is not None:
+            call = find(key)
+            if call is True:
+                return self._theirs.forward(self, input, hx)
+            if call and call.takes(hx, own):
+                return call(input, hx, own)
         weights: list[Tensor] = [weight for each in self.all_weights for weight in each]
         if is_recorded() or not self._takes(input, hx, weights):
-            return self._without_kernels(input, hx, weights)
-        return self._whole(input, hx, weights, self._run)
+            return self._without_kernels(input, hx, weights, resets)
+        if resets is not None:
+            check_resets(resets, input)
+        if key is not None:
+            call = prepare(key, may_be_theirs=self._theirs is not None)
+            if call is True:
+                return self._theirs.forward(self, input, hx)
+            if call:
+                return call(input, hx, own)
+        return self._whole(input, hx, weights, self._run, resets)
 
-    def _without_kernels(self, given: Any, hx: Any, weights: list[Tensor]) -> Any:
+    def _without_kernels(
+        self, given: Any, hx: Any, weights: list[Tensor], resets: Any = None
+    ) -> Any:
         """Compute, or refuse, what has no kernels."""
         raise NotImplementedError
 
-    def _whole(self, given: Any, hx: Any, weights: list[Tensor], run: Run) -> Any:
+    def _whole(
+        self, given: Any, hx: Any, weights: list[Tensor], run: Run, resets: Any = None
+    ) -> Any:
         """Return the results for any form of input, from those for a batch of samples."""
         if isinstance(given, PackedSequence):
-            return self._packed(given, hx, weights, run)
+            return self._packed(given, hx, weights, run, resets)
         is_batched = given.dim() == 3
         x = given if is_batched else given.unsqueeze(1)
+        flags = resets if resets is None or is_batched else resets.unsqueeze(1)
         if self.batch_first and is_batched:
-            x = x.transpose(0, 1)
+            x, flags = x.transpose(0, 1), None if flags is None else flags.transpose(0, 1)
         state = None if hx is None else joined(hx)
         if state is not None and not is_batched:
             state = state.unsqueeze(1)
-        output, last = run(x, state, None, weights)
+        output, last = run(x, state, None, weights, flags)
         if not is_batched:
             output, last = output.squeeze(1), last.squeeze(1)
         elif self.batch_first:
@@ -80,7 +143,7 @@ class Sequences:
         x = given.data if is_packed else given
         states = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
         if (
-            getattr(self, "proj_size", 0)
+            self.proj_size
             or (states and len(states) != self.states)
             or not all(isinstance(each, Tensor) for each in (x, *states))
             or x.dtype not in _DTYPES
@@ -109,7 +172,7 @@ class Sequences:
         return last.chunk(self.states, -1) if self.states > 1 else last
 
     def _packed(
-        self, given: PackedSequence, hx: Any, weights: list[Tensor], run: Run
+        self, given: PackedSequence, hx: Any, weights: list[Tensor], run: Run, resets: Any
     ) -> tuple[PackedSequence, Any]:
         """Run samples of different lengths, which are sorted and packed step by step."""
         data, sizes, order, back = given  # sizes are on the CPU
@@ -118,7 +181,11 @@ class Sequences:
         places = torch.nonzero_static(has.flatten(), size=len(data))[:, 0].to(data.device)
         x = data.new_zeros(steps * batch, self.input_size).index_copy(0, places, data)
         state = None if hx is None else joined(self.permute_hidden(hx, order))
-        output, last = run(x.reshape(steps, batch, -1), state, has.sum(0), weights)
+        flags = None
+        if resets is not None:
+            none = resets.data.new_zeros(steps * batch)
+            flags = none.index_copy(0, places, resets.data).reshape(steps, batch)
+        output, last = run(x.reshape(steps, batch, -1), state, has.sum(0), weights, flags)
         rows = output.flatten(0, 1).index_select(0, places)
         states = self.permute_hidden(self._parted(last), back)
         return PackedSequence(rows, sizes, order, back), states
@@ -141,7 +208,12 @@ class Sequences:
         ]
 
     def _run(
-        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, weights: list[Tensor]
+        self,
+        x: Tensor,
+        state: Tensor | None,
+        lengths: Tensor | None,
+        weights: list[Tensor],
+        resets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Run all layers at once; one after the other if there is dropout between them."""
         flags = bool(self.bias), bool(self.bidirectional)
@@ -157,11 +229,62 @@ class Sequences:
             x, last, _ = run(
                 *(x, begin, lengths, weights[own], masks[own], self.mode, self.hidden_size),
                 *(self.num_layers // calls, *flags, keeps),
+                resets=resets,
             )
             lasts.append(last)
             if call + 1 < calls:
                 x = nn.functional.dropout(x, self.dropout)
         return x, lasts[0] if calls == 1 else torch.cat(lasts)
+
+    def _check(self, given: Any, hx: Any) -> None:
+        """Raise unless an input and initial states have the shapes of this module."""
+        is_packed = isinstance(given, PackedSequence)
+        x = given.data if is_packed else given
+        if not isinstance(x, Tensor):
+            raise InputTypeError(f"input is {short(given)}; expected a tensor or a PackedSequence")
+        if x.dim() not in ((2,) if is_packed else (2, 3)) or x.shape[-1] != self.input_size:
+            raise InputError(
+                f"input has shape {tuple(x.shape)}; expected (T, batch, {self.input_size}), "
+                f"(batch, T, {self.input_size}) if batch_first, or (T, {self.input_size})"
+            )
+        if hx is None:
+            return
+        expected = self._state_shape(given)
+        states = hx if isinstance(hx, tuple) else (hx,)
+        if len(states) != self.states:
+            many = f"a tuple of {self.states} tensors" if self.states > 1 else "a tensor"
+            raise InputTypeError(f"hx is {short(hx)}; expected {many} of shape {expected}")
+        for each in states:
+            if not isinstance(each, Tensor) or tuple(each.shape) != expected:
+                shape = tuple(each.shape) if isinstance(each, Tensor) else short(each)
+                raise InputError(f"hx has a state of shape {shape}; expected {expected}")
+
+    def _step_by_step(self, given: Any, hx: Any, weights: list[Tensor], resets: Any) -> Any:
+        """Run all layers by PyTorch's own operations, which know any dtype and device."""
+        self._check(given, hx)
+        if resets is not None:
+            check_resets(resets, given)
+        return self._whole(given, hx, weights, self._run_plain, resets)
+
+    def _run_plain(
+        self,
+        x: Tensor,
+        state: Tensor | None,
+        lengths: Tensor | None,
+        weights: list[Tensor],
+        resets: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run all layers step by step."""
+        kind, has_bias, directions = kind_of(self.mode), bool(self.bias), 1 + self.bidirectional
+        names = list(shapes_of(kind.cell, 1, 1, has_bias))
+        rows = range(0, len(weights), len(names))
+        cells = [dict(zip(names, weights[k : k + len(names)], strict=True)) for k in rows]
+        if state is None:
+            size = self.states * self.hidden_size
+            state = x.new_zeros((len(cells), x.shape[1], size))
+        dropout = self.dropout if self.training else 0.0
+        about = kind.program(has_bias), cells, directions, x, state, lengths, dropout, resets
+        return run_plain(kind.cell, *about)
 
 
 def joined(hx: Any) -> Tensor:

@@ -24,11 +24,13 @@ _home = os.getpid()
 def pytorchs_threads() -> AbstractContextManager[None]:
     """Return a context in which the threads that PyTorch computes with help the kernels.
 
-    They spin between two of PyTorch's loops, on the cores that the kernels need. Where they are not
-    those of GNU OpenMP, where there is one only, or after a fork, the kernels have their own.
+    They spin between two of PyTorch's loops, on the cores that the kernels need. If PyTorch has one
+    thread only, so have the kernels. Where its threads are not those of GNU OpenMP, or after a
+    fork, the kernels have their own.
     """
-    usable = torch.get_num_threads() > 1 and os.getpid() == _home
-    return lent(_team() if usable else None)
+    if torch.get_num_threads() == 1:
+        return lent(_ALONE)
+    return lent(_team() if os.getpid() == _home else None)
 
 
 @cache
@@ -52,6 +54,19 @@ class _Threads(Team):
 
     def call(self, function: int, argument: int) -> None:
         self._parallel(function, argument, torch.get_num_threads(), 0)
+
+
+class _Alone(Team):
+    """The thread that calls."""
+
+    def __call__(self, work: Callable[[], None]) -> None:
+        work()
+
+    def call(self, function: int, argument: int) -> None:
+        _Call(function)(argument)
+
+
+_ALONE = _Alone()
 
 
 def _openmp() -> Any:

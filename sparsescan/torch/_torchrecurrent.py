@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import InputError
+from ..errors import InputError, short
 from ..recurrent import Cell, catalogue
 from ..recurrent.definition import read_options, shapes_of
 from ._direct import is_watched
 from ._recurrent_op import has_kernels, kind_of, register, run
+from ._resets import check_resets
 from ._structure import is_pruning
 
 __all__ = ["is_layer", "is_replacement", "replacement_of", "why_not"]
@@ -144,18 +145,57 @@ class _Layer:
 
     kind: _Kind
 
-    def forward(self: Any, inp: Any, state: Any = None) -> Any:
-        """Run a whole sequence, or let torchrecurrent do it, step by step."""
+    def forward(self: Any, inp: Any, state: Any = None, *, resets: Any = None) -> Any:
+        """Run a whole sequence, or let torchrecurrent do it, step by step.
+
+        Where `resets` are True, ``(T, batch)`` or with `batch_first` ``(batch, T)``, the state of a
+        sample begins anew before a step.
+        """
+        if resets is not None:
+            if not isinstance(inp, Tensor) or inp.dim() != 3:
+                raise InputError(f"inp is {short(inp)}; expected a tensor (T, batch, input_size)")
+            check_resets(resets, inp)
         if not (torch.compiler.is_compiling() or is_watched()):
             sequence = _sequence_of(self, inp, state)
             if sequence is not None:
-                return sequence.run(inp, state)
-        return self.kind.layer.forward(self, inp, state)
+                return sequence.run(inp, state, resets)
+        if resets is None:
+            return self.kind.layer.forward(self, inp, state)
+        if self.batch_first:
+            outputs, last = _by_steps(self, inp.transpose(0, 1), state, resets.transpose(0, 1))
+            return outputs.transpose(0, 1), last
+        return _by_steps(self, inp, state, resets)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         if type(self) is _class_of(self.kind.layer):
             return _without_state, (self.kind.layer,), dict(vars(self))
         return super().__reduce_ex__(protocol)
+
+
+def _by_steps(layer: Any, inp: Tensor, state: Any, resets: Tensor) -> tuple[Tensor, Any]:
+    """Let torchrecurrent run one step after the other, whose states begin anew."""
+    name = layer.kind.layer.__name__
+    if name == "tauGRU":
+        raise InputError(
+            "resets were given to a tauGRU without kernels, and torchrecurrent's reads earlier "
+            "states; expected float32 or float64 on the CPU, outside of torch.compile"
+        )
+    outputs = []
+    for t in range(len(inp)):
+        given = inp[t : t + 1]
+        given = given.transpose(0, 1) if layer.batch_first else given
+        output, state = layer.kind.layer.forward(layer, given, _begun(state, resets[t]))
+        outputs.append(output.transpose(0, 1) if layer.batch_first else output)
+    return torch.cat(outputs), state
+
+
+def _begun(state: Any, anew: Tensor) -> Any:
+    """Return states, 0 for samples that begin anew."""
+    if state is None:
+        return None
+    if isinstance(state, tuple):
+        return tuple(_begun(each, anew) for each in state)
+    return state.masked_fill(anew[:, None], 0)
 
 
 def _without_state(layer: Any) -> Any:
@@ -174,23 +214,26 @@ class _Sequence(NamedTuple):
     params: list[list[Tensor]]
     masks: list[list[Tensor | None]]
 
-    def run(self, inp: Tensor, state: Any) -> Any:
+    def run(self, inp: Tensor, state: Any, resets: Tensor | None = None) -> Any:
         """Return what the layer returns."""
         if self.layer.batch_first:
             inp = inp.transpose(0, 1)
+            resets = None if resets is None else resets.transpose(0, 1)
         before: Any = None
         if self.kind.layer.__name__ == "JANET" and state is not None:
             # Its two states are the same from the first step on.
+            if resets is not None:
+                state, resets = _begun(state, resets[0]), resets[1:]
             given = inp[:1].transpose(0, 1) if self.layer.batch_first else inp[:1]
             before, state = self.kind.layer.forward(self.layer, given, state)
             before = before.transpose(0, 1) if self.layer.batch_first else before
             inp = inp[1:]
-        outputs, last = self._whole(inp, state) if len(inp) else (before, state)
+        outputs, last = self._whole(inp, state, resets) if len(inp) else (before, state)
         if before is not None and len(inp):
             outputs = torch.cat([before, outputs])
         return outputs.transpose(0, 1) if self.layer.batch_first else outputs, last
 
-    def _whole(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def _whole(self, x: Tensor, state: Any, resets: Tensor | None) -> tuple[Tensor, Any]:
         """Run all layers at once, or one after the other if something is between them."""
         form, units, layers = self.kind.form, self.layer.hidden_size, len(self.params)
         kept = self._dropout(x)
@@ -207,7 +250,7 @@ class _Sequence(NamedTuple):
             inputs.append(x[-1])
             about = self.mode, units, each, True, False, keeps
             some = masks if any(mask is not None for mask in masks) else []
-            x, last, _ = run(x, begin, None, flat, some, *about)
+            x, last, _ = run(x, begin, None, flat, some, *about, resets=resets)
             lasts.append(last)
             if kept and call + 1 < calls:
                 x = x * kept[call]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -9,9 +11,12 @@ from torch import Tensor
 
 from .. import affine
 from ..errors import DeviceError, InputError, InputTypeError, short
+from ..execution.recurrence import Recorded, record_gradients, record_states
+from ..kernels.addresses import address_of
 from ..symbolic.pattern import Pattern
 from ._arrays import array_of, here, tensor_of
 from ._direct import is_direct
+from ._recorded import ResultTensor, Room, give_scratch, run, take_scratch
 
 __all__ = ["affine_scan"]
 
@@ -96,7 +101,6 @@ def affine_scan(
                 f"{name} is on {tensor.device}, matrices on {matrices.device}; expected all on one "
                 "device"
             )
-    indptr, indices = None, None
     if pattern is not None and not isinstance(pattern, Pattern):
         raise InputTypeError(f"pattern is {short(pattern)}; expected a Pattern")
     if pattern is not None and pattern.kind == "dense":
@@ -106,13 +110,15 @@ def affine_scan(
                 f"matrices has shape {tuple(matrices.shape)}; expected (T, nnz) or (T, batch, nnz) "
                 f"with nnz = {pattern.nnz}, as pattern says"
             )
-        matrices = matrices.unflatten(-1, pattern.shape)
-    elif pattern is not None:
-        indptr, indices = (
-            torch.from_numpy(array.astype("int64")) for array in (pattern.indptr, pattern.indices)
-        )
-    call = _Scan.apply if is_direct(matrices, offsets, initial) else _affine_scan
-    states: Tensor = call(matrices, offsets, initial, indptr, indices, transposed)
+        matrices, pattern = matrices.unflatten(-1, pattern.shape), None
+    if is_direct(matrices, offsets, initial):
+        call = None
+        if matrices.is_cpu and type(transposed) is bool:
+            call = _recurrence_of(matrices, offsets, initial, pattern, transposed)
+        direct: Tensor = _Scan.apply(matrices, offsets, initial, pattern, transposed, call)
+        return direct
+    indptr, indices = _tensors_of(pattern)
+    states: Tensor = _affine_scan(matrices, offsets, initial, indptr, indices, transposed)
     return states
 
 
@@ -139,6 +145,14 @@ def _pattern(indptr: Tensor | None, indices: Tensor | None) -> Pattern | None:
     return Pattern(indptr.numpy(), indices.numpy(), (size, size))
 
 
+def _tensors_of(pattern: Pattern | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return a pattern as the operators take it."""
+    if pattern is None:
+        return None, None
+    indptr, indices = (each.astype("int64") for each in (pattern.indptr, pattern.indices))
+    return torch.from_numpy(indptr), torch.from_numpy(indices)
+
+
 def _forward(
     matrices: Tensor,
     offsets: Tensor | None,
@@ -147,7 +161,16 @@ def _forward(
     indices: Tensor | None,
     transposed: bool,
 ) -> Tensor:
-    pattern = _pattern(indptr, indices)
+    return _scan(matrices, offsets, initial, _pattern(indptr, indices), transposed)
+
+
+def _scan(
+    matrices: Tensor,
+    offsets: Tensor | None,
+    initial: Tensor | None,
+    pattern: Pattern | None,
+    transposed: bool,
+) -> Tensor:
     with here(matrices):
         given = map(array_of, (matrices, offsets, initial))
         return tensor_of(affine.affine_scan(*given, pattern=pattern, transposed=transposed))
@@ -197,12 +220,18 @@ def _fake_backward(grads: Tensor, states: Any, matrices: Tensor, *others: Any) -
 def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
     matrices, offsets, initial, indptr, indices, ctx.transposed = inputs
     ctx.offsets_dim = None if offsets is None else offsets.dim()
+    ctx.pattern, ctx.call = None, None
     ctx.save_for_backward(matrices, initial, indptr, indices, output)
 
 
 def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
     matrices, initial, indptr, indices, states = ctx.saved_tensors
-    needs_matrices, needs_offsets, needs_initial = ctx.needs_input_grad[:3]
+    needs_matrices = ctx.needs_input_grad[0]
+    if ctx.call is not None and not torch.is_grad_enabled() and is_direct(grads):
+        gradients = ctx.call.gradients(matrices, initial, states, grads, needs_matrices)
+        return (*_shared(ctx, initial, *gradients), None, None, None)
+    if indptr is None:
+        indptr, indices = _tensors_of(ctx.pattern)
     about = indptr, indices, ctx.transposed
     if torch.is_grad_enabled():
         gradients = _differentiable_backward(grads, states, matrices, initial, *about)
@@ -210,28 +239,45 @@ def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
         is_plain = is_direct(grads, states, matrices, initial)
         call = _backward if is_plain else _affine_scan_backward
         gradients = call(grads, states, matrices, initial, *about, needs_matrices)
-    in_offsets, in_initial = gradients[:2]
-    # Arguments that samples share get the sum of their gradients.
+    in_matrices = gradients[2] if needs_matrices else None
+    return (*_shared(ctx, initial, in_matrices, *gradients[:2]), None, None, None)
+
+
+def _shared(
+    ctx: Any, initial: Any, in_matrices: Any, in_offsets: Tensor, in_initial: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients that are needed.
+
+    Arguments that samples share get the sum of their gradients.
+    """
+    _, needs_offsets, needs_initial = ctx.needs_input_grad[:3]
     if needs_offsets and ctx.offsets_dim < in_offsets.dim():
         in_offsets = in_offsets.sum(1)
     if needs_initial and initial.dim() < in_initial.dim():
         in_initial = in_initial.sum(0)
-    return (
-        gradients[2] if needs_matrices else None,
-        in_offsets if needs_offsets else None,
-        in_initial if needs_initial else None,
-        *(None, None, None),
-    )
+    return in_matrices, in_offsets if needs_offsets else None, in_initial if needs_initial else None
 
 
 class _Scan(torch.autograd.Function):
     """The operator with its gradients, for calls that nothing else wants to see."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = _forward(*inputs)
-        _save(ctx, inputs, output)
-        return output
+    def forward(
+        ctx: Any,
+        matrices: Tensor,
+        offsets: Tensor | None,
+        initial: Tensor | None,
+        pattern: Pattern | None,
+        transposed: bool,
+        call: _Recurrence | None,
+    ) -> Tensor:
+        if call is None:
+            states = _scan(matrices, offsets, initial, pattern, transposed)
+        else:
+            states = call.states(matrices, offsets, initial)
+        _save(ctx, (matrices, offsets, initial, None, None, transposed), states)
+        ctx.pattern, ctx.call = pattern, call
+        return states
 
     backward = staticmethod(_differentiate)
 
@@ -262,6 +308,113 @@ def _differentiable_backward(
     if in_matrices.dim() > matrices.dim():
         in_matrices = in_matrices.sum(1)
     return [in_offsets, back[-1], in_matrices]
+
+
+# -- Recordings ------------------------------------------------------------------------------------
+
+# Calls of some shapes before they are recorded, which takes as long as a few, and recordings.
+_OFTEN, _MOST = 4, 64
+_recurrences: OrderedDict[Any, _Recurrence | int] = OrderedDict()
+_lock = threading.Lock()
+
+
+class _Recurrence:
+    """Both passes of a recurrence, for contiguous tensors of some shapes in host memory."""
+
+    def __init__(
+        self, pattern: Pattern, transposed: bool, dtype: torch.dtype, shapes: tuple[Any, ...]
+    ) -> None:
+        self._about, self._dtype, self._shape = (pattern, transposed), dtype, shapes[0]
+        matrices, self._offsets, self._initial = shapes
+        is_dense = pattern.kind == "dense"
+        self._values = (*matrices[:-2], pattern.nnz) if is_dense else tuple(matrices)
+        self._name = str(dtype)[6:]
+        self._states = record_states(
+            pattern, transposed, self._values, self._offsets, self._initial, self._name
+        )
+        self._result = ResultTensor.of(self._states.recording.results[0], dtype)
+        self._gradients: dict[bool, tuple[Recorded, list[ResultTensor]]] = {}
+        self._free: list[Room] = []
+
+    def _run(
+        self, recorded: Recorded, given: list[Tensor], results: list[ResultTensor]
+    ) -> list[Tensor]:
+        try:
+            room = self._free.pop()
+        except IndexError:
+            room = Room(0)
+        scratch = take_scratch(recorded.nbytes)
+        tensors = [each.new(room) for each in results]
+        pointers = [each.data_ptr() for each in (*given, *tensors)]
+        run(recorded.recording, [address_of(scratch), *pointers])
+        give_scratch(scratch)
+        self._free.append(room)
+        return tensors
+
+    def states(self, matrices: Tensor, offsets: Tensor | None, initial: Tensor | None) -> Tensor:
+        """Return the states of all steps."""
+        given = [each for each in (matrices, offsets, initial) if each is not None]
+        return self._run(self._states, given, [self._result])[0]
+
+    def gradients(
+        self,
+        matrices: Tensor,
+        initial: Tensor | None,
+        states: Tensor,
+        grads: Tensor,
+        needs_matrices: bool,
+    ) -> list[Tensor | None]:
+        """Return those in matrices, if they are needed, in offsets, and in the initial state."""
+        own = self._gradients.get(needs_matrices)
+        if own is None:
+            size = states.shape[-1:]
+            begin = (self._initial or tuple(size)) if needs_matrices else None
+            shape = tuple(states.shape)
+            recorded = record_gradients(*self._about, self._values, shape, begin, self._name)
+            results = [ResultTensor.of(each, self._dtype) for each in recorded.recording.results]
+            own = self._gradients[needs_matrices] = recorded, results
+        given = [matrices, grads.contiguous()]
+        if needs_matrices:
+            begin = states.new_zeros(states.shape[-1:]) if initial is None else initial
+            given += [begin, states]
+        found: list[Tensor | None] = [*self._run(own[0], given, own[1])]
+        if not needs_matrices:
+            return [None, *found]
+        assert found[0] is not None
+        return [found[0].view(self._shape), *found[1:]]
+
+
+def _recurrence_of(
+    matrices: Tensor,
+    offsets: Tensor | None,
+    initial: Tensor | None,
+    pattern: Pattern | None,
+    transposed: bool,
+) -> _Recurrence | None:
+    """Return what is recorded for such tensors, once they have come a few times."""
+    shapes = tuple(None if each is None else each.shape for each in (matrices, offsets, initial))
+    key = shapes, matrices.dtype, pattern, transposed
+    found = _recurrences.get(key, 0)
+    if isinstance(found, int):
+        with _lock:
+            _recurrences[key] = found + 1
+            if found >= _OFTEN:
+                _recurrences[key] = _record(key)
+            while len(_recurrences) > _MOST:
+                _recurrences.popitem(last=False)
+        return None
+    given = matrices, offsets, initial
+    if not all(each is None or each.is_contiguous() for each in given):
+        return None
+    return found
+
+
+def _record(key: Any) -> _Recurrence:
+    shapes, dtype, pattern, transposed = key
+    matrices, offsets, initial = shapes
+    _, size = affine.check_shapes(matrices, offsets, initial, pattern)
+    own = Pattern.dense((size, size)) if pattern is None else pattern
+    return _Recurrence(own, transposed, dtype, shapes)
 
 
 for _kind in ("CPU", "CUDA"):

@@ -10,14 +10,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
 from ..recurrent.definition import initial_of
 from ..symbolic.schedule import check_flag
-from ._plain import run_plain
-from ._recurrent_op import kind_of, register
+from ._recurrent_op import register
 from ._sequences import Sequences
 
 __all__ = ["CellModule", "module"]
@@ -91,6 +89,7 @@ class CellModule(Sequences, nn.Module):
                 for name, shape in own.items():
                     param = torch.empty(shape, device=device, dtype=dtype)
                     self.register_parameter(name, nn.Parameter(param))
+        self._flat_weights_names = [name for names in self._names for name in names]
         self.reset_parameters()
 
     def _register(self) -> None:
@@ -127,44 +126,11 @@ class CellModule(Sequences, nn.Module):
             return tuple(each.index_select(1, order) for each in hx)
         return hx.index_select(1, order)
 
-    def _without_kernels(self, given: Any, hx: Any, weights: list[Tensor]) -> Any:
-        self._check(given, hx)
-        return self._whole(given, hx, weights, self._run_plain)
-
-    def _check(self, given: Any, hx: Any) -> None:
-        is_packed = isinstance(given, PackedSequence)
-        x = given.data if is_packed else given
-        if not isinstance(x, Tensor):
-            raise InputTypeError(f"input is {short(given)}; expected a tensor or a PackedSequence")
-        if x.dim() not in ((2,) if is_packed else (2, 3)) or x.shape[-1] != self.input_size:
-            raise InputError(
-                f"input has shape {tuple(x.shape)}; expected (T, batch, {self.input_size}), "
-                f"(batch, T, {self.input_size}) if batch_first, or (T, {self.input_size})"
-            )
-        if hx is None:
-            return
-        expected = self._state_shape(given)
-        states = hx if isinstance(hx, tuple) else (hx,)
-        if len(states) != self.states:
-            many = f"a tuple of {self.states} tensors" if self.states > 1 else "a tensor"
-            raise InputTypeError(f"hx is {short(hx)}; expected {many} of shape {expected}")
-        for each in states:
-            if not isinstance(each, Tensor) or tuple(each.shape) != expected:
-                shape = tuple(each.shape) if isinstance(each, Tensor) else short(each)
-                raise InputError(f"hx has a state of shape {shape}; expected {expected}")
-
-    def _run_plain(
-        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, weights: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Run all layers step by step, by PyTorch's own operations."""
-        directions, each = 1 + self.bidirectional, iter(weights)
-        cells = [{name.rpartition("_l")[0]: next(each) for name in names} for names in self._names]
-        if state is None:
-            size = self.states * self.hidden_size
-            state = x.new_zeros((len(cells), x.shape[1], size))
-        program = kind_of(self.mode).program(self.bias)
-        dropout = self.dropout if self.training else 0.0
-        return run_plain(self.cell, program, cells, directions, x, state, lengths, dropout)
+    def _without_kernels(
+        self, given: Any, hx: Any, weights: list[Tensor], resets: Any = None
+    ) -> Any:
+        """Compute step by step, or refuse, what has no kernels."""
+        return self._step_by_step(given, hx, weights, resets)
 
     def extra_repr(self) -> str:
         """Return the arguments that it was made with."""
@@ -215,6 +181,10 @@ def module(cell: type[Cell]) -> type[CellModule]:
     input_size)`` or a `PackedSequence`. Initial and last states are a tensor ``(num_layers ·
     directions, batch, hidden_size)`` if a cell has one state, else a tuple of as many tensors as it
     has states, as for :class:`torch.nn.LSTM`.
+
+    ``net(x, hx, resets=resets)`` begins the state of a sample anew, with zeros, before each step
+    where these bools are True; they are in the order of the first axes of the input, or packed like
+    it. See :class:`RNN`.
 
     A whole sequence, and all gradients of it, are computed by the compiled loops of
     :class:`sparsescan.recurrent.TrainingStep`; other dtypes than float32 and float64, other devices

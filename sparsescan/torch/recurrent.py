@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from ..errors import InputError
 from ._sequences import Sequences
 
 __all__ = ["GRU", "LSTM", "RNN"]
@@ -24,9 +25,18 @@ class _Recurrent(Sequences, nn.RNNBase):
         """How many states a cell has."""
         return 1 + (self.mode == "LSTM")
 
-    def _without_kernels(self, given: Any, hx: Any, weights: list[Tensor]) -> Any:
-        """Let PyTorch compute, or refuse, what has no kernels."""
-        return self._theirs.forward(self, given, hx)
+    def _without_kernels(
+        self, given: Any, hx: Any, weights: list[Tensor], resets: Any = None
+    ) -> Any:
+        """Let PyTorch compute, or refuse, what has no kernels, unless states begin anew."""
+        if resets is None:
+            return self._theirs.forward(self, given, hx)
+        if self.proj_size:
+            raise InputError(
+                f"resets were given, and proj_size is {self.proj_size}; expected 0: projections "
+                "are PyTorch's, which knows no resets"
+            )
+        return self._step_by_step(given, hx, weights, resets)
 
 
 class RNN(_Recurrent):
@@ -43,6 +53,13 @@ class RNN(_Recurrent):
     installed. PyTorch computes all that has no kernel: tensors on other devices, more units than a
     GPU's kernels take, dtypes other than float32 and float64, autocast, `proj_size`, transforms of
     ``torch.func`` and ``torch.jit.trace``.
+
+    Unlike PyTorch's it takes `resets`: ``net(x, hx, resets=resets)`` begins the state of a sample
+    anew, with zeros, before each step where these bools are True, such as the first of an episode.
+    They are in the order of the first axes of the input, ``(T, batch)``, with `batch_first`
+    ``(batch, T)`` or, without samples, ``(T,)``; those of a `PackedSequence` are packed like it. A
+    direction that runs backward in time begins anew when it goes from such a step to the one
+    before. With resets, what has no kernel is computed step by step.
 
     Gradients can be computed more than once from one graph (`retain_graph`); a second derivative
     raises `RuntimeError`. A state or an input that is infinite or NaN has no effect through a

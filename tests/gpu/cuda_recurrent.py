@@ -53,11 +53,11 @@ def put(cupy: Any, net: Any) -> None:
 def on_device(cupy: Any, net: Any, arguments: Any, step: Any = None, **options: Any) -> Any:
     """Return outputs, states and gradients on the device, copied to the host."""
     put(cupy, net)
-    x, state, lengths, above, carry = arguments
+    x, state, lengths, above, carry, *resets = arguments
     given = (cupy.asarray(array) for array in (x, state, above, carry))
     x, state, above, carry = given
     step = net.training_step(**options) if step is None else step
-    results = gradients_of(step, x, state, lengths, above, carry)
+    results = gradients_of(step, x, state, lengths, above, carry, *resets)
     assert all(is_cupy(array) for array in results.values())
     return {name: array.get() for name, array in results.items()}
 

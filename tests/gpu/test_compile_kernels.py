@@ -31,7 +31,7 @@ def find_ptxas() -> str | None:
 
 # The oldest, the newest, and one between; as Numba compiles, from 9.0 on for that very one.
 CAPABILITIES = ["7.5", "9.0a", "12.0a"]
-KERNELS = 60 + 2 + 26
+KERNELS = 60 + 2 + 52
 # Blocks of kernels of levels have 256 threads: so two fit beside each other, on all but 7.5 by the
 # shared memory of a multiprocessor, too, in KiB, of which each block takes one more.
 REGISTERS = {"vectors": 128, "level": 128, "rescale": 128, "sweep_steps": 128}

@@ -32,10 +32,13 @@ def cell(kind: Any, a: Any, v: Any, h: Any, c: Any) -> tuple[Any, Any]:
     return jax.nn.sigmoid(o) * jnp.tanh(c), c
 
 
-def loop(net: Any, params: Any, x: Any, state: Any, lengths: Any = None) -> tuple[Any, Any]:
+def loop(
+    net: Any, params: Any, x: Any, state: Any, lengths: Any = None, resets: Any = None
+) -> tuple[Any, Any]:
     """Run a network step by step."""
     kind, directions = type(net), 1 + net.bidirectional
     lengths = jnp.full(x.shape[1:-1], len(x)) if lengths is None else lengths
+    resets = jnp.zeros(x.shape[:-1], bool) if resets is None else resets
     lasts = []
     for layer in range(net.num_layers):
         outputs = []
@@ -47,7 +50,10 @@ def loop(net: Any, params: Any, x: Any, state: Any, lengths: Any = None) -> tupl
             h, c = jnp.split(first, 2, -1) if kind is LSTM else (first, jnp.zeros_like(first))
             hs: list[Any] = [None] * len(x)
             for t in range(len(x))[:: -1 if back else 1]:
-                has = (t < lengths)[..., None]
+                has, begun = (t < lengths)[..., None], t + back
+                if begun < len(x):  # from the step before, or the one behind
+                    anew = (resets[begun] & (begun < lengths))[..., None]
+                    h, c = jnp.where(anew, 0, h), jnp.where(anew, 0, c)
                 nh, nc = cell(kind, x[t] @ w.T + p, h @ u.T + q, h, c)
                 h, c = jnp.where(has, nh, h), jnp.where(has, nc, c)
                 hs[t] = jnp.where(has, h, 0)
@@ -84,18 +90,20 @@ def test_results_and_gradients(kind: Any, options: dict[str, Any], batched: bool
     layers = net.num_layers * (1 + net.bidirectional)
     state = rng.standard_normal((layers, *batch, net.state_size))
     lengths = jnp.array([4, 2, 0, 3, 1]) if batched else None
+    flags = rng.random(x.shape[:-1]) < 0.4
 
     def both(function: Any) -> Any:
-        def loss(params: Any, x: Any, state: Any) -> Any:
-            output, last = function(net, params, x, state, lengths)
+        def loss(params: Any, x: Any, state: Any, resets: Any) -> Any:
+            output, last = function(net, params, x, state, lengths, resets)
             return jnp.sin(output).sum() + jnp.cos(last).sum(), (output, last)
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
 
-    given = net.params, x, state
-    expected = jax.jit(both(loop))(*given)
-    close(both(recurrent)(*given), expected)
-    close(jax.jit(both(recurrent))(*given), expected)
+    for resets in (None, flags):
+        given = net.params, x, state, resets
+        expected = jax.jit(both(loop))(*given)
+        close(both(recurrent)(*given), expected)
+        close(jax.jit(both(recurrent))(*given), expected)
 
 
 ANY_CELLS = [
@@ -131,22 +139,24 @@ def test_any_cell(kind: Any, options: dict[str, Any], density: float) -> None:
     rng = np.random.default_rng(14)
     net, above, carry = random_net(kind, options, rng, density)
     x, state = rng.standard_normal((5, 6, net.input_size)), rng.standard_normal(carry.shape)
-    lengths = np.array([5, 2, 0, 3, 1, 5])
+    lengths, resets = np.array([5, 2, 0, 3, 1, 5]), rng.random((5, 6)) < 0.3
 
-    def loss(params: Any, x: Any, state: Any, lengths: Any, above: Any, carry: Any) -> Any:
-        output, last = recurrent(net, params, x, state, lengths)
+    def loss(
+        params: Any, x: Any, state: Any, lengths: Any, resets: Any, above: Any, carry: Any
+    ) -> Any:
+        output, last = recurrent(net, params, x, state, lengths, resets)
         return (output * above).sum() + (last * carry).sum(), (output, last)
 
     gradients = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
-    expected = dict(autograd_of(net, x, state, lengths, above, carry))
+    expected = dict(autograd_of(net, x, state, lengths, above, carry, resets))
     (_, (output, last)), (params, in_x, in_state) = jax.jit(gradients)(
-        net.params, x, state, lengths, above, carry
+        net.params, x, state, lengths, resets, above, carry
     )
     close({"output": output, "last": last, "input": in_x, "state": in_state, **params}, expected)
     # Each sample by itself, of parameters that are shared, and of some that are not.
-    apart = [x[:, :, None], state[:, :, None], lengths[:, None], above[:, :, None]]
-    axes = 1, 1, 0, 1, 1
-    given = *apart, carry[:, :, None]
+    apart = [x[:, :, None], state[:, :, None], lengths[:, None], resets[:, :, None]]
+    axes = 1, 1, 0, 1, 1, 1
+    given = *apart, above[:, :, None], carry[:, :, None]
     mapped = jax.jit(jax.vmap(gradients, (None, *axes)))
     _, (params, in_x, in_state) = mapped(net.params, *given)
     close(jnp.moveaxis(in_x[:, :, 0], 0, 1), expected["input"])
@@ -157,8 +167,8 @@ def test_any_cell(kind: Any, options: dict[str, Any], density: float) -> None:
         own = (np.take(each, n, axis) for each, axis in zip(given, axes, strict=True))
         close(jax.tree.map(lambda each, n=n: each[n], params), gradients(net.params, *own)[1][0])
     many = jax.tree.map(lambda each: np.stack([each / 2, each]), net.params)
-    _, (params, *_) = jax.jit(jax.vmap(gradients, (0, *[None] * 5)))(
-        many, x, state, lengths, above, carry
+    _, (params, *_) = jax.jit(jax.vmap(gradients, (0, *[None] * 6)))(
+        many, x, state, lengths, resets, above, carry
     )
     close({name: each[1] for name, each in params.items()}, {k: expected[k] for k in params})
 
@@ -237,8 +247,8 @@ def test_vmap(seed: int) -> None:
     net = kind(2, int(hidden), rng=rng, dtype=np.float64, **options)
     layers = net.num_layers * (1 + net.bidirectional)
     counts = rng.integers(1, 4, rng.integers(1, 3)).tolist()
-    # Of parameters, inputs, states and lengths, from the outer map to the inner one.
-    maps = rng.random((len(counts), 4)) < [0.3, 0.8, 0.5, 0.5]
+    # Of parameters, inputs, states, lengths and resets, from the outer map to the inner one.
+    maps = rng.random((len(counts), 5)) < [0.3, 0.8, 0.5, 0.5, 0.5]
     maps[:, 1] |= ~maps.any(1)
 
     def lead(k: int) -> tuple[int, ...]:
@@ -251,11 +261,12 @@ def test_vmap(seed: int) -> None:
     x = rng.standard_normal((*lead(1), steps, batch, 2))
     state = rng.standard_normal((*lead(2), layers, batch, net.state_size))
     lengths = rng.integers(0, steps + 1, (*lead(3), batch)) if rng.random() < 0.5 else None
+    resets = rng.random((*lead(4), steps, batch)) < 0.4 if rng.random() < 0.7 else None
     is_inside = rng.random() < 0.5
 
     def mapped(function: Any) -> Any:
-        def value(params: Any, x: Any, state: Any, lengths: Any) -> Any:
-            output, last = function(net, params, x, state, lengths)
+        def value(params: Any, x: Any, state: Any, lengths: Any, resets: Any) -> Any:
+            output, last = function(net, params, x, state, lengths, resets)
             return jnp.sin(output).sum() + jnp.cos(last).sum()
 
         gradients = partial(jax.value_and_grad, argnums=(0, 1, 2))
@@ -263,12 +274,13 @@ def test_vmap(seed: int) -> None:
         for count, flags in zip(counts[::-1], maps[::-1], strict=True):
             axes = [0 if flag else None for flag in flags]
             axes[3] = None if lengths is None else axes[3]
+            axes[4] = None if resets is None else axes[4]
             result = jax.vmap(result, axes, axis_size=count)
         if is_inside:
             return jax.jit(result)
         return jax.jit(gradients(lambda *given, every=result: jnp.sin(every(*given)).sum()))
 
-    given = params, x, state, lengths
+    given = params, x, state, lengths, resets
     close(mapped(recurrent)(*given), mapped(loop)(*given))
 
 
@@ -407,6 +419,12 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         recurrent(net, net.params, x, np.ones((1, 3)))
     with pytest.raises(InputError, match=r"lengths has shape \(1,\) and dtype float64; expected"):
         recurrent(net, net.params, x, lengths=np.ones(1))
+    with pytest.raises(InputTypeError, match="resets has dtype int64; expected bool: resets != 0"):
+        recurrent(net, net.params, x, resets=np.ones((4, 1), int))
+    with pytest.raises(InputError, match=r"resets has shape \(4,\); expected \(T, batch\), here"):
+        jax.jit(lambda each: recurrent(net, net.params, x, resets=each))(np.ones(4, bool))
+    with pytest.raises(InputTypeError, match="resets is 'ab', no array"):
+        recurrent(net, net.params, x, resets="ab")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(DeviceError, match="JAX computes on 'gpu'"):
         recurrent(net, net.params, x)

@@ -77,14 +77,17 @@ def test_what_numpy_has(seed: int) -> None:
     x = rng.standard_normal((steps, batch, inputs)).astype(dtype)
     state = rng.standard_normal((layers, batch, net.state_size)).astype(dtype)
     lengths = rng.integers(0, steps + 1, batch) if rng.random() < 0.5 else None
-    ours = record(net, steps, batch, dtype, lengths=None if lengths is None else np.int64)
+    resets = rng.random((steps, batch)) < 0.3 if rng.random() < 0.5 else None
+    about = {"lengths": None if lengths is None else np.int64, "has_resets": resets is not None}
+    ours = record(net, steps, batch, dtype, **about)
     step = net.training_step()
-    output, last = step.forward(x, state, lengths)
+    output, last = step.forward(x, state, lengths, resets)
     loss, loss_of_last = (rng.standard_normal(each.shape).astype(dtype) for each in (output, last))
     expected = step.backward(loss, loss_of_last)
     assert ours.backward is not None
     kept, scratch = Guarded((ours.nbytes,), np.uint8), Guarded((ours.back_nbytes,), np.uint8)
-    given = [x, state, *([] if lengths is None else [lengths]), *net.params.values()]
+    given = [x, state, *(each for each in (lengths, resets) if each is not None)]
+    given += net.params.values()
     results = replay(ours.forward, [kept], given)
     assert np.array_equal(results["output"], output)
     assert np.array_equal(results["last"], last)
@@ -114,15 +117,18 @@ def test_samples_that_are_kept_have_no_gradient_in_steps_that_are_left_out(seed:
     x = rng.standard_normal((steps, batch, inputs)).astype(dtype)
     state = rng.standard_normal((directions, batch, net.state_size)).astype(dtype)
     step = net.training_step()
-    output, last = step.forward(x, state)
+    resets = rng.random((steps, batch)) < 0.1 if rng.random() < 0.5 else None
+    output, last = step.forward(x, state, None, resets)
     # Of one step, and one sample.
     loss, loss_of_last = np.zeros_like(output), np.zeros_like(last)
     loss[rng.integers(steps), rng.integers(batch)] = 1
     expected = step.backward(loss, loss_of_last)
-    ours = record(net, steps, batch, dtype, lengths=None, keeps_samples=True)
+    about = {"has_resets": resets is not None, "keeps_samples": True}
+    ours = record(net, steps, batch, dtype, lengths=None, **about)
     assert ours.backward is not None
     kept, scratch = Guarded((ours.nbytes,), np.uint8), Guarded((ours.back_nbytes,), np.uint8)
-    replay(ours.forward, [kept], [x, state, *net.params.values()])
+    more = [] if resets is None else [resets]
+    replay(ours.forward, [kept], [x, state, *more, *net.params.values()])
     results = replay(ours.backward, [kept, scratch], [loss, loss_of_last])
     assert np.array_equal(results["input"], expected.input)
     assert np.array_equal(results["state"], expected.state)

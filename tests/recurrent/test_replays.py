@@ -69,16 +69,18 @@ def test_a_life(seed: int) -> None:
         x = random(steps, batch, inputs, chance=1)
         state = random(layers, batch, net.state_size)
         lengths = rng.integers(0, steps + 1, batch) if rng.random() < 0.4 else None
+        resets = rng.random((steps, batch)) < 0.2 if rng.random() < 0.4 else None
         grads = random(steps, batch, width), random(layers, batch, net.state_size)
-        arrays = [each for each in (x, state, lengths, *grads) if each is not None]
+        given = x, state, lengths, resets
+        arrays = [each for each in (*given, *grads) if each is not None]
         before = bits(arrays)
         needs = bool(rng.random() < 0.7)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(host, "_DIRECT", 1)
             if is_large:
                 patched.setattr(calls, "LARGE", 0)
-            results = passes(step, (x, state, lengths), grads, needs)
-        expected = passes(net.training_step(), (x, state, lengths), grads, needs)
+            results = passes(step, given, grads, needs)
+        expected = passes(net.training_step(), given, grads, needs)
         assert bits(results) == bits(expected)
         # Neither the caller's arrays, nor results that the caller has, are written again.
         assert bits(arrays) == before

@@ -93,10 +93,11 @@ def cases() -> Iterator[tuple[str, Any, int]]:
         code = cuda_program(program_of(name))
         layout = layout_of(len(code.blocks), units, dtype)
         samples = samples_of(code, layout, dtype, 1 << 20, 2, 1)
-        chosen = sequence_kernels(code, layout, dtype, samples)
-        about = f"{name} {units} {dtype}, {chosen.threads} threads of a block"
-        yield f"run {about}", chosen.run, 16
-        yield f"back {about}", chosen.back, 19
+        for resets in (False, True):
+            chosen = sequence_kernels(code, layout, dtype, samples, resets)
+            about = f"{name} {units} {dtype}{', resets' * resets}, {chosen.threads} threads"
+            yield f"run {about} of a block", chosen.run, 16
+            yield f"back {about} of a block", chosen.back, 19
 
 
 def main(ptxas: str, folder: Path, capabilities: list[str]) -> None:

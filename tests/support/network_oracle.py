@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -21,11 +22,21 @@ class Expected(dict[str, Array]):
 
 
 def autograd_of(
-    net: Any, x: Array, state: Array, lengths: Array | None, above: Array, carry: Array
+    net: Any,
+    x: Array,
+    state: Array,
+    lengths: Array | None,
+    above: Array,
+    carry: Array,
+    resets: Array | None = None,
 ) -> Expected:
-    """Return outputs, last states and gradients, as a training step is asked for."""
+    """Return outputs, last states and gradients, as a training step is asked for.
+
+    Where a sample is reset, a sequence of its own begins, with zeros.
+    """
     steps, batch, _ = x.shape
     lengths = np.full(batch, steps) if lengths is None else lengths
+    resets = np.zeros((steps, batch), bool) if resets is None else resets
     results = Expected()
     results |= {
         "output": np.zeros((steps, batch, above.shape[2])),
@@ -37,7 +48,7 @@ def autograd_of(
     for n, length in enumerate(lengths):
         if length:
             given = (each[:, n : n + 1].astype(np.float64) for each in (x, state, above, carry))
-            _run_sample(net, n, int(length), results, *given)
+            _run_sample(net, n, int(length), results, *given, resets[:length, n])
     return results
 
 
@@ -50,6 +61,7 @@ def _run_sample(
     state: Array,
     above: Array,
     carry: Array,
+    resets: Array,
 ) -> None:
     units, given, layers = net.hidden_size, x[:length], []
     width = len(net.cells[0])
@@ -58,7 +70,7 @@ def _run_sample(
         outputs = []
         for back in range(width):
             begin = _parts(state[layer * width + back], units)
-            runs = _run(net, layer, back, given, begin, None)
+            runs = _run(net, layer, back, given, begin, None, resets)
             outputs.append(_turned(runs.outputs[0], back))
             last = np.concatenate([each[-1] for each in runs.outputs], axis=-1)
             results["last"][layer * width + back, n] = last[0]
@@ -75,7 +87,7 @@ def _run_sample(
             for each, part in zip(cotangents, _parts(carry[k], units), strict=True):
                 each[-1] += part
             begin = _parts(state[k], units)
-            runs = _run(net, layer, back, layers[layer], begin, cotangents)
+            runs = _run(net, layer, back, layers[layer], begin, cotangents, resets)
             below += _turned(runs.input_grad, back)
             results.nearest = min(results.nearest, runs.nearest)
             results["state"][k, n] = np.concatenate(runs.state_grads, axis=-1)[0]
@@ -85,14 +97,42 @@ def _run_sample(
     results["input"][:length, n] = grad[:, 0]
 
 
-def _run(net: Any, layer: int, back: int, x: Array, states: list[Array], cotangents: Any) -> Runs:
-    cell = net.cells[layer][back]
+def _run(
+    net: Any,
+    layer: int,
+    back: int,
+    x: Array,
+    states: list[Array],
+    cotangents: Any,
+    resets: Array,
+) -> Runs:
+    """Run a direction of a layer, whose cotangents and outputs are in the order of its steps."""
+    steps, cell = len(x), net.cells[layer][back]
     if cotangents is None:
         cotangents = [np.zeros((len(x), *each.shape)) for each in states]
     params = {name: np.array(array, np.float64) for name, array in cell.params.items()}
     masks = {name: mask.on(np) for name, mask in cell.masks.items() if mask is not None}
-    return Reference(type(cell), cell.options).run(
-        params, _turned(x, back), states, cotangents, masks
+    x, reference = _turned(x, back), Reference(type(cell), cell.options)
+    # Between the first step of an episode and the one before it there is a cut, from both sides.
+    cuts = [steps - t if back else t for t in np.flatnonzero(resets) if t > 0]
+    bounds, parts = [0, *sorted(cuts), steps], []
+    for begin, end in itertools.pairwise(bounds):
+        is_anew = begin > 0 or (not back and resets[0])
+        first = [np.zeros_like(each) for each in states] if is_anew else states
+        own = [each[begin:end] for each in cotangents]
+        parts.append(reference.run(params, x[begin:end], first, own, masks))
+    runs = parts[0]
+    if not back and resets[0]:
+        runs = runs._replace(state_grads=[np.zeros_like(each) for each in states])
+    return runs._replace(
+        outputs=[
+            np.concatenate(own) for own in zip(*(each.outputs for each in parts), strict=True)
+        ],
+        input_grad=np.concatenate([each.input_grad for each in parts]),
+        param_grads={
+            name: sum(each.param_grads[name] for each in parts) for name in runs.param_grads
+        },
+        nearest=min(each.nearest for each in parts),
     )
 
 

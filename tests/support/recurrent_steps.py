@@ -65,10 +65,16 @@ def kept(net: Any, name: str) -> Any:
 
 
 def gradients_of(
-    step: Any, x: Array, state: Array, lengths: Array | None, above: Array, carry: Array
+    step: Any,
+    x: Array,
+    state: Array,
+    lengths: Array | None,
+    above: Array,
+    carry: Array,
+    resets: Array | None = None,
 ) -> dict[str, Array]:
     """Return outputs, states and gradients by a training step."""
-    output, last = step.forward(x, state, lengths)
+    output, last = step.forward(x, state, lengths, resets)
     grads = step.backward(above, carry)
     return {"output": output, "last": last, "input": grads.input, "state": grads.state} | (
         grads.params

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsescan import DeviceError, InputError, InputTypeError, Pattern
 from sparsescan.symbolic.pattern import of_mask
-from sparsescan.torch import affine_scan
+from sparsescan.torch import affine, affine_scan
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -75,12 +75,26 @@ class Case:
         return torch.stack(torch.broadcast_tensors(*states))
 
 
+@pytest.fixture(params=[False, True], ids=["first", "recorded"])
+def runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how often a case is run until its results are looked at."""
+    if request.param:
+        monkeypatch.setattr(affine, "_OFTEN", 0)
+    return 1 + request.param
+
+
 @given(st.integers(0, 2**32))
-def test_states_and_gradients(seed: int) -> None:
+def test_states_and_gradients(runs: int, seed: int) -> None:
     case = Case(seed)
-    states, expected = case.run(), case.loop()
+    frozen = case.inputs[1:] if seed % 3 == 0 else [case.matrices] if seed % 3 == 1 else []
+    for tensor in frozen if len(frozen) < len(case.inputs) else ():
+        tensor.requires_grad_(False)
+    leaves = [each for each in case.inputs if each.requires_grad]
+    for _ in range(runs):
+        states = case.run()
+    expected = case.loop()
     loss = torch.randn_like(expected)
-    results = [torch.autograd.grad((y * loss).sum(), case.inputs) for y in (states, expected)]
+    results = [torch.autograd.grad((y * loss).sum(), leaves) for y in (states, expected)]
     tensors = (expected.detach(), *results[1])
     scale = 1 + max(float(each.abs().max()) for each in tensors if each.numel())
     for ours, theirs in zip((states, *results[0]), (expected, *results[1]), strict=True):
@@ -89,7 +103,7 @@ def test_states_and_gradients(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_first_and_second_derivatives(seed: int) -> None:
+def test_first_and_second_derivatives(runs: int, seed: int) -> None:
     case = Case(seed, most=4)
     inputs = tuple(case.inputs)
     assert torch.autograd.gradcheck(case.run, inputs)
@@ -157,3 +171,17 @@ def test_errors() -> None:
         affine_scan(a, torch.rand(5, 3))
     with pytest.raises(DeviceError, match=r"matrices is on meta; .* \(matrices.cpu\(\)\)"):
         affine_scan(a.to("meta"), pattern=Pattern.diagonal(3))
+
+
+def test_recordings_are_as_many_as_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(affine, "_MOST", 3)
+    monkeypatch.setattr(affine, "_OFTEN", 1)
+    for steps in (1, 2, 3, 4, 5, 5, 5):
+        affine_scan(torch.ones(steps, 2), pattern=Pattern.diagonal(2))
+    assert len(affine._recurrences) == 3
+    made = [each for each in affine._recurrences.values() if not isinstance(each, int)]
+    assert len(made) == 1
+    with torch.no_grad():
+        turned = torch.rand(2, 5).t()  # not contiguous
+        states = affine_scan(turned, initial=torch.ones(2), pattern=Pattern.diagonal(2))
+    assert torch.allclose(states, turned.cumprod(0))

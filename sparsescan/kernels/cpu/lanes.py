@@ -43,6 +43,7 @@ __all__ = [
     "add_pair_tile",
     "add_sample_products",
     "add_sample_tile",
+    "add_squares",
     "add_tile",
     "add_to",
     "correlate_1",
@@ -83,6 +84,7 @@ __all__ = [
     "maximum",
     "minimum",
     "number",
+    "put_in",
     "number_or",
     "put_four",
     "sample_count",
@@ -401,12 +403,17 @@ load_square, load_pair_square = _square_loading(_SAMPLE_BYTES), _square_loading(
 
 @intrinsic
 def store_square(typingctx, array, index, step, square, rows, count):
-    """Write the first `count` lanes of the first `rows` vectors, from ``array[index]`` on."""
+    """Write the first `count` lanes of the first `rows` vectors, from ``array[index]`` on.
+
+    They are rounded to the dtype of the array.
+    """
 
     def codegen(context, builder, signature, args):
         array, index, step, square, rows, count = args
         vectors = [builder.extract_value(square, k) for k in range(len(signature.args[3]))]
-        value = vectors[0].type
+        value = ir.VectorType(context.get_value_type(array_type.dtype), vectors[0].type.count)
+        if value != vectors[0].type:
+            vectors = [builder.fptrunc(each, value) for each in vectors]
 
         def store(k, mask):
             at = builder.add(index, builder.mul(step, step.type(k)))
@@ -419,7 +426,20 @@ def store_square(typingctx, array, index, step, square, rows, count):
         _for_rows(builder, value, len(vectors), rows, count, store)
         return context.get_dummy_value()
 
+    array_type = array
     return types.void(array, types.intp, types.intp, square, types.intp, types.intp), codegen
+
+
+@intrinsic
+def add_squares(typingctx, a, b):
+    """Return the sums of as many vectors."""
+
+    def codegen(context, builder, signature, args):
+        parts = [[builder.extract_value(each, k) for each in args] for k in range(len(a))]
+        sums = [builder.fadd(*each) for each in parts]
+        return context.make_tuple(builder, signature.return_type, sums)
+
+    return a(a, b), codegen
 
 
 def _for_rows(builder, vector, most, rows, count, do):
@@ -562,14 +582,34 @@ def add_to(typingctx, array, index, vector):
     return types.void(array, types.intp, vector), codegen
 
 
+@intrinsic
+def put_in(typingctx, array, index, vector):
+    """Write a vector to the numbers from ``array[index]`` on, whose dtype may be a wider one."""
+
+    def codegen(context, builder, signature, args):
+        place = _pointer(context, builder, signature.args[0], *args[:2])
+        place, wide = _widened(builder, place, args[2])
+        builder.store(wide, place).align = _align(wide.type)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, vector), codegen
+
+
 def _add_in_place(builder, place, vector):
     """Add a vector to the numbers from a pointer on, whose type may be a wider one."""
-    wide = ir.VectorType(place.type.pointee, vector.type.count)
-    place = builder.bitcast(place, wide.as_pointer())
+    place, added = _widened(builder, place, vector)
     before = builder.load(place)
-    before.align = _align(wide)
-    added = vector if wide == vector.type else builder.fpext(vector, wide)
-    builder.store(builder.fadd(before, added), place).align = _align(wide)
+    before.align = _align(added.type)
+    builder.store(builder.fadd(before, added), place).align = _align(added.type)
+
+
+def _widened(builder, place, vector):
+    """Return a pointer to vectors of its numbers, and a vector of such."""
+    wide = ir.VectorType(place.type.pointee, vector.type.count)
+    same = wide == vector.type
+    return builder.bitcast(place, wide.as_pointer()), (
+        vector if same else builder.fpext(vector, wide)
+    )
 
 
 # -- Functions -------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ __all__ = [
     "clock",
     "dot_two_rows",
     "eights_at",
+    "exchange",
     "fetch_add",
     "load",
     "plus",
@@ -78,6 +79,18 @@ def fetch_add(typingctx, array, index, value):
         return builder.atomic_rmw("add", pointer, args[2], "seq_cst")
 
     return types.int64(array, types.intp, types.int64), codegen
+
+
+@intrinsic
+def exchange(typingctx, array, index, before, after):
+    """Set ``array[index]`` to `after` if it is `before`, in one step; whether it was."""
+
+    def codegen(context, builder, signature, args):
+        pointer = _element(context, builder, signature, args)
+        result = builder.cmpxchg(pointer, args[2], args[3], "seq_cst", "seq_cst")
+        return builder.extract_value(result, 1)
+
+    return types.boolean(array, types.intp, types.int64, types.int64), codegen
 
 
 @intrinsic

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from ...kernels.compile import njit
 from ...kernels.cpu.lanes import (
+    add_squares,
+    item,
     lane_count,
     less_or,
     load,
@@ -21,16 +23,22 @@ from ...kernels.cpu.lanes import (
 )
 
 __all__ = [
+    "BLOCK",
+    "GRAD_BLOCK",
     "add_placed",
     "clear_outputs",
+    "clear_places",
     "copy_some",
     "lengths_in",
+    "pack",
     "place",
     "put_grads",
+    "resets_in",
     "row_of",
     "state_in",
     "state_out",
     "take_over",
+    "total_blocks",
     "total_grads",
     "total_row",
     "turn_in",
@@ -257,6 +265,20 @@ def lengths_in(s, out, lengths):
 
 
 @_kernel
+def resets_in(s, out, resets, lengths, begin, end):
+    """Write which samples begin anew before some steps: those that have them, if they are reset.
+
+    Without `lengths` they have all.
+    """
+    for t in range(begin, end):
+        for b in range(s.batch):
+            is_reset = b < s.given and resets[t * s.given + b] != 0
+            if is_reset and len(lengths) > 0:
+                is_reset = t < lengths[b]
+            out[t * s.batch + b] = is_reset
+
+
+@_kernel
 def clear_outputs(output, lengths, width, begin, end):
     """Clear the outputs of some steps of samples that do not have them."""
     batch = len(lengths)
@@ -275,6 +297,54 @@ def take_over(param, out, at):
     """Write the numbers of a parameter from a place on."""
     for p in range(len(param)):
         out[at + p] = param[p]
+
+
+# What a row of a table of blocks says, of a matrix that is stored in tiles: its first row and
+# column in a block of a parameter, how many these are, whether rows of the matrix are rows of the
+# parameter, where the block begins there, and from a row of the parameter to the next; then where
+# the matrix begins, how many columns it has, and how many rows a tile.
+BLOCK = ("row", "col", "rows", "cols", "turns", "at", "step", "to", "width", "tile")
+
+
+@_inline
+def _four(table, p):
+    """Return four columns of a table."""
+    return item(table, p), item(table, p + 1), item(table, p + 2), item(table, p + 3)
+
+
+@_kernel
+def pack(param, table, out):
+    """Write blocks of a parameter to the tiles of matrices, column by column."""
+    lanes = sample_count(out)
+    for p in range(0, len(table), len(BLOCK)):
+        first, col, rows, cols = _four(table, p)
+        turns, at, step, to = _four(table, p + 4)
+        width, tile = item(table, p + 8), item(table, p + 9)
+        row = first
+        while row < first + rows:
+            stop = min(first + rows, (row // tile + 1) * tile)
+            begin = to + row // tile * tile * (width - 1)
+            for c in range(0, cols, lanes):
+                for r in range(row, stop, lanes):
+                    count, place = stop - r, begin + (col + c) * tile + r
+                    if turns:
+                        own = at + (r - first) * step + c
+                        square = transpose(load_square(param, own, step, count, cols - c))
+                    else:
+                        own = at + c * step + r - first
+                        square = load_square(param, own, step, cols - c, count)
+                    store_square(out, place, tile, square, cols - c, count)
+            row = stop
+
+
+@_kernel
+def clear_places(table, out):
+    """Write zeros: from a place on so many times so many of them, so far apart."""
+    for p in range(0, len(table), 4):
+        at, times, step, count = _four(table, p)
+        for k in range(times):
+            for i in range(at + k * step, at + k * step + count):
+                out[i] = 0
 
 
 @_kernel
@@ -304,6 +374,50 @@ def total_grads(sums, lots, count, order, begins, out):
             for i in range(order[p], lots * count, count):
                 sum_of_lots += sums[i]
         out[p] = sum_of_lots
+
+
+# What a row of a table of blocks of gradients says: where a block of a parameter begins, from its
+# rows and from its columns to the next, one of which is 1, how many these are, and where its sums
+# begin, in which rows are neighbours, and from those of a column to the next.
+GRAD_BLOCK = ("at", "row_step", "col_step", "rows", "cols", "sums_at", "sums_col")
+
+
+@_kernel
+def total_blocks(sums, lots, count, table, begins, out):
+    """Write the sums of `lots` parts of `count` numbers to blocks of a gradient, or add them."""
+    for p in range(0, len(table), len(GRAD_BLOCK)):
+        at, row_step, col_step, rows = _four(table, p)
+        cols, sums_at, sums_col = item(table, p + 4), item(table, p + 5), item(table, p + 6)
+        if begins and lots > 0:
+            _write_block(
+                sums, lots, count, sums_at, sums_col, out, at, row_step, col_step, rows, cols
+            )
+            continue
+        for row in range(rows):
+            for col in range(cols):
+                place = at + row * row_step + col * col_step
+                sum_of_lots = 0.0 if begins else float(out[place])
+                for lot in range(lots):
+                    sum_of_lots += sums[lot * count + sums_at + row + col * sums_col]
+                out[place] = sum_of_lots
+
+
+@_helper
+def _write_block(sums, lots, count, sums_at, sums_col, out, at, row_step, col_step, rows, cols):
+    """Write the sums of lots to a block, in whose rows or columns numbers are neighbours."""
+    lanes = sample_count(sums)
+    for row in range(0, rows, lanes):
+        for col in range(0, cols, lanes):
+            own, height, width = sums_at + row + col * sums_col, rows - row, cols - col
+            square = load_square(sums, own, sums_col, width, height)
+            for lot in range(1, lots):
+                other = load_square(sums, own + lot * count, sums_col, width, height)
+                square = add_squares(square, other)
+            place = at + row * row_step + col * col_step
+            if col_step == 1:
+                store_square(out, place, row_step, transpose(square), height, width)
+            else:
+                store_square(out, place, col_step, square, width, height)
 
 
 @_kernel

@@ -19,6 +19,11 @@ Products with the inputs come from a matrix product over all steps, ``[direction
 · unit]`` in `products`. Forward, what is kept takes their places, backward the gradients in sums;
 sums without products of the input have theirs in `rest`. What is more, vectors that are kept
 beside those and arguments of matrices, is in `more`, ``[direction][vector][step][sample][unit]``.
+
+Where samples begin anew in the middle, kernels of their own have the states that the next step
+reads behind those that steps have written, 0 for samples that are reset; and behind the lengths
+``[step][sample]``, and a row more: whether the sample is reset when a direction goes to this step
+from the one before in time, or back.
 """
 
 from __future__ import annotations
@@ -63,7 +68,7 @@ _LANES, _SAMPLES = (2, 4) if SIMULATED else (8, 8)
 _WARP = 1 if SIMULATED else 32
 # How many steps before its use a number is brought to the L2 cache; it is loaded one step before.
 _AHEAD = 8
-_WORD = np.int64(0)
+_WORD, _FLAG = np.int64(0), np.uint16(0)
 # Steps whose gradients in rows of parameters a thread adds up before it adds them to others.
 _SUMMED = 63
 
@@ -452,9 +457,13 @@ def _multiply_streamed(
 
 @cache
 def sequence_kernels(
-    code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int
+    code: CudaProgram,
+    layout: Layout,
+    dtype: np.dtype[Any],
+    samples: int,
+    has_resets: bool = False,
 ) -> SequenceKernels:
-    """Return the kernels for a program, with so many samples in a block.
+    """Return the kernels for a program, with so many samples in a block, with resets or without.
 
     Both take addresses of packed weights and parameters, then counts; both directions of what they
     have lie behind each other. They work on steps `begin` to `end` of each direction's own order.
@@ -462,15 +471,21 @@ def sequence_kernels(
     2][sample][width]``, have one slot more before the first step and behind the last.
     """
     return SequenceKernels(
-        for_block(_run(code, layout, dtype, samples), layout.threads),
-        for_block(_back(code, layout, dtype, samples), layout.threads),
+        for_block(_run(code, layout, dtype, samples, has_resets), layout.threads),
+        for_block(_back(code, layout, dtype, samples, has_resets), layout.threads),
         layout.threads,
         samples,
     )
 
 
 def sequence_source(
-    code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int, *, back: bool
+    code: CudaProgram,
+    layout: Layout,
+    dtype: np.dtype[Any],
+    samples: int,
+    *,
+    back: bool,
+    has_resets: bool = False,
 ) -> str:
     """Return the text of the functions of a program that the kernel of a pass calls."""
     phases = code.backward if back else code.forward
@@ -483,15 +498,22 @@ def sequence_source(
         layout.is_held,
         layout.rounds == 1,
         tuple(_chains(phase, dtype, samples) for phase in phases),
+        has_resets,
     )
     return code.source(sizes, is_backward=back)
 
 
 def _functions(
-    code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int, *, back: bool
+    code: CudaProgram,
+    layout: Layout,
+    dtype: np.dtype[Any],
+    samples: int,
+    *,
+    back: bool,
+    has_resets: bool,
 ) -> dict[str, Any]:
     """Return the functions of a program by their names."""
-    text = sequence_source(code, layout, dtype, samples, back=back)
+    text = sequence_source(code, layout, dtype, samples, back=back, has_resets=has_resets)
     moves = {
         "cuda": cuda,
         "get": get,
@@ -566,6 +588,12 @@ def _reading(code: CudaProgram, units: int, derive: Any, zero: Any) -> Any:
     return read
 
 
+@cuda.jit(device=True)
+def _is_reset(ends, own, row, sample, batch):
+    """Return whether a row of resets, whose address is behind the ends, has a sample."""
+    return load(ends[own], row * batch + sample, _FLAG) != _FLAG
+
+
 def _moving(count: int, zero: Any) -> tuple[Any, Any]:
     """Return device functions that copy numbers of a unit from shared memory, and back."""
 
@@ -582,10 +610,12 @@ def _moving(count: int, zero: Any) -> tuple[Any, Any]:
     return take, leave
 
 
-def _run(code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int) -> Any:
+def _run(
+    code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int, has_resets: bool
+) -> Any:
     real, zero = from_dtype(dtype), dtype.type(0)
     units, lanes, threads, rounds, vectors, _ = layout
-    named = _functions(code, layout, dtype, samples, back=False)
+    named = _functions(code, layout, dtype, samples, back=False, has_resets=has_resets)
     stages, blocks = code.stages, len(code.blocks)
     adds = [named.get(f"add_{stage}") for stage in range(stages)]
     held_size, sums_size, weight_bytes, begin_weights, multiply = _products(
@@ -615,6 +645,8 @@ def _run(code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int) 
     start = _starting(layout, dtype, samples, (pool_size, now_size, ahead_size))
     read_rows = _reading(code, units, named.get("derive"), zero)
     take_mids, leave_mids = _moving(mids, zero)
+    # The states that steps read: those that were written, or behind them.
+    first_read, ends_size = parts if has_resets else 0, own + has_resets
 
     def fetching(take: Any) -> Any:
         @cuda.jit(device=True)
@@ -711,10 +743,16 @@ def _run(code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int) 
                             )
                         if is_last:
                             to = ((t + 1) * batch + sample + m) * width + back * units + unit
+                            if has_resets:
+                                # The next step reads what follows.
+                                is_anew = _is_reset(ends, own, t + 1 - back, sample + m, batch)
+                                for j in range(parts):
+                                    store(states + j * state_bytes, to, state[j], zero)
+                                    state[j] = zero if is_anew else state[j]
                             for j in range(parts):
                                 at = new + j * size if j < shared else fixed + (j - shared) * size
                                 put(pool, at + place, state[j])
-                                store(states + j * state_bytes, to, state[j], zero)
+                                store(states + (first_read + j) * state_bytes, to, state[j], zero)
                         if keep is not None:
                             keep(
                                 *(kept, products, rest, more, row + sample + m),
@@ -743,11 +781,13 @@ def _run(code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int) 
         biases, rows = cuda.local.array(bias_size, real), cuda.local.array(rows_size, real)
         state, mid = cuda.local.array(parts, real), cuda.local.array(mid_size, real)
         kept, argument = cuda.local.array(kept_size, real), cuda.local.array(argument_size, real)
-        ends = cuda.local.array(own, int64)
+        ends = cuda.local.array(ends_size, int64)
         local = held, sums, x, now, biases, rows, state, mid, kept, argument, ends
         counts = steps, batch, width, input_width, segment
         thread = thread_index()
         back, lane, mine, sample, owns = start(pool, now, ahead, ends, lengths, batch)
+        if has_resets:
+            ends[own] = lengths + batch * 8
         weights += back * weight_bytes
         bias += back * slots * units * itemsize
         addresses = weights, bias, params, products, rest, more, states, inputs_at
@@ -764,7 +804,7 @@ def _run(code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int) 
                     place = (before * batch + sample + m) * width + back * units + unit
                     for j in range(parts):
                         at = j * size if j < shared else fixed + (j - shared) * size
-                        value = load(states + j * state_bytes, place, zero)
+                        value = load(states + (first_read + j) * state_bytes, place, zero)
                         put(pool, at + (mine + m) * padded + unit, value)
             if not is_long:
                 present = owns and unit < units
@@ -805,10 +845,12 @@ def _run(code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int) 
     return run
 
 
-def _back(code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int) -> Any:
+def _back(
+    code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int, has_resets: bool
+) -> Any:
     real, zero = from_dtype(dtype), dtype.type(0)
     units, lanes, threads, rounds, vectors, _ = layout
-    named = _functions(code, layout, dtype, samples, back=True)
+    named = _functions(code, layout, dtype, samples, back=True, has_resets=has_resets)
     stages, blocks = code.stages, len(code.blocks)
     adds = [named.get(f"add_{stage}") for stage in range(stages)]
     held_size, sums_size, weight_bytes, begin_weights, multiply = _products(
@@ -838,6 +880,7 @@ def _back(code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int)
     read_rows = _reading(code, units, named.get("derive"), zero)
     pull = named.get("pull", cuda.jit(device=True)(_no_pull))
     take_gots, leave_gots = _moving(gots, zero)
+    ends_size = own + has_resets
     take_mids, leave_mids = _moving(mids, zero)
 
     def fetching(take: Any) -> Any:
@@ -943,6 +986,20 @@ def _back(code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int)
                             if is_long and not is_last:
                                 leave_gots(pool, gots_at + place, size, got, m * gots)
                     turn += 1
+            if has_resets and is_last:
+                turn = 0
+                while turn < rounds:
+                    unit = turn * per_round + thread // lanes
+                    for m in range(own):
+                        if (
+                            owns
+                            and unit < units
+                            and sample + m < batch
+                            and _is_reset(ends, own, t + back, sample + m, batch)
+                        ):
+                            for j in range(parts):
+                                put(pool, carries + j * size + (mine + m) * padded + unit, zero)
+                    turn += 1
             if then is not None:
                 then(addresses, counts, where, pool, scratch, local, now_at)
 
@@ -963,12 +1020,14 @@ def _back(code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int)
         later, rows = cuda.local.array(parts, real), cuda.local.array(rows_size, real)
         mid, got = cuda.local.array(mid_size, real), cuda.local.array(got_size, real)
         grads, totals = cuda.local.array(grads_size, real), cuda.local.array(rows_size, real)
-        ends = cuda.local.array(own, int64)
+        ends = cuda.local.array(ends_size, int64)
         local = held, sums, x, now, later, rows, mid, got, grads, totals, ends
         counts = steps, batch, width, input_width, segment
         arrays = products, rest, more, states, inputs_at, above
         thread = thread_index()
         back, lane, mine, sample, owns = start(pool, now, ahead, ends, lengths, batch)
+        if has_resets:
+            ends[own] = lengths + batch * 8
         weights += back * weight_bytes
         addresses = weights, params, products, rest, direct, summed, more, states, inputs_at, above
         begin_weights(weights, thread, held)

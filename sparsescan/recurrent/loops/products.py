@@ -6,11 +6,8 @@ from typing import Any, NamedTuple
 
 from ...kernels.compile import njit
 from ...kernels.cpu.lanes import (
-    TILE_ROWS,
-    TILE_VECTORS,
     add_pair_tile,
     add_sample_tile,
-    add_tile,
     fma,
     item,
     lane_count,
@@ -22,6 +19,7 @@ from ...kernels.cpu.lanes import (
     store,
     store_some,
 )
+from .sharing import multiply
 from .stages import pointer
 
 __all__ = [
@@ -32,7 +30,6 @@ __all__ = [
     "forward_products",
     "has_product",
     "matrix_of",
-    "multiply",
     "multiply_samples",
     "part_of",
     "slot_of",
@@ -157,17 +154,8 @@ def forward_products(s, products, p, stage, x, states, cells):
             if s.sample_lanes:
                 multiply_samples(m, x, s.jump, pointer(bias, 0), pointer(s.parts, 0), s.pairs)
             else:
-                multiply(
-                    m,
-                    x,
-                    s.block,
-                    s.jump,
-                    pointer(bias, 0),
-                    True,
-                    pointer(s.products, 0),
-                    s.stride,
-                    s.samples,
-                )
+                about = s.block, s.jump, pointer(bias, 0), True, pointer(s.products, 0)
+                multiply(s, m, x, *about, s.stride, s.samples)
             done = m.rows
             p += 1
         # Beyond the rows of the matrix, 0·x was written, which may be NaN.
@@ -242,7 +230,8 @@ def _add_product(s, m, x, step, jump, row, begins, spills):
         return
     at = row * s.units
     out = pointer(s.products, s.spare if spills else at)
-    multiply(m, x, step, jump, pointer(s.zeros, 0), spills or begins, out, s.stride, s.samples)
+    about = step, jump, pointer(s.zeros, 0), spills or begins, out
+    multiply(s, m, x, *about, s.stride, s.samples)
     for b in range(s.samples if spills else 0):
         for i in range(0, m.rows, lanes):
             place = b * s.stride + i
@@ -275,31 +264,6 @@ def take_apart(s, first, end, to):
 
 
 # -- One product -----------------------------------------------------------------------------------
-
-
-@_inline
-def multiply(m, x, step, jump, bias, begins, out, stride, samples):
-    """Write ``m x + bias`` to `out` if it begins a sum, else add ``m x``, with units as lanes.
-
-    All but `m` are pointers. From a sample to the next it is `step` in `x`, and `stride` in `out`.
-    The numbers of a sample are in blocks, as the columns of `m`, which begin `jump` apart.
-    """
-    lanes = lane_count(x)
-    v = 0
-    while v < m.vectors:
-        width = min(TILE_VECTORS, m.vectors - v)
-        b = 0
-        while b < samples:
-            place, first = b * stride + v * lanes, v * lanes * m.cols
-            start, start_at, start_step = out, place, stride
-            if begins:
-                start, start_at, start_step = bias, v * lanes, 0
-            add_tile(
-                *(out, place, stride, start, start_at, start_step, m.values, m.value_at + first),
-                *(x, b * step, step, 1, jump, m.blocks, m.block, _PART, width, samples - b),
-            )
-            b += TILE_ROWS
-        v += TILE_VECTORS
 
 
 @_inline

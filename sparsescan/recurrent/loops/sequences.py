@@ -21,6 +21,10 @@ for every stage of a step: see :mod:`..render.cpu`.
 
 A step that a sample does not have, since its sequence is shorter, leaves its state as it is.
 
+Where samples begin anew in the middle, what a step reads is not always the state that the one
+before it has written: there is a copy of that, 0 for samples that are reset. Without resets it is
+no copy.
+
 A backward pass leaves out steps that have no gradient, as :mod:`.pauses` says.
 """
 
@@ -49,11 +53,11 @@ from .products import (
     forward_products,
     has_product,
     matrix_of,
-    multiply,
     multiply_samples,
     part_of,
     slot_of,
 )
+from .sharing import multiply
 from .stages import call_stage, pointer
 from .sums import STEPS, add_steps
 
@@ -100,11 +104,19 @@ class Sequence(NamedTuple):
         next; empty where there are no others.
     others : int
         How many of these there are.
+    befores, before_cells : ndarray
+        The states that the next step reads, in the same places; without resets the same arrays.
+    resets : ndarray of uint8
+        ``[step][sample]``, and a row more: 1 if the sample begins anew when it goes to this step
+        from the one before in time, or back; empty without resets.
     gates : ndarray
         What the backward pass needs of a step, as ``[step][gate]`` of each group's samples, all of
         which are neighbours, since few things are as slow as memory.
     segment, begin, kept : int
         How many steps there are gates of, the first of them, and how many vectors a step has.
+    gate_step : int
+        From the gates of a step to those of the next: 0 if nobody needs them, and each step's take
+        the place of the last one's.
     grads : ndarray
         The gradients in the slots of the last `STEPS` steps, and behind them what their products
         multiply, or those of all steps, which then are in the place of the gates.
@@ -152,6 +164,9 @@ class Sequence(NamedTuple):
         Whether some rows of parameters are computed from others.
     pauses : int
         Which steps without gradients are left out: see :mod:`.pauses`.
+    helpers, help : int, ndarray of int64
+        How many other threads share the products of a step, and the words that they share: see
+        :mod:`.sharing`.
     """
 
     steps: int
@@ -174,10 +189,14 @@ class Sequence(NamedTuple):
     cells: Array
     cell_plane: int
     others: int
+    befores: Array
+    before_cells: Array
+    resets: Array
     gates: Array
     segment: int
     begin: int
     kept: int
+    gate_step: int
     grads: Array
     grad_step: int
     grads_first: int
@@ -206,6 +225,8 @@ class Sequence(NamedTuple):
     input_row: int
     has_derived: bool
     pauses: int
+    helpers: int
+    help: Array
 
 
 class Caller(NamedTuple):
@@ -264,8 +285,63 @@ def _places(s, first, k):
     t = s.steps - 1 - k if s.back else k
     before = t + 2 if s.back else t
     here = row_of(s, first, t + 1) * s.units
-    gates = (first * s.segment + (t - s.begin) * s.samples) * s.kept * s.units
+    gates = first * s.segment * s.kept * s.units + (t - s.begin) * s.gate_step
     return t, here, row_of(s, first, before) * s.units, gates
+
+
+@_inline
+def _reset_row(s, first, t):
+    """Return where it says which samples of a group begin anew before a step."""
+    return (t + s.back) * s.batch + first
+
+
+@_helper
+def _clear_reset(s, row, x, at):
+    """Clear what samples that begin anew have, in a vector of a group that begins at `at`."""
+    samples = s.samples
+    for b in range(samples):
+        if s.resets[row + b] == 0:
+            continue
+        if s.pairs:
+            for i in range(at + 2 * b, at + s.units * samples, 2 * samples):
+                x[i] = 0
+                x[i + 1] = 0
+        elif s.sample_lanes:
+            for i in range(at + b, at + s.units * samples, samples):
+                x[i] = 0
+        else:
+            for i in range(at + b * s.units, at + (b + 1) * s.units):
+                x[i] = 0
+
+
+@_inline
+def _begin_step(s, first, t, before):
+    """Copy the state before a step, 0 for samples that begin anew, if any ever do."""
+    if len(s.resets) > 0:
+        _copy_before(s, _reset_row(s, first, t), before)
+
+
+@_helper
+def _copy_before(s, row, before):
+    count, lanes = s.samples * s.units, lane_count(s.states)
+    for i in range(0, count, lanes):
+        store_some(s.befores, before + i, load(s.states, before + i), count - i)
+    _clear_reset(s, row, s.befores, before)
+    for n in range(s.others):
+        at = n * s.cell_plane + before
+        for i in range(0, count, lanes):
+            store_some(s.before_cells, at + i, load(s.cells, at + i), count - i)
+        _clear_reset(s, row, s.before_cells, at)
+
+
+@_helper
+def _clear_carried(s, first, t):
+    """Clear the gradients in the state before a step of samples that begin anew there."""
+    row, own = _reset_row(s, first, t), first * s.units
+    for n in range(len(s.multiplied)):
+        _clear_reset(s, row, s.parts, (s.state_row + n) * part_of(s))
+    for k in range(1 + s.others):
+        _clear_reset(s, row, s.carry, k * s.carry_step + own)
 
 
 @_inline
@@ -329,8 +405,9 @@ def run(s, products, x, caller, begin, end):
         for k in range(begin, stop):
             _begin_block(s, caller, first, s.cols, x, k, begin, end)
             t, here, before, kept = _places(s, first, k)
+            _begin_step(s, first, t, before)
             given = pointer(x, row_of(s, first, t + 1) * s.block)
-            h, c = pointer(s.states, before), pointer(s.cells, before)
+            h, c = pointer(s.befores, before), pointer(s.before_cells, before)
             p = 0
             for stage in range(s.stages):
                 p = forward_products(s, products, p, stage, given, h, c)
@@ -373,11 +450,11 @@ def _pauses(s, first, products, x, above, k, bound, has_kept):
         bound = bound_of(products.values, s.bias, s.rows)
         begin = row_of(s, first, s.steps + 1 if s.back else 0) * s.units
         finite = zero_times(s.states, here, count, bound)
-        finite = finite and zero_times(s.states, begin, count, bound)
+        finite = finite and zero_times(s.befores, begin, count, bound)
         for n in range(s.others):
             at = n * s.cell_plane
             finite = finite and zero_times(s.cells, at + here, count, 1.0)
-            finite = finite and zero_times(s.cells, at + begin, count, 1.0)
+            finite = finite and zero_times(s.before_cells, at + begin, count, 1.0)
         if s.pauses == STRICT:
             finite = finite and zero_times(s.rows, 0, s.row_count * s.row_step, limit_of(x))
         if not finite:
@@ -386,11 +463,11 @@ def _pauses(s, first, products, x, above, k, bound, has_kept):
     if pauses and s.pauses == STRICT:
         bound = max(bound, limit_of(x))
         pauses = zero_times(s.states, here, count, bound)
-        pauses = pauses and zero_times(s.states, before, count, bound)
+        pauses = pauses and zero_times(s.befores, before, count, bound)
         for n in range(s.others):
             at = n * s.cell_plane
             pauses = pauses and zero_times(s.cells, at + here, count, bound)
-            pauses = pauses and zero_times(s.cells, at + before, count, bound)
+            pauses = pauses and zero_times(s.before_cells, at + before, count, bound)
         if s.kept_count > 0:
             pauses = pauses and has_kept
             pauses = pauses and zero_times(s.gates, kept, s.kept_count * count, bound)
@@ -477,7 +554,7 @@ def back(s, products, x, sums, above, below, begin, end):
             t, here, before, kept = _places(s, first, k)
             grads = _grads_at(s, k, kept)
             given = pointer(x, row_of(s, first, t + 1) * s.block)
-            h, c = pointer(s.states, before), pointer(s.cells, before)
+            h, c = pointer(s.befores, before), pointer(s.before_cells, before)
             _take_above(s, first, above, t)
             p = 0
             for stage in range(s.stages - 1, -1, -1):
@@ -489,6 +566,8 @@ def back(s, products, x, sums, above, below, begin, end):
                     *(pointer(s.grads, grads), t, first),
                 )
             p = back_products(s, products, p, -1, grads)
+            if len(s.resets) > 0:
+                _clear_carried(s, first, t)
             if len(below) > 0:
                 _back_input(s, first, products, p, t, grads, below)
             _add_block(s, sums, x, first, k, begin, last)
@@ -513,7 +592,7 @@ def _back_input(s, first, products, p, t, grads, below):
             multiply_samples(m, given, 0, start, pointer(s.products, 0), s.pairs)
         else:
             about = pointer(s.zeros, 0), begins, pointer(s.products, 0), s.stride, s.samples
-            multiply(m, given, s.units, size, *about)
+            multiply(s, m, given, s.units, size, *about)
         begins = False
         p += 1
     if s.input_row >= 0:

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["call_stage", "pointer", "signature"]
+__all__ = ["address", "call_stage", "pointer", "pointer_at", "signature"]
 
 # Pointers and integers of a function, behind the stage: see ``render.cpu.ARGUMENTS``.
 _POINTERS, _COUNTS = 13, 6
@@ -31,6 +31,26 @@ def pointer(typingctx, array, index):
         return builder.gep(data, [args[1]])
 
     return types.CPointer(array.dtype)(array, types.intp), codegen
+
+
+@intrinsic
+def address(typingctx, place):
+    """Return a pointer as a number."""
+
+    def codegen(context, builder, signature, args):
+        return builder.ptrtoint(args[0], ir.IntType(64))
+
+    return types.int64(place), codegen
+
+
+@intrinsic
+def pointer_at(typingctx, number, like):
+    """Return the pointer at an address, to numbers as those of an array."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(types.int64, like), codegen
 
 
 @intrinsic

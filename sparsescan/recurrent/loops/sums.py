@@ -19,6 +19,7 @@ from ...kernels.cpu.lanes import (
     load,
     load_samples,
     number,
+    put_in,
     sample_count,
     store,
     total,
@@ -85,6 +86,8 @@ class Sums(NamedTuple):
         Those of rows alone, ``[lot][row]``.
     ones : ndarray
         A one for each sample of a group.
+    begins : bool
+        Whether nothing is in `out` yet, not even zeros, where units are lanes.
     """
 
     rows: int
@@ -95,6 +98,7 @@ class Sums(NamedTuple):
     size: int
     row_sums: Array
     ones: Array
+    begins: bool
 
 
 # Samples of steps that are summed up at once, in the cache, and steps of a group whose lanes are
@@ -135,7 +139,8 @@ def sum_products(
     beside = together + max(batch, BLOCK) * most
     for start in range(0, steps, block):
         count = min(steps - start, block)
-        if not _has_grads(gates, batch, start, count):
+        begins = sums.begins and start == 0
+        if not begins and not _has_grads(gates, batch, start, count):
             continue
         terms, first = count * batch, start * batch
         i = begin
@@ -163,7 +168,8 @@ def sum_products(
                     b, b_at = room, beside
                 for j in range(0, cols, width):
                     to = out + j * stride
-                    _add_columns(room, terms, skip, stop, b, b_at, width, sums.out, to, stride)
+                    about = b, b_at, width, sums.out, to, stride, begins
+                    _add_columns(room, terms, skip, stop, *about)
                     b_at += apart
             i += size
 
@@ -195,13 +201,13 @@ def add_steps(s, sums, x, first, place, step, x_at, before, ahead, count):
         _add_products(pairs, sums.row_sums, out, 0, a, at, step, sums.ones, 0, 0, count, 1)
     for p in range(len(t)):
         source, cols = t[p, SOURCE], t[p, COLS]
-        b, b_at, b_step = s.states, before, ahead * samples * s.units
+        b, b_at, b_step = s.befores, before, ahead * samples * s.units
         width, apart = cols, 0
         if source == 0:
             b, b_at, b_step = x, x_at, ahead * samples * s.block
             width, apart = s.block, s.jump
         elif source > 1:
-            b, b_at = s.cells, before + (source - 2) * s.cell_plane
+            b, b_at = s.before_cells, before + (source - 2) * s.cell_plane
         elif source < 0:
             b, b_at, b_step = a, place + (sums.rows + (-1 - source) * s.units) * samples, step
         for block in range(0, cols, width):
@@ -255,8 +261,11 @@ def _add_rows(room, at, terms, size, out, to):
 
 
 @_helper
-def _add_columns(room, terms, begin, end, b, at, cols, out, to, stride):
-    """Add products of columns of `b` and some vectors of the gates, whose rows are in `room`."""
+def _add_columns(room, terms, begin, end, b, at, cols, out, to, stride, begins):
+    """Add products of columns of `b` and some vectors of the gates, whose rows are in `room`.
+
+    If this `begins` the sums, they are written.
+    """
     lanes = lane_count(b)
     most = TILE_VECTORS * lanes
     zeros, tile, together = 0, most, (1 + TILE_ROWS) * most
@@ -268,8 +277,11 @@ def _add_columns(room, terms, begin, end, b, at, cols, out, to, stride):
         )
         for n in range(height):
             for k in range(0, end - begin, lanes):
-                v = load(room, tile + n * most + k)
-                add_to(out, to + begin + (j + n) * stride + k, v)
+                v, place = load(room, tile + n * most + k), to + begin + (j + n) * stride + k
+                if begins:
+                    put_in(out, place, v)
+                else:
+                    add_to(out, place, v)
 
 
 @_helper

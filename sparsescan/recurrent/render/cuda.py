@@ -87,6 +87,8 @@ class Sizes(NamedTuple):
         Whether each thread has one unit.
     chains : tuple of int
         For each phase in how many parts a sum is added up.
+    has_resets : bool
+        Whether the states that steps read are behind those that were written.
     """
 
     units: int
@@ -96,6 +98,7 @@ class Sizes(NamedTuple):
     is_held: bool
     one_round: bool
     chains: tuple[int, ...]
+    has_resets: bool
 
 
 class CudaProgram:
@@ -391,7 +394,9 @@ class CudaProgram:
                     row = self.slots + self.argument_row(number, sizes.one_round)
                     place = self._place(rows[number] if kind == "kept" else row)
                 elif kind in ("before", "after"):
-                    place = f"states + {number} * state_bytes, {kind}"
+                    is_apart = kind == "before" and sizes.has_resets
+                    plane = number + is_apart * len(self.states)
+                    place = f"states + {plane} * state_bytes, {kind}"
                 else:
                     place = {"input": "inputs, input_at", "above": "above, above_at"}[kind]
                 lines.append(call.format(k, place))

@@ -1,0 +1,490 @@
+"""The map of recurrent calls: modules beside PyTorch's, over all sizes; some in JAX.
+
+A piece is a network of one mode and of one width and batch; its points differ in their lengths.
+Points take turns, ours and the peer's, each with one thread or two, whichever was faster. Points of
+more multiply-adds than a bound are left out, and are counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import machine, map_drawings, recurrent
+from .experiment import Drawing, Experiment, Options, Piece, Results, Table, as_text, cpu_only
+from .map_races import (
+    INFERENCE,
+    INPUTS,
+    KINDS,
+    TORCHRECURRENT,
+    TRAINING,
+    Affine,
+    Contender,
+    InJax,
+    Point,
+    Race,
+    Recurrent,
+    Stack,
+    Way,
+)
+from .page import significant
+from .peers import MissingPeerError
+from .recurrent import call_for
+from .step import SMALLEST
+from .timing import PAUSE
+from .turns import quiet
+
+__all__ = ["EXPERIMENT", "Group", "Ratio", "groups", "measure", "median_of", "ratios", "summary"]
+
+OURS, THEIRS = "sparsescan", "peer"
+PYTORCH_KERNEL = "pytorch"  # as `explain` calls it
+MODES = TRAINING, INFERENCE
+MAP, JAX, STACKS, AFFINE = "map", "jax", "stacks", "affine"
+# Ratios below which a point is too slow.
+LIMITS = {MAP: 0.95, JAX: 1.0, STACKS: 0.95, AFFINE: 0.95}
+_PEERS = {
+    MAP: "PyTorch",
+    JAX: "jax.lax.scan",
+    STACKS: "PyTorch, pruned stacks",
+    AFFINE: "PyTorch, affine_scan",
+}
+
+_CAPTIONS = {
+    MAP: "The time of torch.nn's modules, and for MGU and LiGRU of torchrecurrent's loops,",
+    JAX: "The time of a jitted lax.scan",
+}
+
+
+class Sizes(NamedTuple):
+    """A grid."""
+
+    hidden: tuple[int, ...]
+    batch: tuple[int, ...]
+    steps: tuple[int, ...]
+
+
+_GRID = Sizes((16, 32, 64, 128, 256, 512), (1, 16, 64, 256), (1, 4, 16, 64, 256, 1000))
+# JAX compiles for seconds at each point.
+_JAX_GRID = Sizes((16, 64, 256), (1, 16, 64), (1, 16, 256))
+_AFFINE_GRID = Sizes((4, 16, 64), (1, 16), (1, 16, 256, 1000))
+_STACKS = ((784, 1024, 1024, 10), 0.05), ((784, 1024, 1024, 10), 0.2), ((64, 256, 256, 10), 0.1)
+_STACK_BATCHES = 1, 8, 64
+_QUICK = Sizes((16,), (1, 16), (1, 16, 64))
+_QUICK_KINDS = ("GRU", "MGU")
+# Multiply-adds of the largest call that is measured: one to four seconds of two cores.
+_MOST, _QUICK_MOST = 100_000_000_000, 10_000_000
+# Rounds, of which long calls have fewer, by the seconds for those of one point; seconds of a turn,
+# and of the calls that choose a variant.
+_ROUNDS, _QUICK_ROUNDS, _SECONDS = 5, 2, 1.5
+_TURN, _QUICK_TURN, _TRIAL = 0.02, 0.002, 0.01
+# A variant whose call is longer is tried once, unless it takes so many times as long as another. Of
+# calls that are very long the variant is that of fewer steps.
+_LONG, _ODD, _VERY_LONG = 0.2, 3, 2.0
+# How many times as many rounds there may be, if other programs use the cores.
+_PATIENCE = 2
+# A pause ends once all threads of this process sleep.
+_LOOK, _ASLEEP = 0.002, 0.25
+# How far outputs and gradients may be apart, relative to their norms.
+_BOUND = float(np.sqrt(np.finfo(np.float32).eps))
+_SHOWN = 40
+
+
+# -- Measuring ------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Runner:
+    """A point that is timed: the chosen way of both, and the medians of turns."""
+
+    ways: dict[str, Way]
+    about: Results
+    rounds: int
+    samples: dict[str, list[float | None]] = field(default_factory=lambda: {OURS: [], THEIRS: []})
+
+
+def measure(points: Sequence[Point], most: int, *, quick: bool) -> Results:
+    """Time ours and the peer at all points, which take turns.
+
+    Returns
+    -------
+    dict
+        ``points`` by their names. Each has ``samples``: the median seconds of the calls of each
+        turn, null for a round without one. It has the ``variants`` that were faster, how far the
+        outputs and gradients are apart at most (``difference``), and, where modules can tell, the
+        ``kernel`` that ran and the seconds that were ``predicted``. Beside them are
+        ``cores_others_used`` in each round, ``missing`` peers, and the multiply-adds of points that
+        were ``left out``, since these are more than `most`.
+    """
+    recurrent.keep_memory()
+    left_out = {each.name: each.work for each in points if each.work > most}
+    runners: dict[str, _Runner] = {}
+    missing: dict[str, str] = {}
+    likely: dict[str, str] = {}
+    for each in points:
+        if each.work <= most:
+            try:
+                runners[each.name] = runner = _runner(each.race(), likely, quick)
+                likely = runner.about["variants"]
+            except MissingPeerError as error:
+                missing["peer"] = str(error)
+    others = _take_turns(runners, _QUICK_TURN if quick else _TURN)
+    return {
+        "points": {name: {"samples": each.samples, **each.about} for name, each in runners.items()},
+        "cores_others_used": others,
+        "missing": missing,
+        "left out": left_out,
+    }
+
+
+def _runner(race: Race, likely: Mapping[str, str], quick: bool) -> _Runner:
+    """Choose the ways of both contenders, first those that are likely; compare the results."""
+    ways: dict[str, Way] = {}
+    variants: dict[str, str] = {}
+    taken: dict[str, float] = {}
+    results = {}
+    for who, contender in ((OURS, race.ours), (THEIRS, race.theirs)):
+        results[who], seconds = _tried(contender, likely.get(who), may_prepare=who == OURS)
+        variants[who] = min(seconds, key=lambda name: seconds[name])
+        ways[who], taken[who] = contender.ways[variants[who]], seconds[variants[who]]
+    about = {"variants": variants, "difference": _difference(results[OURS], results[THEIRS])}
+    with ways[OURS].within():
+        explained = race.explained()
+    if explained is not None:
+        about |= {"kernel": explained.kernel, "predicted": float(explained.predicted)}
+    fit = max(1, int(_SECONDS / sum(taken.values())))
+    return _Runner(ways, about, min(fit, _QUICK_ROUNDS if quick else _ROUNDS))
+
+
+def _tried(
+    contender: Contender, likely: str | None, *, may_prepare: bool
+) -> tuple[Mapping[str, Any], dict[str, float]]:
+    """Return what the first call computes, and the shortest seconds of the ways.
+
+    A first call that is long may be so since it prepares or compiles. If the call of the likely way
+    is very long, no other one is tried.
+    """
+    result: dict[str, Any] | None = None
+    seconds: dict[str, float] = {}
+    for name in sorted(contender.ways, key=lambda name: name != likely):
+        way = contender.ways[name]
+        _sleep()
+        with way.within():
+            way.clear()
+            start = time.perf_counter()
+            output = way.call()
+            first = time.perf_counter() - start
+            if result is None:
+                result = {key: each.copy() for key, each in contender.read(output).items()}
+            is_odd = first > _ODD * min(seconds.values(), default=0)
+            is_again = first <= _LONG or (may_prepare and is_odd)
+            seconds[name] = min(call_for(way.call, _TRIAL, way.clear)) if is_again else first
+        if name == likely and seconds[name] > _VERY_LONG:
+            break
+    assert result is not None
+    return result, seconds
+
+
+def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
+    """How far arrays are apart; AssertionError if rounding does not explain it."""
+    assert ours.keys() == theirs.keys(), (ours.keys(), theirs.keys())
+    apart = {}
+    for name, right in theirs.items():
+        size = max(float(np.linalg.norm(right)), SMALLEST)
+        apart[name] = float(np.linalg.norm(ours[name] - right)) / size
+        if not apart[name] < _BOUND:
+            raise AssertionError(f"{name}: the relative difference is {apart[name]:.1e}")
+    return max(apart.values())
+
+
+def _take_turns(runners: Mapping[str, _Runner], turn: float) -> list[float]:
+    """Add rounds, more of them if other programs use the cores; how many cores those used."""
+    others: list[float] = []
+    wanted = max((each.rounds for each in runners.values()), default=0)
+    while sum(quiet(others)) < wanted and len(others) < _PATIENCE * wanted:
+        start, others_start = time.perf_counter(), machine.others()
+        order = (OURS, THEIRS) if len(others) % 2 else (THEIRS, OURS)
+        for each in runners.values():
+            is_due = sum(one is not None for one in each.samples[OURS]) < _PATIENCE * each.rounds
+            is_due &= _calm_turns(each, others) < each.rounds
+            for who in order:
+                each.samples[who].append(_turn(each.ways[who], turn) if is_due else None)
+        others.append((machine.others() - others_start) / (time.perf_counter() - start))
+    return others
+
+
+def _calm_turns(runner: _Runner, others: list[float]) -> int:
+    calm = quiet(others)
+    return sum(c and s is not None for c, s in zip(calm, runner.samples[OURS], strict=True))
+
+
+def _turn(way: Way, length: float) -> float:
+    """Return the median seconds of the calls of a turn."""
+    _sleep()
+    with way.within():
+        taken = call_for(way.call, length / 2, way.clear)
+        if taken[0] < length:  # else it counts: what takes long warms up within a call
+            taken = call_for(way.call, length, way.clear)
+    return round(median(taken), 9)
+
+
+def _sleep() -> None:
+    """Wait until all threads of this process sleep, as those of the contender before soon do."""
+    stop = time.perf_counter() + PAUSE
+    while time.perf_counter() < stop:
+        cpu = time.process_time()
+        time.sleep(_LOOK)
+        if time.process_time() - cpu < _ASLEEP * _LOOK:
+            return
+
+
+# -- The experiment -------------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """Points that are measured together, and where their ratios stand."""
+
+    part: str  # MAP, JAX, STACKS or AFFINE
+    name: str  # of the network
+    mode: str
+    hidden: int  # 0 for what has no width
+    batch: int
+    points: tuple[Point, ...]
+
+    @property
+    def key(self) -> str:
+        """Name the piece."""
+        letter = "N" if self.part == AFFINE else "H"
+        width = f", {letter}={self.hidden}" if self.hidden else ""
+        batch = f", B={self.batch}" if self.batch else ""
+        return f"{self.name}, {self.mode}{width}{batch}"
+
+
+def groups(quick: bool) -> Iterator[Group]:
+    """Yield all groups, the map first."""
+    kinds = _QUICK_KINDS if quick else KINDS
+    for kind in kinds:
+        yield from _of_grid(MAP, kind, _QUICK if quick else _GRID, partial(Recurrent, kind))
+    for kind in kinds:
+        if kind not in TORCHRECURRENT:
+            sizes = Sizes((16,), (1,), (1, 4)) if quick else _JAX_GRID
+            yield from _of_grid(JAX, f"{kind} in JAX", sizes, partial(InJax, kind))
+    for widths, kept in _STACKS[-1:] if quick else _STACKS:
+        name = f"stack {'-'.join(map(str, widths))}, pruned by {1 - kept:.0%}"
+        for mode in MODES:
+            own = tuple(Stack(widths, kept, mode, batch) for batch in _STACK_BATCHES)
+            yield Group(STACKS, name, mode, 0, 0, own)
+    for is_diagonal in (True, False):
+        name = f"affine_scan, {'diagonal' if is_diagonal else 'dense'}"
+        sizes = Sizes((4,), (1,), (1, 16)) if quick else _AFFINE_GRID
+        yield from _of_grid(
+            AFFINE, name, sizes, lambda mode, *own, d=is_diagonal: Affine(d, own[0], mode, *own[1:])
+        )
+
+
+def _of_grid(part: str, name: str, sizes: Sizes, make: Callable[..., Point]) -> Iterator[Group]:
+    for mode in MODES:
+        for hidden in sizes.hidden:
+            for batch in sizes.batch:
+                own = tuple(make(mode, hidden, batch, steps) for steps in sizes.steps)
+                yield Group(part, name, mode, hidden, batch, own)
+
+
+def _most(quick: bool) -> int:
+    return _QUICK_MOST if quick else _MOST
+
+
+def _pieces(options: Options) -> Iterable[Piece]:
+    cpu_only("map", options)
+    quick = options.quick
+    for group in groups(quick):
+        yield Piece(group.key, partial(measure, group.points, _most(quick), quick=quick))
+
+
+def _about(options: Options) -> Results:
+    counts = [each.work > _most(options.quick) for g in groups(options.quick) for each in g.points]
+    return {
+        "training": "forward pass, and backward pass from a gradient of all outputs, into all "
+        "parameters and the input (in JAX the first state, too); gradients are None before; "
+        "float32, no optimiser",
+        "inference": "forward pass under torch.inference_mode, in JAX without gradients",
+        "sizes": "input of 32 entries; H units, B samples, T steps",
+        "PyTorch": "the module that sparsescan.torch.convert was given a copy of: of torch.nn, of "
+        "torchrecurrent 0.2.5 (MGU, LiGRU), or a stack that torch.nn.utils.prune has pruned; of "
+        "affine_scan the loop over steps",
+        "JAX": "jitted lax.scan over the equations of the cell, gates of one vector in one matrix "
+        "product; the faster of two forms, the fastest unroll of 1, 4 and 16, "
+        "unless 4 is slower by a quarter. Only H = 16, 64, 256, B = 1, 16, 64 and T = 1, "
+        "16, 256: it compiles for seconds at each point",
+        "threads": "two or one, whichever was faster, of each contender (of lax.scan two cores or "
+        "one)",
+        "a time": "the median over rounds of the median of a turn; rounds in which others used the "
+        "cores do not count",
+        "left out": f"{sum(counts)} of {len(counts):,} points: calls of more than "
+        f"{_most(options.quick):,} multiply-adds, which are B·T·H·(H + {INPUTS})·gates, "
+        "and three times that in training",
+    }
+
+
+class Ratio(NamedTuple):
+    """A ratio of the map."""
+
+    group: Group
+    point: str
+    ours: float
+    theirs: float
+    is_pytorch: bool  # whether PyTorch's own kernel ran
+
+    @property
+    def ratio(self) -> float:
+        """The peer's time over ours."""
+        return self.theirs / self.ours
+
+    @property
+    def is_below(self) -> bool:
+        return self.ratio < LIMITS[self.group.part]
+
+
+def ratios(results: Results) -> Iterator[Ratio]:
+    """Yield all ratios there are, in the order of pieces."""
+    for group in groups(results["quick"]):
+        piece = results["pieces"].get(group.key, {"points": {}})
+        for name, point in piece["points"].items():
+            calm = quiet(piece["cores_others_used"])
+            ours, theirs = (median_of(point["samples"][who], calm) for who in (OURS, THEIRS))
+            yield Ratio(group, name, ours, theirs, point.get("kernel") == PYTORCH_KERNEL)
+
+
+def median_of(turns: list[float | None], calm: list[bool]) -> float:
+    """Return the median of turns in calm rounds, or of all if there are none."""
+    kept = [each for each, is_calm in zip(turns, calm, strict=True) if is_calm and each]
+    return median(kept or [each for each in turns if each])
+
+
+def _medians(every: list[Ratio]) -> Table:
+    """Return the table of medians, and of how many points are too slow."""
+    rows = []
+    for part, limit in LIMITS.items():
+        own = [each for each in every if each.group.part == part]
+        names = dict.fromkeys(each.group.name for each in own)
+        for mode in MODES:
+            for name in (None, *names) if part in (MAP, JAX) else (None,):
+                of = [r for r in own if r.group.mode == mode and name in (None, r.group.name)]
+                if of:
+                    values = [each.ratio for each in of]
+                    rows.append(
+                        [
+                            f"beside {_PEERS[part]}",
+                            name or "all",
+                            mode,
+                            f"{median(values):.2f}",
+                            f"{min(values):.2f}",
+                            f"{max(values):.2f}",
+                            f"{sum(each.is_below for each in of)} of {len(of)}",
+                            f"{limit:g}",
+                            str(sum(each.is_pytorch for each in of)) if part == MAP else "",
+                        ]
+                    )
+    numbers = ["median", "least", "most", "below", "the limit", "PyTorch's kernel"]
+    return Table(["peer", "network", "mode", *numbers], rows, numbers)
+
+
+def _worst(every: list[Ratio]) -> Table:
+    """Return the table of all points that are too slow, and of others that come next."""
+    shown = sorted(every, key=lambda each: each.ratio / LIMITS[each.group.part])
+    count = max(_SHOWN, sum(each.is_below for each in shown))
+    rows = [
+        [
+            "the worst points",
+            f"{each.group.key}, {each.point}",
+            f"{each.ratio:.2f}",
+            significant(1e3 * each.theirs),
+            significant(1e3 * each.ours),
+            "below" if each.is_below else "",
+            "PyTorch's kernel" if each.is_pytorch else "",
+        ]
+        for each in shown[:count]
+    ]
+    numbers = ["ratio", "theirs, ms", "ours, ms"]
+    return Table(["points", "call", *numbers, "the limit", "ran"], rows, numbers)
+
+
+def _others(every: list[Ratio]) -> list[Table]:
+    """Return the tables of what is in no picture: stacks and linear recurrences."""
+    tables = []
+    for part in (STACKS, AFFINE):
+        rows: dict[str, dict[str, str]] = {}
+        for each in every:
+            if each.group.part == part:
+                rows.setdefault(each.group.key, {})[each.point] = f"{each.ratio:.2f}"
+        heads = list(dict.fromkeys(head for row in rows.values() for head in row))
+        lines = [
+            [f"beside {_PEERS[part]}", key, *(row.get(head, "") for head in heads)]
+            for key, row in rows.items()
+        ]
+        if lines:
+            tables.append(Table(["peer", "call", *heads], lines, heads))
+    return tables
+
+
+def _tables(results: Results) -> list[Table]:
+    every = list(ratios(results))
+    return [_medians(every), _worst(every), *_others(every)] if every else []
+
+
+def _drawings(results: Results) -> list[Drawing]:
+    every = list(ratios(results))
+    drawings = []
+    for part in (MAP, JAX):
+        limit = LIMITS[part]
+        own = [each for each in every if each.group.part == part]
+        if not own:
+            continue
+        cells = [
+            map_drawings.Cell(
+                each.group.name,
+                each.group.mode,
+                *(each.group.hidden, each.group.batch, int(each.point.removeprefix("T="))),
+                each.ratio,
+                each.is_pytorch,
+            )
+            for each in own
+        ]
+        left_out = [
+            map_drawings.Cell(
+                group.name,
+                group.mode,
+                *(group.hidden, group.batch, int(name.removeprefix("T="))),
+                None,
+            )
+            for group in groups(results["quick"])
+            if group.part == part
+            for name in results["pieces"].get(group.key, {}).get("left out", ())
+        ]
+        shown = [*cells, *left_out]
+        said = map_drawings.caption(_CAPTIONS[part], limit, shown)
+        figure = map_drawings.draw(shown, limit)
+        drawings.append(Drawing(f"All sizes beside {_PEERS[part]}", said, figure))
+    return drawings
+
+
+def summary(results: Results) -> str:
+    """Return the tables as text, and what was left out."""
+    return f"left out: {results['about']['left out']}\n\n{as_text(_tables(results))}"
+
+
+EXPERIMENT = Experiment(
+    name="map",
+    title="All sizes of recurrent calls",
+    pieces=_pieces,
+    about=_about,
+    drawings=_drawings,
+    rows=lambda results: [],
+    tables=_tables,
+    summary=summary,
+)

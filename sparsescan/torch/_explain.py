@@ -1,0 +1,114 @@
+"""What runs a call of a recurrent module, how long it is predicted to take, and why."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..errors import InputTypeError, short
+from ..formatting import format_time
+from . import _torchrecurrent as torchrecurrent
+from ._direct import is_recorded
+from ._prepared import key_of
+from ._sequences import Sequences
+from ._times import Key, Prediction, predict
+
+__all__ = ["Explanation", "explain"]
+
+
+class Explanation(NamedTuple):
+    """What runs a call of a recurrent module; printed, a line.
+
+    Attributes
+    ----------
+    kernel : str
+        ``"sparsescan"`` or ``"pytorch"``.
+    predicted : float or None
+        Seconds that it is predicted to take; None where nothing is known.
+    other : float or None
+        Seconds that the other one is predicted to take.
+    reason : str
+        Why it is taken.
+    """
+
+    kernel: str
+    predicted: float | None
+    other: float | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.reason}"
+
+
+def explain(module: nn.Module, input: Any, hx: Any = None) -> Explanation:  # noqa: A002
+    """Say which kernel a call of a recurrent module takes, how long that may take, and why.
+
+    Kernels of this package run whole sequences. For an RNN, GRU or LSTM on the CPU whose shape
+    PyTorch's own kernel is predicted to be faster at, that is taken. Predicted times, with
+    gradients or without, are those that ``sparsescan calibrate`` has measured on this machine, or
+    of the processor that the built-in ones are from. The kernel is chosen when a shape comes for
+    the first time; results are the same to rounding.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        A module of :mod:`sparsescan.torch`, or one that :func:`convert` has replaced.
+    input, hx
+        What the module would be called with. Whether there will be gradients follows from them,
+        the parameters and ``torch.is_grad_enabled()``, as in a call.
+
+    Returns
+    -------
+    Explanation
+        The kernel, predicted seconds of both, and the reason.
+
+    Raises
+    ------
+    InputTypeError
+        If `module` is no recurrent module of this package.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sparsescan.torch import GRU, explain
+    >>> explain(GRU(12, 20), torch.zeros(1000, 16, 12)).kernel
+    'sparsescan'
+    """
+    if isinstance(module, nn.Module) and torchrecurrent.is_replacement(module):
+        return _ours("torchrecurrent would run a loop in Python")
+    if not isinstance(module, Sequences) or not isinstance(module, nn.Module):
+        raise InputTypeError(
+            f"module is {short(module)}; expected a recurrent module of sparsescan.torch, such as "
+            "convert makes"
+        )
+    weights = [weight for each in module.all_weights for weight in each]
+    if is_recorded() or not module._takes(input, hx, weights):
+        what = "a dtype, a device, a size or a transform that has no kernel here"
+        return Explanation("pytorch", None, None, what)
+    if module._theirs is None:
+        return _ours("PyTorch has no kernel for this cell")
+    names = module._flat_weights_names
+    key = key_of(module, input, hx, list(map(module._parameters.get, names)))
+    if key is None:
+        return _ours("no choice is made for packed, hooked or checkpointed calls, nor on a GPU")
+    return _chosen(Key(*key), predict(Key(*key)))
+
+
+def _ours(reason: str) -> Explanation:
+    return Explanation("sparsescan", None, None, reason)
+
+
+def _chosen(key: Key, times: Prediction) -> Explanation:
+    assert times.ours is not None
+    assert times.theirs is not None
+    steps, batch = key.sizes
+    ours, theirs = (format_time(1e9 * each) for each in (times.ours, times.theirs))
+    reason = (
+        f"{'training' if key.has_backward else 'inference'} of {steps:,} steps of {batch:,} "
+        f"samples, {torch.get_num_threads()} threads: predicted {ours} here, {theirs} by PyTorch"
+    )
+    if times.is_theirs:
+        return Explanation("pytorch", times.theirs, times.ours, reason)
+    return Explanation("sparsescan", times.ours, times.theirs, reason)

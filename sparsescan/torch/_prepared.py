@@ -1,0 +1,368 @@
+"""Calls of recurrent modules that are prepared once for inputs of a shape, and then cost little.
+
+Beside the kernels of a short sequence, all that PyTorch and Python do takes longer. So when inputs
+of a shape have come a few times, both passes are recorded for them. From then on a call checks
+what it is given, takes memory for results, and lets compiled code do the rest. Nothing of the
+parameters is kept: each call reads what they are then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from ..execution.recording import Recording, Result
+from ..kernels.addresses import address_of
+from ..recurrent.recorded import Passes
+from ._direct import is_direct
+from ._recorded import ResultTensor, Room, give_scratch, run, take_scratch
+from ._recurrent_op import Shape, gradients, network_of
+from ._times import Key, predict
+
+__all__ = ["find", "key_of", "only", "prepare"]
+
+_PLAIN = frozenset((Tensor, nn.Parameter))
+_DTYPES = frozenset((torch.float32, torch.float64))
+# Calls of a shape before it is recorded, which takes as long as some; shapes that are remembered;
+# and bytes of memory that nobody uses, beside that of the shape that was used last.
+_OFTEN, _MOST, _MOST_BYTES = 4, 128, 1 << 28
+_turn = itertools.count().__next__
+
+
+def key_of(module: Any, given: Any, hx: Any, weights: list[Any]) -> tuple[Any, ...] | None:
+    """Return what a :class:`Key` is made of for a call; None if anything about that is special."""
+    if (
+        type(given) not in _PLAIN
+        or (dtype := given.dtype) not in _DTYPES
+        or not given.is_cpu
+        or module._forward_pre_hooks
+        or module.proj_size
+        or (module.dropout > 0 and module.training)
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or torch.is_autocast_enabled("cpu")
+        # A checkpoint counts saved tensors, of which other calls have more.
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    ):
+        return None
+    has_graph = given.requires_grad
+    for each in (*weights, *_listed(hx)):
+        if type(each) not in _PLAIN or each.dtype is not dtype or not each.is_cpu:
+            return None
+        has_graph = has_graph or each.requires_grad
+    return (
+        *(module.mode, module.input_size, module.hidden_size, module.num_layers),
+        *(module.bias, module.bidirectional, module.batch_first, dtype, given.shape),
+        *(hx is not None, has_graph and torch.is_grad_enabled(), torch.get_num_threads()),
+    )
+
+
+class _Held:
+    """The memory of a call whose backward pass may come, or never comes."""
+
+    __slots__ = ("_prepared", "_room")
+
+    def __init__(self, prepared: Prepared, room: Room) -> None:
+        self._prepared, self._room = prepared, [room]
+
+    def take(self) -> Room | None:
+        """Return the memory to the first who asks."""
+        try:
+            return self._room.pop()
+        except IndexError:
+            return None
+
+    def __del__(self) -> None:
+        room = self.take()
+        if room is not None:
+            self._prepared.give_back(room)
+
+
+class _Backward(NamedTuple):
+    """A backward pass: its recording, the memory that only it takes, and its results.
+
+    `order` has the places of those that the caller gets.
+    """
+
+    recording: Recording
+    nbytes: int
+    results: list[ResultTensor]
+    order: list[int]
+
+
+class Prepared:
+    """A call of a module that was recorded for inputs of a shape.
+
+    Parameters
+    ----------
+    key : Key
+        What it is prepared for.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes of the memory of a call.
+    used : int
+        A number that grows from a call of any module to the next.
+    """
+
+    def __init__(self, key: Key) -> None:
+        self.key, self.used, shape = key, _turn(), Shape(*key[:6])
+        self._free: list[Room] = []
+        steps, batch = key.sizes
+        self._turns = len(key.x) == 3 and key.is_batch_first and steps > 1 and batch > 1
+        network = network_of(shape)
+        self._weight_shapes = [torch.Size(each.shape) for each in network.params.values()]
+        cells = [cell for layer in network.cells for cell in layer]
+        self._names = [f"{name} {k}" for k, cell in enumerate(cells) for name in cell.shapes]
+        own = len(cells), *((batch,) if len(key.x) == 3 else ()), shape.hidden_size
+        self._state_shape = torch.Size(own)
+        self._passes = Passes(
+            *(network, steps, batch, str(key.dtype)[6:]),
+            has_backward=key.has_backward,
+            has_state=key.has_state,
+            states_apart=True,
+        )
+        self._forward, self.nbytes = self._passes.forward, self._passes.nbytes
+        self._results = list(map(self._result, self._forward.results))
+        self._states = len(self._results) - 1
+        self._backwards: dict[tuple[bool, bool, bool], _Backward] = {}
+
+    def _result(self, result: Result) -> ResultTensor:
+        shape: tuple[int, ...] = result.shape
+        strides = None
+        if result.name.startswith(("last ", "state ")):
+            shape = self._state_shape
+        elif result.name in ("output", "input"):
+            steps, batch, width = shape
+            if len(self.key.x) == 2:
+                shape = steps, width
+            elif self.key.is_batch_first:
+                shape, strides = (batch, steps, width), (width, batch * width, 1)
+        return ResultTensor.of(result, self.key.dtype, shape, strides)
+
+    def takes(self, hx: Any, weights: Sequence[Tensor]) -> bool:
+        """Return whether states and weights have the expected shapes."""
+        own = [self._state_shape] * (self._states if hx is not None else 0)
+        return [each.shape for each in weights] == self._weight_shapes and own == [
+            each.shape for each in _listed(hx)
+        ]
+
+    def __call__(self, x: Tensor, hx: Any, weights: Sequence[Tensor]) -> Any:
+        """Return the outputs and the last states, as a module does."""
+        if self.key.has_backward:
+            output, *lasts = _Call.apply(self, x, *_listed(hx), *weights)
+        else:
+            (output, *lasts), room = self.forward(x, *_listed(hx), *weights)
+            self.give_back(room)
+        return output, tuple(lasts) if self._states > 1 else lasts[0]
+
+    def forward(self, x: Tensor, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Room]:
+        """Return the results, and the memory that the backward pass needs."""
+        try:
+            room = self._free.pop()
+        except IndexError:
+            room = Room(self.nbytes)
+        # A copy must be there until the end.
+        given = [self.in_order(x), *[each.contiguous() for each in tensors]]
+        results = tuple(each.new(room) for each in self._results)
+        pointers = [each.data_ptr() for each in (*given, *results)]
+        run(self._forward, [room.address, *pointers])
+        return results, room
+
+    def backward(
+        self, room: Room, above: Tensor | None, carry: Sequence[Tensor | None], needs_x: bool
+    ) -> list[Tensor]:
+        """Return gradients in the input, if it `needs_x`, the initial states and the parameters.
+
+        `carry` are those in the last states.
+        """
+        has_state = any(each is not None for each in carry)
+        variant = above is not None, has_state, needs_x
+        own = self._backwards.get(variant)
+        if own is None:
+            own = self._backwards[variant] = self._record(*variant)
+        given = [] if above is None else [self.in_order(above)]
+        if has_state:
+            none = torch.zeros(self._state_shape, dtype=self.key.dtype)
+            given += [none if each is None else each.contiguous() for each in carry]
+        results, scratch = [each.new(room) for each in own.results], take_scratch(own.nbytes)
+        pointers = [each.data_ptr() for each in (*given, *results)]
+        run(own.recording, [room.address, address_of(scratch), *pointers])
+        give_scratch(scratch)
+        return [results[place] for place in own.order]
+
+    def _record(self, has_output: bool, has_state: bool, needs_x: bool) -> _Backward:
+        recording, nbytes = self._passes.backward(
+            has_output=has_output, has_state=has_state, needs_input_grad=needs_x
+        )
+        places = {each.name: place for place, each in enumerate(recording.results)}
+        states = self._states if self.key.has_state else 0
+        names = ["input"] * needs_x + [f"state {n}" for n in range(states)] + self._names
+        results = list(map(self._result, recording.results))
+        return _Backward(recording, nbytes, results, [places[name] for name in names])
+
+    def gradients(
+        self,
+        above: Tensor | None,
+        carry: Sequence[Tensor | None],
+        needs_x: bool,
+        tensors: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Return what :meth:`backward` does, by a step that runs forward again."""
+        count = len(carry) if self.key.has_state else 0
+        x, states, params = tensors[0], tensors[1 : count + 1], tensors[count + 1 :]
+        grad_state = None
+        if any(each is not None for each in carry):
+            none = torch.zeros(self._state_shape, dtype=self.key.dtype)
+            grad_state = self._joined([none if each is None else each for each in carry])
+        grads = gradients(
+            (self.key.mode, *self.key[2:6]),
+            needs_x,
+            None if above is None else self._by_steps(above),
+            grad_state,
+            torch.zeros(1),
+            self._by_steps(x),
+            self._joined(states) if count else None,
+            None,
+            list(params),
+            [],
+        )
+        below = [self._by_steps(grads.pop(), back=True)] if needs_x else []
+        first, *rest = grads
+        own = first if len(self.key.x) == 3 else first.squeeze(1)
+        return [*below, *(own.chunk(count, -1) if count else ()), *rest]
+
+    def _by_steps(self, x: Tensor, *, back: bool = False) -> Tensor:
+        """Return inputs or outputs as ``(T, batch, …)``, or from there as they are given."""
+        if len(self.key.x) == 2:
+            return x.squeeze(1) if back else x.unsqueeze(1)
+        return x.transpose(0, 1) if self.key.is_batch_first else x
+
+    def _joined(self, states: Sequence[Tensor]) -> Tensor:
+        state = torch.cat(list(states), -1)
+        return state if len(self.key.x) == 3 else state.unsqueeze(1)
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """Return inputs or outputs step by step, as they are in memory."""
+        return (x.transpose(0, 1) if self._turns else x).contiguous()
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of memory that no call works in."""
+        return len(self._free) * self.nbytes
+
+    def give_back(self, room: Room) -> None:
+        """Let another call use the memory."""
+        self._free.append(room)
+
+
+class _Call(torch.autograd.Function):
+    """The graph of a prepared call."""
+
+    @staticmethod
+    def forward(ctx: Any, prepared: Prepared, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results, room = prepared.forward(*tensors)
+        ctx.prepared, ctx.held = prepared, _Held(prepared, room)
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor | None, *carry: Tensor | None) -> tuple[Any, ...]:
+        prepared, needs, tensors = ctx.prepared, ctx.needs_input_grad, ctx.saved_tensors
+        room = None
+        if not torch.is_grad_enabled() and is_direct(above, *carry):
+            room = ctx.held.take()
+        if room is None:
+            # It is differentiated once more, or this is another backward pass.
+            grads = prepared.gradients(above, carry, needs[1], tensors)
+        else:
+            grads = prepared.backward(room, above, carry, needs[1])
+            prepared.give_back(room)
+        return (None, *grads) if needs[1] else (None, None, *grads)
+
+
+def _listed(hx: Any) -> Sequence[Tensor]:
+    """Return the initial states of a call."""
+    return () if hx is None else hx if type(hx) is tuple else (hx,)
+
+
+# -- Calls that come often -------------------------------------------------------------------------
+
+_lock = threading.Lock()
+# What a call is: prepared, one of PyTorch's kernel (True), or one that has come so many times.
+_calls: OrderedDict[tuple[Any, ...], Prepared | int] = OrderedDict()
+
+
+def find(key: tuple[Any, ...]) -> Prepared | bool:
+    """Return the call for a key if it is prepared, and otherwise whether it is PyTorch's."""
+    found = _calls.get(key)
+    if type(found) is Prepared:
+        found.used = _turn()
+        return found
+    return found is True
+
+
+def prepare(key: tuple[Any, ...], *, may_be_theirs: bool) -> Prepared | bool:
+    """Return what :func:`find` does, having chosen a kernel, or counted the call.
+
+    It is prepared once there have been a few.
+    """
+    with _lock:
+        found = _calls.get(key)
+        if found is None:
+            found = (may_be_theirs and _is_theirs(Key(*key))) or 0
+        if type(found) is int:
+            often = _OFTEN if _only is None else 0
+            found = found + 1 if found < often else Prepared(Key(*key))
+        _calls[key] = found
+        _calls.move_to_end(key)
+        _let_go()
+        return found if type(found) is Prepared else found is True
+
+
+_only: str | None = None
+
+
+@contextmanager
+def only(kernels: str) -> Iterator[None]:
+    """Let all calls take ``"sparsescan"``'s kernels, or ``"pytorch"``'s, whichever are faster.
+
+    They are prepared at once.
+    """
+    global _only
+    before, _only = _only, kernels
+    _calls.clear()
+    try:
+        yield
+    finally:
+        _only = before
+        _calls.clear()
+
+
+def _is_theirs(key: Key) -> bool:
+    return predict(key).is_theirs if _only is None else _only == "pytorch"
+
+
+def _let_go() -> None:
+    """Forget calls that were made the longest ago: too many, or with memory that others need."""
+    while len(_calls) > _MOST:
+        _calls.popitem(last=False)
+    made = [(each.used, key, each) for key, each in _calls.items() if type(each) is Prepared]
+    nbytes = sum(each.free_bytes for _, _, each in made)
+    for _, key, each in sorted(made, key=lambda one: one[0])[:-1]:
+        if nbytes <= _MOST_BYTES:
+            break
+        nbytes -= each.free_bytes
+        del _calls[key]

@@ -1,0 +1,114 @@
+"""Recordings that run on tensors: their memory, their results, and the threads that run them."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..execution import calls
+from ..execution.calls import Calls, aligned_empty
+from ..execution.recording import Recording, Result
+from ..kernels.addresses import address_of
+from ._team import pytorchs_threads
+
+__all__ = ["ResultTensor", "Room", "give_scratch", "run", "take_scratch"]
+
+# Pieces of memory that are kept for the next pass.
+_SCRATCHES = 4
+
+
+class Room:
+    """Memory that one call at a time works in, and that of its large results.
+
+    Parameters
+    ----------
+    nbytes : int
+        The size.
+
+    Attributes
+    ----------
+    address : int
+        Where it begins.
+    results : Calls
+        What gives memory to large results.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory, self.results = aligned_empty((nbytes,), "u1"), Calls()
+        self.address = address_of(self._memory)
+
+
+class ResultTensor(NamedTuple):
+    """A result of a recording, and a tensor for it.
+
+    Attributes
+    ----------
+    result : Result
+        The result.
+    shape, strides : tuple of int
+        Those of the tensor, whose axes may be in another order.
+    dtype : dtype
+        Its dtype.
+    is_large : bool
+        Whether its memory is used again when nobody has it any more.
+    """
+
+    result: Result
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    is_large: bool
+
+    @classmethod
+    def of(
+        cls,
+        result: Result,
+        dtype: torch.dtype,
+        shape: tuple[int, ...] | None = None,
+        strides: tuple[int, ...] | None = None,
+    ) -> ResultTensor:
+        """Return a result as a tensor; by default one of its shape, and contiguous."""
+        shape = result.shape if shape is None else shape
+        if strides is None:
+            strides = tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
+        return cls(result, shape, strides, dtype, prod(shape) * dtype.itemsize >= calls.LARGE)
+
+    def new(self, room: Room) -> Tensor:
+        """Return a new tensor, whose memory a call in a room may take."""
+        if not self.is_large:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+        array = room.results.result(*self.result)
+        steps = [each * array.itemsize for each in self.strides]
+        return torch.from_numpy(np.lib.stride_tricks.as_strided(array, self.shape, steps))
+
+
+def run(recording: Recording, addresses: list[int]) -> None:
+    """Make the calls of a recording with arrays at addresses, on as many threads as PyTorch has."""
+    if recording.threads == 1:
+        recording.run_at(addresses)
+    else:
+        with pytorchs_threads():
+            recording.run_at(addresses)
+
+
+_scratches: list[NDArray[Any]] = []
+
+
+def take_scratch(nbytes: int) -> NDArray[Any]:
+    """Return memory of any content that nobody else uses."""
+    try:
+        scratch = _scratches.pop()
+    except IndexError:
+        return aligned_empty((nbytes,), "u1")
+    return scratch if len(scratch) >= nbytes else aligned_empty((nbytes,), "u1")
+
+
+def give_scratch(scratch: NDArray[Any]) -> None:
+    """Let others use it."""
+    if len(_scratches) < _SCRATCHES:
+        _scratches.append(scratch)

@@ -1,0 +1,233 @@
+"""Which kernel a call of a recurrent module takes: ours, or PyTorch's where that is faster.
+
+Times of both, through their modules, are in a table by the kind of cell, units, samples and steps,
+with gradients and without. Between its entries logarithms are interpolated; behind the last number
+of steps each more takes as long as the last ones did. ``sparsescan calibrate`` measures the table.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..planning.costs.cpu import file_to_write, machine_file
+
+__all__ = [
+    "INPUTS",
+    "KINDS",
+    "Key",
+    "Prediction",
+    "Table",
+    "name_of",
+    "predict",
+    "read_table",
+    "save_table",
+    "table_file",
+]
+
+KINDS = {"RNN_TANH": "RNN", "RNN_RELU": "RNN", "GRU": "GRU", "LSTM": "LSTM"}
+INPUTS = 32  # the length of inputs with which times are measured
+
+
+class Key(NamedTuple):
+    """What a call is prepared for.
+
+    Attributes
+    ----------
+    mode, input_size, hidden_size, num_layers, has_bias, bidirectional
+        The kind and the sizes of the network, as the operators know them.
+    is_batch_first : bool
+        Whether an input with samples has them before the steps.
+    dtype : dtype
+        Of all tensors.
+    x : tuple of int
+        The shape of the input.
+    has_state, has_backward : bool
+        Whether initial states are given, and whether a backward pass may come.
+    threads : int
+        How many PyTorch computes with.
+    """
+
+    mode: str
+    input_size: int
+    hidden_size: int
+    num_layers: int
+    has_bias: bool
+    bidirectional: bool
+    is_batch_first: bool
+    dtype: torch.dtype
+    x: tuple[int, ...]
+    has_state: bool
+    has_backward: bool
+    threads: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers of steps and samples."""
+        if len(self.x) == 2:
+            return self.x[0], 1
+        batch, steps = self.x[:2] if self.is_batch_first else self.x[1::-1]
+        return steps, batch
+
+
+class Table(NamedTuple):
+    """Times of calls, in seconds.
+
+    Attributes
+    ----------
+    name : str
+        The processor, and the version of PyTorch.
+    hidden, batch, steps : list of int
+        Numbers of units, samples and steps.
+    times : dict of str to dict
+        ``"GRU, training, 1 thread"`` and its kin: for each contender a list for each number of
+        units, of lists for each number of samples, of times for each number of steps; those that
+        would take long are left out at the end.
+    """
+
+    name: str
+    hidden: list[int]
+    batch: list[int]
+    steps: list[int]
+    times: dict[str, dict[str, list[list[list[float]]]]]
+
+
+class Prediction(NamedTuple):
+    """Seconds that a call is predicted to take by our kernels, and by PyTorch's.
+
+    Where they are not known both are None.
+    """
+
+    ours: float | None
+    theirs: float | None
+
+    @property
+    def is_theirs(self) -> bool:
+        """Whether PyTorch's kernel is taken."""
+        if self.ours is None or self.theirs is None:
+            return False
+        return self.ours > self.theirs
+
+
+def table_file() -> Path | None:
+    """Return the file of this machine's table; None if the user has no folder for it."""
+    path = machine_file()
+    return None if path is None else path.with_name("recurrent.json")
+
+
+def save_table(table: Table, path: Path | None = None) -> Path:
+    """Write a table to a file; the path."""
+    path = file_to_write(path or table_file())
+    path.write_text(json.dumps(table._asdict()) + "\n", encoding="utf-8")
+    return path
+
+
+def read_table() -> Table:
+    """Return the table that was measured here, or the one built in."""
+    path = table_file()
+    try:
+        about = None if path is None else path.stat()
+    except OSError:
+        about = None
+    if about is not None:
+        table = _read(path, about.st_mtime_ns)
+        if table is not None:
+            return table
+    return _built_in()
+
+
+@lru_cache(maxsize=1)
+def _built_in() -> Table:
+    return Table(**json.loads(Path(__file__).with_name("times.json").read_text(encoding="utf-8")))
+
+
+@lru_cache(maxsize=1)
+def _read(path: Path, _: int) -> Table | None:
+    """Return the table in a file; None if it is none."""
+    try:
+        table = Table(**json.loads(path.read_text(encoding="utf-8")))
+        _time(table, f"GRU, training, {_threads(1)}", "ours", (16, 1, 1))
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return None
+    return table
+
+
+def name_of(kind: str, has_backward: bool, threads: int) -> str:
+    """Return the name of a part of the table."""
+    return f"{kind}, {'training' if has_backward else 'inference'}, {_threads(threads)}"
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else "all threads"
+
+
+def predict(key: Key, table: Table | None = None) -> Prediction:
+    """Return how long a call takes; None where that is not in the table."""
+    table = read_table() if table is None else table
+    kind = KINDS.get(key.mode)
+    if kind is None:
+        return Prediction(None, None)
+    part = name_of(kind, key.has_backward, key.threads)
+    if part not in table.times:
+        part = name_of(kind, key.has_backward, 1)
+    steps, batch = key.sizes
+    units, directions = key.hidden_size, 1 + key.bidirectional
+    found = []
+    for contender in ("ours", "theirs"):
+        shortest = _time(table, part, contender, (table.hidden[0], 1, 1))
+        one = _time(table, part, contender, (units, batch, steps))
+        total = shortest
+        for layer in range(key.num_layers):
+            inputs = directions * units if layer else key.input_size
+            more = (one - shortest) * (inputs + units) / (INPUTS + units)
+            total += directions * max(more, 0.0)
+            if layer or directions > 1:
+                # Each has some work beside that of its steps.
+                total += shortest * directions * _LAYER[contender]
+        found.append(total)
+    return Prediction(*found)
+
+
+# What a layer beside the first takes, as a share of the shortest call.
+_LAYER = {"ours": 0.1, "theirs": 0.5}
+
+
+def _time(table: Table, part: str, contender: str, sizes: Sequence[int]) -> float:
+    """Return a time, interpolated."""
+    own = table.times[part][contender]
+    units, batch, steps = sizes
+
+    def of_batch(row: list[list[float]]) -> float:
+        return _between(table.batch, batch, [_of_steps(table.steps, each, steps) for each in row])
+
+    return _between(table.hidden, units, list(map(of_batch, own)))
+
+
+def _of_steps(known: list[int], times: list[float], steps: int) -> float:
+    """Return the time of some steps; behind the last known ones as much for each of them."""
+    known = known[: len(times)]
+    if steps > known[-1]:
+        if len(known) == 1:
+            return times[0] * steps / known[0]
+        each = max(times[-1] - times[-2], 0.0) / (known[-1] - known[-2])
+        return times[-1] + each * (steps - known[-1])
+    return _between(known, steps, times)
+
+
+def _between(known: list[int], size: int, times: list[float]) -> float:
+    """Return a time between two known ones, on logarithmic scales; that of the next at the ends."""
+    if size <= known[0] or len(known) == 1:
+        return times[0]
+    if size >= known[-1]:
+        return times[-1]
+    right = bisect_right(known, size)
+    low, high = known[right - 1], known[right]
+    share = math.log(size / low) / math.log(high / low)
+    return math.exp((1 - share) * math.log(times[right - 1]) + share * math.log(times[right]))

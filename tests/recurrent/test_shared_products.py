@@ -1,0 +1,81 @@
+"""Few samples of wide cells: threads share the products of a step, with the bits of one thread."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling import times
+
+from sparsescan.execution.threads import lent
+from sparsescan.recurrent import GRU, GRUCell, LSTMCell, Recurrent, RNNCell, host
+from sparsescan.recurrent.catalogue import MGU
+
+
+class Alone:
+    """A team of the thread that calls: no helper ever comes."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, work: Any) -> None:
+        work()
+
+    def call(self, function: int, argument: int) -> None:
+        self.calls += 1
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+
+
+def passes(step: Any, x: Any, state: Any, loss: Any) -> list[bytes]:
+    output, last = step.forward(x, state)
+    grads = step.backward(loss, last)
+    arrays = [output, last, grads.input, grads.state, *grads.params.values()]
+    return [each.tobytes() for each in arrays]
+
+
+@settings(max_examples=times(6))
+@given(st.integers(0, 2**32 - 1))
+def test_bits_are_those_of_one_thread(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    kind: Any = (RNNCell, GRUCell, LSTMCell, MGU)[rng.integers(4)]
+    # Products of 2¹⁵ entries and more are shared.
+    inputs, units = int(rng.choice([3, 200])), int(rng.integers(190, 260))
+    layers, dtype = int(rng.integers(1, 3)), (np.float32, np.float64)[rng.integers(2)]
+    net = Recurrent(kind, inputs, units, layers, rng=rng, dtype=dtype)
+    steps, batch = int(rng.integers(1, 5)), int(rng.integers(1, 5))
+    x = rng.standard_normal((steps, batch, inputs)).astype(dtype)
+    state = rng.standard_normal((layers, batch, net.state_size)).astype(dtype)
+    loss = rng.standard_normal((steps, batch, units)).astype(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "_SMALL", 1)
+        patch.setattr(host, "_DIRECT", 0)
+        for count in (2, 3, 5):
+            patch.setattr(host, "thread_count", lambda count=count: count)
+            step = net.training_step()
+            found = [passes(step, x, state, loss) for _ in range(3)]
+            memory = step._memory
+            assert isinstance(memory, host.HostMemory)
+            assert memory._helpers == count - 1
+            assert memory.helpers == 0  # of calls from Python
+            team = Alone()
+            with lent(team):
+                found.append(passes(step, x, state, loss))
+            assert team.calls > 0
+            patch.setattr(host, "_DIRECT", 1000)
+            expected = passes(net.training_step(), x, state, loss)
+            patch.setattr(host, "_DIRECT", 0)
+            assert all(each == expected for each in found)
+
+
+def test_large_batches_have_no_helpers() -> None:
+    net = GRU(3, 256, rng=0)
+    for batch, expected in ((1, True), (300, False)):
+        step = net.training_step()
+        step.forward(np.zeros((200, batch, 3), np.float32))
+        assert isinstance(step._memory, host.HostMemory)
+        if host.thread_count() > 1:
+            assert (step._memory._helpers > 0) == expected

@@ -1,0 +1,414 @@
+"""Calls that are prepared for a shape: they answer from what there is now, by either kernel."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import sparsescan.torch
+from sparsescan.errors import InputTypeError
+from sparsescan.recurrent.catalogue import MGU
+from sparsescan.torch import _prepared, _times, calibrate, explain
+from sparsescan.torch._prepared import Prepared, only
+from sparsescan.torch._times import Key, Table, name_of, predict
+
+KINDS = ("RNN", "GRU", "LSTM")
+Rng = np.random.Generator
+
+
+def pair(kind: str, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """Return PyTorch's module and ours, with the same parameters."""
+    theirs = getattr(nn, kind)(*arguments, **options)
+    ours = copy.deepcopy(theirs)
+    sparsescan.torch.convert(ours)
+    return theirs, ours
+
+
+def close(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    assert len(actual) == len(expected)
+    for k, (one, two) in enumerate(zip(actual, expected, strict=True)):
+        assert (one is None) == (two is None), k
+        if one is None or two is None:
+            continue
+        assert one.shape == two.shape
+        assert one.dtype == two.dtype
+        bound = 1e4 * torch.finfo(two.dtype).eps
+        scale = max(1.0, float(two.detach().abs().max()))
+        assert float((one - two).detach().abs().max()) <= bound * scale, k
+
+
+def prepared_calls() -> list[Prepared]:
+    return [each for each in _prepared._calls.values() if isinstance(each, Prepared)]
+
+
+# -- What is there now -----------------------------------------------------------------------------
+
+
+def in_place(module: Any, rng: Rng) -> None:
+    with torch.no_grad():
+        for each in module.parameters():
+            each.mul_(0.9)
+
+
+def by_an_optimiser(module: Any, rng: Rng) -> None:
+    kind = (torch.optim.SGD, torch.optim.Adam)[rng.integers(2)]
+    optimiser = kind(module.parameters(), 0.1)
+    x = torch.ones(2, 3, module.input_size, dtype=module.weight_hh_l0.dtype)
+    module(x)[0].square().sum().backward()
+    optimiser.step()
+    optimiser.zero_grad()
+
+
+def by_data(module: Any, rng: Rng) -> None:
+    weight = module.weight_hh_l0
+    weight.data.add_(0.1)
+    weight.data[0] = 0.3
+
+
+def other_data(module: Any, rng: Rng) -> None:
+    weight = module.weight_ih_l0
+    weight.data = torch.full_like(weight, 0.2).t().contiguous().t()  # not contiguous, too
+
+
+def by_numpy(module: Any, rng: Rng) -> None:
+    module.weight_hh_l0.detach().numpy()[...] *= -1
+
+
+def by_a_state_dict(module: Any, rng: Rng) -> None:
+    state = {name: 0.5 * each for name, each in module.state_dict().items()}
+    module.load_state_dict(state, assign=bool(rng.integers(2)))
+
+
+def another_parameter(module: Any, rng: Rng) -> None:
+    module.bias_ih_l0 = nn.Parameter(torch.full_like(module.bias_ih_l0, 0.1))
+
+
+def freed_parameter(module: Any, rng: Rng) -> None:
+    """Let the memory of the last one, and perhaps its identity, be used again."""
+    for k in range(3):
+        shape, dtype = module.weight_hh_l0.shape, module.weight_hh_l0.dtype
+        del module.weight_hh_l0
+        gc.collect(0)
+        module.weight_hh_l0 = nn.Parameter(torch.full(shape, 0.1 * k, dtype=dtype))
+
+
+def frozen(module: Any, rng: Rng) -> None:
+    for each in module.parameters():
+        each.requires_grad_(bool(rng.integers(2)))
+
+
+def hooked(module: Any, rng: Rng) -> None:
+    module.register_forward_hook(_twice)
+
+
+def before_hooked(module: Any, rng: Rng) -> None:
+    module.register_forward_pre_hook(_one_more)
+
+
+def _twice(module: Any, args: Any, result: Any) -> Any:
+    return result[0] * 2, result[1]
+
+
+def _one_more(module: Any, args: Any) -> Any:
+    return args[0] + 1, *args[1:]
+
+
+def evaluated(module: Any, rng: Rng) -> None:
+    module.train(bool(rng.integers(2)))
+
+
+def other_order(module: Any, rng: Rng) -> None:
+    module.batch_first = not module.batch_first
+
+
+def tied(module: Any, rng: Rng) -> None:
+    module.bias_hh_l0 = module.bias_ih_l0
+
+
+EVENTS: dict[str, Callable[[Any, Rng], None]] = {
+    each.__name__: each
+    for each in (
+        *(in_place, by_an_optimiser, by_data, other_data, by_numpy, by_a_state_dict),
+        *(another_parameter, freed_parameter, frozen, hooked, before_hooked, evaluated),
+        *(other_order, tied),
+    )
+}
+
+
+def answers(module: Any, seed: int) -> list[Tensor | None]:
+    """Return what a call and its backward pass do, of a form that is drawn."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    dtype = module.weight_hh_l0.dtype
+    steps, batch = (int(n) for n in rng.integers(1, [5, 4]))
+    is_batched, has_state = rng.random() < 0.8, rng.random() < 0.5
+    shape = (batch, steps) if module.batch_first else (steps, batch)
+    x = torch.randn(*(shape if is_batched else (steps,)), module.input_size, dtype=dtype)
+    x.requires_grad_(rng.random() < 0.7)
+    lead = module.num_layers * (1 + module.bidirectional)
+    own = (lead, *((batch,) if is_batched else ()), module.hidden_size)
+    hx: Any = None
+    if has_state:
+        hx = [torch.randn(own, dtype=dtype, requires_grad=rng.random() < 0.7) for _ in range(2)]
+        hx = tuple(hx) if module.mode == "LSTM" else hx[0]
+    if rng.random() < 0.2:
+        with torch.no_grad():
+            output, last = module(x, hx)
+        return [output, *(last if isinstance(last, tuple) else (last,))]
+    output, last = module(x, hx)
+    lasts = last if isinstance(last, tuple) else (last,)
+    loss = torch.zeros((), dtype=dtype)
+    for each in (output, *lasts):
+        if rng.random() < 0.6:
+            loss = loss + (each * torch.randn_like(each)).sum()
+    states = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
+    leaves = [each for each in (x, *states, *module.parameters()) if each.requires_grad]
+    found = [output, *lasts]
+    for _ in range(1 + int(rng.integers(2))):
+        if loss.requires_grad and leaves:
+            found += torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    return [None if each is None else each + 0 for each in found]
+
+
+def zeros_for_none(found: list[Tensor | None], other: list[Tensor | None]) -> list[Tensor | None]:
+    """PyTorch says None for some gradients that are 0, and others say 0."""
+    pairs = zip(found, other, strict=True)
+    return [torch.zeros_like(two) if one is None and two is not None else one for one, two in pairs]
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.sampled_from(sorted(EVENTS)), min_size=1, max_size=6),
+    st.sampled_from(["sparsescan", "pytorch", ""]),
+)
+def test_no_call_answers_from_what_was(seed: int, names: list[str], kernels: str) -> None:
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    kind = KINDS[rng.integers(3)]
+    options = {name: bool(rng.integers(2)) for name in ("batch_first", "bidirectional")}
+    dtype = (torch.float32, torch.float64)[rng.integers(2)]
+    theirs, ours = pair(kind, 2, int(rng.integers(1, 20)), 1, dtype=dtype, **options)
+
+    def compare() -> None:
+        for k in range(2):
+            expected, actual = answers(theirs, seed + k), answers(ours, seed + k)
+            close(zeros_for_none(actual, expected), zeros_for_none(expected, actual))
+
+    with only(kernels or "sparsescan"):
+        if not kernels:
+            _prepared._only = None  # prepared when they have come a few times
+        compare()
+        for k, name in enumerate(names):
+            for module in (theirs, ours):
+                torch.manual_seed(k)
+                EVENTS[name](module, np.random.default_rng(seed + k))
+            compare()
+            if rng.integers(4) == 0:
+                ours = pickle.loads(pickle.dumps(ours)) if rng.integers(2) else copy.deepcopy(ours)
+
+
+def test_functional_calls_have_the_parameters_they_are_given() -> None:
+    theirs, ours = pair("GRU", 2, 3, dtype=torch.float64)
+    x = torch.randn(4, 2, 2, dtype=torch.float64)
+    with only("sparsescan"):
+        for k in range(3):
+            given = {name: each * k for name, each in theirs.state_dict().items()}
+            results = [torch.func.functional_call(each, given, (x,)) for each in (ours, theirs)]
+            close(*results)
+        close(ours(x), theirs(x))
+        assert prepared_calls()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_equal_whichever_kernel_is_taken(kind: str) -> None:
+    _, ours = pair(kind, 3, 5, 2, bidirectional=True, dtype=torch.float64)
+    found = []
+    for kernels in ("sparsescan", "pytorch"):
+        with only(kernels):
+            found.append([answers(ours, seed) for seed in range(10)])
+            assert bool(prepared_calls()) == (kernels == "sparsescan")
+    for one, two in zip(*found, strict=True):
+        close(zeros_for_none(one, two), zeros_for_none(two, one))
+
+
+def test_two_threads_at_once() -> None:
+    theirs, ours = pair("LSTM", 3, 40, dtype=torch.float64)
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for k in range(30):
+                torch.manual_seed(seed + k)
+                x = torch.randn(5, 3, 3, dtype=torch.float64, requires_grad=True)
+                found = []
+                for module in (theirs, ours):
+                    output, _ = module(x)
+                    found.append([output, *torch.autograd.grad(output.square().sum(), [x])])
+                close(*found)
+        except BaseException as error:
+            errors.append(error)
+
+    with only("sparsescan"):
+        threads = [threading.Thread(target=work, args=(100 * k,)) for k in range(3)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    assert not errors
+
+
+def test_memory_is_used_again_with_and_without_a_backward_pass() -> None:
+    _, ours = pair("GRU", 3, 5)
+    x = torch.randn(4, 2, 3)
+    with only("sparsescan"):
+        for _ in range(3):
+            ours(x)  # whose graph is gone at once
+            ours(x)[0].sum().backward()
+        (call,) = prepared_calls()
+        assert len(call._free) == 1
+        outputs = [ours(x)[0] for _ in range(3)]
+        assert len(call._free) == 0
+        del outputs
+        assert len(call._free) == 3
+
+
+def test_calls_with_memory_that_others_need_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_prepared, "_MOST_BYTES", 1 << 16)
+    _, ours = pair("GRU", 3, 5)
+    with only("sparsescan"):
+        for steps in range(1, 60):
+            ours(torch.randn(steps, 2, 3))
+        nbytes = sum(each.free_bytes for each in prepared_calls())
+        largest = max(each.nbytes for each in prepared_calls())
+        assert 0 < nbytes <= (1 << 16) + 2 * largest
+        monkeypatch.setattr(_prepared, "_MOST", 3)
+        ours(torch.randn(70, 2, 3))
+        assert len(_prepared._calls) <= 3
+
+
+def test_a_graph_outlives_the_call_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = pair("GRU", 3, 5, dtype=torch.float64)
+    x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
+    with only("sparsescan"):
+        output = ours(x)[0]
+    assert not prepared_calls()
+    close(torch.autograd.grad(output.sum(), [x]), torch.autograd.grad(theirs(x)[0].sum(), [x]))
+
+
+def test_large_results_are_nobody_elses() -> None:
+    _, ours = pair("GRU", 8, 64)
+    x = torch.randn(200, 4, 8)
+    with only("sparsescan"), torch.no_grad():
+        kept = []
+        for k in range(4):
+            output, last = ours(x * k)
+            kept.append((output, output.clone(), last, last.clone()))
+        for output, same, last, other in kept:
+            assert torch.equal(output, same)
+            assert torch.equal(last, other)
+
+
+# -- Which kernel ----------------------------------------------------------------------------------
+
+
+def table(ours: float, theirs: float) -> Table:
+    """Return times that are the same for all sizes, but for the number of steps."""
+    part = {"ours": [[[ours, 10 * ours]]], "theirs": [[[theirs, 10 * theirs]]]}
+    names = [
+        name_of(kind, has_backward, threads)
+        for kind in KINDS
+        for has_backward in (False, True)
+        for threads in (1, 2)
+    ]
+    return Table("made up", [8], [1], [1, 10], dict.fromkeys(names, part))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ours", "kernel"), [(1e-5, "sparsescan"), (1e-3, "pytorch")])
+def test_the_faster_kernel_is_taken(
+    kind: str, ours: float, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_times, "read_table", lambda: table(ours, 1e-4))
+    theirs, module = pair(kind, 3, 5, dtype=torch.float64)
+    x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
+    about = explain(module, x)
+    assert about.kernel == kernel
+    assert about.predicted is not None
+    assert about.other is not None
+    assert about.predicted < about.other
+    assert "4 steps of 2 samples" in str(about)
+    assert "training" in str(about)
+    with torch.no_grad():
+        assert "inference" in explain(module, x).reason
+    with only("sparsescan"):
+        _prepared._only = None
+        for _ in range(8):
+            close([module(x)[0]], [theirs(x)[0]])
+        assert bool(prepared_calls()) == (kernel == "sparsescan")
+
+
+def test_times_are_interpolated() -> None:
+    own = table(1e-5, 1e-4)
+    key = Key("GRU", 32, 8, 1, True, False, False, torch.float32, (1, 1, 32), False, False, 1)
+
+    def ours(**changes: Any) -> float:
+        found = predict(key._replace(**changes), own).ours
+        assert found is not None
+        return found
+
+    assert ours() == pytest.approx(1e-5)
+    assert ours(x=(10, 1, 32)) == pytest.approx(1e-4)
+    # Between both, and behind the last.
+    assert 1e-5 < ours(x=(3, 1, 32)) < 1e-4
+    assert ours(x=(20, 1, 32)) == pytest.approx(2e-4)
+    assert ours(num_layers=2) > ours()
+    assert predict(key._replace(mode="MGU.123"), own) == (None, None)
+
+
+def test_explanations_of_other_calls() -> None:
+    x = torch.randn(4, 2, 3)
+    cell = sparsescan.torch.module(MGU)(3, 5)
+    assert explain(cell, x).kernel == "sparsescan"
+    gru = sparsescan.torch.GRU(3, 5)
+    assert explain(gru, x.half()).kernel == "pytorch"
+    assert "no choice" in explain(gru, nn.utils.rnn.pack_sequence([x[:, 0]])).reason
+    with pytest.raises(InputTypeError, match="module is Linear"):
+        explain(nn.Linear(3, 5), x)
+
+
+def test_measured_times_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    path = tmp_path / "recurrent.json"
+    monkeypatch.setattr(_times, "table_file", lambda: path)
+    for name, sizes in (("_HIDDEN", [4]), ("_BATCH", [1]), ("_STEPS", [1, 2])):
+        monkeypatch.setattr(calibrate, name, sizes)
+    before = torch.get_num_threads()
+    assert calibrate.calibrate() == path
+    assert torch.get_num_threads() == before
+    found = _times.read_table()
+    assert (found.hidden, found.batch, found.steps) == ([4], [1], [1, 2])
+    assert len(found.times) == 6 * len({1, before})
+    for part in found.times.values():
+        for contender in ("ours", "theirs"):
+            assert all(0 < each < 1 for each in part[contender][0][0])
+    # What is no table is not read.
+    for text in ("", "[]", '{"name": "x"}', path.read_text()[:-20]):
+        path.write_text(text)
+        assert _times.read_table() == _times._built_in()
+    built_in = _times._built_in()
+    assert set(built_in.times) == {
+        name_of(kind, has_backward, threads)
+        for kind in KINDS
+        for has_backward in (False, True)
+        for threads in (1, 2)
+    }

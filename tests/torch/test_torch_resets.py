@@ -1,0 +1,408 @@
+"""Modules whose states begin anew in the middle, beside PyTorch's, run episode by episode."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchrecurrent
+from hypothesis import given
+from hypothesis import strategies as st
+from sampling import slow
+from some_cells import MGU, PeepholeLSTM, Spiking
+from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+import sparsescan.torch
+from sparsescan import InputError, InputTypeError
+from sparsescan.recurrent import catalogue
+from sparsescan.torch import _torchrecurrent, convert, module
+
+EPS = torch.finfo(torch.float64).eps
+KINDS = ("RNN", "GRU", "LSTM")
+LAYERS = sorted(
+    name
+    for name in torchrecurrent.__all__
+    if issubclass(getattr(torchrecurrent, name), torchrecurrent.base.RecurrentLayerBase)
+)
+
+
+def flat(results: Any) -> list[torch.Tensor]:
+    if isinstance(results, torch.Tensor):
+        return [results]
+    return [each for part in results for each in flat(part)]
+
+
+def close(actual: Any, expected: Any, tolerance: float = 1e4 * EPS) -> None:
+    for k, (one, other) in enumerate(zip(flat(actual), flat(expected), strict=True)):
+        assert one.shape == other.shape, k
+        if one.numel():
+            apart = float((one - other).detach().abs().max())
+            assert apart <= tolerance * max(1, float(other.detach().abs().max())), k
+
+
+def apart(net: Any, x: Any, states: list[Any], lengths: Any, resets: Any) -> Any:
+    """Run each episode of each sample by itself; return outputs and last states.
+
+    The first begins with the states of directions that run forward, the last one with the others.
+    """
+    count, (steps, batch, _) = 1 + net.bidirectional, x.shape
+    is_back = (torch.arange(net.num_layers * count) % count == 1)[:, None, None]
+    outputs, lasts = [], []
+    for n in range(batch):
+        length = int(lengths[n])
+        cuts = [t for t in range(1, length) if resets[t, n]]
+        bounds, parts = [0, *cuts, length], []
+        first, last = [], []
+        for begin, end in itertools.pairwise(bounds):
+            # Directions that run backward in time begin with the last episode.
+            is_first = begin == 0 and not bool(resets[0, n])
+            used = is_back & (end == length) | ~is_back & is_first
+            hx = tuple(torch.where(used, each[:, n : n + 1], 0) for each in states)
+            output, after = net(x[begin:end, n : n + 1], hx if len(hx) > 1 else hx[0])
+            parts.append(output)
+            after = after if isinstance(after, tuple) else (after,)
+            first, last = first or after, after
+        parts.append(x.new_zeros(steps - length, 1, parts[0].shape[2]))
+        outputs.append(torch.cat(parts))
+        lasts.append([torch.where(is_back, a, b) for a, b in zip(first, last, strict=True)])
+    whole = [torch.cat(each, 1) for each in zip(*lasts, strict=True)]
+    return torch.cat(outputs, 1), *whole
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_any_arguments(seed: int) -> None:
+    """By kernels and step by step, packed or not, with pruned weights."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    kind = KINDS[rng.integers(3)]
+    inputs, hidden, layers = (int(n) for n in rng.integers(1, [6, 8, 4]))
+    options: dict[str, Any] = {name: bool(rng.integers(2)) for name in ("bias", "bidirectional")}
+    theirs = getattr(nn, kind)(inputs, hidden, layers, **options, dtype=torch.float64)
+    batch_first = bool(rng.integers(2))
+    options |= {"batch_first": batch_first, "dtype": torch.float64}
+    ours = getattr(sparsescan.torch, kind)(inputs, hidden, layers, **options)
+    ours.load_state_dict(theirs.state_dict())
+    if rng.integers(3) == 0:
+        amount = float(rng.choice([0.3, 0.9]))
+        for net in (theirs, ours):
+            torch.manual_seed(seed)
+            prune.random_unstructured(net, "weight_hh_l0", amount)
+    steps, batch = (int(n) for n in rng.integers(1, [9, 7]))
+    form = ("batched", "unbatched", "packed")[rng.integers(3)]
+    batch = 1 if form == "unbatched" else batch
+    lengths = torch.full((batch,), steps)
+    if form == "packed":
+        lengths = torch.from_numpy(rng.integers(1, steps + 1, batch))
+        lengths[rng.integers(batch)] = steps
+    resets = torch.from_numpy(rng.random((steps, batch)) < rng.choice([0.1, 0.5]))
+    data = torch.randn(steps, batch, inputs, dtype=torch.float64)
+    sizes = layers * (1 + options["bidirectional"]), batch, hidden
+    begin = [torch.randn(sizes, dtype=torch.float64) for _ in range(1 + (kind == "LSTM"))]
+
+    def run(call: Any) -> list[torch.Tensor]:
+        leaves = [each.clone().requires_grad_() for each in (data, *begin)]
+        results = call(leaves[0], leaves[1:])
+        own = torch.Generator().manual_seed(seed)
+        weights = [torch.randn(e.shape, generator=own, dtype=e.dtype) for e in results]
+        loss = sum((each * w).sum() for each, w in zip(results, weights, strict=True))
+        params = [p for net in (theirs, ours) for p in net.parameters()]
+        grads = torch.autograd.grad(
+            loss, [*leaves, *params], allow_unused=True, materialize_grads=True
+        )
+        half = len(params) // 2
+        return [*results, *grads[: len(leaves)], sum_of(grads[len(leaves) :], half)]
+
+    def sum_of(grads: Any, half: int) -> Any:
+        return torch.cat([(a + b).flatten() for a, b in zip(grads, grads[half:], strict=False)])
+
+    def call_ours(function: Any) -> Any:
+        def call(x: Any, states: list[Any]) -> list[torch.Tensor]:
+            given, flags, hx = x, resets, states
+            if form == "unbatched":
+                given, flags, hx = x[:, 0], resets[:, 0], [each[:, 0] for each in states]
+            elif batch_first:
+                given, flags = x.transpose(0, 1), resets.T
+            if form == "packed":
+                given, flags = (
+                    pack_padded_sequence(each, lengths, batch_first, enforce_sorted=False)
+                    for each in (given, flags)
+                )
+            output, last = function(given, tuple(hx) if len(hx) > 1 else hx[0], flags)
+            if form == "packed":
+                output, _ = pad_packed_sequence(output, batch_first)
+            last = list(last) if isinstance(last, tuple) else [last]
+            if form == "unbatched":
+                return [output[:, None], *(each[:, None] for each in last)]
+            return [output.transpose(0, 1) if batch_first else output, *last]
+
+        return call
+
+    expected = run(lambda x, states: apart(theirs, x, states, lengths, resets))
+
+    def call(*arguments: Any) -> Any:
+        return ours(*arguments[:2], resets=arguments[2])
+
+    close(run(call_ours(call)), expected)
+    ours._takes = lambda *_: False
+    close(run(call_ours(call)), expected)
+
+
+def loss_of(net: Any, *given: Any, **more: Any) -> Any:
+    output, last = net(*given, **more)
+    return output.sin().sum() + sum(each.cos().sum() for each in flat(last))
+
+
+@pytest.mark.parametrize("name", ["LEM", "Leaky", "SCRN", *slow(*catalogue.__all__)])
+def test_each_cell_of_the_catalogue(name: str) -> None:
+    torch.manual_seed(0)
+    net = module(getattr(catalogue, name))(4, 4, dtype=torch.float64)
+    x = torch.randn(6, 3, 4, dtype=torch.float64, requires_grad=True)
+    resets, found = torch.rand(6, 3) < 0.3, []
+    own = [each for layer in net.all_weights for each in layer]
+    for call in (
+        lambda: net(x, resets=resets),
+        lambda: net._without_kernels(x, None, own, resets),
+    ):
+        results = flat(call())
+        loss = sum(each.sin().sum() for each in results)
+        leaves = [x, *net.parameters()]
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        found.append([*results, *grads])
+    close(*found)
+
+
+@pytest.mark.parametrize("cell", [MGU, *slow(PeepholeLSTM)])
+def test_second_derivatives(cell: Any) -> None:
+    net = module(cell)(3, 3, bidirectional=True, dtype=torch.float64)
+    x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
+    resets = torch.tensor([[1, 0], [0, 1], [0, 0], [1, 0]], dtype=torch.bool)
+    own = x, *net.parameters()
+
+    def results(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(flat(net(x, resets=resets)))
+
+    assert torch.autograd.gradcheck(results, own)
+    assert torch.autograd.gradgradcheck(results, own)
+
+
+def test_a_graph_twice() -> None:
+    """A second backward pass runs forward again, with the same resets."""
+    torch.manual_seed(0)
+    net, x = sparsescan.torch.LSTM(3, 4), torch.randn(6, 2, 3)
+    resets, params = torch.rand(6, 2) < 0.4, list(net.parameters())
+    loss = loss_of(net, x, resets=resets)
+    first = torch.autograd.grad(loss, params, retain_graph=True)
+    assert all(map(torch.equal, torch.autograd.grad(loss, params), first))
+    others = torch.autograd.grad(loss_of(net, x), params)
+    assert not torch.equal(others[1], first[1])
+
+
+@pytest.mark.parametrize("net", [sparsescan.torch.GRU(3, 4, 2), module(PeepholeLSTM)(3, 4)])
+def test_compiled_models(net: Any) -> None:
+    torch.manual_seed(0)
+    compiled = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+    x, params = torch.randn(6, 2, 3), list(net.parameters())
+    for resets in (torch.rand(6, 2) < 0.4, torch.zeros(6, 2, dtype=torch.bool), None):
+        expected = torch.autograd.grad(loss_of(net, x, resets=resets), params)
+        actual = torch.autograd.grad(compiled(net, x, resets=resets), params)
+        torch.testing.assert_close(actual, expected)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                compiled(net, x, resets=resets), loss_of(net, x, resets=resets)
+            )
+
+
+@pytest.mark.parametrize("kind", ["GRU", *slow("RNN", "LSTM")])
+def test_opcheck(kind: str) -> None:
+    net = getattr(sparsescan.torch, kind)(2, 3)
+    params, resets = list(net.parameters()), torch.rand(5, 4) < 0.5
+    x, lengths = torch.randn(5, 4, 2, requires_grad=True), torch.tensor([5, 2, 3, 5])
+    about = net.mode, 3, 1, True, False
+    given = x, None, lengths, params, [], *about, True
+    torch.library.opcheck(torch.ops.sparsescan.recurrent.default, given, {"resets": resets})
+    given = x.detach(), None, None, [each.detach() for each in params], [], *about, False
+    operator = torch.ops.sparsescan.recurrent_forward.default
+    torch.library.opcheck(operator, given, {"resets": resets})
+
+
+@pytest.mark.parametrize("make", [module(Spiking), sparsescan.torch.GRU, sparsescan.torch.LSTM])
+def test_transforms(make: Any) -> None:
+    """Maps over resets, derivatives in both modes and traces are of the same numbers."""
+    torch.manual_seed(1)
+    net = make(3, 4, dtype=torch.float64)
+    params = dict(net.named_parameters())
+    x = torch.randn(3, 6, 2, 3, dtype=torch.float64)
+    resets = torch.rand(3, 6, 2) < 0.4
+
+    def loss(params: Any, x: torch.Tensor, resets: torch.Tensor) -> torch.Tensor:
+        output, last = torch.func.functional_call(net, params, (x,), {"resets": resets})
+        return (output * torch.arange(4)).sum() + sum(m.square().sum() for m in flat(last))
+
+    grads = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(params, x, resets)
+    for k in range(3):
+        expected = torch.autograd.grad(loss(params, x[k], resets[k]), list(params.values()))
+        close([each[k] for each in grads.values()], expected)
+    tangent = torch.randn_like(x[0])
+    with warnings.catch_warnings():  # of PyTorch, about itself
+        warnings.simplefilter("ignore")
+        _, along = torch.func.jvp(lambda x: loss(params, x, resets[0]), (x[0],), (tangent,))
+    given = x[0].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(loss(params, given, resets[0]), given)
+    close(along, (grad * tangent).sum())
+
+
+@pytest.mark.parametrize("make", [module(PeepholeLSTM), sparsescan.torch.GRU])
+def test_what_has_no_kernel_is_computed_step_by_step(make: Any) -> None:
+    torch.manual_seed(0)
+    net = make(3, 4, 2)
+    x, resets = torch.randn(5, 2, 3), torch.rand(5, 2) < 0.4
+    expected, last = net(x, resets=resets)
+    half = copy.deepcopy(net).bfloat16()
+    output, _ = half(x.bfloat16(), resets=resets)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.05)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = net(x, resets=resets)
+    torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.05)
+    hx = last if isinstance(last, tuple) else (last,)
+    empty, after = net(x[:0], last, resets=resets[:0])
+    assert empty.shape == (0, 2, 4)
+    assert all(map(torch.equal, flat(after), hx))
+    on_meta = make(3, 4, device="meta")
+    given = {"resets": torch.zeros(5, 2, dtype=torch.bool, device="meta")}
+    assert on_meta(torch.zeros(5, 2, 3, device="meta"), **given)[0].shape == (5, 2, 4)
+
+
+def test_dropout() -> None:
+    torch.manual_seed(0)
+    net = module(MGU)(3, 4, 3, dropout=0.5, dtype=torch.float64)
+    x, resets = torch.randn(5, 2, 3, dtype=torch.float64), torch.rand(5, 2) < 0.4
+    outputs = []
+    own = [each for layer in net.all_weights for each in layer]
+    for call in (
+        lambda: net(x, resets=resets),
+        lambda: net._without_kernels(x, None, own, resets),
+    ):
+        torch.manual_seed(1)
+        outputs.append(call()[0])
+    close(*outputs)
+
+
+@pytest.mark.parametrize("name", ["MGU", "JANET", "TGRU", "tauGRU", *slow(*LAYERS)])
+def test_layers_of_torchrecurrent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels and by torchrecurrent's own steps, from no state and from another one."""
+    torch.manual_seed(0)
+    batch_first = name != "MGU"
+    # PyTorch's derivative of Hardsigmoid has a sixth as float32, also for float64.
+    known = inspect.signature(getattr(torchrecurrent, f"{name}Cell")).parameters
+    own = [key for key in known if key.endswith("nonlinearity") and name in ("SGU", "DSGU")]
+    options = dict.fromkeys(own, "tanh")
+    net = getattr(torchrecurrent, name)(4, 4, 2, 0.0, batch_first, **options).double()
+    theirs = copy.deepcopy(net)
+    assert convert(net).replaced == [""]
+    x = torch.randn(7, 3, 4, dtype=torch.float64)
+    resets, state = torch.rand(7, 3) < 0.3, None
+
+    def turned(array: torch.Tensor) -> torch.Tensor:
+        return array.transpose(0, 1) if batch_first else array
+
+    for _ in range(2):
+        given = turned(x).clone().requires_grad_()
+        assert _torchrecurrent._sequence_of(net, given, state) is not None
+        results = net(given, state, resets=turned(resets))
+        found = [results, torch.autograd.grad(results[0].sin().sum(), given)]
+        if name == "tauGRU":
+            break
+        with monkeypatch.context() as patch:
+            patch.setattr(_torchrecurrent, "_sequence_of", lambda *_: None)
+            results = net(given, state, resets=turned(resets))
+        close(found, [results, torch.autograd.grad(results[0].sin().sum(), given)])
+        _, state = theirs(turned(x))
+        state = tuple(each.detach() for each in state) if name == "JANET" else None
+        resets[0, 1] = True
+    # Each episode of one sample by itself.
+    cuts = [0, *(t for t in range(1, 7) if resets[t, 0]), 7]
+    parts = [theirs(turned(x[a:b, :1]), None)[0] for a, b in itertools.pairwise(cuts)]
+    output, _ = net(turned(x[:, :1]), None, resets=turned(resets[:, :1]))
+    close(output, torch.cat(parts, 1 if batch_first else 0))
+
+
+def test_a_layer_of_torchrecurrent_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = torchrecurrent.tauGRU(3, 4)
+    convert(net)
+    resets = torch.zeros(5, 2, dtype=torch.bool)
+    with pytest.raises(InputError, match="resets were given to a tauGRU without kernels"):
+        net.bfloat16()(torch.randn(5, 2, 3).bfloat16(), resets=resets)
+    other = torchrecurrent.MGU(3, 4)
+    convert(other)
+    for x in (torch.zeros(5, 3), [1.0]):
+        with pytest.raises(InputError, match=r"inp is .*; expected a tensor \(T, batch, input_s"):
+            other(x, resets=resets)
+    with pytest.raises(InputTypeError, match=r"resets has dtype torch\.int64; expected torch.bool"):
+        other(torch.zeros(5, 2, 3), resets=resets.long())
+
+
+def test_errors() -> None:
+    x, flags = torch.zeros(5, 2, 3), torch.zeros(5, 2, dtype=torch.bool)
+    lengths = torch.tensor([2, 5])
+
+    def packed(data: Any, lengths: Any = lengths) -> PackedSequence:
+        return pack_padded_sequence(data, lengths, enforce_sorted=False)
+
+    for net in (sparsescan.torch.GRU(3, 4), module(MGU)(3, 4)):
+        own = [each for layer in net.all_weights for each in layer]
+        for own_x, resets, error, said in (
+            (x, flags[0], InputError, r"resets has shape \(2,\); expected \(5, 2\), as the first"),
+            (x, flags.T, InputError, r"resets has shape \(2, 5\); expected \(5, 2\)"),
+            (x[:, 0], flags, InputError, r"resets has shape \(5, 2\); expected \(5,\), one for"),
+            (
+                x,
+                flags.int(),
+                InputTypeError,
+                r"resets has dtype torch\.int32; expected torch\.bool",
+            ),
+            (x, flags.numpy(), InputTypeError, "expected a tensor of bools"),
+            (x, packed(flags), InputTypeError, "expected a tensor of bools"),
+            (x, flags.to("meta"), InputError, "resets is on meta; expected cpu, where input is"),
+            (packed(x), flags, InputTypeError, "expected a PackedSequence of bools, as input is"),
+            (packed(x), packed(x), InputTypeError, r"resets.data has dtype torch\.float32"),
+            (packed(x), packed(flags, [5, 5]), InputError, r"resets.data has shape \(10,\)"),
+            (packed(x), packed(flags, [5, 2]), InputError, "has other batch_sizes or sorted_indic"),
+            (packed(x), packed(flags, [3, 4]), InputError, "has other batch_sizes or sorted_indic"),
+        ):
+            with pytest.raises(error, match=said):
+                net(own_x, resets=resets)
+            with pytest.raises(error, match=said):
+                net._without_kernels(own_x, None, own, resets)
+        with pytest.raises(InputError, match=r"input has shape \(5, 2, 4\); expected"):
+            net(torch.zeros(5, 2, 4), resets=flags)
+    with pytest.raises(TypeError):
+        sparsescan.torch.GRU(3, 4)(x, None, flags)
+    with pytest.raises(InputError, match="resets were given, and proj_size is 2; expected 0"):
+        sparsescan.torch.LSTM(3, 4, proj_size=2)(x, resets=flags)
+
+
+def test_resets_of_the_caller_stay() -> None:
+    net, x = sparsescan.torch.GRU(3, 4), torch.randn(5, 2, 3)
+    resets = torch.rand(5, 2) < 0.5
+    before = resets.clone()
+    loss_of(net, x, resets=resets).backward()
+    assert torch.equal(resets, before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_on_a_gpu_they_are_computed_step_by_step() -> None:
+    torch.manual_seed(0)
+    net, x = sparsescan.torch.GRU(3, 4, dtype=torch.float64), torch.randn(5, 2, 3).double()
+    resets = torch.rand(5, 2) < 0.5
+    expected = net(x, resets=resets)
+    actual = net.cuda()(x.cuda(), resets=resets.cuda())
+    close([each.cpu() for each in flat(actual)], expected)
