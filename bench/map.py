@@ -156,7 +156,7 @@ def _runner(race: Race, likely: Mapping[str, str], quick: bool) -> _Runner:
     with ways[OURS].within():
         explained = race.explained()
     if explained is not None:
-        about |= {"kernel": explained.kernel, "predicted": float(explained.predicted)}
+        about |= {"kernel": explained.kernel, "predicted": explained.predicted}
     fit = max(1, int(_SECONDS / sum(taken.values())))
     return _Runner(ways, about, min(fit, _QUICK_ROUNDS if quick else _ROUNDS))
 
