@@ -44,6 +44,7 @@ NAMES = (
     "map",
     "onnx",
     "ppo",
+    "wide",
 )
 
 

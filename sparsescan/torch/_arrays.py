@@ -28,7 +28,8 @@ def array_of(tensor: Tensor | None) -> Any:
     """Return a tensor's memory as an array of NumPy or CuPy."""
     if tensor is None:
         return None
-    return tensor.detach().numpy() if tensor.is_cpu else on_device(tensor.detach())
+    own = tensor.detach().resolve_neg()
+    return own.numpy() if own.is_cpu else on_device(own)
 
 
 def tensor_of(array: Any) -> Tensor:

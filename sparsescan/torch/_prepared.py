@@ -24,16 +24,17 @@ from ..kernels.addresses import address_of
 from ..recurrent.recorded import Passes
 from ._direct import is_direct
 from ._recorded import ResultTensor, Room, give_scratch, run, take_scratch
-from ._recurrent_op import Shape, gradients, network_of
+from ._recurrent_op import Shape, forget_steps, gradients, network_of
 from ._times import Key, predict
 
-__all__ = ["find", "key_of", "only", "prepare"]
+__all__ = ["find", "key_of", "only", "prepare", "run_often"]
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _DTYPES = frozenset((torch.float32, torch.float64))
-# Calls of a shape before it is recorded, which takes as long as some; shapes that are remembered;
-# and bytes of memory that nobody uses, beside that of the shape that was used last.
-_OFTEN, _MOST, _MOST_BYTES = 4, 128, 1 << 28
+# Calls of a shape before it is recorded, which takes as long as some, and multiply-adds of a call
+# beside which it takes no time; shapes that are remembered; and bytes of memory that nobody uses,
+# beside that of the shape that was used last.
+_OFTEN, _LARGE, _MOST, _MOST_BYTES = 4, 1 << 28, 128, 1 << 28
 _turn = itertools.count().__next__
 
 
@@ -43,6 +44,7 @@ def key_of(module: Any, given: Any, hx: Any, weights: list[Any]) -> tuple[Any, .
         type(given) not in _PLAIN
         or (dtype := given.dtype) not in _DTYPES
         or not given.is_cpu
+        or given.is_neg()
         or module._forward_pre_hooks
         or module.proj_size
         or (module.dropout > 0 and module.training)
@@ -58,6 +60,8 @@ def key_of(module: Any, given: Any, hx: Any, weights: list[Any]) -> tuple[Any, .
     has_graph = given.requires_grad
     for each in (*weights, *_listed(hx)):
         if type(each) not in _PLAIN or each.dtype is not dtype or not each.is_cpu:
+            return None
+        if each.is_neg():  # it is negated when it is read
             return None
         has_graph = has_graph or each.requires_grad
     return (
@@ -112,6 +116,8 @@ class Prepared:
     ----------
     nbytes : int
         Bytes of the memory of a call.
+    states : int
+        How many states a cell has.
     used : int
         A number that grows from a call of any module to the next.
     """
@@ -135,7 +141,7 @@ class Prepared:
         )
         self._forward, self.nbytes = self._passes.forward, self._passes.nbytes
         self._results = list(map(self._result, self._forward.results))
-        self._states = len(self._results) - 1
+        self.states = len(self._results) - 1
         self._backwards: dict[tuple[bool, bool, bool], _Backward] = {}
 
     def _result(self, result: Result) -> ResultTensor:
@@ -153,7 +159,7 @@ class Prepared:
 
     def takes(self, hx: Any, weights: Sequence[Tensor]) -> bool:
         """Return whether states and weights have the expected shapes."""
-        own = [self._state_shape] * (self._states if hx is not None else 0)
+        own = [self._state_shape] * (self.states if hx is not None else 0)
         return [each.shape for each in weights] == self._weight_shapes and own == [
             each.shape for each in _listed(hx)
         ]
@@ -165,7 +171,7 @@ class Prepared:
         else:
             (output, *lasts), room = self.forward(x, *_listed(hx), *weights)
             self.give_back(room)
-        return output, tuple(lasts) if self._states > 1 else lasts[0]
+        return output, tuple(lasts) if self.states > 1 else lasts[0]
 
     def forward(self, x: Tensor, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Room]:
         """Return the results, and the memory that the backward pass needs."""
@@ -191,10 +197,11 @@ class Prepared:
         variant = above is not None, has_state, needs_x
         own = self._backwards.get(variant)
         if own is None:
-            own = self._backwards[variant] = self._record(*variant)
+            with _lock:
+                own = self._backwards[variant] = self._record(*variant)
         given = [] if above is None else [self.in_order(above)]
         if has_state:
-            none = torch.zeros(self._state_shape, dtype=self.key.dtype)
+            none = self._no_grad()
             given += [none if each is None else each.contiguous() for each in carry]
         results, scratch = [each.new(room) for each in own.results], take_scratch(own.nbytes)
         pointers = [each.data_ptr() for each in (*given, *results)]
@@ -207,7 +214,7 @@ class Prepared:
             has_output=has_output, has_state=has_state, needs_input_grad=needs_x
         )
         places = {each.name: place for place, each in enumerate(recording.results)}
-        states = self._states if self.key.has_state else 0
+        states = self.states if self.key.has_state else 0
         names = ["input"] * needs_x + [f"state {n}" for n in range(states)] + self._names
         results = list(map(self._result, recording.results))
         return _Backward(recording, nbytes, results, [places[name] for name in names])
@@ -224,14 +231,14 @@ class Prepared:
         x, states, params = tensors[0], tensors[1 : count + 1], tensors[count + 1 :]
         grad_state = None
         if any(each is not None for each in carry):
-            none = torch.zeros(self._state_shape, dtype=self.key.dtype)
+            none = self._no_grad()
             grad_state = self._joined([none if each is None else each for each in carry])
         grads = gradients(
             (self.key.mode, *self.key[2:6]),
             needs_x,
             None if above is None else self._by_steps(above),
             grad_state,
-            torch.zeros(1),
+            torch.zeros(1, device="cpu"),
             self._by_steps(x),
             self._joined(states) if count else None,
             None,
@@ -242,6 +249,10 @@ class Prepared:
         first, *rest = grads
         own = first if len(self.key.x) == 3 else first.squeeze(1)
         return [*below, *(own.chunk(count, -1) if count else ()), *rest]
+
+    def _no_grad(self) -> Tensor:
+        """Return zeros for the gradient in a state."""
+        return torch.zeros(self._state_shape, dtype=self.key.dtype, device="cpu")
 
     def _by_steps(self, x: Tensor, *, back: bool = False) -> Tensor:
         """Return inputs or outputs as ``(T, batch, …)``, or from there as they are given."""
@@ -324,12 +335,60 @@ def prepare(key: tuple[Any, ...], *, may_be_theirs: bool) -> Prepared | bool:
         if found is None:
             found = (may_be_theirs and _is_theirs(Key(*key))) or 0
         if type(found) is int:
-            often = _OFTEN if _only is None else 0
-            found = found + 1 if found < often else Prepared(Key(*key))
+            is_soon = found >= _OFTEN or _only is not None or _is_large(Key(*key))
+            found = _made(Key(*key)) if is_soon else found + 1
         _calls[key] = found
         _calls.move_to_end(key)
         _let_go()
         return found if type(found) is Prepared else found is True
+
+
+def run_often(
+    x: Tensor,
+    state: Tensor | None,
+    params: list[Tensor],
+    mode: str,
+    hidden_size: int,
+    num_layers: int,
+    has_backward: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """Return outputs and last states of layers with biases, if the call is prepared.
+
+    States are side by side, as for the operators, and what is given has kernels.
+    """
+    given = (x, *params) if state is None else (x, state, *params)
+    if (
+        not x.is_cpu
+        or not is_direct(*given)
+        or any(each.is_neg() for each in given)
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    ):
+        return None
+    about = mode, x.shape[2], hidden_size, num_layers, True, False, False, x.dtype, x.shape
+    key = *about, state is not None, has_backward, torch.get_num_threads()
+    call = find(key) or prepare(key, may_be_theirs=False)
+    if not isinstance(call, Prepared):
+        return None
+    hx: Any = state
+    if state is not None and call.states > 1:
+        hx = state.chunk(call.states, -1)
+    output, last = call(x, hx, params)
+    return output, torch.cat(last, -1) if call.states > 1 else last
+
+
+def _is_large(key: Key) -> bool:
+    """Return whether a call takes longer than to record it."""
+    steps, batch = key.sizes
+    slots = len(Shape(*key[:6]).program.slots)
+    a_step = slots * key.hidden_size * (key.hidden_size + key.input_size)
+    return steps * batch * key.num_layers * a_step >= _LARGE
+
+
+def _made(key: Key) -> Prepared:
+    """Return a call that is prepared, and let go the memory of those before."""
+    call = Prepared(key)
+    forget_steps(Shape(*key[:6]), key.dtype)
+    return call
 
 
 _only: str | None = None

@@ -81,7 +81,8 @@ class ResultTensor(NamedTuple):
     def new(self, room: Room) -> Tensor:
         """Return a new tensor, whose memory a call in a room may take."""
         if not self.is_large:
-            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+            # A default device may be another one.
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
         array = room.results.result(*self.result)
         steps = [each * array.itemsize for each in self.strides]
         return torch.from_numpy(np.lib.stride_tricks.as_strided(array, self.shape, steps))

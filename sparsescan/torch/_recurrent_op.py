@@ -29,6 +29,7 @@ from ._probe import asks_for_some, is_looked_at, probe
 __all__ = [
     "Kind",
     "Shape",
+    "forget_steps",
     "gradients",
     "has_kernels",
     "kind_of",
@@ -228,6 +229,14 @@ def _steps_of(
                 _steps.popitem(last=False)
         _steps.move_to_end(key)
         return steps
+
+
+def forget_steps(shape: Shape, dtype: torch.dtype) -> None:
+    """Let go the steps of a network on the CPU, without masks, that nobody uses."""
+    with _lock:
+        for key in list(_steps):
+            if key[0] == shape and key[1] is dtype and key[2].type == "cpu" and not any(key[3]):
+                del _steps[key]
 
 
 def _kept(weight: Tensor, mask: Tensor | None) -> NDArray[np.bool_] | None:

@@ -16,6 +16,7 @@ from ..errors import InputError, short
 from ..recurrent import Cell, catalogue
 from ..recurrent.definition import read_options, shapes_of
 from ._direct import is_watched
+from ._prepared import run_often
 from ._recurrent_op import has_kernels, kind_of, register, run
 from ._resets import check_resets
 from ._structure import is_pruning
@@ -69,6 +70,10 @@ _FORMS = {
 }
 
 
+# Types of options that are equal where their values are.
+_NUMBERS = frozenset((bool, int, float, str))
+
+
 class _Kind:
     """A class of layers of torchrecurrent, as it was when the first one was replaced."""
 
@@ -78,6 +83,8 @@ class _Kind:
         self.form = _FORMS.get(layer.__name__, _Form(tuple(range(count))))
         self._before = self._methods()
         self.names = list(shapes_of(ours, 1, 1, True))
+        self._options = list(read_options(ours, {}))
+        self._read: dict[Any, dict[str, Any] | None] = {}
 
     def _methods(self) -> tuple[Any, ...]:
         return (
@@ -88,7 +95,7 @@ class _Kind:
     def options_of(self, cell: Any) -> dict[str, Any] | None:
         """Return the options of ours that a cell has; None if there are none for it."""
         found = dict(self.form.options)
-        for name in read_options(self.ours, {}):
+        for name in self._options:
             if name in found or name == "delay":
                 continue
             if not name.endswith("nonlinearity"):
@@ -101,6 +108,15 @@ class _Kind:
             if function is None:
                 return None
             found[name] = function
+        if not all(type(value) in _NUMBERS for value in found.values()):
+            return self._checked(found)
+        key = tuple((name, type(value), value) for name, value in found.items())
+        if key not in self._read:
+            self._read[key] = self._checked(found)
+        return self._read[key]
+
+    def _checked(self, found: dict[str, Any]) -> dict[str, Any] | None:
+        """Return options as a cell of ours has them; None if they are wrong."""
         try:
             return read_options(self.ours, found)
         except InputError:
@@ -250,11 +266,18 @@ class _Sequence(NamedTuple):
             inputs.append(x[-1])
             about = self.mode, units, each, True, False, keeps
             some = masks if any(mask is not None for mask in masks) else []
-            x, last, _ = run(x, begin, None, flat, some, *about, resets=resets)
+            often = None
+            if not some and resets is None:
+                often = run_often(x, begin, flat, self.mode, units, each, keeps)
+            if often is None:
+                x, last, _ = run(x, begin, None, flat, some, *about, resets=resets)
+            else:
+                x, last = often
             lasts.append(last)
             if kept and call + 1 < calls:
                 x = x * kept[call]
-        own = (lasts[0] if calls == 1 else torch.cat(lasts)).split(units, -1)
+        whole = lasts[0] if calls == 1 else torch.cat(lasts)
+        own = whole.split(units, -1) if self.states > 1 else (whole,)
         ends = tuple(own[k].contiguous() for k in form.states)
         if form.keeps_input:
             return x, (ends[0], tuple(inputs))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import sparsescan.torch
 from sparsescan.errors import InputTypeError
 from sparsescan.recurrent.catalogue import MGU
-from sparsescan.torch import _prepared, _times, calibrate, explain
+from sparsescan.torch import _prepared, _recurrent_op, _times, calibrate, explain
 from sparsescan.torch._prepared import Prepared, only
 from sparsescan.torch._times import Key, Table, name_of, predict
 
@@ -412,3 +412,33 @@ def test_measured_times_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any)
         for has_backward in (False, True)
         for threads in (1, 2)
     }
+
+
+def test_another_default_device() -> None:
+    theirs, ours = pair("LSTM", 3, 5, dtype=torch.float64)
+    x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
+    with only("sparsescan"), torch.device("meta"):
+        for module in (theirs, ours):
+            module(x)[1][0].sum().backward()
+    close([ours.weight_hh_l0.grad], [theirs.weight_hh_l0.grad])
+
+
+def test_inputs_that_are_negated_when_they_are_read() -> None:
+    theirs, ours = pair("GRU", 3, 5, dtype=torch.float64)
+    x = torch.randn(4, 2, 3, dtype=torch.complex128).conj().imag
+    assert x.is_neg()
+    with only("sparsescan"), torch.no_grad():
+        close(ours(x), theirs(x))
+        close(ours(x.resolve_neg()), theirs(x))
+
+
+def test_memory_of_calls_that_were_not_prepared_is_let_go() -> None:
+    _, ours = pair("GRU", 3, 7)
+    x = torch.randn(4, 2, 3)
+    with only("sparsescan"):
+        _prepared._only = None
+        for _ in range(10):
+            ours(x)[0].sum().backward()
+        assert prepared_calls()
+    shape = _recurrent_op.Shape("GRU", 3, 7, 1, True, False)
+    assert not [key for key in _recurrent_op._steps if key[0] == shape]
