@@ -123,9 +123,14 @@ def _work(forward: int, mode: str) -> int:
 @contextmanager
 def on_threads(count: int) -> Iterator[None]:
     """Give PyTorch and our kernels so many threads."""
+    before = torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS
     torch.set_num_threads(count)
     numba.config.NUMBA_NUM_THREADS = count
-    yield
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        numba.config.NUMBA_NUM_THREADS = before[1]
 
 
 def _of_tensors(
