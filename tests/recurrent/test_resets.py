@@ -233,7 +233,8 @@ def test_steps_that_are_left_out_change_nothing(seed: int) -> None:
                 one.pauses = NEVER if never else one.pauses
             results.append(results_of(step, (x, state, lengths, resets), (above, carry)))
     for name, array in results[0].items():
-        same = np.abs(results[1][name] - array) <= 1e-12 * (1 + np.abs(array))
+        with np.errstate(invalid="ignore"):  # of infinity and infinity
+            same = np.abs(results[1][name] - array) <= 1e-12 * (1 + np.abs(array))
         same |= ~np.isfinite(array) & ~np.isfinite(results[1][name])
         assert same.all(), name
 
