@@ -92,11 +92,9 @@ class Sequences:
             own: list[Any] = list(map(self._parameters.get, self._flat_weights_names))
             key = key_of(self, input, hx, own)
         if key is not None:
-            call = find(key)
-            if call is True:
-                return self._theirs.forward(self, input, hx)
-            if call and call.takes(hx, own):
-                return call(input, hx, own)
+            results = self._called(find(key), input, hx, own)
+            if results is not None:
+                return results
         weights: list[Tensor] = [weight for each in self.all_weights for weight in each]
         if is_recorded() or not self._takes(input, hx, weights):
             return self._without_kernels(input, hx, weights, resets)
@@ -104,11 +102,16 @@ class Sequences:
             check_resets(resets, input)
         if key is not None:
             call = prepare(key, may_be_theirs=self._theirs is not None)
-            if call is True:
-                return self._theirs.forward(self, input, hx)
-            if call:
-                return call(input, hx, own)
+            results = self._called(call, input, hx, own)
+            if results is not None:
+                return results
         return self._whole(input, hx, weights, self._run, resets)
+
+    def _called(self, call: Any, given: Any, hx: Any, weights: list[Any]) -> Any:
+        """Return what a prepared call, or PyTorch's kernel, does; None if neither is to run."""
+        if call is True:
+            return self._theirs.forward(self, given, hx)
+        return call(given, hx, weights) if call and call.takes(hx, weights) else None
 
     def _without_kernels(
         self, given: Any, hx: Any, weights: list[Tensor], resets: Any = None

@@ -277,8 +277,8 @@ class _Sequence(NamedTuple):
             if kept and call + 1 < calls:
                 x = x * kept[call]
         whole = lasts[0] if calls == 1 else torch.cat(lasts)
-        own = whole.split(units, -1) if self.states > 1 else (whole,)
-        ends = tuple(own[k].contiguous() for k in form.states)
+        parts = whole.split(units, -1) if self.states > 1 else (whole,)
+        ends = tuple(parts[k].contiguous() for k in form.states)
         if form.keeps_input:
             return x, (ends[0], tuple(inputs))
         return x, ends if len(ends) > 1 else ends[0]

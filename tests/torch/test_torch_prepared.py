@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sparsescan.torch
-from sparsescan.errors import InputTypeError
+from sparsescan.errors import InputError, InputTypeError
 from sparsescan.recurrent.catalogue import MGU
 from sparsescan.torch import _prepared, _recurrent_op, _times, calibrate, explain
 from sparsescan.torch._prepared import Prepared, only
@@ -430,6 +430,30 @@ def test_inputs_that_are_negated_when_they_are_read() -> None:
     with only("sparsescan"), torch.no_grad():
         close(ours(x), theirs(x))
         close(ours(x.resolve_neg()), theirs(x))
+
+
+@pytest.mark.parametrize("kernels", ["sparsescan", "pytorch"])
+def test_parameters_of_other_shapes_are_refused(kernels: str) -> None:
+    """No call that was prepared reads beyond what there is."""
+    _, ours = pair("GRU", 3, 5)
+    x = torch.randn(4, 2, 3)
+    with only(kernels):
+        ours(x)
+        ours.weight_hh_l0 = nn.Parameter(torch.randn(15, 4))
+        for _ in range(2):
+            with pytest.raises((InputError, RuntimeError), match=r"shape|size"):
+                ours(x)
+
+
+def test_large_calls_are_prepared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_prepared, "_LARGE", 4 * 5 * (5 + 3) * 4 * 2)
+    _, ours = pair("GRU", 3, 5)
+    with only("sparsescan"):
+        _prepared._only = None
+        ours(torch.randn(3, 2, 3))
+        assert not prepared_calls()
+        ours(torch.randn(4, 2, 3))
+        assert len(prepared_calls()) == 1
 
 
 def test_memory_of_calls_that_were_not_prepared_is_let_go() -> None:
