@@ -344,22 +344,8 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True)
-class InJax:
+class InJax(Recurrent):
     """A recurrent network under ``jax.jit``, beside ``jax.lax.scan`` over its cell."""
-
-    kind: str
-    mode: str
-    hidden: int
-    batch: int
-    steps: int
-
-    @property
-    def name(self) -> str:
-        return f"T={self.steps}"
-
-    @property
-    def work(self) -> int:
-        return Recurrent(self.kind, self.mode, self.hidden, self.batch, self.steps).work
 
     def race(self) -> Race:
         jax = peers.load_jax()

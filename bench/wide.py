@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ import torch
 import sparsescan.torch
 from sparsescan.torch._prepared import only
 
-from .experiment import Drawing, Experiment, Options, Piece, Results, Table, as_text, cpu_only
+from .experiment import Experiment, Options, Piece, Results, Table, as_text, cpu_only
 from .machine import bandwidth, flop_rate
 from .map_races import GATES, INFERENCE, INPUTS, TRAINING, on_threads
 from .page import significant
@@ -113,21 +113,13 @@ def _about(options: Options) -> Results:
     return {"inputs": INPUTS, "steps": _STEPS, "dtype": "float32", "threads": THREADS}
 
 
-def _no_drawings(results: Results) -> list[Drawing]:
-    return []
-
-
-def _no_rows(results: Results) -> list[Any]:
-    return []
-
-
 EXPERIMENT = Experiment(
     name="wide",
     title="Wide cells beside the floor",
     pieces=_pieces,
     about=_about,
-    drawings=_no_drawings,
-    rows=_no_rows,
+    drawings=lambda results: [],
+    rows=lambda results: [],
     tables=_tables,
     summary=lambda results: as_text(_tables(results)),
 )

@@ -15,7 +15,7 @@ from ..arrays.arrays import check_no_mask
 from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
 from ..recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
-from ..recurrent.step import OneCell, RecurrentLike
+from ..recurrent.step import OneCell, RecurrentLike, check_resets
 from ._calls import as_float, check_platform, together
 from ._programs import Lengths, add, call, key_of
 
@@ -161,13 +161,7 @@ def _read_resets(resets: Any, x: tuple[int, ...]) -> Any:
         array = jnp.asarray(resets, dtype)
     except Exception as error:  # of a caller's own class
         raise InputTypeError(f"resets is {short(resets)}, no array: {error}") from None
-    if array.dtype != bool:
-        raise InputTypeError(
-            f"resets has dtype {array.dtype}; expected bool: resets != 0 makes bools of numbers"
-        )
-    if array.shape != x[:-1]:
-        expected = "(T, batch)" if len(x) == 3 else "(T,)"
-        raise InputError(f"resets has shape {array.shape}; expected {expected}, here {x[:-1]}")
+    check_resets(array, x[:-1])
     return array
 
 

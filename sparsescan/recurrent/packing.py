@@ -357,6 +357,7 @@ class Direction:
         none = np.zeros(0, np.int64)
         # How many numbers those of the forward pass have, and all.
         self._sizes = [self._sizes[1], values]
+        self._block_tables = [self._tables_of(has_backward) for has_backward in (False, True)]
         self.places: Order = np.concatenate([none, *places])
         self.tables = [np.array(rows, np.int64).reshape(-1) for rows in tables]
 
@@ -471,18 +472,16 @@ class Direction:
 
         What only a backward pass reads is left out if there is none.
         """
-        values, passes = room.forward.values, (False, True) if has_backward else (False,)
-        size = self._sizes[has_backward]
-        gaps = np.array([each for each in self._gaps if each[0] < size], np.int64)
-        calls.launch(callers.clear_places, gaps.reshape(-1), values)
+        values, size = room.forward.values, self._sizes[has_backward]
+        gaps, blocks = self._block_tables[has_backward]
+        calls.launch(callers.clear_places, gaps, values)
         for param, (name, at) in zip(params, self._offsets.items(), strict=True):
             own = param
             if name in self._placed or param.dtype != self.dtype:
                 own = room.params[at : at + len(param)]
                 calls.launch(callers.take_over, param, room.params, at)
-            blocks = [row for each in passes for row in self._blocks.get((name, each), ())]
-            if blocks:
-                calls.launch(callers.pack, own, np.array(blocks, np.int64).reshape(-1), values)
+            if name in blocks:
+                calls.launch(callers.pack, own, blocks[name], values)
         for at, order in self._orders:
             if at < size:
                 calls.launch(callers.place, room.params, order, values[at : at + len(order)])
@@ -491,6 +490,16 @@ class Direction:
             calls.launch(write, room.params, order, room.bias)
         if self.rows:
             calls.launch(callers.place, room.params, row_order, room.rows)
+
+    def _tables_of(self, has_backward: bool) -> tuple[Order, dict[str, Order]]:
+        """Return tables of what fills up tiles, and of the blocks of each parameter."""
+        size, found = self._sizes[has_backward], dict[str, list[list[int]]]()
+        gaps = [each for each in self._gaps if each[0] < size]
+        for (name, is_back), rows in self._blocks.items():
+            if has_backward or not is_back:
+                found.setdefault(name, []).extend(rows)
+        tables = {name: np.array(rows, np.int64).reshape(-1) for name, rows in found.items()}
+        return np.array(gaps, np.int64).reshape(-1), tables
 
     # -- Gradients ----------------------------------------------------------------------------
 

@@ -33,7 +33,15 @@ from .host import HostMemory, Layers
 from .memory import Memory
 from .packing import Direction, is_sparse
 
-__all__ = ["Gradients", "OneCell", "RecurrentLike", "TrainingStep", "memory_on_host", "unroll"]
+__all__ = [
+    "Gradients",
+    "OneCell",
+    "RecurrentLike",
+    "TrainingStep",
+    "check_resets",
+    "memory_on_host",
+    "unroll",
+]
 
 Array = NDArray[Any]
 
@@ -386,21 +394,26 @@ def _read_lengths(lengths: Any, steps: int, batch: int) -> NDArray[np.int64] | N
     return None if (array == steps).all() else array.astype(np.int64)
 
 
+def check_resets(resets: Any, shape: tuple[int, ...]) -> None:
+    """Raise unless resets, an array of any package, are bools of this shape."""
+    if resets.dtype != bool:
+        raise InputTypeError(
+            f"resets has dtype {resets.dtype}; expected bool: resets != 0 makes bools of numbers"
+        )
+    if resets.shape != shape:
+        expected = "(T, batch)" if len(shape) == 2 else "(T,)"
+        raise InputError(f"resets has shape {resets.shape}; expected {expected}, here {shape}")
+
+
 def _read_resets(resets: Any, x: Array, is_batched: bool) -> NDArray[np.uint8] | None:
     """Return where states begin anew, as kernels read it; None if they never do."""
     is_on_device, shape = is_cupy(resets), x.shape[: 1 + is_batched]
     if is_on_device:
         check_one_place("resets", device_of(resets), "x", device_of(x))
     array = resets if is_on_device else host_array("resets", resets)
-    # NumPy makes float64 of an empty list.
-    is_empty_list = array.size == 0 and isinstance(resets, (list, tuple))
-    if array.dtype != bool and not is_empty_list:
-        raise InputTypeError(
-            f"resets has dtype {array.dtype}; expected bool: resets != 0 makes bools of numbers"
-        )
-    if array.shape != shape:
-        expected = "(T, batch)" if is_batched else "(T,)"
-        raise InputError(f"resets has shape {array.shape}; expected {expected}, here {shape}")
+    if array.size == 0 and isinstance(resets, (list, tuple)):
+        array = array.astype(bool)  # NumPy makes float64 of an empty list
+    check_resets(array, shape)
     if is_on_device:
         # Whether any is True only the device knows.
         whole: NDArray[np.uint8] = resets.reshape(x.shape[:2])

@@ -9,7 +9,7 @@ from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-__all__ = ["is_direct", "is_recorded", "is_watched"]
+__all__ = ["has_saving_hooks", "is_direct", "is_recorded", "is_watched"]
 
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
 
@@ -27,6 +27,11 @@ def is_direct(*tensors: Tensor | None) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
     )
+
+
+def has_saving_hooks() -> bool:
+    """Return whether something else wants to see all tensors that are saved, as checkpoints do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def is_recorded() -> bool:
@@ -50,7 +55,7 @@ def is_watched() -> bool:
     return bool(
         modules._has_any_global_hook()
         or is_recorded()
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or has_saving_hooks()
         or (
             torch._C._len_torch_function_stack()
             and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())

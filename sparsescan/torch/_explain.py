@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from ..errors import InputTypeError, short
-from ..formatting import format_time
+from ..formatting import format_time, quantity
 from . import _torchrecurrent as torchrecurrent
 from ._direct import is_recorded
 from ._prepared import key_of
@@ -92,7 +91,9 @@ def explain(module: nn.Module, input: Any, hx: Any = None) -> Explanation:  # no
     names = module._flat_weights_names
     key = key_of(module, input, hx, list(map(module._parameters.get, names)))
     if key is None:
-        return _ours("no choice is made for packed, hooked or checkpointed calls, nor on a GPU")
+        return _ours(
+            "no choice is made for packed, hooked or checkpointed calls, with dropout, nor on a GPU"
+        )
     return _chosen(Key(*key), predict(Key(*key)))
 
 
@@ -107,7 +108,7 @@ def _chosen(key: Key, times: Prediction) -> Explanation:
     ours, theirs = (format_time(1e9 * each) for each in (times.ours, times.theirs))
     reason = (
         f"{'training' if key.has_backward else 'inference'} of {steps:,} steps of {batch:,} "
-        f"samples, {torch.get_num_threads()} threads: predicted {ours} here, {theirs} by PyTorch"
+        f"samples, {quantity(key.threads, 'thread')}: predicted {ours} here, {theirs} by PyTorch"
     )
     if times.is_theirs:
         return Explanation("pytorch", times.theirs, times.ours, reason)

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from torch.autograd import forward_ad
 from ..execution.recording import Recording, Result
 from ..kernels.addresses import address_of
 from ..recurrent.recorded import Passes
-from ._direct import is_direct
+from ..recurrent.step_pool import StepPool
+from ._direct import has_saving_hooks, is_direct
 from ._recorded import ResultTensor, Room, give_scratch, run, take_scratch
 from ._recurrent_op import Shape, forget_steps, gradients, network_of
 from ._times import Key, predict
@@ -39,7 +41,11 @@ _turn = itertools.count().__next__
 
 
 def key_of(module: Any, given: Any, hx: Any, weights: list[Any]) -> tuple[Any, ...] | None:
-    """Return what a :class:`Key` is made of for a call; None if anything about that is special."""
+    """Return what a :class:`Key` is made of for a call; None if anything about that is special.
+
+    What :func:`is_direct` and :func:`is_recorded` ask is asked here in one pass over the tensors:
+    calls of both would take as long again, in each call of a module.
+    """
     if (
         type(given) not in _PLAIN
         or (dtype := given.dtype) not in _DTYPES
@@ -54,7 +60,7 @@ def key_of(module: Any, given: Any, hx: Any, weights: list[Any]) -> tuple[Any, .
         or forward_ad._current_level >= 0
         or torch.is_autocast_enabled("cpu")
         # A checkpoint counts saved tensors, of which other calls have more.
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or has_saving_hooks()
     ):
         return None
     has_graph = given.requires_grad
@@ -74,10 +80,10 @@ def key_of(module: Any, given: Any, hx: Any, weights: list[Any]) -> tuple[Any, .
 class _Held:
     """The memory of a call whose backward pass may come, or never comes."""
 
-    __slots__ = ("_prepared", "_room")
+    __slots__ = ("_room", "_rooms")
 
-    def __init__(self, prepared: Prepared, room: Room) -> None:
-        self._prepared, self._room = prepared, [room]
+    def __init__(self, rooms: StepPool[Room], room: Room) -> None:
+        self._rooms, self._room = rooms, [room]
 
     def take(self) -> Room | None:
         """Return the memory to the first who asks."""
@@ -89,7 +95,7 @@ class _Held:
     def __del__(self) -> None:
         room = self.take()
         if room is not None:
-            self._prepared.give_back(room)
+            self._rooms.give_back(room)
 
 
 class _Backward(NamedTuple):
@@ -116,6 +122,8 @@ class Prepared:
     ----------
     nbytes : int
         Bytes of the memory of a call.
+    rooms : StepPool
+        The memory of calls.
     states : int
         How many states a cell has.
     used : int
@@ -124,7 +132,6 @@ class Prepared:
 
     def __init__(self, key: Key) -> None:
         self.key, self.used, shape = key, _turn(), Shape(*key[:6])
-        self._free: list[Room] = []
         steps, batch = key.sizes
         self._turns = len(key.x) == 3 and key.is_batch_first and steps > 1 and batch > 1
         network = network_of(shape)
@@ -140,6 +147,7 @@ class Prepared:
             states_apart=True,
         )
         self._forward, self.nbytes = self._passes.forward, self._passes.nbytes
+        self.rooms = StepPool(partial(Room, self.nbytes))
         self._results = list(map(self._result, self._forward.results))
         self.states = len(self._results) - 1
         self._backwards: dict[tuple[bool, bool, bool], _Backward] = {}
@@ -170,15 +178,12 @@ class Prepared:
             output, *lasts = _Call.apply(self, x, *_listed(hx), *weights)
         else:
             (output, *lasts), room = self.forward(x, *_listed(hx), *weights)
-            self.give_back(room)
+            self.rooms.give_back(room)
         return output, tuple(lasts) if self.states > 1 else lasts[0]
 
     def forward(self, x: Tensor, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Room]:
         """Return the results, and the memory that the backward pass needs."""
-        try:
-            room = self._free.pop()
-        except IndexError:
-            room = Room(self.nbytes)
+        room = self.rooms.take()
         # A copy must be there until the end.
         given = [self.in_order(x), *[each.contiguous() for each in tensors]]
         results = tuple(each.new(room) for each in self._results)
@@ -233,17 +238,12 @@ class Prepared:
         if any(each is not None for each in carry):
             none = self._no_grad()
             grad_state = self._joined([none if each is None else each for each in carry])
+        in_output = None if above is None else self._by_steps(above)
+        state = self._joined(states) if count else None
         grads = gradients(
-            (self.key.mode, *self.key[2:6]),
-            needs_x,
-            None if above is None else self._by_steps(above),
-            grad_state,
-            torch.zeros(1, device="cpu"),
-            self._by_steps(x),
-            self._joined(states) if count else None,
-            None,
-            list(params),
-            [],
+            *((self.key.mode, *self.key[2:6]), needs_x),
+            *((in_output, grad_state), torch.zeros(1, device="cpu")),
+            (self._by_steps(x), state, None, list(params), []),
         )
         below = [self._by_steps(grads.pop(), back=True)] if needs_x else []
         first, *rest = grads
@@ -271,11 +271,7 @@ class Prepared:
     @property
     def free_bytes(self) -> int:
         """Bytes of memory that no call works in."""
-        return len(self._free) * self.nbytes
-
-    def give_back(self, room: Room) -> None:
-        """Let another call use the memory."""
-        self._free.append(room)
+        return self.rooms.free * self.nbytes
 
 
 class _Call(torch.autograd.Function):
@@ -284,7 +280,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, prepared: Prepared, *tensors: Tensor) -> tuple[Tensor, ...]:
         results, room = prepared.forward(*tensors)
-        ctx.prepared, ctx.held = prepared, _Held(prepared, room)
+        ctx.prepared, ctx.held = prepared, _Held(prepared.rooms, room)
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return results
@@ -300,7 +296,7 @@ class _Call(torch.autograd.Function):
             grads = prepared.gradients(above, carry, needs[1], tensors)
         else:
             grads = prepared.backward(room, above, carry, needs[1])
-            prepared.give_back(room)
+            prepared.rooms.give_back(room)
         return (None, *grads) if needs[1] else (None, None, *grads)
 
 
@@ -358,10 +354,9 @@ def run_often(
     """
     given = (x, *params) if state is None else (x, state, *params)
     if (
-        not x.is_cpu
-        or not is_direct(*given)
+        not (x.is_cpu and is_direct(*given))
         or any(each.is_neg() for each in given)
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or has_saving_hooks()
     ):
         return None
     about = mode, x.shape[2], hidden_size, num_layers, True, False, False, x.dtype, x.shape

@@ -407,10 +407,7 @@ class _Recurrent(torch.autograd.Function):
         if _Recurrent.is_dense(ctx, given):
             # Without masks, and by a step that runs forward again.
             token, given = torch.zeros_like(token), (*given[:3], [])
-        grad_output, grad_state, _ = above
-        state, lengths, params, masks = given
-        about = ctx.about, needs, grad_output, grad_state, token, x, state, lengths
-        grads = gradients(*about, params, masks, tensors[-2])
+        grads = gradients(ctx.about, needs, above[:2], token, (x, *given), tensors[-2])
         below = grads.pop() if needs else None
         state_grad = grads[0] if tensors[0] is not None else None
         rest = len(tensors) - 2 - ctx.counts
@@ -431,20 +428,19 @@ class _Recurrent(torch.autograd.Function):
 def gradients(
     about: tuple[Any, ...],
     needs_input_grad: bool,
-    grad_output: Tensor | None,
-    grad_state: Tensor | None,
+    above: tuple[Tensor | None, ...],
     token: Tensor,
-    x: Tensor,
-    state: Tensor | None,
-    lengths: Tensor | None,
-    params: list[Tensor],
-    masks: list[Tensor | None],
+    given: tuple[Any, ...],
     resets: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return what the backward pass does, with a graph if there is to be one."""
-    given = grad_output, grad_state, token, x, state, lengths, params, masks
-    arguments = *given, *about, needs_input_grad
-    own = [grad_output, grad_state, resets, x, state, lengths, *params]
+    """Return what the backward pass does, with a graph if there is to be one.
+
+    `above` are the gradients in both results; `given` are input, initial states, lengths,
+    parameters and masks.
+    """
+    arguments = *above, token, *given, *about, needs_input_grad
+    *first, params, masks = given
+    own = [*above, resets, *first, *params]
     if torch.is_grad_enabled():
         operator = partial(_recurrent_backward, resets=resets)
         if about[0] in _PYTORCHS:

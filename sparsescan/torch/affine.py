@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .. import affine
 from ..errors import DeviceError, InputError, InputTypeError, short
 from ..execution.recurrence import Recorded, record_gradients, record_states
 from ..kernels.addresses import address_of
+from ..recurrent.step_pool import StepPool
 from ..symbolic.pattern import Pattern
 from ._arrays import array_of, here, tensor_of
 from ._direct import is_direct
@@ -334,21 +336,17 @@ class _Recurrence:
         )
         self._result = ResultTensor.of(self._states.recording.results[0], dtype)
         self._gradients: dict[bool, tuple[Recorded, list[ResultTensor]]] = {}
-        self._free: list[Room] = []
+        self._rooms = StepPool(partial(Room, 0))
 
     def _run(
         self, recorded: Recorded, given: list[Tensor], results: list[ResultTensor]
     ) -> list[Tensor]:
-        try:
-            room = self._free.pop()
-        except IndexError:
-            room = Room(0)
-        scratch = take_scratch(recorded.nbytes)
+        room, scratch = self._rooms.take(), take_scratch(recorded.nbytes)
         tensors = [each.new(room) for each in results]
         pointers = [each.data_ptr() for each in (*given, *tensors)]
         run(recorded.recording, [address_of(scratch), *pointers])
         give_scratch(scratch)
-        self._free.append(room)
+        self._rooms.give_back(room)
         return tensors
 
     def states(self, matrices: Tensor, offsets: Tensor | None, initial: Tensor | None) -> Tensor:

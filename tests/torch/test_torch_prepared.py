@@ -276,11 +276,11 @@ def test_memory_is_used_again_with_and_without_a_backward_pass() -> None:
             ours(x)  # whose graph is gone at once
             ours(x)[0].sum().backward()
         (call,) = prepared_calls()
-        assert len(call._free) == 1
+        assert call.rooms.free == 1
         outputs = [ours(x)[0] for _ in range(3)]
-        assert len(call._free) == 0
+        assert call.rooms.free == 0
         del outputs
-        assert len(call._free) == 3
+        assert call.rooms.free == 3
 
 
 def test_calls_with_memory_that_others_need_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 import sparsescan.torch
 from sparsescan.execution.threads import lent, share
 from sparsescan.torch import _team
+from sparsescan.torch._prepared import only
 from sparsescan.torch._team import pytorchs_threads
 
 if _team._team() is None:
@@ -101,3 +102,19 @@ def test_a_forked_child_has_its_own_helpers() -> None:
             signal.alarm(60)
             os._exit(0 if np.array_equal(net(x)[0].numpy(), expected) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_kernels_have_one_thread_where_pytorch_has() -> None:
+    torch.set_num_threads(1)
+    threads = set()
+    with pytorchs_threads():
+        share(lambda i: threads.add(threading.get_ident()), 50)
+    assert threads == {threading.get_ident()}
+    x = torch.randn(400, 16, 12)
+    net = sparsescan.torch.GRU(12, 64)
+    begun = threading.active_count()
+    with only("sparsescan"), torch.no_grad():
+        one = net(x)[0]
+        assert threading.active_count() == begun
+        torch.set_num_threads(2)
+        assert torch.equal(one, net(x)[0])
