@@ -324,12 +324,18 @@ class _Recurrence:
     """Both passes of a recurrence, for contiguous tensors of some shapes in host memory."""
 
     def __init__(
-        self, pattern: Pattern, transposed: bool, dtype: torch.dtype, shapes: tuple[Any, ...]
+        self,
+        pattern: Pattern | None,
+        transposed: bool,
+        dtype: torch.dtype,
+        shapes: tuple[Any, ...],
     ) -> None:
-        self._about, self._dtype, self._shape = (pattern, transposed), dtype, shapes[0]
         matrices, self._offsets, self._initial = shapes
-        is_dense = pattern.kind == "dense"
-        self._values = (*matrices[:-2], pattern.nnz) if is_dense else tuple(matrices)
+        self._values = tuple(matrices)
+        if pattern is None:  # dense: the values are the matrices' own
+            pattern = Pattern.dense(tuple(matrices[-2:]))
+            self._values = (*matrices[:-2], pattern.nnz)
+        self._about, self._dtype, self._shape = (pattern, transposed), dtype, matrices
         self._name = str(dtype)[6:]
         self._states = record_states(
             pattern, transposed, self._values, self._offsets, self._initial, self._name
@@ -410,9 +416,8 @@ def _recurrence_of(
 def _record(key: Any) -> _Recurrence:
     shapes, dtype, pattern, transposed = key
     matrices, offsets, initial = shapes
-    _, size = affine.check_shapes(matrices, offsets, initial, pattern)
-    own = Pattern.dense((size, size)) if pattern is None else pattern
-    return _Recurrence(own, transposed, dtype, shapes)
+    affine.check_shapes(matrices, offsets, initial, pattern)
+    return _Recurrence(pattern, transposed, dtype, shapes)
 
 
 for _kind in ("CPU", "CUDA"):
