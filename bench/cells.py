@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsescan.recurrent import catalogue
+from sparsescan.torch.calibrate import keep_memory
 
 from . import cell_contenders, machine, peers, recurrent, step
 from .cell_contenders import ONE_CORE, Case, Given, Step, on_one_core
@@ -124,7 +125,7 @@ def measure(task: Task, *, quick: bool) -> Results:
         round, and ``differences`` of the outputs and of each gradient, by the 2-norm, relative to
         the peer's.
     """
-    recurrent.keep_memory()
+    keep_memory()
     given = task.case.given()
     variants: dict[str, str] = {}
     steps: dict[str, Step] = {}

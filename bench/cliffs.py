@@ -13,7 +13,9 @@ from functools import partial
 from statistics import median
 from typing import NamedTuple
 
-from . import machine, recurrent
+from sparsescan.torch.calibrate import keep_memory
+
+from . import machine
 from .cliff_steps import AGAIN, QUICK_STEPS, RANDOM, SPECIAL, STEPS, Passes, Step, inputs
 from .experiment import Experiment, Options, Piece, Results, Table, cpu_only
 from .turns import quiet
@@ -53,7 +55,7 @@ def measure(step: Step, *, quick: bool) -> Results:
         ``seconds`` of a call, by input and pass, the median of each turn; None for a round in which
         only inputs took turns that were doubtful by then. ``cores_others_used`` in each round.
     """
-    recurrent.keep_memory()
+    keep_memory()
     passes = {name: step.passes(numbers) for name, numbers in inputs(step).items()}
     rounds, turn = (_QUICK_ROUNDS, _QUICK_TURN) if quick else (_ROUNDS, _TURN)
     taken: Seconds = {name: {call: [] for call in each.calls} for name, each in passes.items()}

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from sparsescan.jacobians import Sequential, _weighted, from_torch
+from sparsescan.torch.calibrate import keep_memory
 
 from . import drawing, recurrent
 from .drawing import BLUE, GREEN, ORANGE, decades, legend, plain
@@ -84,7 +85,7 @@ def measure(layer: LayerCase, density: float) -> Results:
         The ``samples`` of each in seconds; PyTorch's fastest ``variants``; and
         ``cores_others_used`` in each round.
     """
-    recurrent.keep_memory()
+    keep_memory()
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
     module = layer.module()

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import machine, map_drawings, recurrent
+from sparsescan.torch.calibrate import keep_memory
+
+from . import machine, map_drawings
 from .experiment import Drawing, Experiment, Options, Piece, Results, Table, as_text, cpu_only
 from .map_races import (
     INFERENCE,
@@ -124,7 +126,7 @@ def measure(points: Sequence[Point], most: int, *, quick: bool) -> Results:
         ``cores_others_used`` in each round, ``missing`` peers, and the multiply-adds of points that
         were ``left out``, since these are more than `most`.
     """
-    recurrent.keep_memory()
+    keep_memory()
     left_out = {each.name: each.work for each in points if each.work > most}
     runners: dict[str, _Runner] = {}
     missing: dict[str, str] = {}

@@ -8,11 +8,10 @@ learn from the same batches.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -28,6 +27,7 @@ from sparsescan.arrays.arrays import load_cupy
 from sparsescan.arrays.streams import place
 from sparsescan.recurrent import GRUCell, RNNCell
 from sparsescan.recurrent.cell import Linearization
+from sparsescan.torch.calibrate import keep_memory
 
 from . import drawing, machine, peers
 from .drawing import BLUE, ORANGE, Spread
@@ -70,8 +70,6 @@ _QUICK_PAUSE, _QUICK_TURN = 0.1, 0.05
 # so many, one for each step and sample.
 _ROUNDS, _TRIALS = 7, 3
 _FEW_ROUNDS, _FEW_TRIALS, _LONG = 3, 1, 100_000
-# Parameters of mallopt, from glibc's malloc.h.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 # How many times the control's distance from autograd a training by the scan may have.
 _DRIFT = 10
 # Iterations for which a training has the machine for itself.
@@ -442,17 +440,6 @@ def floors(model: Model, steps: int, batch: int) -> dict[str, float]:
     return {
         name: device.ceilings(moved).seconds(moved, flops) for name, (moved, flops) in work.items()
     }
-
-
-def keep_memory() -> None:
-    """Let glibc keep what is freed, for everybody: it else gives pages back and asks anew.
-
-    PyTorch's tuning guide advises that for a CPU. It is done by mallopt.
-    """
-    with suppress(AttributeError):  # another libc
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_MMAP_THRESHOLD, 1 << 30)
-        mallopt(_TRIM_THRESHOLD, 1 << 30)
 
 
 def take_turns(

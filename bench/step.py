@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from sparsescan.recurrent import GRU, LSTM, RNN
+from sparsescan.torch.calibrate import keep_memory
 
 from . import children, drawing, peers, recurrent
 from .drawing import BLUE, GREEN, ORANGE, SKY, legend, rows_of_bars
@@ -305,7 +306,7 @@ def timed(
         ``missing`` peers, the ratios that are ``wanted``, ``cores_others_used`` in each round, and
         ``differences`` between the calls' results, if they are compared.
     """
-    recurrent.keep_memory()
+    keep_memory()
     calls, chosen = peers.fastest_of_each(makers, _FEW_TRIALS if quick or few else _TRIALS)
     compared = {} if differences is None else {"differences": differences(calls)}
     rounds, turn = (_FEW_ROUNDS if few else _ROUNDS), _TURN

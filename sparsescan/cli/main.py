@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Scan chains of all kinds for some fifteen seconds, or on a GPU for some "
         "minutes, and keep what operations take on this machine in the cache folder. Where PyTorch "
         "is installed, calls of recurrent modules are timed, too, by our kernels and by PyTorch's, "
-        "for some three minutes. Best when nothing else runs.",
+        "for some five minutes. Best when nothing else runs.",
     )
     calibration.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="what is measured"
@@ -287,7 +287,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
         return
     from ..torch.calibrate import calibrate as calibrate_modules
 
-    print("calls of recurrent modules by both kernels, for some three minutes more")
+    print("calls of recurrent modules by both kernels, for some five minutes more")
     print(f"kept in {calibrate_modules()}")
 
 

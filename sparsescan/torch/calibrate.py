@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,15 @@ from ._prepared import only
 from ._times import INPUTS, Table, name_of, save_table
 from .recurrent import GRU, LSTM, RNN
 
-__all__ = ["calibrate", "measure"]
+__all__ = ["calibrate", "keep_memory", "measure"]
 
 _HIDDEN, _BATCH, _STEPS = [16, 32, 64, 128, 256, 512], [1, 4, 16, 64, 256], [1, 4, 16, 64, 256]
 _MODULES = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
 _KERNELS = {"ours": "sparsescan", "theirs": "pytorch"}
-# Calls before those that are timed, rounds, seconds of a round, and of a call beside which longer
-# sequences are not measured.
-_FIRST, _ROUNDS, _SECONDS, _LONG = 4, 5, 0.001, 0.02
+# Rounds, calls of a round before those that are timed, seconds of these, and of a call beside which
+# longer sequences are not measured.
+_ROUNDS, _FIRST, _SECONDS, _LONG = 5, 3, 0.001, 0.02
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
 
 
 def calibrate() -> Path:
@@ -31,7 +34,12 @@ def calibrate() -> Path:
 
 
 def measure() -> Table:
-    """Return how long calls of recurrent modules take; it takes some three minutes."""
+    """Return how long calls of recurrent modules take; it takes some five minutes.
+
+    Memory is kept, since PyTorch's kernels gain more by it: a module that calls its own where that
+    is faster still is never the slower one.
+    """
+    keep_memory()
     before, times = torch.get_num_threads(), {}
     try:
         for threads in dict.fromkeys((1, before)):
@@ -48,18 +56,26 @@ def measure() -> Table:
     return Table(name, _HIDDEN, _BATCH, _STEPS, times)
 
 
+def keep_memory() -> None:
+    """Let glibc keep what this process frees: it else gives pages back and asks anew.
+
+    PyTorch's tuning guide advises that for a CPU. It is done by mallopt.
+    """
+    with suppress(AttributeError):  # another libc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_TRIM_THRESHOLD, 1 << 30)
+
+
 def _times(kind: str, has_backward: bool, units: int, batch: int) -> dict[str, list[float]]:
     """Return seconds of a call for numbers of steps, by the contenders."""
     module = _MODULES[kind](INPUTS, units)
     found: dict[str, list[float]] = {name: [] for name in _KERNELS}
     for steps in _STEPS:
-        longest = 0.0
-        for name, kernels in _KERNELS.items():
-            with only(kernels):
-                seconds = _seconds(_call(module, has_backward, steps, batch))
-            found[name].append(float(f"{seconds:.3g}"))
-            longest = max(longest, seconds)
-        if longest > _LONG:
+        seconds = _seconds(_call(module, has_backward, steps, batch))
+        for name, each in seconds.items():
+            found[name].append(float(f"{each:.3g}"))
+        if max(seconds.values()) > _LONG:
             break
     return found
 
@@ -80,16 +96,21 @@ def _call(module: nn.RNNBase, has_backward: bool, steps: int, batch: int) -> Cal
     return train if has_backward else infer
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    """Return the least of a few rounds: others may use the cores, too."""
-    for _ in range(_FIRST):
-        begin = time.perf_counter()
+def _seconds(call: Callable[[], Any]) -> dict[str, float]:
+    """Return the least of a few rounds by each contender, in turns: others may use the cores."""
+    found = dict.fromkeys(_KERNELS, float("inf"))
+    for _ in range(_ROUNDS):
+        for name, kernels in _KERNELS.items():
+            with only(kernels):
+                one = min(_timed(call, 1) for _ in range(_FIRST))
+                found[name] = min(found[name], _timed(call, max(1, round(_SECONDS / one))))
+        if max(found.values()) > _LONG:
+            break
+    return found
+
+
+def _timed(call: Callable[[], Any], count: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(count):
         call()
-        one = time.perf_counter() - begin
-    count, rounds = max(1, round(_SECONDS / one)), []
-    for _ in range(_ROUNDS if one < _LONG else 1):
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        rounds.append((time.perf_counter() - begin) / count)
-    return min(rounds)
+    return (time.perf_counter() - begin) / count

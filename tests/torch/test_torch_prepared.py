@@ -392,8 +392,10 @@ def test_measured_times_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any)
     monkeypatch.setattr(_times, "table_file", lambda: path)
     for name, sizes in (("_HIDDEN", [4]), ("_BATCH", [1]), ("_STEPS", [1, 2])):
         monkeypatch.setattr(calibrate, name, sizes)
-    before = torch.get_num_threads()
+    before, kept = torch.get_num_threads(), []
+    monkeypatch.setattr(calibrate, "keep_memory", lambda: kept.append(True))
     assert calibrate.calibrate() == path
+    assert kept
     assert torch.get_num_threads() == before
     found = _times.read_table()
     assert (found.hidden, found.batch, found.steps) == ([4], [1], [1, 2])
