@@ -137,6 +137,8 @@ TORCH = {
     *("_C", "_are_functorch_transforms_active", "_get_tracing_state", "_len_torch_dispatch_stack"),
     *("_autograd", "_buffers", "_current_level", "_has_any_global_hook"),
     *("_len_torch_function_stack", "_top_saved_tensors_default_hooks", "_will_engine_execute_node"),
+    *("_functorch", "_vmapmode_increment_nesting", "_vmapmode_decrement_nesting"),
+    *("_add_batch_dim", "_remove_batch_dim"),
 }
 TUPLE = {"_asdict", "_fields", "_replace"}
 # Private names of Frozen and of Operator, for classes that are derived from them.

@@ -48,6 +48,10 @@ class StepPool(Generic[Step]):
         """Let another call use a step."""
         self._free.append(step)
 
+    def clear(self) -> None:
+        """Let go of the steps that nobody uses."""
+        self._free.clear()
+
 
 def run_forward(
     pool: StepPool[TrainingStep],

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-__all__ = ["has_saving_hooks", "is_direct", "is_recorded", "is_watched"]
+__all__ = [
+    "has_saving_hooks",
+    "is_direct",
+    "is_eager",
+    "is_forward_twice",
+    "is_mapped",
+    "is_recorded",
+    "is_transformed",
+    "is_watched",
+]
 
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
 
@@ -20,13 +31,24 @@ def is_direct(*tensors: Tensor | None) -> bool:
     Compilers and exports, modes such as that of fake tensors, transforms of ``torch.func``, traces,
     and subclasses of tensors replace, record or refuse operators, and all find them registered.
     """
+    return is_eager(*tensors) and not (
+        torch._C._are_functorch_transforms_active() or any(map(is_mapped, tensors))
+    )
+
+
+def is_eager(*tensors: Tensor | None) -> bool:
+    """Return whether a call computes with numbers, maybe under a transform of ``torch.func``."""
     return not (
         torch.compiler.is_compiling()
         or not _PLAIN.issuperset(map(type, tensors))
         or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
     )
+
+
+def is_mapped(tensor: Tensor | None) -> bool:
+    """Return whether a tensor is a batch of gradients, as ``is_grads_batched=True`` makes them."""
+    return tensor is not None and torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def has_saving_hooks() -> bool:
@@ -34,16 +56,29 @@ def has_saving_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def is_transformed() -> bool:
+    """Return whether a transform of ``torch.func`` or forward mode is at work."""
+    return bool(torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
+
+
+def is_forward_twice() -> bool:
+    """Return whether forward mode is at work within forward mode.
+
+    PyTorch (2.13) then takes derivatives of functions with a rule of their own, of
+    :class:`torch.autograd.Function`, for zeros.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    keys = [each.key() for each in retrieve_all_functorch_interpreters()]
+    return keys.count(TransformType.Jvp) > 1
+
+
 def is_recorded() -> bool:
     """Return whether a transform of ``torch.func``, forward mode or ``torch.jit.trace`` is at work.
 
-    They need PyTorch's own operators.
+    They cannot take what kernels compute by themselves.
     """
-    return bool(
-        torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    )
+    return is_transformed() or torch._C._get_tracing_state() is not None
 
 
 def is_watched() -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Once", "Twice"]
+from ._direct import is_mapped, is_transformed
+
+__all__ = ["Once", "Twice", "gradients_of", "over_maps"]
 
 
 class Once(torch.autograd.Function):
@@ -46,10 +48,10 @@ class Twice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *above: Any) -> Any:
-        needs, given = ctx.needs_input_grad[3:], ctx.saved_tensors
-        some = [each for each, need in zip(given, needs, strict=True) if need]
-        has_graph = torch.is_grad_enabled()
+        needs, has_graph = ctx.needs_input_grad[3:], torch.is_grad_enabled()
         with torch.enable_grad():
+            given = list(map(_apart, ctx.saved_tensors))
+            some = [each for each, need in zip(given, needs, strict=True) if need]
             results = ctx.again(*given)
         pairs = [
             (result, grad)
@@ -64,3 +66,59 @@ class Twice(torch.autograd.Function):
             )
         each = iter(found)
         return (None, None, None, *(next(each) if need else None for need in needs))
+
+
+def gradients_of(
+    run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], above: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Return the gradients in all tensors, with graphs of their own.
+
+    `above` are those in the results of ``run(*tensors)``; None stands for zeros.
+    """
+    pull: Any
+    if is_transformed():
+        results, pull = torch.func.vjp(run, *tensors)[:2]
+        return list(
+            pull(
+                tuple(
+                    torch.zeros_like(result) if grad is None else grad
+                    for result, grad in zip(results, above, strict=True)
+                )
+            )
+        )
+    with torch.enable_grad():
+        given = [
+            _apart(each) if each.requires_grad else each.detach().requires_grad_()
+            for each in tensors
+        ]
+        pairs = [
+            (result, grad)
+            for result, grad in zip(run(*given), above, strict=True)
+            if grad is not None and result.requires_grad
+        ]
+        found: Any = [None] * len(given)
+        if pairs:
+            outputs, grads = zip(*pairs, strict=True)
+            found = torch.autograd.grad(outputs, given, grads, create_graph=True, allow_unused=True)
+    return [
+        torch.zeros_like(each) if grad is None else grad
+        for each, grad in zip(given, found, strict=True)
+    ]
+
+
+def over_maps(call: Callable[..., list[Tensor]], tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the results of a call with tensors, some of which are batches of gradients."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    flags = list(map(is_mapped, tensors))
+    plain = [
+        torch._remove_batch_dim(each, level, 1, 0) if each is not None and flag else each
+        for each, flag in zip(tensors, flags, strict=True)
+    ]
+    results = torch.func.vmap(call, tuple(0 if flag else None for flag in flags))(*plain)
+    return [torch._add_batch_dim(each, 0, level) for each in results]
+
+
+def _apart(tensor: Tensor | None) -> Any:
+    """Return a tensor that is computed from another one, and that no third one depends on."""
+    return None if tensor is None else tensor.view_as(tensor)

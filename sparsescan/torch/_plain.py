@@ -1,6 +1,6 @@
 """Recurrent networks step by step, by PyTorch's own operations, from the program of a step.
 
-They run where kernels do not: other dtypes and devices, transforms, second derivatives.
+They run where kernels do not: with other dtypes, on other devices, and while calls are traced.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch.nn import functional
 from ..recurrent.definition import bias_name, declared
 from ..recurrent.operations import Node
 from ..recurrent.program import INPUT, Program, topological
+from ._direct import is_forward_twice
 from ._resets import begins_before
 
-__all__ = ["gradients_of", "run_plain"]
+__all__ = ["run_plain"]
 
 
 class _Surrogate(torch.autograd.Function):
@@ -50,6 +51,11 @@ class _Surrogate(torch.autograd.Function):
 def _surrogate(value: Tensor, a: Tensor, slope: Tensor) -> Any:
     if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         return value  # no trace remembers how it is differentiated
+    if is_forward_twice():
+        raise NotImplementedError(
+            "forward mode of forward mode through a surrogate; expected reverse mode once, such as "
+            "torch.func.hessian"
+        )
     value, a, slope = torch.broadcast_tensors(value.detach(), a, slope)
     return _Surrogate.apply(value, a, slope)
 
@@ -215,41 +221,3 @@ def run_plain(
             lasts.append(torch.cat(states, -1))
         x = torch.cat(outputs, -1)
     return x, torch.stack(lasts)
-
-
-def gradients_of(
-    cell: type,
-    program: Program,
-    cells: Sequence[Mapping[str, Tensor]],
-    directions: int,
-    x: Tensor,
-    state: Tensor,
-    lengths: Tensor | None,
-    grad_output: Tensor | None,
-    grad_state: Tensor | None,
-    resets: Tensor | None = None,
-) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
-    """Return gradients in inputs, initial states and parameters, with graphs of their own."""
-    flat = [x, state, *(param for each in cells for param in each.values())]
-    with torch.enable_grad():
-        given = [each if each.requires_grad else each.detach().requires_grad_() for each in flat]
-        own = iter(given[2:])
-        named = [{name: next(own) for name in each} for each in cells]
-        results = run_plain(
-            cell, program, named, directions, given[0], given[1], lengths, resets=resets
-        )
-        pairs = [
-            (result, grad)
-            for result, grad in zip(results, (grad_output, grad_state), strict=True)
-            if grad is not None and result.requires_grad
-        ]
-        found: Any = [None] * len(given)
-        if pairs:
-            outputs, grads = zip(*pairs, strict=True)
-            found = torch.autograd.grad(outputs, given, grads, create_graph=True, allow_unused=True)
-    filled = [
-        torch.zeros_like(each) if grad is None else grad
-        for each, grad in zip(given, found, strict=True)
-    ]
-    rest = iter(filled[2:])
-    return filled[0], filled[1], [{name: next(rest) for name in each} for each in cells]

@@ -26,7 +26,8 @@ from ..recurrent.recorded import Passes
 from ..recurrent.step_pool import StepPool
 from ._direct import has_saving_hooks, is_direct
 from ._recorded import ResultTensor, Room, give_scratch, run, take_scratch
-from ._recurrent_op import Shape, forget_steps, gradients, network_of
+from ._recurrent_op import forget_steps, gradients
+from ._shapes import Shape, network_of
 from ._times import Key, predict
 
 __all__ = ["find", "key_of", "only", "prepare", "run_often"]
@@ -147,7 +148,7 @@ class Prepared:
             states_apart=True,
         )
         self._forward, self.nbytes = self._passes.forward, self._passes.nbytes
-        self.rooms = StepPool(partial(Room, self.nbytes))
+        self.rooms = StepPool(partial(_new_room, self.nbytes))
         self._results = list(map(self._result, self._forward.results))
         self.states = len(self._results) - 1
         self._backwards: dict[tuple[bool, bool, bool], _Backward] = {}
@@ -409,14 +410,24 @@ def _is_theirs(key: Key) -> bool:
     return predict(key).is_theirs if _only is None else _only == "pytorch"
 
 
+def _new_room(nbytes: int) -> Room:
+    """Return memory for a call, in the place of what others have left."""
+    with _lock:
+        _let_go()
+    return Room(nbytes)
+
+
 def _let_go() -> None:
-    """Forget calls that were made the longest ago: too many, or with memory that others need."""
+    """Forget calls that were made the longest ago, if there are too many, and let go of memory.
+
+    That of other calls goes first. They stay prepared, and take new memory when they are made.
+    """
     while len(_calls) > _MOST:
         _calls.popitem(last=False)
-    made = [(each.used, key, each) for key, each in _calls.items() if type(each) is Prepared]
-    nbytes = sum(each.free_bytes for _, _, each in made)
-    for _, key, each in sorted(made, key=lambda one: one[0])[:-1]:
+    made = [each for each in _calls.values() if type(each) is Prepared]
+    nbytes = sum(each.free_bytes for each in made)
+    for each in sorted(made, key=lambda one: one.used)[:-1]:
         if nbytes <= _MOST_BYTES:
             break
         nbytes -= each.free_bytes
-        del _calls[key]
+        each.rooms.clear()

@@ -14,130 +14,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import InputError
-from ..recurrent import Cell, GRUCell, LSTMCell, Recurrent, RNNCell, TrainingStep
-from ..recurrent.definition import read_options, shapes_of
-from ..recurrent.program import Program
-from ..recurrent.recorded import program_text
+from ..recurrent import TrainingStep
 from ..recurrent.step_pool import StepPool, run_forward, runs_on_gpu
 from ._arrays import array_of, here, tensor_of
-from ._direct import is_direct
-from ._once import Once, Twice
-from ._plain import gradients_of
+from ._derivatives import run_differentiable
+from ._direct import is_direct, is_mapped
+from ._once import Twice, gradients_of, over_maps
 from ._probe import asks_for_some, is_looked_at, probe
+from ._shapes import Shape, kind_of, network_of
 
-__all__ = [
-    "Kind",
-    "Shape",
-    "forget_steps",
-    "gradients",
-    "has_kernels",
-    "kind_of",
-    "names_of",
-    "network_of",
-    "register",
-    "run",
-]
-
-
-class Kind(NamedTuple):
-    """A class of cells, and the options that its cells are made with."""
-
-    cell: type[Cell]
-    options: dict[str, Any]
-
-    def program(self, has_bias: bool) -> Program:
-        """Return what a step computes."""
-        return self.cell.program_of(self.options, has_bias)
-
-
-# PyTorch's modes come first; other names have a digest of what is computed, so that one that a
-# compiled graph remembers never means anything else.
-_PYTORCHS = frozenset(("RNN_TANH", "RNN_RELU", "GRU", "LSTM"))
-_kinds: dict[str, Kind] = {
-    "RNN_TANH": Kind(RNNCell, {"nonlinearity": "tanh"}),
-    "RNN_RELU": Kind(RNNCell, {"nonlinearity": "relu"}),
-    "GRU": Kind(GRUCell, {}),
-    "LSTM": Kind(LSTMCell, {}),
-}
-
-
-def register(cell: type[Cell], options: dict[str, Any], has_bias: bool) -> str:
-    """Return the mode of a class of cells: a name that the operators know it by from now on."""
-    kind = Kind(cell, read_options(cell, options))
-    mode = f"{cell.__name__}.{program_text(cell, kind.program(has_bias))[:32]}"
-    _kinds.setdefault(mode, kind)
-    return mode
-
-
-def kind_of(mode: str) -> Kind:
-    """Return what is registered by a name."""
-    kind = _kinds.get(mode)
-    if kind is None:
-        raise InputError(
-            f"{mode} is no mode of a recurrent network here; expected one of {sorted(_kinds)}: a "
-            "graph of another process needs its modules, which register their cells"
-        )
-    return kind
-
+__all__ = ["forget_steps", "gradients", "has_kernels", "run"]
 
 # Networks whose training steps are kept for the next call; those used last.
 _KEPT = 32
-
-
-class Shape(NamedTuple):
-    """The kind and the sizes of a network.
-
-    Attributes
-    ----------
-    mode : str
-        PyTorch's, ``"GRU"``, ``"LSTM"``, ``"RNN_TANH"`` or ``"RNN_RELU"``, or what
-        :func:`register` returned.
-    has_bias, bidirectional : bool
-        As in PyTorch.
-    """
-
-    mode: str
-    input_size: int
-    hidden_size: int
-    num_layers: int
-    has_bias: bool
-    bidirectional: bool
-
-    @classmethod
-    def of(cls, x: Tensor, about: tuple[Any, ...]) -> Shape:
-        """Return the shape of a network for an input of shape ``(T, batch, input_size)``."""
-        mode, *sizes = about
-        return cls(mode, x.shape[2], *sizes)
-
-    @property
-    def directions(self) -> int:
-        """How many directions a layer has."""
-        return 1 + self.bidirectional
-
-    @property
-    def program(self) -> Program:
-        """What a step of its cells computes."""
-        return kind_of(self.mode).program(self.has_bias)
-
-    @property
-    def state_size(self) -> int:
-        """Numbers of a cell's state: ``[h, c]`` of an LSTM."""
-        return self.hidden_size * self.program.states
-
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the parameters, in the order of the operators."""
-        shapes = shapes_of(kind_of(self.mode).cell, 1, 1, self.has_bias)
-        return tuple(
-            Recurrent.name_of(name, layer, back)
-            for layer in range(self.num_layers)
-            for back in range(self.directions)
-            for name in shapes
-        )
-
-
-def _names(mode: str, num_layers: int, has_bias: bool, bidirectional: bool) -> tuple[str, ...]:
-    return Shape(mode, 1, 1, num_layers, has_bias, bidirectional).names()
 
 
 def _fits_gpu(mode: str, has_bias: bool, hidden_size: int, dtype: str) -> bool:
@@ -145,9 +34,6 @@ def _fits_gpu(mode: str, has_bias: bool, hidden_size: int, dtype: str) -> bool:
 
 
 # Which `torch.compile` need not look into.
-names_of: Callable[[str, int, bool, bool], tuple[str, ...]] = torch.compiler.assume_constant_result(
-    _names
-)
 _runs_on_gpu: Callable[[str, bool, int, str], bool] = torch.compiler.assume_constant_result(
     _fits_gpu
 )
@@ -160,19 +46,6 @@ def has_kernels(mode: str, hidden_size: int, x: Tensor, has_bias: bool = True) -
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False  # a graph would keep addresses of memory that others use
     return _runs_on_gpu(mode, has_bias, hidden_size, str(x.dtype)[6:])
-
-
-def network_of(shape: Shape, kept: Sequence[NDArray[np.bool_] | None] = ()) -> Recurrent:
-    """Return a network of a shape, with parameters of its own, and the weights that are kept."""
-    kind = kind_of(shape.mode)
-    named = zip(shape.names(), kept, strict=bool(kept))
-    return Recurrent(
-        *(kind.cell, shape.input_size, shape.hidden_size, shape.num_layers, shape.has_bias),
-        bidirectional=shape.bidirectional,
-        masks={name: each for name, each in named if each is not None},
-        rng=0,
-        **kind.options,
-    )
 
 
 def _make(shape: Shape, kept: Sequence[NDArray[np.bool_] | None]) -> TrainingStep:
@@ -441,13 +314,11 @@ def gradients(
     arguments = *above, token, *given, *about, needs_input_grad
     *first, params, masks = given
     own = [*above, resets, *first, *params]
+    again = partial(_gradients, about, needs_input_grad)
+    if any(map(is_mapped, above)):
+        return over_maps(again, own)
     if torch.is_grad_enabled():
         operator = partial(_recurrent_backward, resets=resets)
-        if about[0] in _PYTORCHS:
-            what = "a recurrent network"
-            some = [each for each in own if each is not None]
-            return list(Once.apply(operator, arguments, what, *some))
-        again = partial(_gradients, about, needs_input_grad)
         return list(Twice.apply(operator, arguments, again, *own))
     call = _backward if is_direct(*own, *masks) else _recurrent_backward
     grads: list[Tensor] = call(*arguments, resets=resets)
@@ -455,24 +326,18 @@ def gradients(
 
 
 def _gradients(about: tuple[Any, ...], needs_input_grad: bool, *given: Any) -> list[Tensor]:
-    """Return what the backward pass does, by operations that PyTorch differentiates again."""
+    """Return what the backward pass does, by functions that PyTorch differentiates again."""
     grad_output, grad_state, resets, x, state, lengths, *params = given
     shape = Shape.of(x, about)
-    kind, directions = kind_of(shape.mode), shape.directions
-    width = len(params) // (shape.num_layers * directions)
-    names = list(shapes_of(kind.cell, 1, 1, shape.has_bias))
-    own = [params[k : k + width] for k in range(0, len(params), width)]
-    cells = [dict(zip(names, each, strict=True)) for each in own]
     begin = state
     if begin is None:
-        begin = x.new_zeros((len(cells), x.shape[1], shape.state_size))
-    grads = gradients_of(
-        *(kind.cell, shape.program, cells, directions),
-        *(x, begin, lengths, grad_output, grad_state, resets),
-    )
-    in_x, in_state, in_params = grads
-    flat = [each for one in in_params for each in one.values()]
-    return [in_state, *flat, *([in_x] if needs_input_grad else [])]
+        begin = x.new_zeros((shape.num_layers * shape.directions, x.shape[1], shape.state_size))
+
+    def run(x: Tensor, begin: Tensor, *params: Tensor) -> tuple[Tensor, ...]:
+        return run_differentiable(shape, x, begin, params, lengths, resets)
+
+    in_x, *grads = gradients_of(run, (x, begin, *params), (grad_output, grad_state))
+    return [*grads, in_x] if needs_input_grad else grads
 
 
 def _with_graph(

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import InputError, InputTypeError, short
-from ..recurrent.definition import shapes_of
-from ._direct import is_recorded
-from ._plain import run_plain
+from ._derivatives import run_differentiable
+from ._direct import is_recorded, is_transformed
 from ._prepared import find, key_of, prepare
-from ._recurrent_op import has_kernels, kind_of, names_of, run
+from ._recurrent_op import has_kernels, run
 from ._resets import check_resets
+from ._shapes import Shape, names_of
 from ._structure import is_pruning
 
 __all__ = ["Sequences", "joined"]
@@ -96,7 +96,10 @@ class Sequences:
             if results is not None:
                 return results
         weights: list[Tensor] = [weight for each in self.all_weights for weight in each]
-        if is_recorded() or not self._takes(input, hx, weights):
+        is_taken = self._takes(input, hx, weights)
+        if is_taken and is_transformed() and weights[0].is_cpu:
+            return self._differentiably(input, hx, weights, resets)
+        if is_recorded() or not is_taken:
             return self._without_kernels(input, hx, weights, resets)
         if resets is not None:
             check_resets(resets, input)
@@ -262,14 +265,14 @@ class Sequences:
                 shape = tuple(each.shape) if isinstance(each, Tensor) else short(each)
                 raise InputError(f"hx has a state of shape {shape}; expected {expected}")
 
-    def _step_by_step(self, given: Any, hx: Any, weights: list[Tensor], resets: Any) -> Any:
-        """Run all layers by PyTorch's own operations, which know any dtype and device."""
+    def _differentiably(self, given: Any, hx: Any, weights: list[Tensor], resets: Any) -> Any:
+        """Run all layers by functions that transforms take apart, and know any dtype and device."""
         self._check(given, hx)
         if resets is not None:
             check_resets(resets, given)
-        return self._whole(given, hx, weights, self._run_plain, resets)
+        return self._whole(given, hx, weights, self._run_differentiable, resets)
 
-    def _run_plain(
+    def _run_differentiable(
         self,
         x: Tensor,
         state: Tensor | None,
@@ -277,17 +280,14 @@ class Sequences:
         weights: list[Tensor],
         resets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run all layers step by step."""
-        kind, has_bias, directions = kind_of(self.mode), bool(self.bias), 1 + self.bidirectional
-        names = list(shapes_of(kind.cell, 1, 1, has_bias))
-        rows = range(0, len(weights), len(names))
-        cells = [dict(zip(names, weights[k : k + len(names)], strict=True)) for k in rows]
+        """Run all layers so."""
+        about = self.mode, self.hidden_size, self.num_layers, bool(self.bias)
+        shape = Shape.of(x, (*about, bool(self.bidirectional)))
         if state is None:
-            size = self.states * self.hidden_size
-            state = x.new_zeros((len(cells), x.shape[1], size))
+            rows = shape.num_layers * shape.directions
+            state = x.new_zeros((rows, x.shape[1], shape.state_size))
         dropout = self.dropout if self.training else 0.0
-        about = kind.program(has_bias), cells, directions, x, state, lengths, dropout, resets
-        return run_plain(kind.cell, *about)
+        return run_differentiable(shape, x, state, weights, lengths, resets, dropout)
 
 
 def joined(hx: Any) -> Tensor:

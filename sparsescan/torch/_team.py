@@ -14,7 +14,7 @@ import torch
 
 from ..execution.threads import Team, lent
 
-__all__ = ["pytorchs_threads"]
+__all__ = ["ALONE", "pytorchs_threads"]
 
 _Call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 # The process in which PyTorch was imported: GNU OpenMP must not be used after a fork.
@@ -29,7 +29,7 @@ def pytorchs_threads() -> AbstractContextManager[None]:
     fork, the kernels have their own.
     """
     if torch.get_num_threads() == 1:
-        return lent(_ALONE)
+        return lent(ALONE)
     return lent(_team() if os.getpid() == _home else None)
 
 
@@ -66,7 +66,7 @@ class _Alone(Team):
         _Call(function)(argument)
 
 
-_ALONE = _Alone()
+ALONE = _Alone()
 
 
 def _openmp() -> Any:

@@ -17,8 +17,9 @@ from ..recurrent import Cell, catalogue
 from ..recurrent.definition import read_options, shapes_of
 from ._direct import is_watched
 from ._prepared import run_often
-from ._recurrent_op import has_kernels, kind_of, register, run
+from ._recurrent_op import has_kernels, run
 from ._resets import check_resets
+from ._shapes import kind_of, register
 from ._structure import is_pruning
 
 __all__ = ["is_layer", "is_replacement", "replacement_of", "why_not"]

@@ -15,8 +15,8 @@ from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
 from ..recurrent.definition import initial_of
 from ..symbolic.schedule import check_flag
-from ._recurrent_op import register
 from ._sequences import Sequences
+from ._shapes import register
 
 __all__ = ["CellModule", "module"]
 
@@ -130,7 +130,7 @@ class CellModule(Sequences, nn.Module):
         self, given: Any, hx: Any, weights: list[Tensor], resets: Any = None
     ) -> Any:
         """Compute step by step, or refuse, what has no kernels."""
-        return self._step_by_step(given, hx, weights, resets)
+        return self._differentiably(given, hx, weights, resets)
 
     def extra_repr(self) -> str:
         """Return the arguments that it was made with."""
@@ -187,9 +187,10 @@ def module(cell: type[Cell]) -> type[CellModule]:
     it. See :class:`RNN`.
 
     A whole sequence, and all gradients of it, are computed by the compiled loops of
-    :class:`sparsescan.recurrent.TrainingStep`; other dtypes than float32 and float64, other devices
-    than the CPU and, with CuPy, CUDA, autocast, transforms of ``torch.func`` and second derivatives
-    are computed step by step, by PyTorch's own operations.
+    :class:`sparsescan.recurrent.TrainingStep`, and so are derivatives of any order and transforms
+    of ``torch.func`` on the CPU; see :class:`RNN`. Dtypes other than float32 and float64, devices
+    other than the CPU and, with CuPy, CUDA, and autocast are computed step by step, by PyTorch's
+    own operations.
 
     Parameters
     ----------

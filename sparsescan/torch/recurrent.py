@@ -36,7 +36,7 @@ class _Recurrent(Sequences, nn.RNNBase):
                 f"resets were given, and proj_size is {self.proj_size}; expected 0: projections "
                 "are PyTorch's, which knows no resets"
             )
-        return self._step_by_step(given, hx, weights, resets)
+        return self._differentiably(given, hx, weights, resets)
 
 
 class RNN(_Recurrent):
@@ -51,8 +51,15 @@ class RNN(_Recurrent):
 
     Tensors on a CUDA device take the kernels of a GPU, on PyTorch's current stream, where CuPy is
     installed. PyTorch computes all that has no kernel: tensors on other devices, more units than a
-    GPU's kernels take, dtypes other than float32 and float64, autocast, `proj_size`, transforms of
-    ``torch.func`` and ``torch.jit.trace``.
+    GPU's kernels take, dtypes other than float32 and float64, autocast, `proj_size` and
+    ``torch.jit.trace``.
+
+    There are derivatives of any order, in both modes. The derivative of a network in a direction is
+    a forward pass of cells of twice as many states, which also compute the derivatives, and the
+    derivative of its gradients is a backward pass of these (Pearlmutter, 1994). On the CPU the
+    transforms of ``torch.func`` take the kernels: under ``vmap`` a new axis of inputs or states
+    makes more samples. A new axis of parameters, as for an ensemble of models, or of gradients in
+    parameters, one for each sample, makes calls that threads share, without a loop in Python.
 
     Unlike PyTorch's it takes `resets`: ``net(x, hx, resets=resets)`` begins the state of a sample
     anew, with zeros, before each step where these bools are True, such as the first of an episode.
@@ -61,9 +68,9 @@ class RNN(_Recurrent):
     direction that runs backward in time begins anew when it goes from such a step to the one
     before. With resets, what has no kernel is computed step by step.
 
-    Gradients can be computed more than once from one graph (`retain_graph`); a second derivative
-    raises `RuntimeError`. A state or an input that is infinite or NaN has no effect through a
-    pruned weight that is not read, where PyTorch's product with 0 is NaN.
+    Gradients can be computed more than once from one graph (`retain_graph`). A state or an input
+    that is infinite or NaN has no effect through a pruned weight that is not read, where PyTorch's
+    product with 0 is NaN.
 
     Examples
     --------

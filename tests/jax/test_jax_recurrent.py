@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 from network_oracle import autograd_of
 from sampling import slow
 from some_cells import CELLS, MGU, SCRN, Elementwise, Leaky, PeepholeLSTM, Tied
@@ -371,16 +372,84 @@ def test_training_reaches_what_the_loop_reaches() -> None:
     np.testing.assert_allclose(losses, expected, rtol=1e-9)
 
 
-def test_no_second_derivative() -> None:
-    net = RNN(2, 3, rng=0)
-    x = np.ones((4, 1, 2), np.float32)
+def derivatives(f: Any, params: Any, x: Any, along: Any) -> Any:
+    """Return derivatives in both modes, first and second, alone and mapped, of a number."""
+    in_x = jax.grad(f, 1)
+    xs = jnp.stack([x, -x])
+    return [
+        jax.jvp(f, (params, x), along),
+        jax.jvp(jax.grad(f, (0, 1)), (params, x), along),
+        jax.grad(lambda x: (in_x(params, x) ** 2).sum())(x),
+        jax.grad(lambda x: jax.jvp(f, (params, x), along)[1])(x),
+        jax.jacfwd(lambda x: f(params, x))(x[:, :1]),
+        jax.hessian(lambda x: f(params, x))(x[:2, :1]),
+        jax.vmap(lambda x: jax.jvp(jax.grad(f), (params, x), along))(xs),
+        # Penalties of the gradients of each sample.
+        jax.grad(
+            lambda params: sum(
+                (g**2).sum() for g in jax.vmap(jax.grad(f), (None, 0))(params, xs).values()
+            )
+        )(params),
+    ]
 
-    def first(params: Any) -> Any:
-        grads = jax.grad(lambda p: recurrent(net, p, x)[0].sum())(params)
-        return sum(each.sum() for each in grads.values())
 
-    with pytest.raises(InputError, match="differentiated once more"):
-        jax.grad(first)(net.params)
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 6))])
+def test_derivatives(seed: int) -> None:
+    """Of any order and in both modes, with layers, directions, lengths and resets."""
+    rng = np.random.default_rng(seed)
+    kind = (LSTM, GRU, RNN)[seed % 3]
+    options: Any = {"num_layers": 1 + seed // 3 % 2, "bidirectional": bool(rng.random() < 0.5)}
+    net = kind(2, 3, rng=rng, dtype=np.float64, **options)
+    layers = net.num_layers * (1 + net.bidirectional)
+    x, resets = rng.standard_normal((4, 2, 2)), rng.random((4, 2)) < 0.3
+
+    def value(function: Any) -> Any:
+        def f(params: Any, x: Any) -> Any:
+            batch = x.shape[1]
+            # Inputs of the first steps and the first sample are cases, too.
+            marks = jnp.array([4, 2])[:batch].clip(0, len(x)), resets[: len(x), :batch]
+            state = jnp.ones((layers, batch, net.state_size)) / 2
+            output, last = function(net, params, x, state, *(marks if seed % 2 else (None, None)))
+            return jnp.sin(output).sum() + jnp.cos(last).sum()
+
+        return f
+
+    along = jax.tree.map(lambda each: rng.standard_normal(each.shape), (net.params, x))
+    results = [
+        jax.jit(partial(derivatives, value(function)))(net.params, x, along)
+        for function in (recurrent, loop)
+    ]
+    close(*results)
+
+
+def test_third_derivatives() -> None:
+    net = GRU(1, 2, rng=0, dtype=np.float64)
+    x = np.linspace(-1, 1, 3).reshape(3, 1, 1)
+
+    def third(function: Any) -> Any:
+        def f(x: Any) -> Any:
+            return jnp.sin(function(net, net.params, x, jnp.zeros((1, 1, 2)))[0]).sum()
+
+        return jax.jacfwd(jax.hessian(f))(x)
+
+    close(third(recurrent), third(loop))
+
+
+@pytest.mark.parametrize(
+    ("kind", "density"),
+    [(Leaky, 1.0), *slow((MGU, 0.3), (Elementwise, 1.0), (Tied, 1.0), (SCRN, 1.0))],
+)
+def test_derivatives_of_any_cell(kind: Any, density: float) -> None:
+    """Beside differences, also where weights are pruned."""
+    rng = np.random.default_rng(2)
+    net, *_ = random_net(kind, {}, rng, density)
+    x = rng.standard_normal((3, 2, net.input_size))
+
+    def f(params: Any, x: Any) -> Any:
+        output, last = recurrent(net, params, x)
+        return jnp.sin(output).sum() + jnp.cos(last).sum()
+
+    check_grads(f, (net.params, x), order=2, modes=("fwd", "rev"), atol=1e-5, rtol=1e-5)
 
 
 def test_wrong_lengths() -> None:

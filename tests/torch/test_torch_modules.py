@@ -180,14 +180,6 @@ def test_steps_are_used_again_without_a_backward_pass(monkeypatch: pytest.Monkey
     assert steps.free == 1
 
 
-def test_no_second_derivative() -> None:
-    net = sparsescan.torch.GRU(3, 4)
-    x = torch.randn(5, 2, 3, requires_grad=True)
-    (grad,) = torch.autograd.grad(net(x)[0].sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"differentiated once more.*torch\.nn"):
-        grad.sum().backward()
-
-
 def test_no_grad_and_frozen_parameters() -> None:
     net = sparsescan.torch.GRU(3, 4)
     waiting = len(_recurrent_op._waiting)

@@ -1,0 +1,663 @@
+"""Recurrent networks as primitives of JAX, with derivatives of any order, in both modes.
+
+There are four. `_run` is a network, and `_slope` its derivative in a direction, which is linear in
+that. Its transpose is `_gradients`, whose own derivative is `_slope_of_gradients`. The derivative
+of a layer is a forward pass of the cells that :func:`~sparsescan.recurrent.tangent.tangent_of`
+makes, and that of its gradients a backward pass of these. Networks of several layers are
+differentiated layer by layer.
+
+All take *numbers*: the parameters in their order, the inputs and the initial states; and *marks*:
+lengths and resets, if there are any.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from ..recurrent import Recurrent
+from ..recurrent.definition import CellLike
+from ..recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
+from ..recurrent.step import RecurrentLike
+from ..recurrent.tangent import Tangent, tangent_of
+from ._programs import Lengths, add, call, key_of
+
+__all__ = ["Network", "run"]
+
+
+class Network:
+    """A network, equal to others that compute the same from the same parameters."""
+
+    def __init__(self, network: RecurrentLike) -> None:
+        self.network = network
+        self._parameters: dict[str, list[Parameters]] = {}
+        self.cells: list[Any] = [cell for layer in network.cells for cell in layer]
+        about = [
+            (
+                *(program_text(type(cell), cell.program), cell.shapes),
+                [
+                    None if mask is None else np.packbits(mask.on(np)).tobytes()
+                    for mask in cell.masks.values()
+                ],
+            )
+            for cell in self.cells
+        ]
+        self._key = repr((about, len(network.cells), len(network.cells[0])))
+
+    @property
+    def count(self) -> int:
+        """How many parameters there are."""
+        return sum(len(cell.shapes) for cell in self.cells)
+
+    def parameters(self, dtype: str) -> list[Parameters]:
+        """Return what gradients of the parameters of each direction are sums of."""
+        if dtype not in self._parameters:
+            self._parameters[dtype] = parameters_of(self.network, dtype)
+        return self._parameters[dtype]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Network) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return self._key
+
+
+class _Form(NamedTuple):
+    """A network, and which marks there are."""
+
+    network: Network
+    has_lengths: bool
+    has_resets: bool
+
+    @property
+    def size(self) -> int:
+        """How many numbers there are."""
+        return self.network.count + 2
+
+    def marks(self, marks: Sequence[Any]) -> tuple[Any, Any]:
+        """Return lengths and resets, or None."""
+        each = iter(marks)
+        lengths = next(each) if self.has_lengths else None
+        return lengths, next(each) if self.has_resets else None
+
+    @property
+    def axes(self) -> list[int | None]:
+        """The axis of samples of each of the numbers and marks; None for parameters."""
+        marks = [0] * self.has_lengths + [1] * self.has_resets
+        return [*(None,) * self.network.count, 1, 1, *marks]
+
+
+def run(
+    network: Network, params: Sequence[Any], x: Any, state: Any, lengths: Any, resets: Any
+) -> tuple[Any, Any]:
+    """Return outputs and last states."""
+    form = _Form(network, lengths is not None, resets is not None)
+    marks = [each for each in (lengths, resets) if each is not None]
+    output, last = _run.bind(*params, x, state, *marks, form=form, keeps="")
+    return output, last
+
+
+# -- Programs --------------------------------------------------------------------------------------
+
+
+class _Step(NamedTuple):
+    """A recorded training step, and the keys of its programs; `backward` is 0 if it has none."""
+
+    recorded: RecordedStep
+    forward: int
+    backward: int
+
+
+@functools.lru_cache(maxsize=256)
+def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str) -> _Step:
+    """Return the programs of a network for inputs of a shape.
+
+    A backward pass will come if `keeps` says whether there are gradients of the parameters for
+    ``"all"`` samples, or only what they are sums of, for ``"each"``.
+    """
+    net = form.network.network
+    recorded = record(
+        *(net, steps, batch, dtype),
+        lengths=np.int32 if form.has_lengths else None,
+        has_resets=form.has_resets,
+        has_backward=keeps != "",
+        keeps_samples=keeps == "each",
+    )
+    about = form, steps, batch, dtype, keeps
+    forward, backward = key_of("forward", *about), key_of("backward", *about)
+    count = 2 + form.has_lengths + form.has_resets + len(net.params)
+    # Of the arrays only the memory, and the results behind all others, are results.
+    checked = Lengths(2, batch, steps) if form.has_lengths else None
+    add(forward, recorded.forward, [-3, *range(count), -1, -2], checked)
+    if recorded.backward is None:
+        return _Step(recorded, forward, 0)
+    results = len(recorded.backward.results)
+    places = [0, -results - 2, 1, 2, *range(-1, -results - 1, -1)]
+    add(backward, recorded.backward, places)
+    return _Step(recorded, forward, backward)
+
+
+def _step_for(form: _Form, x: Any, keeps: str) -> _Step:
+    """Return the programs of a network for such inputs."""
+    return _step_of(form, *x.shape[:2], x.dtype.name, keeps)
+
+
+def _kept_shape(form: _Form, x: Any, keeps: str) -> tuple[int, ...]:
+    """Return the shape of the memory of a pass: that for each sample has an axis for these."""
+    nbytes = _step_for(form, x, keeps).recorded.nbytes
+    rows = max(x.shape[1], 1)
+    return (rows, -(-nbytes // rows)) if keeps == "each" else (nbytes,)
+
+
+def _forward(*given: Any, form: _Form, keeps: str) -> list[Any]:
+    """Return outputs, last states and, if it `keeps` that, the memory of the pass."""
+    params, (x, state, *marks) = given[: form.network.count], given[form.network.count :]
+    step = _step_for(form, x, keeps)
+    results = [(each.shape, each.dtype) for each in step.recorded.forward.results]
+    memory = _kept_shape(form, x, keeps), np.uint8
+    found = call(step.forward, [x, state, *marks, *params], [*results, memory])
+    return found if keeps else found[:2]
+
+
+def _backward(form: _Form, keeps: str, kept: Any, above: Any, given: Any) -> dict[str, Any]:
+    """Return the results of a backward pass by their names."""
+    step = _step_for(form, given[form.network.count], keeps)
+    assert step.recorded.backward is not None
+    names = [each.name for each in step.recorded.backward.results]
+    results = [(each.shape, each.dtype) for each in step.recorded.backward.results]
+    memory = [(kept.shape, np.uint8), ((step.recorded.back_nbytes,), np.uint8)]
+    arrays = call(step.backward, [kept, *above], [*results, *memory], {0: len(results)})
+    return dict(zip(names, arrays, strict=False))
+
+
+def _sums(network: Network, factors: Mapping[str, Any], x: Any) -> list[Any]:
+    """Return the gradients in the parameters: sums of products over steps and samples."""
+    grads = []
+    for k, one in enumerate(network.parameters(x.dtype.name)):
+        own = {"input": x} | {
+            name: factors[f"{name} {k}"]
+            for name in ("products", "states", "arguments", "input", "rows")
+            if f"{name} {k}" in factors
+        }
+        rows = {name: each.reshape(-1, each.shape[-1]) for name, each in own.items()}
+        parts = []
+        for group in one.groups:
+            # One product of matrices is faster than several.
+            others = [rows[name][:, begin:end] for name, begin, end in group.factors]
+            above = rows["products"][:, group.first : group.end]
+            product = jnp.matmul(above.T, jnp.concatenate(others, 1), precision="highest")
+            parts.append(product.reshape(-1))
+        parts += [rows[name].sum(0) for name in ("products", "rows") if name in rows]
+        every = jnp.concatenate([*parts, jnp.zeros(1, x.dtype)])
+        for name, shape in one.shapes.items():
+            grads.append(every[one.orders[name]].sum(-1).reshape(shape))
+    return grads
+
+
+def _gradients_of(kept: Any, *given: Any, form: _Form, maps: int) -> list[Any]:
+    """Return the gradients in all numbers, those in parameters for each of so many maps.
+
+    The samples of maps are side by side; without maps, 0, there are sums over all samples.
+    """
+    above, numbers = given[:2], given[2:]
+    x = numbers[form.network.count]
+    keeps = "each" if maps else "all"
+    if kept.shape != _kept_shape(form, x, keeps):
+        # Of another pass, which had these samples and others, or fewer.
+        *_, kept = _forward(*numbers, form=form, keeps=keeps)
+    found = _backward(form, keeps, kept, above, numbers)
+    cells = form.network.cells
+    if not maps:
+        params = [found[f"{name} {k}"] for k, each in enumerate(cells) for name in each.shapes]
+        return [*params, found["input"], found["state"]]
+    in_x, in_state = found.pop("input"), found.pop("state")
+    factors = {name: _parted(array, maps) for name, array in found.items()}
+    sums = jax.vmap(functools.partial(_sums, form.network))
+    return [*sums(factors, _parted(x, maps)), in_x, in_state]
+
+
+def _merge(array: Any, is_mapped: bool, count: int, axis: int) -> Any:
+    """Return an array whose axis of samples has those of all maps, which are in front."""
+    if not is_mapped:
+        array = jnp.broadcast_to(array, (count, *array.shape))
+    array = jnp.moveaxis(array, 0, axis)
+    samples = count * array.shape[axis + 1]
+    return array.reshape(*array.shape[:axis], samples, *array.shape[axis + 2 :])
+
+
+def _parted(array: Any, count: int) -> Any:
+    """Return results with an axis of maps before all others."""
+    samples = array.shape[1] // count
+    apart = array.reshape(array.shape[0], count, samples, *array.shape[2:])
+    return jnp.moveaxis(apart, 1, 0)
+
+
+# -- Derivatives -----------------------------------------------------------------------------------
+
+
+def _along(form: _Form, given: Sequence[Any], slopes: Sequence[Any]) -> Any:
+    """Return the derivatives of outputs and last states in a direction."""
+    if form.network.network.cells[1:]:
+        numbers, marks = given[: form.size], given[form.size :]
+        by_layers = functools.partial(_by_layers, form, marks)
+        return jax.jvp(by_layers, tuple(numbers), tuple(slopes))[1]
+    made = _tangent(form.network)
+    whole = made.joined(given[: form.size], slopes)
+    own = form._replace(network=made.network)
+    output, last = _run.bind(*whole, *given[form.size :], form=own, keeps="")
+    return output, last[..., : last.shape[-1] // 2]
+
+
+def _gradients_along(
+    form: _Form, above: Sequence[Any], given: Sequence[Any], slopes: Sequence[Any]
+) -> Any:
+    """Return the derivatives of the gradients in all numbers in a direction of these."""
+    numbers, marks = given[: form.size], given[form.size :]
+    if form.network.network.cells[1:]:
+        by_layers = functools.partial(_by_layers, form, marks)
+
+        def product(*numbers: Any) -> Any:
+            own = jax.jvp(by_layers, numbers, tuple(slopes))[1]
+            return sum(jnp.vdot(a, b) for a, b in zip(above, own, strict=True))
+
+        return jax.grad(product, tuple(range(form.size)))(*numbers)
+    made = _tangent(form.network)
+    own = form._replace(network=made.network)
+    whole = [*made.joined(numbers, slopes), *marks]
+    *_, kept = _run.bind(*whole, form=own, keeps="all")
+    in_output, in_last = above
+    in_last = jnp.concatenate([in_last, jnp.zeros_like(in_last)], -1)
+    grads = _gradients.bind(kept, in_output, in_last, *whole, form=own, maps=0)
+    return made.parted(grads)
+
+
+def _by_layers(form: _Form, marks: Sequence[Any], *numbers: Any) -> tuple[Any, Any]:
+    """Return outputs and last states of several layers, each by itself."""
+    *params, x, state = numbers
+    net, rest, lasts = form.network.network, iter(params), []
+    rows = len(net.cells[0])
+    for k, layer in enumerate(_layers(form.network)):
+        own = [next(rest) for _ in range(layer.count)]
+        begin = state[k * rows : (k + 1) * rows]
+        about = form._replace(network=layer)
+        x, last = _run.bind(*own, x, begin, *marks, form=about, keeps="")
+        lasts.append(last)
+    return x, jnp.concatenate(lasts)
+
+
+@functools.lru_cache(maxsize=256)
+def _layers(network: Network) -> list[Network]:
+    """Return the layers of a network."""
+    return [Network(_OneLayer(cells)) for cells in network.network.cells]
+
+
+class _OneLayer:
+    """A layer of cells, as a network."""
+
+    def __init__(self, cells: Sequence[Any]) -> None:
+        self.cells = (tuple(cells),)
+        self.input_size, self.state_size = cells[0].input_size, cells[0].state_size
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters by their names."""
+        (cells,) = self.cells
+        return {
+            self.name_of(name, 0, back): each
+            for back, cell in enumerate(cells)
+            for name, each in cell.params.items()
+        }
+
+    def name_of(self, parameter: str, layer: int, back: int) -> str:
+        """Return the name of a parameter of a cell."""
+        return Recurrent.name_of(parameter, layer, back)
+
+
+class _TangentLayer(NamedTuple):
+    """The layer for derivatives of another one, and what that is."""
+
+    network: Network
+    cells: Sequence[CellLike]
+    about: Tangent
+
+    def _masks(self) -> list[Any]:
+        """Return for each parameter which numbers are kept, or None."""
+        masks = []
+        for cell in self.cells:
+            for name in self.about.names:
+                mask = cell.masks.get(name)
+                masks.append(None if mask is None else mask.on(np))
+        return masks
+
+    def joined(self, numbers: Sequence[Any], slopes: Sequence[Any]) -> list[Any]:
+        """Return the numbers of this layer, from those of the other and a direction."""
+        *params, x, state = numbers
+        *param_slopes, x_slope, state_slope = slopes
+        masks, size = self._masks(), len(self.about.names)
+        values, turns = (
+            [p if m is None else jnp.where(m, p, 0) for p, m in zip(each, masks, strict=True)]
+            for each in (params, param_slopes)
+        )
+        whole: list[Any] = []
+        for k in range(0, len(values), size):
+            others = []
+            for name, value, turn in zip(
+                self.about.names, values[k : k + size], turns[k : k + size], strict=True
+            ):
+                if name in self.about.inputs:
+                    zeros = jnp.zeros_like(value)
+                    whole.append(jnp.block([[value, zeros], [turn, value]]))
+                else:
+                    whole.append(value)
+                    others.append(turn)
+            if self.about.reads_units:
+                whole.append(jnp.eye(2 * self.cells[0].hidden_size, dtype=x.dtype))
+            whole += others
+        both = [jnp.concatenate([x, x_slope], -1), jnp.concatenate([state_slope, state], -1)]
+        return [*whole, *both]
+
+    def parted(self, grads: Sequence[Any]) -> list[Any]:
+        """Return the gradients in the numbers of the other layer."""
+        *params, x, state = grads
+        masks, found = iter(self._masks()), []
+        size = len(params) // len(self.cells)
+        for k in range(0, len(params), size):
+            for name, grad in zip(self.about.names, params[k : k + size], strict=False):
+                if name in self.about.inputs:
+                    rows, columns = (each // 2 for each in grad.shape)
+                    grad = grad[:rows, :columns] + grad[rows:, columns:]
+                mask = next(masks)
+                found.append(grad if mask is None else jnp.where(mask, grad, 0))
+        return [*found, x[..., : x.shape[-1] // 2], state[..., state.shape[-1] // 2 :]]
+
+
+@functools.lru_cache(maxsize=256)
+def _tangent(network: Network) -> _TangentLayer:
+    """Return the layer for the derivatives of a layer."""
+    (cells,) = network.network.cells
+    cell: Any = cells[0]
+    about = tangent_of(type(cell), cell.options, cell.bias)
+    made = Recurrent(
+        *(about.cell, 2 * cell.input_size, cell.hidden_size),
+        bidirectional=len(cells) > 1,
+        rng=0,
+    )
+    return _TangentLayer(Network(made), cells, about)
+
+
+# -- The primitives --------------------------------------------------------------------------------
+
+
+def _primitive(name: str, compute: Callable[..., Any]) -> Any:
+    """Return a primitive that computes what a function does."""
+
+    @functools.lru_cache(maxsize=256)
+    def compiled(about: tuple[tuple[str, Any], ...]) -> Any:
+        return jax.jit(functools.partial(compute, **dict(about)))
+
+    made = Primitive(f"sparsescan_{name}")
+    made.multiple_results = True
+    made.def_impl(lambda *given, **about: compiled(tuple(about.items()))(*given))
+    mlir.register_lowering(made, mlir.lower_fun(compute, multiple_results=True), platform="cpu")
+    return made
+
+
+def _alike(x: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
+    """Return an abstract array, which varies over the axes of a mesh over which another does."""
+    return x.update(shape=shape, dtype=x.dtype if dtype is None else np.dtype(dtype))
+
+
+def _filled(values: Sequence[Any], slopes: Sequence[Any]) -> list[Any]:
+    """Return directions, zeros where there are none."""
+    return [
+        jnp.zeros_like(value) if type(slope) is ad.Zero else slope
+        for value, slope in zip(values, slopes, strict=True)
+    ]
+
+
+def _one_by_one(function: Callable[..., Any], args: Sequence[Any], dims: Sequence[Any]) -> Any:
+    """Return the results of a function for each of the mapped arguments, and their axes."""
+    mapped = [
+        batching.bdim_at_front(a, d, 1) for a, d in zip(args, dims, strict=True) if d is not None
+    ]
+
+    def call_for(own: list[Any]) -> Any:
+        rest = iter(own)
+        return function(*(a if d is None else next(rest) for a, d in zip(args, dims, strict=True)))
+
+    results = jax.lax.map(call_for, mapped)
+    return results, [0] * len(results)
+
+
+def _size_of(args: Sequence[Any], dims: Sequence[Any]) -> Any:
+    return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+
+
+def _merged(
+    count: int, args: Sequence[Any], dims: Sequence[Any], axes: Sequence[int | None]
+) -> list[Any]:
+    """Return arguments whose samples are those of all maps."""
+    merged = []
+    for each, dim, axis in zip(args, dims, axes, strict=True):
+        front = each if dim is None else jnp.moveaxis(each, dim, 0)
+        merged.append(each if axis is None else _merge(front, dim is not None, count, axis))
+    return merged
+
+
+_run = _primitive("run", _forward)
+
+
+def _shapes_of_run(*given: Any, form: _Form, keeps: str) -> list[Any]:
+    x = given[form.network.count]
+    net = form.network.network
+    (steps, batch, _), width = x.shape, len(net.cells[0]) * form.network.cells[0].hidden_size
+    rows = len(form.network.cells)
+    results = [_alike(x, (steps, batch, width)), _alike(x, (rows, batch, net.state_size))]
+    return [*results, _alike(x, _kept_shape(form, x, keeps), np.uint8)] if keeps else results
+
+
+def _jvp_of_run(given: Any, slopes: Any, *, form: _Form, keeps: str) -> Any:
+    output, last, kept = _run.bind(*given, form=form, keeps=keeps or "all")
+    own = _filled(given[: form.size], slopes[: form.size])
+    along = _slope.bind(kept, *given, *own, form=form)
+    if not keeps:
+        return [output, last], along
+    return [output, last, kept], [*along, ad.Zero(jax.typeof(kept).to_tangent_aval())]
+
+
+def _map_run(args: Any, dims: Any, *, form: _Form, keeps: str) -> Any:
+    if any(each is not None for each in dims[: form.network.count]):
+        return _one_by_one(functools.partial(_run.bind, form=form, keeps=keeps), args, dims)
+    count = _size_of(args, dims)
+    own = _merged(count, args, dims, form.axes)
+    output, last, *kept = _run.bind(*own, form=form, keeps=keeps and "each")
+    results = [_parted(output, count), _parted(last, count), *kept]
+    # There is one memory, for the samples of all maps.
+    return results, [0, 0, *(None for _ in kept)]
+
+
+_run.def_abstract_eval(_shapes_of_run)
+ad.primitive_jvps[_run] = _jvp_of_run
+batching.primitive_batchers[_run] = _map_run
+
+
+def _compute_slope(kept: Any, *given: Any, form: _Form) -> Any:
+    return _along(form, given[: -form.size], given[-form.size :])
+
+
+_slope = _primitive("slope", _compute_slope)
+
+
+def _shapes_of_slope(kept: Any, *given: Any, form: _Form) -> list[Any]:
+    return _shapes_of_run(*given[: -form.size], form=form, keeps="")
+
+
+def _transpose_slope(above: Any, kept: Any, *given: Any, form: _Form) -> Any:
+    numbers, slopes = given[: -form.size], given[-form.size :]
+    own = [ad.instantiate_zeros(each) for each in above]
+    grads = _gradients.bind(kept, *own, *numbers, form=form, maps=0)
+    needed = [g if ad.is_undefined_primal(s) else None for g, s in zip(grads, slopes, strict=True)]
+    return [None] * (1 + len(numbers)) + needed
+
+
+def _differentiated(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a rule for forward mode, by that of what a primitive computes."""
+
+    def rule(given: Any, slopes: Any, **about: Any) -> Any:
+        places = [k for k, each in enumerate(given) if jnp.issubdtype(each.dtype, np.floating)]
+
+        def own(*numbers: Any) -> Any:
+            whole = list(given)
+            for k, each in zip(places, numbers, strict=True):
+                whole[k] = each
+            return compute(*whole, **about)
+
+        numbers = [given[k] for k in places]
+        return jax.jvp(own, numbers, _filled(numbers, [slopes[k] for k in places]))
+
+    return rule
+
+
+def _mapped(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a rule for maps, by those of what a primitive computes."""
+
+    def rule(args: Any, dims: Any, **about: Any) -> Any:
+        results = jax.vmap(functools.partial(compute, **about), dims)(*args)
+        return results, [0] * len(results)
+
+    return rule
+
+
+_slope.def_abstract_eval(_shapes_of_slope)
+ad.primitive_jvps[_slope] = _differentiated(_compute_slope)
+ad.primitive_transposes[_slope] = _transpose_slope
+batching.primitive_batchers[_slope] = _mapped(_compute_slope)
+
+_gradients = _primitive("gradients", _gradients_of)
+
+
+def _shapes_of_gradients(kept: Any, *given: Any, form: _Form, maps: int) -> list[Any]:
+    numbers = given[2 : 2 + form.size]
+    lead = (maps,) if maps else ()
+    params = [_alike(each, (*lead, *each.shape)) for each in numbers[:-2]]
+    return [*params, *(_alike(each, each.shape) for each in numbers[-2:])]
+
+
+def _jvp_of_gradients(given: Any, slopes: Any, *, form: _Form, maps: int) -> Any:
+    if maps:
+        one = functools.partial(_each_map, form=form, maps=maps)
+        return _differentiated(one)(given, slopes)
+    results = _gradients.bind(*given, form=form, maps=0)
+    count = 2 + form.size
+    own = _filled(given[1 : 1 + count], slopes[1 : 1 + count])
+    return results, _slope_of_gradients.bind(*given[1:], *own, form=form)
+
+
+def _each_map(kept: Any, *given: Any, form: _Form, maps: int) -> Any:
+    """Return the gradients of each map by itself."""
+    axes = [1, 1, *form.axes]
+    own = [
+        each if axis is None else _unmerged(each, maps, axis)
+        for each, axis in zip(given, axes, strict=True)
+    ]
+    none = jnp.zeros(0, np.uint8)
+    function = functools.partial(_gradients.bind, none, form=form, maps=0)
+    results, _ = _one_by_one(function, own, [None if axis is None else 0 for axis in axes])
+    *params, x, state = results
+    return [*params, *(_merge(each, True, maps, 1) for each in (x, state))]
+
+
+def _unmerged(array: Any, count: int, axis: int) -> Any:
+    shape = *array.shape[:axis], count, array.shape[axis] // count, *array.shape[axis + 1 :]
+    return jnp.moveaxis(array.reshape(shape), axis, 0)
+
+
+def _transpose_gradients(slopes: Any, kept: Any, *given: Any, form: _Form, maps: int) -> Any:
+    above, numbers = given[:2], given[2:]
+    directions = [ad.instantiate_zeros(each) for each in slopes]
+    if maps:
+        axes = form.axes
+        own = [
+            each if axis is None else _unmerged(each, maps, axis)
+            for each, axis in zip(numbers, axes, strict=True)
+        ]
+        each = [
+            *directions[: form.network.count],
+            *(_unmerged(one, maps, 1) for one in directions[form.network.count :]),
+        ]
+        none = jnp.zeros(0, np.uint8)
+        function = functools.partial(_slope.bind, none, form=form)
+        dims = [*(None if axis is None else 0 for axis in axes), *(0 for _ in each)]
+        results, _ = _one_by_one(function, [*own, *each], dims)
+        along = [_merge(one, True, maps, 1) for one in results]
+    else:
+        along = _slope.bind(kept, *numbers, *directions, form=form)
+    needed = [a if ad.is_undefined_primal(b) else None for a, b in zip(along, above, strict=True)]
+    return [None, *needed, *(None for _ in numbers)]
+
+
+def _map_gradients(args: Any, dims: Any, *, form: _Form, maps: int) -> Any:
+    first = 3 + form.network.count
+    if any(each is not None for each in dims[3:first]):
+        function = functools.partial(_gradients.bind, form=form, maps=maps)
+        return _one_by_one(function, args, dims)
+    count, (kept, *given) = _size_of(args, dims), args
+    own = _merged(count, given, dims[1:], [1, 1, *form.axes])
+    # Memory that is mapped is of single maps; that of all has these samples, or others.
+    kept = jnp.zeros(0, np.uint8) if dims[0] is not None else kept
+    *params, x, state = _gradients.bind(kept, *own, form=form, maps=count * max(maps, 1))
+    if maps:
+        params = [each.reshape(count, maps, *each.shape[1:]) for each in params]
+    results = [*params, _parted(x, count), _parted(state, count)]
+    return results, [0] * len(results)
+
+
+_gradients.def_abstract_eval(_shapes_of_gradients)
+ad.primitive_jvps[_gradients] = _jvp_of_gradients
+ad.primitive_transposes[_gradients] = _transpose_gradients
+batching.primitive_batchers[_gradients] = _map_gradients
+
+
+def _compute_slope_of_gradients(*given: Any, form: _Form) -> list[Any]:
+    count = 2 + form.size
+    own, slopes = given[:-count], given[-count:]
+    along = _gradients_along(form, own[:2], own[2:], slopes[2:])
+    none = jnp.zeros(0, np.uint8)
+    more = _gradients.bind(none, *slopes[:2], *own[2:], form=form, maps=0)
+    return [a + b for a, b in zip(along, more, strict=True)]
+
+
+_slope_of_gradients = _primitive("slope_of_gradients", _compute_slope_of_gradients)
+
+
+def _shapes_of_slope_of_gradients(*given: Any, form: _Form) -> list[Any]:
+    return [_alike(each, each.shape) for each in given[2 : 2 + form.size]]
+
+
+def _transpose_slope_of_gradients(slopes: Any, *given: Any, form: _Form) -> Any:
+    count = 2 + form.size
+    (*above,), numbers, own = given[:2], given[2:-count], given[-count:]
+    directions = [ad.instantiate_zeros(each) for each in slopes]
+    none = jnp.zeros(0, np.uint8)
+    grads = [
+        *_slope.bind(none, *numbers, *directions, form=form),
+        *_gradients_along(form, above, numbers, directions),
+    ]
+    needed = [g if ad.is_undefined_primal(s) else None for g, s in zip(grads, own, strict=True)]
+    return [None] * (2 + len(numbers)) + needed
+
+
+_slope_of_gradients.def_abstract_eval(_shapes_of_slope_of_gradients)
+ad.primitive_jvps[_slope_of_gradients] = _differentiated(_compute_slope_of_gradients)
+ad.primitive_transposes[_slope_of_gradients] = _transpose_slope_of_gradients
+batching.primitive_batchers[_slope_of_gradients] = _mapped(_compute_slope_of_gradients)

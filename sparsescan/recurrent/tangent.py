@@ -1,0 +1,198 @@
+"""The cell that computes the directional derivative of another cell.
+
+A step ``s' = f(x, s; θ)`` has the derivative ``ṡ' = ∂f/∂x ẋ + ∂f/∂s ṡ + ∂f/∂θ θ̇``. That is a
+step, too, of the states ``[ṡ, s]`` and the input ``[x, ẋ]``. So forward-mode derivatives are a
+forward pass of that cell. Its backward pass gives second derivatives (Pearlmutter, 1994), and the
+cell that is made of it in turn gives third ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+from .cell import Cell
+from .definition import Bias, Hidden, Input, Scalar, Vector, bias_name, declared, shapes_of
+from .operations import OPERATIONS, Node, apply, node, number, where
+from .program import INPUT, Program, topological
+
+__all__ = ["Tangent", "tangent_of"]
+
+_UNITS = "input_of_units"
+_Pair = tuple[Node, "Node | None"]
+
+
+class Tangent(NamedTuple):
+    """A class of cells for derivatives, and where its parameters come from.
+
+    Attributes
+    ----------
+    cell : type of Cell
+        The class. Its states are the derivatives of all states, then these.
+    names : tuple of str
+        The parameters of the other cell, in its order.
+    inputs : frozenset of str
+        Those that multiply the input. Here they are ``[[W, 0], [Ẇ, W]]``; all others are there as
+        they are and, behind all of them, as their derivatives.
+    reads_units : bool
+        Whether there is one more parameter, behind those of the other cell: the identity matrix,
+        of twice as many rows and columns as there are units.
+    """
+
+    cell: type[Cell]
+    names: tuple[str, ...]
+    inputs: frozenset[str]
+    reads_units: bool
+
+
+_lock = threading.Lock()
+_tangents: dict[Any, Tangent] = {}
+
+
+def tangent_of(cell: type[Cell], options: dict[str, Any], bias: bool) -> Tangent:
+    """Return the class of cells for the derivatives of another one, with some options."""
+    key = cell, tuple(options.items()), bias
+    with _lock:
+        found = _tangents.get(key)
+        if found is None:
+            found = _tangents[key] = _make(cell, cell.program_of(options, bias), bias)
+        return found
+
+
+def _make(cell: type[Cell], program: Program, bias: bool) -> Tangent:
+    parameters = declared(cell)
+    names = tuple(shapes_of(cell, 1, 1, bias))
+    owners = {bias_name(name): each for name, each in parameters.items() if each.biased}
+    inputs = frozenset(name for name in names if isinstance(parameters.get(name), Input))
+    prefix = "tangent_"
+    while any(name.startswith(prefix) for name in names):
+        prefix += "tangent_"
+    own: dict[str, Any] = {}
+    for name in names:
+        each = parameters.get(name)
+        if each is None:
+            own[name] = Vector(*_gates("b", len(owners[name].biased)))
+        elif isinstance(each, Input):
+            count = each.blocks
+            own[name] = Input(*_gates("v", count), *_gates("t", count), bias=False)
+        else:
+            own[name] = _alike(each)
+    reads_units = any(
+        INPUT in one.arguments and not (one.operation == "product" and one.about[0] in inputs)
+        for one in topological(program.traced)
+    ) or any(one is INPUT for one in program.traced)
+    if reads_units:
+        own[_UNITS] = Input("x", "t", bias=False)
+    for name in names:
+        if name not in inputs:
+            each = parameters.get(name)
+            own[prefix + name] = (
+                Vector(*_gates("b", len(owners[name].biased))) if each is None else _alike(each)
+            )
+
+    def step(self: Any, x: Any, *states: Any) -> tuple[Node, ...]:
+        return _Step(parameters, bias, program, prefix).derivative(states)
+
+    about = {"__module__": __name__, "__doc__": None, "states": 2 * program.states, "step": step}
+    kind: type[Cell] = type(f"{cell.__name__}Tangent", (Cell,), {**about, **own})
+    return Tangent(kind, names, inputs, reads_units)
+
+
+def _gates(letter: str, count: int) -> list[str]:
+    return [f"{letter}{k}" for k in range(count)]
+
+
+def _alike(each: Any) -> Any:
+    """Return a declaration of a parameter like another one, without a bias."""
+    if isinstance(each, Hidden):
+        return Hidden(*each.gates, bias=False)
+    if isinstance(each, Scalar):
+        return Scalar(0.0)
+    assert isinstance(each, (Vector, Bias)), each
+    return Vector(*each.gates)
+
+
+class _Step:
+    """A step, and the derivative of all that it computes."""
+
+    def __init__(
+        self, parameters: dict[str, Any], bias: bool, program: Program, prefix: str
+    ) -> None:
+        self._parameters, self._bias, self._traced = parameters, bias, program.traced
+        self._prefix = prefix  # of the names of derivatives of parameters
+        self._biases = {
+            (name, gate): (bias_name(name), k)
+            for name, each in parameters.items()
+            for k, gate in enumerate(each.biased)
+        }
+
+    def derivative(self, states: tuple[Node, ...]) -> tuple[Node, ...]:
+        """Return the derivatives of the new states, and these."""
+        count = len(self._traced)
+        known: dict[Node, _Pair] = {}
+        for each in topological(self._traced):
+            if each.operation == "state":
+                (k,) = each.about
+                known[each] = states[count + k], states[k]
+            elif each is INPUT:
+                known[each] = _product(_UNITS, 0, INPUT), _product(_UNITS, 1, INPUT)
+            elif each.operation == "number":
+                known[each] = each, None
+            elif each.operation in ("vector", "scalar"):
+                known[each] = self._parameter(each.operation, *each.about)
+            elif each.operation == "product":
+                known[each] = self._product(each, known)
+            else:
+                known[each] = _elementwise(each.operation, [known[a] for a in each.arguments])
+        pairs = [known[each] for each in self._traced]
+        slopes = (number(0) if slope is None else slope for _, slope in pairs)
+        return *slopes, *(value for value, _ in pairs)
+
+    def _parameter(self, operation: str, name: str, gate: int) -> tuple[Node, Node]:
+        names = name, self._prefix + name
+        value, slope = (node(operation, about=(own, gate)) for own in names)
+        return value, slope
+
+    def _product(self, each: Node, known: dict[Node, _Pair]) -> _Pair:
+        """Return a product and its derivative, ``W v̇ + Ẇ v``."""
+        name, gate, is_transposed = each.about
+        (argument,) = each.arguments
+        parameter = self._parameters[name]
+        slope: Node | None
+        if isinstance(parameter, Input):
+            value = _product(name, gate, INPUT)
+            slope = _product(name, parameter.blocks + gate, INPUT)
+        else:
+            v, v_slope = known[argument]
+            value = _product(name, gate, v, is_transposed)
+            slope = _product(self._prefix + name, gate, v, is_transposed)
+            if v_slope is not None:
+                slope = _product(name, gate, v_slope, is_transposed) + slope
+        place = self._biases.get((name, gate))
+        if self._bias and place is not None and not is_transposed:
+            added, added_slope = self._parameter("vector", *place)
+            value, slope = value + added, slope + added_slope
+        return value, slope
+
+
+def _product(name: str, gate: int, vector: Node, is_transposed: bool = False) -> Node:
+    return node("product", vector, about=(name, gate, is_transposed))
+
+
+def _elementwise(operation: str, pairs: list[_Pair]) -> _Pair:
+    """Return an elementwise operation and its derivative."""
+    values = [value for value, _ in pairs]
+    slopes = [slope for _, slope in pairs]
+    y = apply(operation, *values)
+    if operation == "where":
+        _, a, b = (0 if slope is None else slope for slope in slopes)
+        has_slope = slopes[1] is not None or slopes[2] is not None
+        return y, where(values[0], a, b) if has_slope else None
+    whole: Node | None = None
+    for k, slope in enumerate(slopes):
+        if slope is not None:
+            # The derivative in an argument is a number a unit, so that its transpose is the same.
+            part = OPERATIONS[operation].pull(slope, y, *values)[k]
+            if part is not None:
+                whole = part if whole is None else whole + part
+    return y, whole

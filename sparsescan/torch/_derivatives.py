@@ -1,0 +1,424 @@
+"""Layers of recurrent cells under transforms: any derivative, and any axis of samples or models.
+
+All is made of two functions, a layer forward and its gradients, which transforms of ``torch.func``,
+forward mode and graphs of graphs take apart as they need:
+
+- The derivative of a layer in a direction is a forward pass of the cell that
+  :func:`~sparsescan.recurrent.tangent.tangent_of` makes, and that of its gradients is a backward
+  pass of the same cell, so that there are derivatives of any order.
+- A new axis of inputs or states is one of samples. A new axis of parameters, or of gradients that
+  are not to be summed over samples, is one of *members*: each has parameters or results of its own,
+  and threads share them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..execution.recording import Recording
+from ..execution.threads import lent, share
+from ..kernels.addresses import address_of
+from ..recurrent.definition import shapes_of
+from ..recurrent.recorded import Passes
+from ..recurrent.step_pool import StepPool
+from ..recurrent.tangent import Tangent, tangent_of
+from ._direct import is_eager, is_forward_twice
+from ._plain import run_plain
+from ._recorded import Room, give_scratch, take_scratch
+from ._shapes import Shape, kind_of, network_of, register
+from ._team import ALONE, pytorchs_threads
+
+__all__ = ["run_differentiable"]
+
+_DTYPES = (torch.float32, torch.float64)
+# The axes of samples of lengths, resets, inputs and initial states.
+_SAMPLES = 1, 2, 2, 2
+
+
+def run_differentiable(
+    shape: Shape,
+    x: Tensor,
+    state: Tensor,
+    weights: Sequence[Tensor],
+    lengths: Tensor | None,
+    resets: Tensor | None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs and the last states of a network, which transforms take apart.
+
+    Layers run by kernels; by PyTorch's own operations with other dtypes, on other devices, while
+    calls are traced, and in forward mode of forward mode.
+
+    Parameters
+    ----------
+    shape : Shape
+        The kind and the sizes of the network.
+    x : Tensor, shape (T, batch, inputs)
+        The inputs.
+    state : Tensor, shape (layers · directions, batch, state_size)
+        The initial states.
+    weights : sequence of Tensor
+        The parameters of each direction of each layer.
+    lengths : Tensor of int64 or None
+        How many steps each sample has.
+    resets : Tensor of bool or None
+        Where states begin anew, with zeros.
+    dropout : float
+        Share of the outputs between layers that are dropped.
+    """
+    given = (x, state, *weights)
+    if (
+        is_eager(*given, lengths, resets)
+        and x.numel() > 0
+        and all(each.is_cpu and each.dtype is x.dtype for each in given)
+        and x.dtype in _DTYPES
+        and not torch.is_autocast_enabled("cpu")
+        and not is_forward_twice()
+    ):
+        return _run_layers(shape, x, state, weights, lengths, resets, dropout)
+    kind = kind_of(shape.mode)
+    names = list(shapes_of(kind.cell, 1, 1, shape.has_bias))
+    rows = range(0, len(weights), len(names))
+    cells = [dict(zip(names, weights[k : k + len(names)], strict=True)) for k in rows]
+    about = shape.program, cells, shape.directions, x, state, lengths, dropout, resets
+    return run_plain(kind.cell, *about)
+
+
+def _run_layers(
+    shape: Shape,
+    x: Tensor,
+    state: Tensor,
+    weights: Sequence[Tensor],
+    lengths: Tensor | None,
+    resets: Tensor | None,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    count, rows, lasts = len(weights) // shape.num_layers, shape.directions, []
+    marks = [None if each is None else each[None] for each in (lengths, resets)]
+    for layer in range(shape.num_layers):
+        if layer and dropout:
+            x = torch.nn.functional.dropout(x, dropout)
+        one = shape._replace(input_size=x.shape[-1], num_layers=1)
+        own = [each[None] for each in weights[layer * count : (layer + 1) * count]]
+        begin = state[layer * rows : (layer + 1) * rows]
+        output, last = _Layer.apply(one, *marks, x[None], begin[None], *own)
+        x = output[0]
+        lasts.append(last[0])
+    return x, torch.cat(lasts)
+
+
+class _Layer(torch.autograd.Function):
+    """A layer, for members with parameters of their own.
+
+    It takes lengths and resets, the inputs ``(members, T, batch, inputs)``, the initial states
+    ``(members, directions, batch, state_size)`` and the parameters of each direction, all with an
+    axis of members before the others; and returns the outputs and the last states.
+    """
+
+    @staticmethod
+    def forward(shape: Shape, *tensors: Any) -> tuple[Tensor, ...]:
+        return _passes_of(shape, tensors, has_backward=False).run(tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.shape, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> Any:
+        return None, None, None, *_Gradients.apply(ctx.shape, *above, *ctx.saved_tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, lengths: None, resets: None, *slopes: Tensor | None) -> Any:
+        return _Tangent.of(ctx.shape, ctx.saved_tensors, slopes).forward()
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, shape: Shape, *tensors: Any) -> Any:
+        count, own = info.batch_size, dims[1:]
+        if any(each is not None for each in own[4:]):
+            results = _Layer.apply(shape, *_as_members(count, own, tensors))
+            return _from_members(count, results)
+        pairs = zip(tensors[:4], own, _SAMPLES, strict=False)
+        folded = [_as_samples(count, *each) for each in pairs]
+        output, last = _Layer.apply(shape, *folded, *tensors[4:])
+        return (output.unflatten(2, (count, -1)), last.unflatten(2, (count, -1))), (2, 2)
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of :class:`_Layer` in all tensors, from those in both of its results."""
+
+    @staticmethod
+    def forward(shape: Shape, *tensors: Any) -> tuple[Tensor, ...]:
+        above, given = tensors[:2], tensors[2:]
+        return _passes_of(shape, given, has_backward=True).run(given, above)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.shape, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Any:
+        above, tensors = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+        tangent = _Tangent.of(ctx.shape, tensors, slopes)
+        return None, *tangent.forward(), None, None, *tangent.gradients(*above)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *slopes: Tensor | None) -> Any:
+        above, tensors = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+        tangent = _Tangent.of(ctx.shape, tensors, slopes[4:])
+        results = tangent.gradients(*above)
+        if any(each is not None for each in slopes[:2]):
+            own = _filled(above, slopes[:2])
+            more = _Gradients.apply(ctx.shape, *own, *tensors)
+            results = tuple(a + b for a, b in zip(results, more, strict=True))
+        return results
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, shape: Shape, *tensors: Any) -> Any:
+        count = info.batch_size
+        results = _Gradients.apply(shape, *_as_members(count, dims[1:], tensors))
+        return _from_members(count, results)
+
+
+def _as_members(count: int, dims: Sequence[int | None], tensors: Sequence[Any]) -> list[Any]:
+    """Return tensors whose axes of members have an axis of a transform in them."""
+    folded = []
+    for each, dim in zip(tensors, dims, strict=True):
+        if each is not None:
+            each = each.expand(count, *each.shape) if dim is None else each.movedim(dim, 0)
+            each = each.flatten(0, 1)
+        folded.append(each)
+    return folded
+
+
+def _from_members(count: int, results: Sequence[Tensor]) -> Any:
+    """Return results with an axis of a transform before all others, and where that is."""
+    return tuple(each.unflatten(0, (count, -1)) for each in results), (0,) * len(results)
+
+
+def _as_samples(count: int, tensor: Tensor | None, dim: int | None, place: int) -> Any:
+    """Return a tensor whose axis of samples has an axis of a transform in it."""
+    if tensor is None:
+        return None
+    moved = tensor.expand(count, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return moved.movedim(0, place).flatten(place, place + 1)
+
+
+def _filled(tensors: Sequence[Tensor], slopes: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return derivatives of tensors, zeros for those that are None."""
+    pairs = zip(tensors, slopes, strict=True)
+    return [torch.zeros_like(each) if slope is None else slope for each, slope in pairs]
+
+
+# -- Derivatives -----------------------------------------------------------------------------------
+
+
+class _Tangent(NamedTuple):
+    """A layer that computes the derivative of another one, and what it is given.
+
+    Attributes
+    ----------
+    shape : Shape
+        The layer's.
+    tensors : list of Tensor or None
+        Its lengths, resets, inputs, initial states and parameters.
+    other : Shape
+        The shape of the other layer.
+    """
+
+    shape: Shape
+    tensors: list[Any]
+    other: Shape
+
+    @classmethod
+    def of(cls, shape: Shape, tensors: Sequence[Any], given: Sequence[Tensor | None]) -> _Tangent:
+        """Return the layer for the derivative in a direction, which is `given` for all tensors."""
+        lengths, resets, *own = tensors
+        (x, state, *params), slopes = own, _filled(own, given)
+        x_slope, state_slope, *param_slopes = slopes
+        mode, about = _mode_of(shape.mode, shape.has_bias)
+        whole, size = [], len(about.names)
+        for k in range(0, len(params), size):
+            pairs = params[k : k + size], param_slopes[k : k + size]
+            whole += _joined(about, shape.hidden_size, x, *pairs)
+        made = shape._replace(mode=mode, input_size=2 * shape.input_size, has_bias=True)
+        begin = torch.cat([state_slope, state], -1)
+        return cls(made, [lengths, resets, torch.cat([x, x_slope], -1), begin, *whole], shape)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return the derivatives of the outputs and the last states."""
+        output, last = _Layer.apply(self.shape, *self.tensors)
+        return output, last[..., : last.shape[-1] // 2]
+
+    def gradients(self, in_output: Tensor, in_last: Tensor) -> tuple[Tensor, ...]:
+        """Return the derivatives of the gradients, from those in outputs and last states."""
+        above = in_output, torch.cat([in_last, torch.zeros_like(in_last)], -1)
+        x, state, *params = _Gradients.apply(self.shape, *above, *self.tensors)
+        _, about = _mode_of(self.other.mode, self.other.has_bias)
+        size, found = len(params) // self.other.directions, []
+        for k in range(0, len(params), size):
+            for name, grad in zip(about.names, params[k : k + size], strict=False):
+                if name in about.inputs:
+                    rows, columns = grad.shape[-2] // 2, grad.shape[-1] // 2
+                    grad = grad[..., :rows, :columns] + grad[..., rows:, columns:]
+                found.append(grad)
+        return x[..., : x.shape[-1] // 2], state[..., state.shape[-1] // 2 :], *found
+
+
+def _joined(
+    about: Tangent, units: int, x: Tensor, params: Sequence[Tensor], slopes: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the parameters of a cell for the derivatives of another one."""
+    own, others = [], []
+    for name, param, slope in zip(about.names, params, slopes, strict=True):
+        if name in about.inputs:
+            rows = torch.cat([param, torch.zeros_like(param)], -1)
+            own.append(torch.cat([rows, torch.cat([slope, param], -1)], -2))
+        else:
+            own.append(param)
+            others.append(slope)
+    if about.reads_units:
+        one = torch.eye(2 * units, dtype=x.dtype, device=x.device)
+        own.append(one.expand(len(x), *one.shape))
+    return [*own, *others]
+
+
+def _mode_of(mode: str, has_bias: bool) -> tuple[str, Tangent]:
+    """Return the mode of the cells for derivatives of others, and where parameters come from."""
+    key = mode, has_bias
+    if key not in _modes:
+        kind = kind_of(mode)
+        tangent = tangent_of(kind.cell, kind.options, has_bias)
+        _modes[key] = register(tangent.cell, {}, True), tangent
+    return _modes[key]
+
+
+_modes: dict[tuple[str, bool], tuple[str, Tangent]] = {}
+
+
+# -- Passes ----------------------------------------------------------------------------------------
+
+_MOST = 64  # layers whose recordings are kept, those used last
+_lock = Lock()
+_passes: OrderedDict[_Key, _MemberPasses] = OrderedDict()
+
+
+class _MemberPasses:
+    """The passes of a layer that were recorded for inputs of a shape, for any number of members."""
+
+    def __init__(self, key: _Key) -> None:
+        shape, (steps, batch, _), self._dtype, has_lengths, has_resets, has_backward, _ = key
+        network = network_of(shape)
+        passes = Passes(
+            *(network, steps, batch, str(self._dtype)[6:]),
+            lengths=np.int64 if has_lengths else None,
+            has_resets=has_resets,
+            has_backward=has_backward,
+        )
+        self._forward = passes.forward
+        self._backward: Recording | None = None
+        self._back_nbytes = 0
+        if has_backward:
+            self._backward, self._back_nbytes = passes.backward()
+        cells = [cell for layer in network.cells for cell in layer]
+        self._names = [f"{name} {k}" for k, cell in enumerate(cells) for name in cell.shapes]
+        self._rooms = StepPool(partial(Room, passes.nbytes))
+
+    def run(self, tensors: Sequence[Any], above: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """Return the results of all members, or the gradients if `above` there are gradients."""
+        lengths, resets, x, *others = tensors
+        first, *rest = others
+        flags = None if resets is None else resets.view(torch.uint8)
+        given = [_rows(each) for each in (x, first, lengths, flags, *rest) if each is not None]
+        grads = list(map(_rows, above))
+        results, found = (self._results(each, len(x)) for each in (self._forward, self._backward))
+
+        def run_one(k: int) -> None:
+            room = self._rooms.take()
+            addresses = [each.address(k) for each in (*given, *map(_Rows.of, results.values()))]
+            self._forward.run_at([room.address, *addresses])
+            if self._backward is not None:
+                scratch = take_scratch(self._back_nbytes)
+                addresses = [each.address(k) for each in (*grads, *map(_Rows.of, found.values()))]
+                self._backward.run_at([room.address, address_of(scratch), *addresses])
+                give_scratch(scratch)
+            self._rooms.give_back(room)
+
+        def run_alone(k: int) -> None:
+            with lent(ALONE):
+                run_one(k)
+
+        with pytorchs_threads():
+            if len(x) == 1:
+                run_one(0)
+            else:
+                share(run_alone, len(x))
+        if self._backward is None:
+            return results["output"], results["last"]
+        return found["input"], found["state"], *(found[name] for name in self._names)
+
+    def _results(self, recording: Recording | None, members: int) -> dict[str, Tensor]:
+        return {
+            each.name: torch.empty((members, *each.shape), dtype=self._dtype, device="cpu")
+            for each in ([] if recording is None else recording.results)
+        }
+
+
+class _Key(NamedTuple):
+    """What recordings of a layer depend on: its shape, and that of a member's inputs among it."""
+
+    shape: Shape
+    x: torch.Size
+    dtype: torch.dtype
+    has_lengths: bool
+    has_resets: bool
+    has_backward: bool
+    threads: int
+
+
+class _Rows(NamedTuple):
+    """Where the members of a tensor are, each of which is contiguous."""
+
+    tensor: Tensor
+    begin: int
+    step: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Rows:
+        """Return where those of a tensor are."""
+        return cls(tensor, tensor.data_ptr(), tensor.stride(0) * tensor.itemsize)
+
+    def address(self, member: int) -> int:
+        """Return where a member begins."""
+        return self.begin + member * self.step
+
+
+def _rows(tensor: Tensor) -> _Rows:
+    """Return where the members of any tensor are, maybe those of a copy."""
+    tensor = tensor.resolve_neg()
+    return _Rows.of(tensor if tensor[0].is_contiguous() else tensor.contiguous())
+
+
+def _passes_of(shape: Shape, tensors: Sequence[Any], *, has_backward: bool) -> _MemberPasses:
+    lengths, resets, x, *_ = tensors
+    about = lengths is not None, resets is not None, has_backward, torch.get_num_threads()
+    key = _Key(shape, x.shape[1:], x.dtype, *about)
+    with _lock:
+        found = _passes.get(key)
+        if found is None:
+            found = _passes[key] = _MemberPasses(key)
+            while len(_passes) > _MOST:
+                _passes.popitem(last=False)
+        _passes.move_to_end(key)
+        return found

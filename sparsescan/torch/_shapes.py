@@ -1,0 +1,134 @@
+"""Kinds of recurrent networks, by the names that PyTorch's operators know them by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import InputError
+from ..recurrent import Cell, GRUCell, LSTMCell, Recurrent, RNNCell
+from ..recurrent.definition import read_options, shapes_of
+from ..recurrent.program import Program
+from ..recurrent.recorded import program_text
+
+__all__ = ["Kind", "Shape", "kind_of", "names_of", "network_of", "register"]
+
+
+class Kind(NamedTuple):
+    """A class of cells, and the options that its cells are made with."""
+
+    cell: type[Cell]
+    options: dict[str, Any]
+
+    def program(self, has_bias: bool) -> Program:
+        """Return what a step computes."""
+        return self.cell.program_of(self.options, has_bias)
+
+
+# PyTorch's modes come first; other names have a digest of what is computed, so that one that a
+# compiled graph remembers never means anything else.
+_PYTORCHS = frozenset(("RNN_TANH", "RNN_RELU", "GRU", "LSTM"))
+_kinds: dict[str, Kind] = {
+    "RNN_TANH": Kind(RNNCell, {"nonlinearity": "tanh"}),
+    "RNN_RELU": Kind(RNNCell, {"nonlinearity": "relu"}),
+    "GRU": Kind(GRUCell, {}),
+    "LSTM": Kind(LSTMCell, {}),
+}
+
+
+def register(cell: type[Cell], options: dict[str, Any], has_bias: bool) -> str:
+    """Return the mode of a class of cells: a name that the operators know it by from now on."""
+    kind = Kind(cell, read_options(cell, options))
+    mode = f"{cell.__name__}.{program_text(cell, kind.program(has_bias))[:32]}"
+    _kinds.setdefault(mode, kind)
+    return mode
+
+
+def kind_of(mode: str) -> Kind:
+    """Return what is registered by a name."""
+    kind = _kinds.get(mode)
+    if kind is None:
+        raise InputError(
+            f"{mode} is no mode of a recurrent network here; expected one of {sorted(_kinds)}: a "
+            "graph of another process needs its modules, which register their cells"
+        )
+    return kind
+
+
+class Shape(NamedTuple):
+    """The kind and the sizes of a network.
+
+    Attributes
+    ----------
+    mode : str
+        PyTorch's, ``"GRU"``, ``"LSTM"``, ``"RNN_TANH"`` or ``"RNN_RELU"``, or what
+        :func:`register` returned.
+    has_bias, bidirectional : bool
+        As in PyTorch.
+    """
+
+    mode: str
+    input_size: int
+    hidden_size: int
+    num_layers: int
+    has_bias: bool
+    bidirectional: bool
+
+    @classmethod
+    def of(cls, x: Tensor, about: tuple[Any, ...]) -> Shape:
+        """Return the shape of a network for an input of shape ``(T, batch, input_size)``."""
+        mode, *sizes = about
+        return cls(mode, x.shape[2], *sizes)
+
+    @property
+    def directions(self) -> int:
+        """How many directions a layer has."""
+        return 1 + self.bidirectional
+
+    @property
+    def program(self) -> Program:
+        """What a step of its cells computes."""
+        return kind_of(self.mode).program(self.has_bias)
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a cell's state: ``[h, c]`` of an LSTM."""
+        return self.hidden_size * self.program.states
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the parameters, in the order of the operators."""
+        shapes = shapes_of(kind_of(self.mode).cell, 1, 1, self.has_bias)
+        return tuple(
+            Recurrent.name_of(name, layer, back)
+            for layer in range(self.num_layers)
+            for back in range(self.directions)
+            for name in shapes
+        )
+
+
+def _names(mode: str, num_layers: int, has_bias: bool, bidirectional: bool) -> tuple[str, ...]:
+    return Shape(mode, 1, 1, num_layers, has_bias, bidirectional).names()
+
+
+# Which `torch.compile` need not look into.
+names_of: Callable[[str, int, bool, bool], tuple[str, ...]] = torch.compiler.assume_constant_result(
+    _names
+)
+
+
+def network_of(shape: Shape, kept: Sequence[NDArray[np.bool_] | None] = ()) -> Recurrent:
+    """Return a network of a shape, with parameters of its own, and the weights that are kept."""
+    kind = kind_of(shape.mode)
+    named = zip(shape.names(), kept, strict=bool(kept))
+    return Recurrent(
+        *(kind.cell, shape.input_size, shape.hidden_size, shape.num_layers, shape.has_bias),
+        bidirectional=shape.bidirectional,
+        masks={name: each for name, each in named if each is not None},
+        rng=0,
+        **kind.options,
+    )
