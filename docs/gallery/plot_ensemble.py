@@ -123,7 +123,9 @@ for ax, (name, (push, angle)) in zip(axes, runs.items(), strict=True):
     ax.set_ylabel("angle")
     ax.spines[["top", "right"]].set_visible(False)
 names = ["two standard deviations of the members", "their mean", "measured"]
-fig.legend([band, line, points], names, frameon=False, ncols=3, fontsize=9, loc="outside upper right")
+fig.legend(
+    [band, line, points], names, frameon=False, ncols=3, fontsize=9, loc="outside upper right"
+)
 axes[1].set(xlabel="step", xlim=(0, STEPS - 1))
 assert spreads[1] > 2 * spreads[0]
 plt.show()

@@ -35,6 +35,11 @@ class Kept:
         self._is_kept = is_kept.reshape(-1).astype(np.int8)
 
     @cached_property
+    def count(self) -> int:
+        """How many are kept."""
+        return int(np.count_nonzero(self._is_kept))
+
+    @cached_property
     def places(self) -> Tensor:
         """Where kept weights are among all, in order."""
         return torch.from_numpy(np.flatnonzero(self._is_kept))

@@ -24,13 +24,13 @@ from ..execution.recording import Recording, Result
 from ..kernels.addresses import address_of
 from ..recurrent.recorded import Passes
 from ..recurrent.step_pool import StepPool
-from ._direct import has_saving_hooks, is_direct
+from ._direct import has_saving_hooks, is_direct, is_transformed
 from ._recorded import ResultTensor, Room, give_scratch, run, take_scratch
 from ._recurrent_op import forget_steps, gradients
 from ._shapes import Shape, network_of
 from ._times import Key, predict
 
-__all__ = ["find", "key_of", "only", "prepare", "run_often"]
+__all__ = ["find", "is_left", "key_of", "leave", "left_key", "only", "prepare", "run_often"]
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _DTYPES = frozenset((torch.float32, torch.float64))
@@ -322,6 +322,34 @@ def find(key: tuple[Any, ...]) -> Prepared | bool:
     return found is True
 
 
+# Calls that are PyTorch's, by what can be asked in no time: parameters make no difference to these.
+_left: set[tuple[Any, ...]] = set()
+
+
+def left_key(module: Any, given: Any, hx: Any) -> tuple[Any, ...] | None:
+    """Return what :func:`is_left` finds a call by; None for what is no plain tensor."""
+    if type(given) is not Tensor or is_transformed():
+        return None
+    return (
+        *(module.mode, module.hidden_size, module.num_layers, module.bidirectional),
+        *(module.batch_first, given.shape, given.dtype, hx is None, torch.is_grad_enabled()),
+        torch.get_num_threads(),
+    )
+
+
+def is_left(key: tuple[Any, ...] | None) -> bool:
+    """Return whether a call is known to be PyTorch's."""
+    return key in _left
+
+
+def leave(key: tuple[Any, ...] | None) -> None:
+    """Let calls be PyTorch's from now on."""
+    if key is not None:
+        if len(_left) >= _MOST:
+            _left.clear()
+        _left.add(key)
+
+
 def prepare(key: tuple[Any, ...], *, may_be_theirs: bool) -> Prepared | bool:
     """Return what :func:`find` does, having chosen a kernel, or counted the call.
 
@@ -398,12 +426,17 @@ def only(kernels: str) -> Iterator[None]:
     """
     global _only
     before, _only = _only, kernels
-    _calls.clear()
+    _forget()
     try:
         yield
     finally:
         _only = before
-        _calls.clear()
+        _forget()
+
+
+def _forget() -> None:
+    _calls.clear()
+    _left.clear()
 
 
 def _is_theirs(key: Key) -> bool:

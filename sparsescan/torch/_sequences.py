@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..errors import InputError, InputTypeError, short
 from ._derivatives import run_differentiable
 from ._direct import is_recorded, is_transformed
-from ._prepared import find, key_of, prepare
+from ._prepared import find, is_left, key_of, leave, left_key, prepare
 from ._recurrent_op import has_kernels, run
 from ._resets import check_resets
 from ._shapes import Shape, names_of
@@ -87,12 +87,16 @@ class Sequences:
         InputError, InputTypeError
             If resets have another shape, or are no bools.
         """
-        key = None
+        key = left = None
         if resets is None and not torch.compiler.is_compiling():
+            if self._theirs is not None:
+                left = left_key(self, input, hx)
+                if is_left(left):
+                    return self._theirs.forward(self, input, hx)
             own: list[Any] = list(map(self._parameters.get, self._flat_weights_names))
             key = key_of(self, input, hx, own)
         if key is not None:
-            results = self._called(find(key), input, hx, own)
+            results = self._called(find(key), input, hx, own, left)
             if results is not None:
                 return results
         weights: list[Tensor] = [weight for each in self.all_weights for weight in each]
@@ -105,14 +109,15 @@ class Sequences:
             check_resets(resets, input)
         if key is not None:
             call = prepare(key, may_be_theirs=self._theirs is not None)
-            results = self._called(call, input, hx, own)
+            results = self._called(call, input, hx, own, left)
             if results is not None:
                 return results
         return self._whole(input, hx, weights, self._run, resets)
 
-    def _called(self, call: Any, given: Any, hx: Any, weights: list[Any]) -> Any:
+    def _called(self, call: Any, given: Any, hx: Any, weights: list[Any], left: Any) -> Any:
         """Return what a prepared call, or PyTorch's kernel, does; None if neither is to run."""
         if call is True:
+            leave(left)
             return self._theirs.forward(self, given, hx)
         return call(given, hx, weights) if call and call.takes(hx, weights) else None
 

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsescan.torch import sequential
+
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -20,8 +22,10 @@ def events(kind: str) -> st.SearchStrategy[list[str]]:
 
 @given(SEEDS, events("stack"))
 def test_lives_of_stacks(seed: int, names: list[str]) -> None:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
+        if seed % 4:  # PyTorch computes small stacks of linear layers
+            patch.setattr(sequential, "_is_slower", lambda *_: False)
         fuzz_lives.live("stack", seed, names)
 
 

@@ -23,6 +23,15 @@ from sparsescan.torch import Sequential, convert, sequential
 EPS = torch.finfo(torch.float64).eps
 
 
+is_slower = sequential._is_slower
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernels run however small a stack is."""
+    monkeypatch.setattr(sequential, "_is_slower", lambda *_: False)
+
+
 def stack(seed: int) -> tuple[nn.Sequential, Tensor]:
     """Return a random stack, some of its weights pruned, and an input."""
     rng = np.random.default_rng(seed)
@@ -446,3 +455,26 @@ def test_convert() -> None:
     torch.testing.assert_close(model["body"](x), expected)
     assert ran_here(model["body"])
     assert convert(model).replaced == []
+
+
+@pytest.mark.parametrize(("units", "batch", "is_ours"), [(32, 4, False), (1024, 256, True)])
+def test_the_faster_of_both_computes(
+    units: int, batch: int, is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results are right whoever computes, and masks are looked at again after a while."""
+    monkeypatch.setattr(sequential, "_is_slower", is_slower)
+    torch.manual_seed(0)
+    theirs = nn.Sequential(nn.Linear(units, units), nn.ReLU(), nn.Linear(units, 3)).double()
+    prune.random_unstructured(theirs[0], "weight", 0.9)
+    ours, x = ours_of(theirs), torch.randn(batch, units, dtype=torch.float64)
+    for _ in range(sequential._AGAIN + 3):
+        with torch.no_grad():
+            torch.testing.assert_close(ours(x), theirs(x))
+        assert ran_here(ours) == is_ours
+    prune.random_unstructured(theirs[0], "weight", 0.5)
+    for some in (x, x[: batch // 2]):
+        expected = gradients(theirs, some, torch.ones(len(some), 3))
+        for one, other in zip(
+            gradients(ours, some, torch.ones(len(some), 3)), expected, strict=True
+        ):
+            torch.testing.assert_close(one, other)
