@@ -68,7 +68,8 @@ class Pattern(Frozen):
     Parameters
     ----------
     indptr : array_like of int, shape (rows + 1,)
-        Row ``i`` has its columns at ``indices[indptr[i]:indptr[i + 1]]``.
+        Row ``i`` has its columns at ``indices[indptr[i]:indptr[i + 1]]``; or a CSR matrix of SciPy,
+        which has all that follows.
     indices : array_like of int, shape (nnz,)
         Column indices, increasing within each row.
     shape : tuple of int
@@ -98,6 +99,9 @@ class Pattern(Frozen):
     Pattern((2, 2), nnz=3, general)
     >>> Pattern([0, 1, 2], [0, 1], (2, 2)) is Pattern.diagonal(2)
     True
+    >>> import scipy.sparse as sp
+    >>> Pattern(sp.csr_array([[1.0, 0.0], [2.0, 3.0]]))
+    Pattern((2, 2), nnz=3, general)
     """
 
     __slots__ = ("__weakref__", "_indices", "_indptr", "key", "kind", "nnz", "shape")
@@ -110,9 +114,21 @@ class Pattern(Frozen):
     _indices: NDArray[np.integer[Any]] | None
 
     def __new__(
-        cls, indptr: ArrayLike, indices: ArrayLike, shape: tuple[int, int], *, name: str = "pattern"
+        cls,
+        indptr: Any,
+        indices: ArrayLike | None = None,
+        shape: tuple[int, int] | None = None,
+        *,
+        name: str = "pattern",
     ) -> Pattern:
         """Return the pattern with these arrays; `name` is what an error calls them."""
+        if indices is None or shape is None:
+            if indices is not None or shape is not None or getattr(indptr, "format", "") != "csr":
+                raise InputTypeError(
+                    f"{name} is made of {short(indptr)} alone; expected a CSR matrix, or indptr, "
+                    "indices and shape"
+                )
+            indptr, indices, shape = indptr.indptr, indptr.indices, indptr.shape
         shape = check_shape(name, shape)
         indptr, indices = check_index_arrays(name, indptr, indices, shape)
         row = unsorted_row(indptr, indices)

@@ -191,6 +191,21 @@ def test_index_arrays_must_be_integers(bad):
         Pattern([0, 1, 3], bad, (2, 3))
 
 
+@pytest.mark.parametrize("kind", [sp.csr_array, sp.csr_matrix])
+def test_a_matrix_has_a_pattern(kind):
+    matrix = kind(sp.random(5, 7, 0.3, random_state=0))
+    expected = Pattern(matrix.indptr, matrix.indices, matrix.shape)
+    assert Pattern(matrix) is expected
+    matrix.indices[:] = 0
+    assert Pattern(expected.indptr, expected.indices, (5, 7)) is expected
+
+
+@pytest.mark.parametrize("given", [([0, 1],), (sp.csc_array((2, 2)),), (sp.csr_array((2, 2)), [0])])
+def test_a_pattern_needs_all_of_its_parts(given):
+    with pytest.raises(InputTypeError, match=r"pattern is made of .* alone; expected a CSR matrix"):
+        Pattern(*given)
+
+
 def test_products_must_chain():
     with pytest.raises(InputError, match=r"\(2, 3\) and \(2, 3\); the inner must agree"):
         product(Pattern.dense((2, 3)), Pattern.dense((2, 3)))
