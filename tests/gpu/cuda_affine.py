@@ -103,7 +103,7 @@ def agree(actual: list[Any], expected: list[Array], dtype: Any) -> None:
         assert np.abs(one.get() - other).max(initial=0) <= 1000 * np.finfo(dtype).eps * scale
 
 
-@settings(max_examples=examples(16) if IN_PYTHON else 2)
+@settings(max_examples=examples(12) if IN_PYTHON else 2)
 @given(st.integers(0, 2**32))
 def test_states_and_gradients(cupy: Any, seed: int) -> None:
     case = Case(seed)

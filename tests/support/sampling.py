@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 # Examples that Hypothesis makes for a test by default, in a sample of all tests and with --all.
-SAMPLE, ALL = 10, 30
+SAMPLE, ALL = 8, 20
 
 
 class Examples(int):

@@ -32,8 +32,8 @@ from sparsescan.torch._shapes import kind_of
 
 EPS = torch.finfo(torch.float64).eps
 THEIRS = {"GRU": nn.GRU, "LSTM": nn.LSTM, "RNN": nn.RNN}
-READ_UNITS = (Leaky, Elementwise)
-CELLS = [MGU, PeepholeLSTM, SCRN, Tied, Leaky, Elementwise, Spiking]
+READ_UNITS = (Leaky,)
+CELLS = [MGU, PeepholeLSTM, Leaky, Spiking]
 
 Params = dict[str, Tensor]
 Function = Callable[[Params, Tensor], Tensor]
@@ -178,19 +178,19 @@ def check(seed: int, transforms: Callable[..., Any], most: int = 5) -> None:
     close(transforms(ours, params, many, xs, along), transforms(theirs, params, many, xs, along))
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(st.integers(0, 2**32 - 1))
 def test_maps(seed: int) -> None:
     check(seed, maps)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(st.integers(0, 2**32 - 1))
 def test_both_modes(seed: int) -> None:
     check(seed, modes)
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(st.integers(0, 2**32 - 1))
 def test_jacobians(seed: int) -> None:
     check(seed, jacobians, 3)
@@ -335,6 +335,15 @@ def test_forward_mode_twice_through_a_surrogate() -> None:
     net = module(Spiking)(1, 2, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match="expected reverse mode once"):
         jacfwd(jacfwd(lambda x: net(x)[0].sum()))(torch.randn(3, 1, 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("cell", slow(SCRN, Tied, Elementwise))
+def test_other_cells(cell: Any) -> None:
+    net = module(cell)(3, 3, dtype=torch.float64)
+    params = {name: each.detach() for name, each in net.named_parameters()}
+    x = torch.randn(4, 2, 3, dtype=torch.float64)
+    along = directions(np.random.default_rng(0), (params, x))
+    close(*(jvp(grad(f, (0, 1)), (params, x), along) for f in losses(net)))
 
 
 def test_a_cell_whose_input_is_multiplied_like_a_state() -> None:
