@@ -24,7 +24,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stac
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import sparsescan.torch
-from sparsescan.recurrent import Cell, Hidden, Input, catalogue, relu
+from sparsescan.recurrent import Cell, Hidden, Input, relu
 from sparsescan.recurrent.definition import shapes_of
 from sparsescan.torch import _derivatives, module
 from sparsescan.torch._plain import run_plain
@@ -194,19 +194,6 @@ def test_both_modes(seed: int) -> None:
 @given(st.integers(0, 2**32 - 1))
 def test_jacobians(seed: int) -> None:
     check(seed, jacobians, 3)
-
-
-@pytest.mark.parametrize("name", ["MGU", *slow(*catalogue.__all__)])
-def test_derivatives_of_each_cell_of_the_catalogue(name: str) -> None:
-    torch.manual_seed(0)
-    net = module(getattr(catalogue, name))(3, 3, dtype=torch.float64)
-    params = {name: each.detach() for name, each in net.named_parameters()}
-    x = torch.randn(4, 2, 3, dtype=torch.float64)
-    along = directions(np.random.default_rng(0), (params, x))
-    results = [
-        (jvp(f, (params, x), along), jvp(grad(f, (0, 1)), (params, x), along)) for f in losses(net)
-    ]
-    close(*results)
 
 
 @pytest.mark.parametrize("kind", list(THEIRS))
