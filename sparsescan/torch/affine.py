@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,8 @@ from ..kernels.addresses import address_of
 from ..recurrent.step_pool import StepPool
 from ..symbolic.pattern import Pattern
 from ._arrays import array_of, here, tensor_of
-from ._direct import is_direct
+from ._direct import is_direct, is_eager, is_mapped, is_transformed
+from ._once import over_maps
 from ._recorded import ResultTensor, Room, give_scratch, run, take_scratch
 
 __all__ = ["affine_scan"]
@@ -36,10 +38,10 @@ def affine_scan(
     """Return the states of a linear recurrence in the order of time, ``y_t = A_t y_{t-1} + b_t``.
 
     As :func:`sparsescan.affine_scan`, for tensors of PyTorch, and differentiable any number of
-    times in all of them. It is one operator, registered with ``torch.library``, so that
-    ``torch.compile`` keeps a graph whole. Contiguous tensors are not copied, nor are transposed
-    dense matrices in host memory. Tensors on a CUDA device are scanned there, on PyTorch's current
-    stream, where CuPy is installed.
+    times in all of them, in both modes, and under the transforms of ``torch.func``. It is one
+    operator, registered with ``torch.library``, so that ``torch.compile`` keeps a graph whole.
+    Contiguous tensors are not copied, nor are transposed dense matrices in host memory. Tensors on
+    a CUDA device are scanned there, on PyTorch's current stream, where CuPy is installed.
 
     Parameters
     ----------
@@ -119,8 +121,12 @@ def affine_scan(
             call = _recurrence_of(matrices, offsets, initial, pattern, transposed)
         direct: Tensor = _Scan.apply(matrices, offsets, initial, pattern, transposed, call)
         return direct
+    given = matrices, offsets, initial
+    if is_transformed() and is_eager(*given):
+        transformed: Tensor = _Transformed.apply(*given, pattern, transposed)
+        return transformed
     indptr, indices = _tensors_of(pattern)
-    states: Tensor = _affine_scan(matrices, offsets, initial, indptr, indices, transposed)
+    states: Tensor = _affine_scan(*given, indptr, indices, transposed)
     return states
 
 
@@ -235,14 +241,38 @@ def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
     if indptr is None:
         indptr, indices = _tensors_of(ctx.pattern)
     about = indptr, indices, ctx.transposed
-    if torch.is_grad_enabled():
-        gradients = _differentiable_backward(grads, states, matrices, initial, *about)
+    if is_mapped(grads):
+        backward = partial(_on_all, _pattern(indptr, indices), about)
+        gradients = over_maps(backward, [grads, states, matrices, initial])
+    elif torch.is_grad_enabled():
+        gradients = _on_all(ctx.pattern, about, grads, states, matrices, initial)
     else:
         is_plain = is_direct(grads, states, matrices, initial)
         call = _backward if is_plain else _affine_scan_backward
         gradients = call(grads, states, matrices, initial, *about, needs_matrices)
     in_matrices = gradients[2] if needs_matrices else None
     return (*_shared(ctx, initial, in_matrices, *gradients[:2]), None, None, None)
+
+
+def _on_all(
+    pattern: Pattern | None,
+    about: tuple[Any, ...],
+    grads: Tensor,
+    states: Tensor,
+    matrices: Tensor,
+    initial: Tensor | None,
+) -> list[Tensor]:
+    """Return the gradients by functions that have derivatives."""
+    indptr, indices, _ = about
+
+    def scan(matrices: Tensor, offsets: Tensor, initial: Tensor, transposed: bool) -> Tensor:
+        if is_transformed():
+            result: Tensor = _Transformed.apply(matrices, offsets, initial, pattern, transposed)
+        else:
+            result = _affine_scan(matrices, offsets, initial, indptr, indices, transposed)
+        return result
+
+    return _differentiable_backward(scan, grads, states, matrices, initial, *about)
 
 
 def _shared(
@@ -284,7 +314,143 @@ class _Scan(torch.autograd.Function):
     backward = staticmethod(_differentiate)
 
 
+class _Transformed(torch.autograd.Function):
+    """The states, for transforms of ``torch.func`` and forward mode: a map makes more samples."""
+
+    @staticmethod
+    def forward(
+        matrices: Tensor,
+        offsets: Tensor | None,
+        initial: Tensor | None,
+        pattern: Pattern | None,
+        transposed: bool,
+    ) -> Tensor:
+        return _scan(matrices, offsets, initial, pattern, transposed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        matrices, offsets, initial, ctx.pattern, ctx.transposed = inputs
+        ctx.offsets_dim = None if offsets is None else offsets.dim()
+        ctx.save_for_backward(matrices, initial, output)
+        ctx.save_for_forward(matrices, initial, output)
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> Any:
+        matrices, initial, states = ctx.saved_tensors
+        about = *_tensors_of(ctx.pattern), ctx.transposed
+        given = grads, states, matrices, initial
+        in_offsets, in_initial, in_matrices = _on_all(ctx.pattern, about, *given)
+        if ctx.offsets_dim is not None and ctx.offsets_dim < in_offsets.dim():
+            in_offsets = in_offsets.sum(1)
+        if initial is not None and initial.dim() < in_initial.dim():
+            in_initial = in_initial.sum(0)
+        return (
+            in_matrices,
+            None if ctx.offsets_dim is None else in_offsets,
+            None if initial is None else in_initial,
+            None,
+            None,
+        )
+
+    @staticmethod
+    def jvp(
+        ctx: Any,
+        in_matrices: Tensor | None,
+        in_offsets: Tensor | None,
+        in_initial: Tensor | None,
+        *_: Any,
+    ) -> Tensor:
+        """Return ``ẏ_t = A_t ẏ_{t-1} + (Ȧ_t y_{t-1} + ḃ_t)``, which is a recurrence, too."""
+        matrices, initial, states = ctx.saved_tensors
+        added = torch.zeros_like(states)
+        if in_offsets is not None:
+            wide = in_offsets.dim() == states.dim()
+            added = added + (in_offsets if wide else in_offsets.unsqueeze(1))
+        if in_matrices is not None and len(states):
+            begin = states.new_zeros(states.shape[1:]) if initial is None else initial
+            before = torch.cat([begin.expand(states.shape[1:])[None], states[:-1]])
+            added = added + _applied(in_matrices, before, ctx.pattern, ctx.transposed)
+        slope: Tensor = _Transformed.apply(matrices, added, in_initial, ctx.pattern, ctx.transposed)
+        return slope
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        dims: Any,
+        matrices: Tensor,
+        offsets: Tensor | None,
+        initial: Tensor | None,
+        pattern: Pattern | None,
+        transposed: bool,
+    ) -> tuple[Tensor, int]:
+        count, own = info.batch_size, 2 if pattern is None else 1
+        given = (matrices, 1, own), (offsets, 1, 1), (initial, 0, 1)
+        batch = next(
+            (
+                each.shape[lead + (dim is not None and dim <= lead)]
+                for (each, lead, rest), dim in zip(given, dims, strict=False)
+                if each is not None and each.dim() - (dim is not None) > lead + rest
+            ),
+            None,
+        )
+        folded = [
+            _folded(each, dim, lead, lead + rest, count, batch)
+            for (each, lead, rest), dim in zip(given, dims, strict=False)
+        ]
+        states = _Transformed.apply(*folded, pattern, transposed)
+        return (states if batch is None else states.unflatten(1, (count, batch))), 1
+
+
+def _folded(
+    each: Tensor | None, dim: int | None, lead: int, least: int, count: int, batch: int | None
+) -> Tensor | None:
+    """Return an argument whose samples are those of all maps, unless all of them share it.
+
+    Samples come behind `lead` axes, and without samples there are `least` axes.
+    """
+    if each is None:
+        return None
+    has_batch = each.dim() - (dim is not None) > least
+    if dim is None:
+        if not has_batch:
+            return each
+        each = each.unsqueeze(lead).expand(*each.shape[:lead], count, *each.shape[lead:])
+    else:
+        each = each.movedim(dim, lead)
+    if batch is None:
+        return each
+    if not has_batch:
+        each = each.unsqueeze(lead + 1)
+        each = each.expand(*each.shape[: lead + 1], batch, *each.shape[lead + 2 :])
+    return each.flatten(lead, lead + 1)
+
+
+def _rows(indptr: Tensor, indices: Tensor) -> Tensor:
+    """Return the row of each entry of a pattern."""
+    return torch.repeat_interleave(indptr.diff(), output_size=len(indices))
+
+
+def _applied(
+    matrices: Tensor, vectors: Tensor, pattern: Pattern | None, transposed: bool
+) -> Tensor:
+    """Return products of matrices, or of values on a pattern, and vectors."""
+    wide = vectors.dim() > matrices.dim() - (1 if pattern is None else 0)
+    if wide:
+        matrices = matrices.unsqueeze(1)
+    if pattern is None:
+        matrices = matrices.mT if transposed else matrices
+        return (matrices @ vectors.unsqueeze(-1)).squeeze(-1)
+    indptr, indices = _tensors_of(pattern)
+    assert indptr is not None
+    assert indices is not None
+    rows = _rows(indptr, indices)
+    to, read = (indices, rows) if transposed else (rows, indices)
+    products = matrices * vectors[..., read]
+    return torch.zeros_like(vectors).index_add(-1, to, products)
+
+
 def _differentiable_backward(
+    scan: Callable[[Tensor, Tensor, Tensor, bool], Tensor],
     grads: Tensor,
     states: Tensor,
     matrices: Tensor,
@@ -297,7 +463,7 @@ def _differentiable_backward(
     if not len(grads):
         return [grads, grads.new_zeros(grads.shape[1:]), torch.zeros_like(matrices)]
     later = torch.cat([grads[:-1].flip(0), torch.zeros_like(grads[:1])])
-    back = _affine_scan(matrices.flip(0), later, grads[-1], indptr, indices, not transposed)
+    back = scan(matrices.flip(0), later, grads[-1], not transposed)
     in_offsets = torch.cat([back[:-1].flip(0), grads[-1:]])
     begin = grads.new_zeros(grads.shape[1:]) if initial is None else initial
     before = torch.cat([begin.expand(grads.shape[1:])[None], states[:-1]])
@@ -305,7 +471,7 @@ def _differentiable_backward(
     if indptr is None or indices is None:
         in_matrices = left[..., :, None] * right[..., None, :]
     else:
-        rows = torch.repeat_interleave(indptr.diff(), output_size=len(indices))
+        rows = _rows(indptr, indices)
         in_matrices = left[..., rows] * right[..., indices]
     if in_matrices.dim() > matrices.dim():
         in_matrices = in_matrices.sum(1)

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from sampling import slow
 from torch import Tensor
+from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 from sparsescan import DeviceError, InputError, InputTypeError, Pattern
 from sparsescan.symbolic.pattern import of_mask
@@ -59,18 +60,22 @@ class Case:
         return affine_scan(matrices, offsets, initial, **options)
 
     def loop(self) -> Tensor:
-        a = self.matrices
+        return self.by_loop(*self.inputs)
+
+    def by_loop(self, *inputs: Tensor) -> Tensor:
+        a, *rest = inputs
+        offsets = None if self.offsets is None else rest.pop(0)
+        initial = rest.pop(0) if rest else None
         if not self.is_dense:
-            whole = a.new_zeros(*a.shape[:-1], *self.kept.shape)
-            whole[..., self.kept] = a
-            a = whole
-        a = a.mT if self.transposed else a
+            places = torch.eye(self.kept.numel(), dtype=a.dtype)[self.kept.flatten()]
+            a = torch.einsum("...e,eij->...ij", a, places.reshape(-1, *self.kept.shape))
+        product = "...ji,...j->...i" if self.transposed else "...ij,...j->...i"
         size = a.shape[-1]
-        y = a.new_zeros(size) if self.initial is None else self.initial
+        y = a.new_zeros(size) if initial is None else initial
         states = []
         for t in range(len(a)):
-            y = (a[t] @ y[..., None])[..., 0]
-            y = y if self.offsets is None else y + self.offsets[t]
+            y = torch.einsum(product, a[t], y)
+            y = y if offsets is None else y + offsets[t]
             states.append(y)
         return torch.stack(torch.broadcast_tensors(*states))
 
@@ -135,10 +140,10 @@ def test_compiled_graphs_stay_whole() -> None:
         grads = [each.grad for each in case.inputs]
         if call is loss:
             expected = grads
-    for grad, right in zip(grads, expected, strict=True):
-        assert grad is not None
+    for one, right in zip(grads, expected, strict=True):
+        assert one is not None
         assert right is not None
-        torch.testing.assert_close(grad, right, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(one, right, rtol=1e-12, atol=1e-12)
 
 
 def test_only_what_requires_it_has_a_gradient() -> None:
@@ -185,3 +190,55 @@ def test_recordings_are_as_many_as_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
         turned = torch.rand(2, 5).t()  # not contiguous
         states = affine_scan(turned, initial=torch.ones(2), pattern=Pattern.diagonal(2))
     assert torch.allclose(states, turned.cumprod(0))
+
+
+def maps(f: Any, inputs: list[Tensor], many: list[Tensor], along: list[Tensor]) -> list[Any]:
+    """Return results of transforms of a function of some tensors."""
+    every = tuple(range(len(inputs)))
+    one = [f(*inputs), *jacrev(f, every)(*inputs)]
+    some = (0, *[None] * (len(inputs) - 1))
+    return [
+        *one,
+        *jacfwd(f, every)(*inputs),
+        *jvp(f, tuple(inputs), tuple(along)),
+        *jvp(grad(lambda *given: f(*given).square().sum(), every), tuple(inputs), tuple(along)),
+        vmap(f)(*many),
+        vmap(f, some)(many[0], *inputs[1:]),
+        vmap(f, (None, *[0] * (len(inputs) - 1)))(inputs[0], *many[1:]) if len(inputs) > 1 else one,
+        *vmap(grad(lambda *given: f(*given).sin().sum(), every))(*many),
+        *vmap(vmap(grad(lambda *given: f(*given).sin().sum(), every)))(*(m[None] for m in many)),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@given(st.integers(0, 2**32))
+def test_transforms(seed: int) -> None:
+    """Of all arguments, whether samples share them or not."""
+    case = Case(seed, most=4)
+    inputs = [each.detach() for each in case.inputs]
+    many = [torch.stack([each, -0.5 * each, each.sin()]) for each in inputs]
+    along = [torch.randn_like(each) for each in inputs]
+    found = [maps(case.run, inputs, many, along)]
+    try:
+        found.append(maps(case.by_loop, inputs, many, along))
+    except RuntimeError as error:
+        # Of PyTorch (2.13), by views of some sizes in forward mode.
+        assume("INTERNAL ASSERT" not in str(error))
+        raise
+    leaves = map(torch.utils._pytree.tree_leaves, found)
+    for ours, theirs in zip(*leaves, strict=True):
+        assert ours.shape == theirs.shape
+        scale = 1 + float(theirs.abs().max()) if theirs.numel() else 1
+        assert ((ours - theirs).abs() <= 1000 * EPS * scale).all()
+
+
+def test_batches_of_gradients() -> None:
+    case = Case(3, most=4)
+    (given, *rest) = case.inputs
+
+    def both(f: Any) -> Tensor:
+        found = torch.autograd.functional.jacobian(lambda a: f(a, *rest), given, vectorize=True)
+        assert isinstance(found, Tensor)
+        return found
+
+    torch.testing.assert_close(both(case.run), both(case.by_loop))
