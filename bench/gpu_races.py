@@ -451,7 +451,7 @@ def without_graph(plan: ScanPlan, scan: Call) -> Call:
 
 
 def _workspaces(plan: ScanPlan) -> list[Any]:
-    return [kept for slot in plan._idle for kept in slot._workspaces.values()]
+    return [kept for slot in plan._idle for kept in slot.workspaces.values()]
 
 
 def launches(gpu: Any, schedule: str, steps: int = 1000, batch: int = 16) -> Race:

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 import sparsescan
 from sparsescan import Pattern, Schedule
 from sparsescan.jacobians import Conv2d, Flatten, Linear, MaxPool2d, ReLU
-from sparsescan.planning.costs.cpu import CpuModel, load_cpu
-from sparsescan.planning.search import Search
+from sparsescan.plan.costs.cpu import CpuModel, load_cpu
+from sparsescan.plan.measure import made_up
+from sparsescan.plan.search import Search
 from sparsescan.symbolic.pattern import of_mask
-from sparsescan.tuning.measure import made_up
 
 from . import machine, workloads
 

@@ -17,7 +17,7 @@ import numpy as np
 
 import sparsescan
 from sparsescan.execution.threads import thread_count
-from sparsescan.tuning.measure import made_up
+from sparsescan.plan.measure import made_up
 
 from . import children, grid, machine
 from .machine import RESULTS

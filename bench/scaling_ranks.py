@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 import sparsescan
 from sparsescan import CSRChain, parallel
 from sparsescan.parallel.communicator import Fault
-from sparsescan.planning.costs.cpu import load_cpu
+from sparsescan.plan.costs.cpu import load_cpu
 
 from .resident import growth, status
 from .scaling_model import ALONE, CHAINS

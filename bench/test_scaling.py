@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sparsescan import Pattern
 from sparsescan.parallel import Network
-from sparsescan.planning.costs.cpu import load_cpu, save_cpu
+from sparsescan.plan.costs.cpu import load_cpu, save_cpu
 
 from . import scaling, scaling_model
 from .experiment import Options, run

@@ -15,15 +15,12 @@ from .chains.chain import Chain, grad_or_zeros, length, patterns_in, placed, ste
 from .chains.containers import check_dtype
 from .chains.steps import fold, unfold
 from .errors import Allocating, DeviceError, InputError, short
+from .plan.choice import Choice, Kind, PlanOptions
 from .plan.choose import check_solves, choose_schedule
-from .plan.scan_plan import Gradients, ScanPlan
-from .plan.spec import Kind, PlanSpec
-from .planning.search import Choice
+from .plan.measure import measure
+from .plan.scan_plan import Gradients, ScanPlan, Slot
 from .symbolic.implicit import Step, factor_starts
 from .symbolic.schedule import Schedule, check_choice, check_count, check_flag, read_schedule
-from .tuning.measure import measure
-
-__all__ = ["exclusive_scan", "inclusive_scan", "plan"]
 
 # Choices of "auto" for single scans, by the keys of their patterns.
 _choices: dict[Any, Choice] = {}
@@ -265,12 +262,15 @@ def plan(
            [0.125, 0.125, 0.125]])
     """
     check_device(device)
-    chosen_batch = None if batch is None else check_count("batch", batch, 1)
-    chosen_dtype = None if dtype is None else check_dtype(dtype)
-    limit = None if memory_limit is None else check_count("memory_limit", memory_limit, 0)
-    reverse = check_flag("reverse", reverse)
+    options = PlanOptions(
+        batch=None if batch is None else check_count("batch", batch, 1),
+        dtype=None if dtype is None else check_dtype(dtype),
+        device=device,
+        memory_limit=None if memory_limit is None else check_count("memory_limit", memory_limit, 0),
+        reverse=check_flag("reverse", reverse),
+    )
     with Allocating("the plan"):
-        patterns, on_device = patterns_in(jacobians, reverse)
+        patterns, on_device = patterns_in(jacobians, options.reverse)
         if on_device and device == "cpu":
             raise DeviceError(
                 "device is 'cpu', but jacobians are on a CUDA device; expected host memory "
@@ -282,24 +282,12 @@ def plan(
             raise InputError(
                 f"effort is 'measure', but schedule is {short(schedule)}; expected 'auto'"
             )
-        device = "cuda" if on_device else device
-        check_solves(patterns, asked, device == "cuda", reverse)
-        spec = PlanSpec(
-            patterns,
-            Schedule.linear(len(patterns)) if asked is None else asked,
-            batch=chosen_batch,
-            dtype=chosen_dtype,
-            device=device,
-            memory_limit=limit,
-            reverse=reverse,
-            auto=asked is None,
-        )
-        kind = spec.kind
-        timed = partial(measure, patterns, kind.dtype, kind.batch, device)
-        choice = choose_schedule(
-            patterns, asked, kind, limit, timed if effort == "measure" else None
-        )
-        return ScanPlan(spec.with_choice(choice), choice.program)
+        options = options._replace(device="cuda" if on_device else device, auto=asked is None)
+        kind = options.kind(patterns)
+        check_solves(patterns, asked, kind.on_device, options.reverse)
+        timed = partial(measure, patterns, kind) if effort == "measure" else None
+        choice = choose_schedule(patterns, asked, kind, options.memory_limit, timed)
+        return ScanPlan(patterns, choice, options)
 
 
 def _scan_once(
@@ -320,19 +308,18 @@ def _scan_once(
         chain = Chain(length(steps), reverse, factor_starts(implicit) if implicit else None)
         patterns = fold(chain.read(steps), implicit)
         asked = read_schedule(schedule, len(patterns))
-        device = "cuda" if chain.device is not None else device
+        on_device = device == "cuda" or chain.device is not None
         if implicit:
-            check_solves(patterns, asked, device == "cuda", reverse)
+            check_solves(patterns, asked, on_device, reverse)
         size = patterns[0].shape[1] if patterns else None
         period = 0 if implicit else chain.period
         first = grad_or_zeros(grad, local_grads, size, chain.batch, period)
         batch = len(first) if first.ndim == 2 else 1
         dtype = np.result_type(chain.dtype, first.dtype)
-        kind = Kind(max(batch, 1), dtype, device == "cuda", chain.differs() if batch > 1 else None)
-        choice = _choose_once(asked, patterns, kind)
-        spec = PlanSpec(patterns, choice.schedule, device=device, reverse=reverse)
-        once = ScanPlan(spec.with_choice(choice), choice.program)
-        return once.run(once.slot(chain), first, local_grads, inclusive=inclusive)
+        kind = Kind(max(batch, 1), dtype, on_device, chain.differs() if batch > 1 else None)
+        options = PlanOptions(device="cuda" if on_device else device, reverse=reverse)
+        once = ScanPlan(patterns, _choose_once(asked, patterns, kind), options)
+        return once.run(Slot(chain), first, local_grads, inclusive=inclusive)
 
 
 def _choose_once(schedule: Schedule | None, patterns: Sequence[Step], kind: Kind) -> Choice:

@@ -20,8 +20,8 @@ from xdist.scheduler import LoadFileScheduling
 
 import sparsescan.execution.stages
 from sparsescan.execution import threads
-from sparsescan.planning.costs import cpu
-from sparsescan.planning.costs.cpu import Cpu, load_cpu
+from sparsescan.plan.costs import cpu
+from sparsescan.plan.costs.cpu import Cpu, load_cpu
 
 # Scripts and helpers: they hold no tests, and some run on several ranks only.
 collect_ignore = ["support"]
@@ -162,7 +162,7 @@ def with_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], No
     def set_threads(count: int) -> None:
         crews.append(threads.Crew(max(count - 1, 1)))
         # By name, because the function `sparsescan.plan` hides the module.
-        for name in ("choose", "scan_plan"):
+        for name in ("choice", "scan_plan"):
             module = importlib.import_module(f"sparsescan.plan.{name}")
             monkeypatch.setattr(module, "thread_count", lambda: count)
         monkeypatch.setattr(threads, "_crew", crews[-1])
@@ -180,11 +180,11 @@ def as_if(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     built_in = load_cpu(Path("no such file"))
 
     def set_machine(count: int, machine: Cpu = built_in) -> None:
-        search = importlib.import_module("sparsescan.planning.search")
-        for name in ("planning.search", "plan.choose", "plan.scan_plan"):
-            module = importlib.import_module(f"sparsescan.{name}")
+        for name in ("choice", "scan_plan"):
+            module = importlib.import_module(f"sparsescan.plan.{name}")
             monkeypatch.setattr(module, "thread_count", lambda: count)
-        monkeypatch.setattr(search, "load_cpu", lambda: machine)
+        choice = importlib.import_module("sparsescan.plan.choice")
+        monkeypatch.setattr(choice, "load_cpu", lambda: machine)
 
     return set_machine
 

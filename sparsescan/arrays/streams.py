@@ -52,7 +52,7 @@ def place(name: str, array: Any, device: str | None, stream: Any) -> AbstractCon
     InputError
         If there is a stream, but no CUDA device has work for it.
     """
-    there = is_on_device(array)
+    there = type(array) is not np.ndarray and is_on_device(array)
     if device == "cpu" and there:
         raise DeviceError(
             f"device is 'cpu', but {name} is on a CUDA device; expected arrays in host memory "

@@ -144,6 +144,8 @@ class Chain:
         # Patterns that have been found to be these in turn.
         self._taken: Sequence[Pattern] | None = None
         self._turns: Sequence[Pattern] = ()
+        # The patterns and the form of the array that was read last, and the shape of its values.
+        self._alike: tuple[Any, ...] = (None, (), ())
 
     def read(self, jacobians: Any, patterns: Sequence[Pattern] | None = None) -> Sequence[Pattern]:
         """Take Jacobians, and return their patterns.
@@ -165,17 +167,25 @@ class Chain:
         PatternMismatchError
             If a Jacobian has another pattern than `patterns` says.
         """
+        form: tuple[Any, ...] = ()
+        if type(jacobians) is np.ndarray:
+            array = jacobians = jacobians.view()  # whose form nobody else can change
+            form = array.dtype, array.shape, array.strides, array.flags.aligned
+            if patterns is not None and self._takes_again(array, form, patterns):
+                return patterns
+        self._alike = (None, (), ())
         self.period = 0
+        is_list = type(jacobians) in (list, tuple)
         if isinstance(jacobians, ImplicitChain):
             raise InputTypeError("jacobians is an ImplicitChain; expected explicit Jacobians here")
-        if is_stack(jacobians):
+        if not is_list and is_stack(jacobians):
             self.period = len(jacobians.patterns) if isinstance(jacobians, PeriodicChain) else 1
-        if is_on_device(jacobians):
+        if not is_list and is_on_device(jacobians):
             jacobians = on_device(jacobians, "jacobians")
-        if length(jacobians) != self.n:
+        count = len(jacobians) if is_list else length(jacobians)
+        if count != self.n:
             raise InputError(
-                f"jacobians has {length(jacobians)} steps; expected {self.n}, as the plan was made "
-                "for"
+                f"jacobians has {count} steps; expected {self.n}, as the plan was made for"
             )
         if self.reverse and self._starts is None:
             jacobians = _in_reverse(jacobians)
@@ -188,9 +198,32 @@ class Chain:
             patterns_read = self._read_stack(jacobians, patterns)
         else:
             patterns_read = self._read_sequence(jacobians, patterns)
+        if form and self._stacks and self.stacks[0][0] == jacobians.ctypes.data:
+            self._alike = patterns, form, self._stacks[0].shape
         if patterns is not None:
             return patterns
         return check_chain(patterns_read, self.reverse, self.name)
+
+    def _takes_again(
+        self, array: NDArray[Any], form: tuple[Any, ...], patterns: Sequence[Pattern]
+    ) -> bool:
+        """Take an array of Jacobians, if one of these patterns and of its form was read last.
+
+        All that was checked then follows from patterns and form.
+        """
+        if patterns is not self._alike[0] or form != self._alike[1]:
+            return False
+        if self.reverse and self._starts is None:
+            array = array[::-1]
+        values = array.reshape(self._alike[2])
+        self.period, self.dtype, self._mixed, self.device = 1, values.dtype, False, None
+        self.batch = values.shape[1] if values.ndim == 3 else None
+        self._stacks, self._patterns, self._indexed, self.merged = [values], (), {}, {}
+        sample = values.strides[1] if values.ndim == 3 else 0
+        self.stacks = [(values.ctypes.data, values.strides[0], sample)]
+        if self.stacks != self._noted:
+            self._note_stacks(self.stacks, with_addresses=True)
+        return True
 
     def convert(self, dtype: np.dtype[Any], multiplied: NDArray[np.bool_] | None = None) -> None:
         """Make every value of `dtype`, and write values that came as weights.
@@ -255,16 +288,15 @@ class Chain:
     @property
     def batched(self) -> NDArray[np.bool_]:
         """Which Jacobians differ between samples."""
-        return self._differing()[0]
+        return self._known[0] if self._known else self._differing()[0]
 
     def differs(self) -> bytes | None:
         """Return which Jacobians differ between samples, as an array of bool; None if all do."""
-        return self._differing()[1]
+        return self._known[1] if self._known else self._differing()[1]
 
     def _differing(self) -> tuple[NDArray[np.bool_], bytes | None]:
-        if self._known is None:
-            batched = self.leaves[:, 1] != 0
-            self._known = batched, None if batched.all() else batched.tobytes()
+        batched = self.leaves[:, 1] != 0
+        self._known = batched, None if batched.all() else batched.tobytes()
         return self._known
 
     def _forget(self) -> None:
@@ -350,11 +382,14 @@ class Chain:
             self.stacks.append((address, step, sample))
         with_addresses = self.device is None or period > 1
         noted = self.stacks if with_addresses else [(0, 0, sample) for _, _, sample in self.stacks]
-        if noted == self._noted:
-            return
+        if noted != self._noted:
+            self._note_stacks(noted, with_addresses=with_addresses)
+
+    def _note_stacks(self, noted: list[tuple[int, int, int]], *, with_addresses: bool) -> None:
+        """Write what is noted of stacks into the table."""
         self._forget()
-        for turn, (address, step, sample) in enumerate(self.stacks):
-            addresses, samples = self.leaves[turn::period].T
+        for turn, (address, step, sample) in enumerate(noted):
+            addresses, samples = self.leaves[turn :: len(noted)].T
             samples[:] = sample
             if with_addresses:
                 np.multiply(self._steps[: len(addresses)], step, out=addresses)

@@ -22,8 +22,8 @@ from .. import __version__, exclusive_scan, inclusive_scan, load_chain, plan
 from ..errors import InputError, SparseScanError
 from ..execution.threads import thread_count, usable_cores
 from ..kernels.addresses import address_of
+from ..plan.costs.constants import file_to_write, machine_file
 from ..plan.drawing import check_packages, plot_plan
-from ..planning.costs.cpu import file_to_write, machine_file
 from ..symbolic.implicit import explicit
 from ..symbolic.schedule import check_count, read_schedule
 from . import mpi as _mpi_commands
@@ -265,8 +265,8 @@ def _calibrate(arguments: argparse.Namespace) -> None:
         _mpi_commands.calibrate(arguments)
         return
     if arguments.device == "cuda":
-        from ..planning.costs.cuda import save_gpu
-        from ..tuning.calibrate_device import calibrate_device
+        from ..plan.calibrate_device import calibrate_device
+        from ..plan.costs.cuda import save_gpu
 
         file_to_write(machine_file())
         gpu = calibrate_device()
@@ -275,8 +275,8 @@ def _calibrate(arguments: argparse.Namespace) -> None:
         blocks = f"{gpu.blocks:.0f} blocks at once"
         print(f"{blocks}, memory {gpu.bandwidth:.0f} GB/s; kept in {save_gpu(gpu)}")
         return
-    from ..planning.costs.cpu import save_cpu
-    from ..tuning.calibrate import calibrate
+    from ..plan.calibrate import calibrate
+    from ..plan.costs.cpu import save_cpu
 
     file_to_write(machine_file())
     machine = calibrate()
@@ -292,7 +292,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
 
 def _print_families(families: dict[str, list[list[float]]]) -> None:
-    from ..planning.costs.cpu import FAMILIES
+    from ..plan.costs.operations import FAMILIES
 
     print(f"{'nanoseconds of':<16}{'multiply-add':>14}{'entry':>10}{'operation':>12}")
     for name, constants in families.items():

@@ -129,7 +129,7 @@ def calibrate(world: Any, arguments: argparse.Namespace) -> None:
     """Run ``calibrate --mpi``: measure the network between the ranks."""
     from ..parallel import Communicator, measure, save_network
     from ..parallel.network import network_file
-    from ..planning.costs.cpu import file_to_write
+    from ..plan.costs.constants import file_to_write
 
     communicator = Communicator.of(world)
     if communicator.size == 1:

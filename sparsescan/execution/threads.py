@@ -79,7 +79,12 @@ def work(
     takes the place of the main one.
     """
     if threads <= 1 and nanoseconds <= LONG:
-        _flushed(kernel, tables, 0)
+        before = mode()
+        try:
+            flush()
+            kernel(tables, 0)
+        finally:
+            set_mode(before)
         return
     calls: list[_Call] = []
 

@@ -13,8 +13,8 @@ from numpy.typing import DTypeLike
 from ..chains.containers import check_dtype
 from ..errors import InputError
 from ..formatting import align, format_bytes, format_time
-from ..planning.costs.cpu import Model, run_time
-from ..planning.search import model_for
+from ..plan.choice import Kind
+from ..plan.costs.operations import Model, run_time
 from ..symbolic.pattern import Pattern, Products, TooLargeError
 from ..symbolic.program import Program
 from ..symbolic.schedule import check_count
@@ -374,7 +374,7 @@ def _predict(
     network: Network,
     known: dict[Any, Any],
 ) -> Forecast:
-    model = model_for(None, dtype, -(-batch // grid.batch))
+    model = Kind(-(-batch // grid.batch), dtype).model()
     ways = forecasts(setting_of_equal_parts(patterns, grid, model, network, known))
     return min(ways, key=lambda forecast: forecast.nanoseconds)
 

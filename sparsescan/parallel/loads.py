@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..execution.threads import thread_count
 from ..execution.workspace import table_bytes
-from ..planning.costs.cpu import Model
+from ..plan.costs.operations import Model
 from ..symbolic.pattern import Pattern
 from .halo import Halo, even, length, reach_of, take_rows
 from .maps import Terms, vector_words

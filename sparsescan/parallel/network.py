@@ -14,7 +14,7 @@ from statistics import median
 
 import numpy as np
 
-from ..planning.costs.cpu import machine_file, read_constants, write_constants
+from ..plan.costs.constants import machine_file, read_constants, write_constants
 from .allreduce import allreduce_rounds
 from .communicator import Communicator
 
@@ -145,9 +145,7 @@ def network_file() -> Path | None:
 
 def load_network(path: Path | None = None) -> Network:
     """Return the constants that were measured, or those built in."""
-    positive = ("latency", "inverse_bandwidth")
-    network: Network | None = read_constants(path or network_file(), Network, {}, positive)
-    return network or BUILT_IN
+    return read_constants(path or network_file(), BUILT_IN, ("latency", "inverse_bandwidth"))
 
 
 def save_network(network: Network, path: Path | None = None) -> Path:

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from ..api import plan as plan_scan
-from ..plan.choose import needed_bytes
+from ..plan.choice import Kind
+from ..plan.costs.operations import Model, run_time
+from ..plan.forms import choose_forms
 from ..plan.scan_plan import ScanPlan
-from ..plan.spec import Kind
-from ..planning.costs.cpu import Model, run_time
-from ..planning.forms import choose_forms
 from ..symbolic.implicit import Step, factor_starts
 from ..symbolic.pattern import Pattern, Products, TooLargeError
 from ..symbolic.program import Program
@@ -176,7 +175,7 @@ class Part:
             maps={
                 form: MapCost(
                     run_time(model, program),
-                    needed_bytes(program, model.dtype, model.batch, self._device),
+                    kind.needed_bytes(program),
                     program.patterns[-1],
                 )
                 for form, program in self._programs.items()

@@ -14,9 +14,8 @@ from ..chains.chain import name_of
 from ..chains.containers import check_dtype
 from ..errors import InputError
 from ..execution.threads import thread_count, usable_cores
-from ..plan.spec import Kind
-from ..planning.costs.cpu import Model
-from ..planning.search import model_for
+from ..plan.choice import Kind
+from ..plan.costs.operations import Model
 from ..symbolic.implicit import ImplicitPattern, Step, explicit, solved_of
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import check_choice, check_count
@@ -83,9 +82,7 @@ def make_plan(world: Communicator, read: Callable[[], Request]) -> ParallelPlan:
         ranks: Communicator, kind: Kind, part: Part | RowSweep | None
     ) -> tuple[Part | RowSweep, Decision]:
         """Decide how these ranks, all or a group, combine their parts for input of this kind."""
-        model, network = ranks.together(
-            lambda: (model_for(None, kind.dtype, kind.batch), load_network())
-        )
+        model, network = ranks.together(lambda: (kind.model(), load_network()))
         terms = Terms(model.dtype, model.batch, model.batch > 1, True)
         planned: Part | RowSweep
         if grid.rows > 1:
@@ -125,7 +122,7 @@ def _plan_part(
     grid, device = options.grid, options.device or "cpu"
     is_last = position == grid.chain - 1
     dtype = None if options.dtype is None else np.dtype(options.dtype)
-    here = model_for(device, model.dtype, model.batch)
+    here = Kind(model.batch, model.dtype, device == "cuda").model()
     if before is None:
         part = Part(patterns, here, options.batch, dtype, device)
     else:

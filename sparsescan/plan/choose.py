@@ -5,26 +5,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
+from dataclasses import replace
 
 from ..chains.chain import name_of
 from ..errors import DeviceError, InputError, MemoryLimitError, short
-from ..execution.threads import thread_count
-from ..execution.workspace import workspace_bytes
 from ..formatting import exact_bytes
-from ..planning.search import Candidate, Choice, choose, choose_for
 from ..symbolic.implicit import Step, solved_of
-from ..symbolic.pattern import TooLargeError
+from ..symbolic.pattern import Products, TooLargeError
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
-from .spec import Kind
-
-__all__ = ["check_solves", "choose_schedule", "needed_bytes"]
+from .choice import Choice, Kind
+from .search import choose, in_best_forms
 
 # Entries that int64 can count, with room for sums of products.
 _COUNTED = 1 << 55
+_ASKED = "asked for"
 
 
 def choose_schedule(
@@ -32,33 +27,43 @@ def choose_schedule(
     schedule: Schedule | None,
     kind: Kind,
     memory_limit: int | None = None,
-    measure: Callable[[Sequence[Candidate]], Sequence[float]] | None = None,
+    measure: Callable[[Sequence[Choice]], Sequence[float]] | None = None,
 ) -> Choice:
     """Return the schedule that runs input of a kind, and why; None is ``"auto"``."""
     _check_counts(patterns, kind.batch)
-    dtype, batch, device = kind.dtype, kind.batch, kind.device
 
     def fits(program: Program) -> bool:
-        return memory_limit is None or needed_bytes(program, dtype, batch, device) <= memory_limit
+        return memory_limit is None or kind.needed_bytes(program) <= memory_limit
 
     nbytes = math.inf if memory_limit is None else memory_limit
     if schedule is None:
         more = _for_device(patterns, kind) if kind.on_device else ()
-        return choose(patterns, kind.model(), fits=fits, nbytes=nbytes, more=more, measure=measure)
+        choice = choose(
+            patterns, kind.model(), fits=fits, nbytes=nbytes, more=more, measure=measure
+        )
+        return replace(choice, kind=kind)
+    if not patterns:
+        return Choice(schedule, reason=_ASKED, kind=kind)
     try:
-        return choose_for(patterns, schedule, kind.model(), fits=fits, nbytes=nbytes)
+        dense, program = in_best_forms(
+            patterns, schedule, kind.model(), products=Products(nbytes=nbytes), fits=fits
+        )
     except OverflowError:
         raise MemoryLimitError(
             f"products of {schedule} have more multiply-adds than int64 can count; expected "
             "another schedule"
         ) from None
     except TooLargeError:
-        linear = Schedule.linear(len(patterns))
-        least = needed_bytes(Program(patterns, linear), dtype, batch, device)
-        raise MemoryLimitError(
-            f"memory_limit is {exact_bytes(memory_limit or 0)}; {schedule} needs more, and the "
-            f"least, {linear}, {exact_bytes(least)}"
-        ) from None
+        limit = f"memory_limit is {exact_bytes(memory_limit or 0)}"
+        raise no_room(limit, f"{schedule} needs more", patterns, kind) from None
+    return Choice(schedule, dense, _ASKED, kind=kind, program=program)
+
+
+def no_room(limit: str, needs: str, patterns: Sequence[Step], kind: Kind) -> MemoryLimitError:
+    """Return the error that says what is there, what a schedule needs, and what the least does."""
+    linear = Schedule.linear(len(patterns))
+    least = kind.needed_bytes(Program(patterns, linear))
+    return MemoryLimitError(f"{limit}; {needs}, and the least, {linear}, {exact_bytes(least)}")
 
 
 def check_solves(
@@ -84,20 +89,6 @@ def check_solves(
         )
 
 
-def needed_bytes(
-    program: Program, dtype: np.dtype[Any], batch: int, device: str | None, *, whole: bool = True
-) -> int:
-    """Return bytes that a program and a run of it take beside Jacobians and gradients, at most.
-
-    On a device implicit steps run `whole`, or factor by factor.
-    """
-    if device == "cuda":
-        from ..execution.device import device_bytes
-
-        return device_bytes(program, dtype, batch, whole=whole)
-    return workspace_bytes(program, dtype, batch, thread_count())
-
-
 def _check_counts(patterns: Sequence[Step], batch: int) -> None:
     """Raise if a chain is larger than any machine's memory, and than int64 can count."""
     entries = sum(
@@ -116,6 +107,4 @@ def _for_device(patterns: Sequence[Step], kind: Kind) -> list[Schedule]:
 
     n = len(patterns)
     chunks = chunk_count(patterns, kind.batch, kind.dtype) if patterns else None
-    if chunks is None:
-        return []
-    return [Schedule.chunked(n, count) for count in sorted({1, chunks})]
+    return [] if chunks is None else [Schedule.chunked(n, count) for count in sorted({1, chunks})]

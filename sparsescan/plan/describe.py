@@ -1,213 +1,124 @@
-"""The text that a plan prints about itself."""
+"""What a plan says about itself: a dictionary, and the text that prints it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..formatting import COLUMNS, align, format_bytes, format_count, format_time, wrap
-from ..planning.costs.cpu import Cost, level_costs, run_time
-from ..planning.search import Alternative
+from ..kernels.cpu.tables import Op
 from ..symbolic.factorisation import factorisation_of
 from ..symbolic.implicit import ImplicitPattern, Step, count, factor_starts, factors_of, indexed_of
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
 from ..symbolic.tree import tree
-from .spec import Kind, PlanSpec
+from .choice import Choice, Kind, PlanOptions
+from .costs.operations import Operations, run_time
 
-__all__ = ["describe", "to_dict"]
-
+# What is said of a pattern, a level, or a plan.
+_About: TypeAlias = dict[str, Any]
 # Kinds of Jacobians, and schedules that were looked at, that are spelled out.
 _MOST = 8
 _INDENT, _TREE = "  ", "tree: "
 
 
-def describe(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> str:
-    """Return the text of ``print(plan)``: what runs, what it costs, and why."""
-    kind = spec.kind
-    head = wrap(f"ScanPlan({len(spec.patterns)} Jacobians, {spec.schedule})", "")
-    lines = _said([f"why: {spec.reason}"])
-    if spec.reverse:
-        lines += _said(["input and gradients are in the order of time (reverse)"])
-    lines += ["  Jacobians, from the last layer to the first:", *_patterns(spec.patterns)]
-    if program is None:
-        return "\n".join(head + lines)
-    said = []
-    if (saving := _saving(spec, program)) is not None:
-        said.append(_saved(spec, saving))
-    if program.solved:
-        said.append(
-            f"solves: {len(program.solved):,}; times and memory are as if no two matrices were "
-            "equal, whose factors are made once"
-        )
-    said.append(f"{_TREE}{tree(spec.schedule, COLUMNS - len(_INDENT + _TREE))}")
-    if spec.dense:
-        said.append(f"stored densely, though sparse: {len(spec.dense):,} of the products")
-    costs = level_costs(program, kind.dtype.itemsize)
-    model = kind.model()
-    run, times = model.level_times(program)
-    batch = f"a batch of {kind.batch}" if spec.batch or kind.batch > 1 else "one sample"
-    said.append(f"levels, counts for one sample of {kind.dtype}, times for {batch}:")
-    lines += [*_said(said), *_table(costs, times)]
-    lines += _said(
-        [
-            f"predicted: {format_time(run + sum(times))} for {batch} on {model.where}, of which "
-            f"{format_time(run)} are spent once a run",
-            f"memory: at most {format_bytes(workspace_bytes)} beside Jacobians and gradients, for "
-            f"{batch} of {kind.dtype}",
-        ]
-    )
-    if spec.alternatives:
-        lines += ["  looked at, when this was planned:", *_alternatives(spec.alternatives)]
-    return "\n".join(head + lines)
+# -- As a dictionary -------------------------------------------------------------------------------
 
 
-def _said(sentences: Sequence[str]) -> list[str]:
-    return [line for sentence in sentences for line in wrap(sentence, _INDENT)]
-
-
-def to_dict(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> dict[str, Any]:
+def to_dict(patterns: Sequence[Step], options: PlanOptions, choice: Choice) -> _About:
     """Return what is printed as lists, numbers and strings."""
-    kind = spec.kind
-    costs: list[Cost] = []
-    run, times = 0.0, list[float]()
+    kind, program = _kind(choice), choice.program
+    levels: list[_About] = []
+    run = 0.0
     if program is not None:
-        costs = level_costs(program, kind.dtype.itemsize)
+        levels = levels_of(program, kind.dtype.itemsize)
         run, times = kind.model().level_times(program)
+        levels = [level | {"nanoseconds": time} for level, time in zip(levels, times, strict=True)]
     return {
-        "n": len(spec.patterns),
-        "schedule": repr(spec.schedule),
-        "reason": spec.reason,
-        "batch": spec.batch,
-        "dtype": None if spec.dtype is None else spec.dtype.name,
-        "device": spec.device,
+        "n": len(patterns),
+        "schedule": repr(choice.schedule),
+        "reason": choice.reason,
+        "batch": options.batch,
+        "dtype": None if options.dtype is None else options.dtype.name,
+        "device": options.device,
         "predicted_for": {"batch": kind.batch, "dtype": kind.dtype.name},
-        "workspace_bytes": workspace_bytes,
-        "memory_limit": spec.memory_limit,
-        "reverse": spec.reverse,
-        "dense": sorted([start, stop] for start, stop in spec.dense),
-        "alternatives": [asdict(alternative) for alternative in spec.alternatives],
+        "workspace_bytes": choice.workspace_bytes,
+        "memory_limit": options.memory_limit,
+        "reverse": options.reverse,
+        "dense": sorted([start, stop] for start, stop in choice.dense),
+        "alternatives": [each._asdict() for each in choice.alternatives],
         "patterns": [
-            {"count": times} | _pattern_dict(pattern)
-            for pattern, times in Counter(spec.patterns).items()
+            {"count": times} | _pattern(pattern) for pattern, times in Counter(patterns).items()
         ],
-        "implicit": None if program is None else _saving(spec, program),
+        "implicit": None if program is None else _saving(patterns, kind, program),
         "run_nanoseconds": run,
-        "levels": [
-            asdict(cost) | {"nanoseconds": time} for cost, time in zip(costs, times, strict=True)
-        ],
+        "levels": levels,
     }
 
 
-def _alternatives(alternatives: Sequence[Alternative]) -> list[str]:
-    rows = [["schedule", "steps", "products", "predicted", "measured"]]
-    for each in alternatives[:_MOST]:
-        times = [
-            "-" if time is None else format_time(time) for time in (each.nanoseconds, each.measured)
-        ]
-        rows.append([each.schedule, f"{each.steps:,}", f"{each.products:,}", *times])
-    if len(alternatives) > _MOST:
-        rows.append([f"and {len(alternatives) - _MOST:,} more", "", "", "", ""])
-    return align(rows)
+def levels_of(program: Program, itemsize: int) -> list[_About]:
+    """Return what every level does, for one sample with values of `itemsize` bytes.
 
-
-def _patterns(patterns: Sequence[Step]) -> list[str]:
-    """Return a line for all Jacobians of one shape and kind; the most frequent come first."""
-    kinds: dict[Any, Counter[Step]] = {}
-    for pattern, times in Counter(patterns).items():
-        kinds.setdefault(_kind_of(pattern), Counter())[pattern] = times
-    ordered = sorted(kinds.values(), key=lambda alike: -alike.total())
-    lines = []
-    for alike in ordered[:_MOST]:
-        differ = f"; {len(alike):,} patterns" if len(alike) > 1 else ""
-        lines += wrap(f"{alike.total():,} × {_pattern_text(list(alike))}{differ}", "    ")
-    if len(ordered) > _MOST:
-        rest = sum(alike.total() for alike in ordered[_MOST:])
-        lines.append(f"    and {rest:,} of {len(ordered) - _MOST:,} other shapes or kinds")
-    return lines or ["    none"]
-
-
-def _kind_of(pattern: Step) -> tuple[Any, ...]:
-    """Return the shape of a step, and what its factors are."""
-    if isinstance(pattern, Pattern):
-        return pattern.shape, pattern.kind
-    weights = tuple(index is not None for index in pattern.indexed)
-    kinds = tuple(map(_kind_of, pattern.factors))
-    return pattern.shape, kinds, pattern.shared, pattern.solved, weights
-
-
-def _pattern_text(alike: Sequence[Step]) -> str:
-    """Describe patterns of one shape and kind."""
-    rows, cols = alike[0].shape
-    implicit = [each for each in alike if isinstance(each, ImplicitPattern)]
-    explicit = [each for each in alike if isinstance(each, Pattern)]
-    if explicit:
-        size = rows * cols
-        nnz = _span([each.nnz for each in explicit], ",")
-        density = _span([each.nnz / size if size else 0.0 for each in explicit], ".3g")
-        return f"{rows:,}×{cols:,} {explicit[0].kind}, nnz {nnz} ({density} dense)"
-    factors = []
-    for j, (shared, solved) in enumerate(zip(implicit[0].shared, implicit[0].solved, strict=True)):
-        text = _pattern_text([each.factors[j] for each in implicit])
-        sizes = [index.size for each in implicit if (index := each.indexed[j]) is not None]
-        if sizes:
-            text += f", {_span(sizes, ',')} weights"
-        if shared:
-            text += ", shared by all samples"
-        if solved:
-            text += _solve_text([each.factors[j] for each in implicit])
-        factors.append(text)
-    return f"{rows:,}×{cols:,} implicit: {'; then '.join(factors)}"
-
-
-def _span(numbers: Sequence[float], form: str) -> str:
-    """Return a number that all are, or the least and the largest."""
-    ends = [f"{end:{form}}" for end in (min(numbers), max(numbers))]
-    return " to ".join(dict.fromkeys(ends))
-
-
-def _solve_text(patterns: Sequence[Pattern]) -> str:
-    forms = list(map(factorisation_of, patterns))
-    methods = " or ".join(dict.fromkeys(form.method for form in forms))
-    entries = _span([form.entries for form in forms], ",")
-    return f", solved with ({methods} factors, {entries} entries)"
-
-
-def _pattern_dict(pattern: Step) -> dict[str, Any]:
-    described: dict[str, Any] = {"shape": list(pattern.shape), "nnz": pattern.nnz}
-    if isinstance(pattern, Pattern):
-        return described | {"kind": pattern.kind}
-    factors = [
-        _pattern_dict(factor)
-        | {
-            "shared": shared,
-            "solved": _solve_dict(factor) if solved else None,
-            "weights": None if index is None else index.size,
+    ``critical`` are the multiply-adds of its longest run, ``nnz_in`` and ``nnz_out`` entries of the
+    operands of its products and of the products, and ``bytes`` those that its operations read and
+    write if nothing stays in a cache.
+    """
+    nnz = np.array([pattern.nnz for pattern in program.patterns], np.int64)
+    moved = Operations.of(program, itemsize, 1, None).bytes
+    levels = []
+    for name, runs in program.levels:
+        first, last = int(runs[0, 0]), int(runs[-1, 1])
+        ops, macs = program.ops[first:last], program.work[first:last]
+        products = ops[ops[:, Op.VECTOR] == 0]
+        level = {
+            "name": name,
+            "operations": last - first,
+            "depth": int((runs[:, 1] - runs[:, 0]).max()),
+            "products": len(products),
+            "multiply_adds": int(macs.sum()),
+            "critical": int(np.add.reduceat(macs, runs[:, 0] - first).max()),
+            "nnz_in": int(nnz[products[:, [Op.LEFT, Op.RIGHT]]].sum()),
+            "nnz_out": int(nnz[products[:, Op.OUT]].sum()),
+            "bytes": int(moved[first:last].sum()),
         }
-        for factor, shared, solved, index in zip(
-            pattern.factors, pattern.shared, pattern.solved, pattern.indexed, strict=True
-        )
-    ]
-    return described | {"kind": "implicit", "factors": factors}
+        levels.append(level)
+    return levels
 
 
-def _solve_dict(pattern: Pattern) -> dict[str, Any]:
-    form = factorisation_of(pattern)
-    return {"factors": form.method, "entries": form.entries, "multiply_adds": form.multiply_adds}
+def _kind(choice: Choice) -> Kind:
+    assert choice.kind is not None  # of a plan that is made
+    return choice.kind
 
 
-def _saving(spec: PlanSpec, program: Program) -> dict[str, Any] | None:
+def _pattern(step: Step) -> _About:
+    about: _About = {"shape": list(step.shape), "nnz": step.nnz}
+    if isinstance(step, Pattern):
+        return about | {"kind": step.kind}
+    factors = []
+    for factor, shared, solved, index in zip(
+        step.factors, step.shared, step.solved, step.indexed, strict=True
+    ):
+        form = factorisation_of(factor) if solved else None
+        solve = form and {
+            "factors": form.method,
+            "entries": form.entries,
+            "multiply_adds": form.multiply_adds,
+        }
+        weights = None if index is None else index.size
+        factors.append(_pattern(factor) | {"shared": shared, "solved": solve, "weights": weights})
+    return about | {"kind": "implicit", "factors": factors}
+
+
+def _saving(steps: Sequence[Step], kind: Kind, program: Program) -> _About | None:
     """Return bytes of values, and times of a linear scan, as steps are and if all were explicit.
 
     None if no step is implicit. Those that come as weights, which are there in any case, count with
     the values that a run writes of them.
     """
-    steps, kind = spec.patterns, spec.kind
     implicit = sum(isinstance(step, ImplicitPattern) for step in steps)
     if implicit == 0:
         return None
@@ -249,39 +160,152 @@ def _linear_time(steps: Sequence[Step], kind: Kind) -> float:
     return run_time(kind.model(), Program(steps, Schedule.linear(len(steps))))
 
 
-def _saved(spec: PlanSpec, saving: dict[str, Any]) -> str:
-    """Return the line about implicit steps."""
-    return (
-        f"implicit: {saving['steps']:,} of {len(spec.patterns):,}; values take "
-        f"{format_bytes(saving['bytes'])} where explicit ones take "
-        f"{format_bytes(saving['explicit_bytes'])}, a linear scan "
-        f"{format_time(saving['linear_nanoseconds'])} where it takes "
-        f"{format_time(saving['explicit_linear_nanoseconds'])}"
+# -- As text ---------------------------------------------------------------------------------------
+
+
+def describe(patterns: Sequence[Step], options: PlanOptions, choice: Choice) -> str:
+    """Return the text of ``print(plan)``: what runs, what it costs, and why."""
+    about, kind = to_dict(patterns, options, choice), _kind(choice)
+    lines = wrap(f"ScanPlan({about['n']} Jacobians, {about['schedule']})", "")
+    lines += _said(f"why: {about['reason']}")
+    if about["reverse"]:
+        lines += _said("input and gradients are in the order of time (reverse)")
+    lines += ["  Jacobians, from the last layer to the first:", *_patterns(about["patterns"])]
+    if not patterns:
+        return "\n".join(lines)
+    if (saving := about["implicit"]) is not None:
+        lines += _said(
+            f"implicit: {saving['steps']:,} of {about['n']:,}; values take "
+            f"{format_bytes(saving['bytes'])} where explicit ones take "
+            f"{format_bytes(saving['explicit_bytes'])}, a linear scan "
+            f"{format_time(saving['linear_nanoseconds'])} where it takes "
+            f"{format_time(saving['explicit_linear_nanoseconds'])}"
+        )
+    factors = [(p["count"], each) for p in about["patterns"] for each in p.get("factors", ())]
+    solves = sum(times for times, factor in factors if factor["solved"])
+    if solves:
+        lines += _said(
+            f"solves: {solves:,}; times and memory are as if no two matrices were equal, whose "
+            "factors are made once"
+        )
+    lines += _said(f"{_TREE}{tree(choice.schedule, COLUMNS - len(_INDENT + _TREE))}")
+    if about["dense"]:
+        lines += _said(f"stored densely, though sparse: {len(about['dense']):,} of the products")
+    batch = f"a batch of {kind.batch}" if options.batch or kind.batch > 1 else "one sample"
+    lines += _said(f"levels, counts for one sample of {kind.dtype}, times for {batch}:")
+    lines += _table(about["levels"])
+    run = about["run_nanoseconds"]
+    time = run + sum(level["nanoseconds"] for level in about["levels"])
+    lines += _said(
+        f"predicted: {format_time(time)} for {batch} on {kind.model().where}, of which "
+        f"{format_time(run)} are spent once a run"
     )
+    lines += _said(
+        f"memory: at most {format_bytes(about['workspace_bytes'])} beside Jacobians and "
+        f"gradients, for {batch} of {kind.dtype}"
+    )
+    if about["alternatives"]:
+        lines += ["  looked at, when this was planned:", *_alternatives(about["alternatives"])]
+    return "\n".join(lines)
 
 
-def _table(costs: Sequence[Cost], times: Sequence[float]) -> list[str]:
-    header = ["level", "matvecs", "products", "steps", "nnz in", "nnz out", "fill-in", "FLOP"]
-    header += ["critical", "bytes", "time"]
-    rows = [header]
-    for cost, time in zip(costs, times, strict=True):
-        fill_in = f"{2 * cost.nnz_out / cost.nnz_in:.2f}" if cost.nnz_in else "-"
-        nnz = [f"{entries:,}" if cost.products else "-" for entries in (cost.nnz_in, cost.nnz_out)]
-        rows.append(_row(cost.name, [cost], time, [*nnz, fill_in]))
-    rows.append(_row("all", costs, sum(times), ["", "", ""]))
+def _said(sentence: str) -> list[str]:
+    return wrap(sentence, _INDENT)
+
+
+def _patterns(patterns: Sequence[_About]) -> list[str]:
+    """Return a line for all Jacobians of one shape and kind; the most frequent come first."""
+    kinds: dict[Any, list[_About]] = {}
+    for pattern in patterns:
+        kinds.setdefault(_alike(pattern), []).append(pattern)
+    counted = [(sum(each["count"] for each in alike), alike) for alike in kinds.values()]
+    counted.sort(key=lambda kind: -kind[0])
+    lines = []
+    for times, alike in counted[:_MOST]:
+        differ = f"; {len(alike):,} patterns" if len(alike) > 1 else ""
+        lines += wrap(f"{times:,} × {_pattern_text(alike)}{differ}", "    ")
+    if len(counted) > _MOST:
+        rest = sum(times for times, _ in counted[_MOST:])
+        lines.append(f"    and {rest:,} of {len(counted) - _MOST:,} other shapes or kinds")
+    return lines or ["    none"]
+
+
+def _alike(pattern: _About) -> tuple[Any, ...]:
+    """Return the shape of a step, and what its factors are."""
+    factors = [
+        (*_alike(each), each["shared"], each["solved"] is None, each["weights"] is None)
+        for each in pattern.get("factors", ())
+    ]
+    return (*pattern["shape"], pattern["kind"], *factors)
+
+
+def _pattern_text(alike: Sequence[_About]) -> str:
+    """Describe patterns of one shape and kind."""
+    (rows, cols), kind = alike[0]["shape"], alike[0]["kind"]
+    if kind != "implicit":
+        size = rows * cols
+        nnz = _span([each["nnz"] for each in alike], ",")
+        density = _span([each["nnz"] / size if size else 0.0 for each in alike], ".3g")
+        return f"{rows:,}×{cols:,} {kind}, nnz {nnz} ({density} dense)"
+    texts = []
+    for factors in zip(*(each["factors"] for each in alike), strict=True):
+        text, first = _pattern_text(factors), factors[0]
+        if first["weights"] is not None:
+            text += f", {_span([each['weights'] for each in factors], ',')} weights"
+        if first["shared"]:
+            text += ", shared by all samples"
+        if first["solved"]:
+            methods = " or ".join(dict.fromkeys(each["solved"]["factors"] for each in factors))
+            entries = _span([each["solved"]["entries"] for each in factors], ",")
+            text += f", solved with ({methods} factors, {entries} entries)"
+        texts.append(text)
+    return f"{rows:,}×{cols:,} implicit: {'; then '.join(texts)}"
+
+
+def _span(numbers: Sequence[float], form: str) -> str:
+    """Return a number that all are, or the least and the largest."""
+    ends = [f"{end:{form}}" for end in (min(numbers), max(numbers))]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def _alternatives(alternatives: Sequence[_About]) -> list[str]:
+    rows = [["schedule", "steps", "products", "predicted", "measured"]]
+    for each in alternatives[:_MOST]:
+        times = (each["nanoseconds"], each["measured"])
+        shown = ["-" if time is None else format_time(time) for time in times]
+        rows.append([each["schedule"], f"{each['steps']:,}", f"{each['products']:,}", *shown])
+    if len(alternatives) > _MOST:
+        rows.append([f"and {len(alternatives) - _MOST:,} more", "", "", "", ""])
     return align(rows)
 
 
-def _row(name: str, costs: Sequence[Cost], time: float, filling: list[str]) -> list[str]:
-    """Return what some levels cost together; `filling` are the cells about their products."""
+def _table(levels: Sequence[_About]) -> list[str]:
+    header = ["level", "matvecs", "products", "steps", "nnz in", "nnz out", "fill-in", "FLOP"]
+    header += ["critical", "bytes", "time"]
+    rows = [header]
+    for level in levels:
+        nnz_in, nnz_out = level["nnz_in"], level["nnz_out"]
+        fill_in = f"{2 * nnz_out / nnz_in:.2f}" if nnz_in else "-"
+        nnz = [f"{entries:,}" if level["products"] else "-" for entries in (nnz_in, nnz_out)]
+        rows.append(_row(level["name"], [level], [*nnz, fill_in]))
+    rows.append(_row("all", levels, ["", "", ""]))
+    return align(rows)
+
+
+def _row(name: str, levels: Sequence[_About], filling: list[str]) -> list[str]:
+    """Return what some levels do together; `filling` are the cells about their products."""
+
+    def total(what: str) -> Any:
+        return sum(level[what] for level in levels)
+
     return [
         name,
-        f"{sum(cost.operations - cost.products for cost in costs):,}",
-        f"{sum(cost.products for cost in costs):,}",
-        f"{sum(cost.depth for cost in costs):,}",
+        f"{total('operations') - total('products'):,}",
+        f"{total('products'):,}",
+        f"{total('depth'):,}",
         *filling,
-        format_count(2 * sum(cost.multiply_adds for cost in costs)),
-        format_count(2 * sum(cost.critical for cost in costs)),
-        format_bytes(sum(cost.bytes for cost in costs)),
-        format_time(time),
+        format_count(2 * total("multiply_adds")),
+        format_count(2 * total("critical")),
+        format_bytes(total("bytes")),
+        format_time(total("nanoseconds")),
     ]

@@ -23,8 +23,6 @@ from .scan_plan import ScanPlan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["check_packages", "plot_plan"]
-
 _WIDTH, _HEIGHT = 7, 5.5  # of a panel, in inches
 _CHARACTER = 0.085  # of a level's name, in inches
 # Multiply-adds, and bytes of index arrays, that products for a picture alone may take.

@@ -40,100 +40,89 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..chains import files
 from ..chains.chain import check_chain
 from ..chains.containers import check_dtype
-from ..chains.files import (
-    Arrays,
-    Path,
-    check_index,
-    check_path,
-    check_used,
-    pack_patterns,
-    read_arrays,
-    refusing,
-    unpack_patterns,
-    write_arrays,
-)
+from ..chains.files import check_index, check_used
 from ..errors import InputError, PlanFileError
-from ..planning.search import Alternative
-from ..symbolic.implicit import (
-    ImplicitPattern,
-    Step,
-    contains,
-    factor_starts,
-    factors_of,
-    indexed_of,
-    refine,
-    shared_of,
-    solved_of,
-)
+from ..symbolic import implicit
+from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.indexed import IndexedPattern, indexed
 from ..symbolic.pattern import Pattern
-from ..symbolic.schedule import Level, Schedule, check_count
-from .spec import Kind, PlanSpec
-
-__all__ = ["load_spec", "save_spec"]
+from ..symbolic.schedule import Level, Schedule, check_choice, check_count, printed_schedule
+from .choice import Alternative, Choice, Kind, PlanOptions
 
 _VERSION = 1
 _REMEDY = "expected a file written by ScanPlan.save"
-_NAMED = re.compile(r"Schedule\.(linear|blelloch|truncated|chunked)\(([0-9]+)(?:, ([0-9]+))?\)")
 
-# Arguments and attributes of a PlanSpec, and of the kind of input that it is for; a plan with one
-# that is not known here is refused.
-_OPTIONS: dict[str, type[int] | type[str]] = {
-    "reason": str,
-    "batch": int,
-    "dtype": str,
-    "device": str,
-    "memory_limit": int,
-    "reverse": int,
-    "auto": int,
-    "kind_batch": int,
-    "kind_dtype": str,
-    "kind_on_device": int,
+
+def _text(_: str, text: str) -> str:
+    return text
+
+
+def _flag(_: str, number: int) -> bool:
+    return bool(number)
+
+
+def _dtype(_: str, text: str) -> np.dtype[Any]:
+    return check_dtype(text)
+
+
+# How the options of a plan and the kind of input that ran last are read, of integers or of strings.
+# A plan with one that is not known here is refused.
+_OPTIONS: dict[str, tuple[type[int] | type[str], Callable[[str, Any], Any]]] = {
+    "reason": (str, _text),
+    "batch": (int, partial(check_count, least=1)),
+    "dtype": (str, _dtype),
+    "device": (str, lambda name, device: check_choice(name, device, "cpu", "cuda")),
+    "memory_limit": (int, partial(check_count, least=0)),
+    "reverse": (int, _flag),
+    "auto": (int, _flag),
+    "kind_batch": (int, partial(check_count, least=1)),
+    "kind_dtype": (str, _dtype),
+    "kind_on_device": (int, _flag),
 }
 _OPTIONAL = ("batch", "dtype", "device", "memory_limit")
-_PREFIX = "option."
+_PREFIX, _KIND = "option.", "kind_"
 
 
-def save_spec(path: Path, spec: PlanSpec) -> None:
+# -- Writing ---------------------------------------------------------------------------------------
+
+
+def save_plan(
+    path: files.Path, patterns: Sequence[Step], options: PlanOptions, choice: Choice
+) -> None:
     """Write a plan to a file of exactly this name; see :meth:`.ScanPlan.save`."""
-    path = check_path(path)
-    listed = [factor for step in spec.patterns for factor in factors_of(step)]
+    path = files.check_path(path)
+    listed = [factor for step in patterns for factor in implicit.factors_of(step)]
     unique = list(dict.fromkeys(listed))
     number = {pattern: p for p, pattern in enumerate(unique)}
     steps = [number[pattern] for pattern in listed]
-    arrays = pack_patterns(unique) | _pack_schedule(spec.schedule) | _pack_options(spec)
-    arrays |= _pack_alternatives(spec.alternatives)
-    arrays["differs"] = np.frombuffer(spec.kind.differs or b"", np.uint8)
-    arrays["dense"] = np.array(sorted(spec.dense), np.int64).reshape(-1, 2)
+    arrays = files.pack_patterns(unique) | _pack_schedule(choice.schedule)
+    arrays |= _pack_options(options, choice) | _pack_alternatives(choice.alternatives)
+    arrays["dense"] = np.array(sorted(choice.dense), np.int64).reshape(-1, 2)
     arrays["version"] = np.array(_VERSION)
     arrays["steps"] = np.array(steps, np.min_scalar_type(len(unique)))
-    if contains(spec.patterns, ImplicitPattern):
-        counts = np.diff(factor_starts(spec.patterns))
+    if implicit.contains(patterns, ImplicitPattern):
+        counts = np.diff(implicit.factor_starts(patterns))
         arrays["factors"] = counts.astype(np.min_scalar_type(counts.max()))
         flags = [
             shared + 2 * solved
-            for step in spec.patterns
-            for shared, solved in zip(shared_of(step), solved_of(step), strict=True)
+            for step in patterns
+            for shared, solved in zip(
+                implicit.shared_of(step), implicit.solved_of(step), strict=True
+            )
         ]
         arrays["shared"] = np.array(flags, np.uint8)
-        arrays |= _pack_indices([each for step in spec.patterns for each in indexed_of(step)])
-    write_arrays(path, arrays | {"digest": np.array(_digest(arrays))})
-
-
-def load_spec(path: Path) -> PlanSpec:
-    """Read what :func:`save_spec` has written; see :meth:`.ScanPlan.load`."""
-    path = check_path(path)
-    with open(path, "rb") as file, refusing(path, PlanFileError, _REMEDY):
-        return _unpack(read_arrays(file))
+        arrays |= _pack_indices([each for step in patterns for each in implicit.indexed_of(step)])
+    files.write_arrays(path, arrays | {"digest": np.array(_digest(arrays))})
 
 
 def _digest(arrays: Mapping[str, NDArray[Any]]) -> str:
@@ -145,21 +134,19 @@ def _digest(arrays: Mapping[str, NDArray[Any]]) -> str:
     return digest.hexdigest()
 
 
-def _pack_options(spec: PlanSpec) -> dict[str, NDArray[Any]]:
-    options: dict[str, Any] = {
-        name: value for name, value in vars(spec).items() if name in _OPTIONS
+def _pack_options(options: PlanOptions, choice: Choice) -> dict[str, NDArray[Any]]:
+    assert choice.kind is not None  # of a plan that is made
+    given = options._asdict() | {"reason": choice.reason}
+    given |= {_KIND + name: value for name, value in choice.kind._asdict().items()}
+    if options.memory_limit is not None:
+        given["memory_limit"] = min(options.memory_limit, np.iinfo(np.int64).max)
+    packed: dict[str, NDArray[Any]] = {
+        "differs": np.frombuffer(choice.kind.differs or b"", np.uint8)
     }
-    options["kind_batch"], options["kind_dtype"] = spec.kind.batch, spec.kind.dtype.name
-    options["kind_on_device"] = spec.kind.on_device
-    if spec.dtype is not None:
-        options["dtype"] = spec.dtype.name
-    if spec.memory_limit is not None:
-        options["memory_limit"] = min(spec.memory_limit, np.iinfo(np.int64).max)
-    return {
-        _PREFIX + name: np.array(value, np.int64 if _OPTIONS[name] is int else np.str_)
-        for name, value in options.items()
-        if value is not None
-    }
+    for name, (form, _) in _OPTIONS.items():
+        if given[name] is not None:
+            packed[_PREFIX + name] = np.array(form(given[name]), np.int64 if form is int else None)
+    return packed
 
 
 def _pack_indices(indices: Sequence[IndexedPattern | None]) -> dict[str, NDArray[Any]]:
@@ -192,41 +179,58 @@ def _pack_schedule(schedule: Schedule) -> dict[str, NDArray[Any]]:
 
 
 def _pack_alternatives(alternatives: Sequence[Alternative]) -> dict[str, NDArray[Any]]:
-    def times(given: Iterable[float | None]) -> NDArray[np.float64]:
-        return np.array([np.nan if time is None else time for time in given], np.float64)
-
+    counts = [(each.steps, each.products) for each in alternatives]
+    # None becomes NaN.
+    times = np.array([(each.nanoseconds, each.measured) for each in alternatives], np.float64)
+    predicted, measured = times.reshape(-1, 2).T
     return {
         "alternatives": np.array([each.schedule for each in alternatives], np.str_),
-        "counts": np.array(
-            [(each.steps, each.products) for each in alternatives], np.int64
-        ).reshape(-1, 2),
-        "predicted": times(each.nanoseconds for each in alternatives),
-        "measured": times(each.measured for each in alternatives),
+        "counts": np.array(counts, np.int64).reshape(-1, 2),
+        "predicted": predicted,
+        "measured": measured,
     }
 
 
-def _unpack(arrays: Arrays) -> PlanSpec:
+# -- Reading ---------------------------------------------------------------------------------------
+
+
+def load_plan(path: files.Path) -> tuple[Sequence[Step], Choice, PlanOptions]:
+    """Read what :func:`save_plan` has written; see :meth:`.ScanPlan.load`."""
+    path = files.check_path(path)
+    with open(path, "rb") as file, files.refusing(path, PlanFileError, _REMEDY):
+        return _unpack(files.read_arrays(file))
+
+
+def _unpack(arrays: files.Arrays) -> tuple[Sequence[Step], Choice, PlanOptions]:
     version = arrays.scalar("version", "iu", "one integer")
     if version != _VERSION:
         raise InputError(f"version is {version}; expected {_VERSION}, the format known here")
     digest = _digest({key: arrays[key] for key in arrays if key != "digest"})
     if arrays.scalar("digest", "U", "one string") != digest:
         raise InputError("the arrays are not those that were written: their checksum is wrong")
-    unique = unpack_patterns(arrays)
+    unique = files.unpack_patterns(arrays)
     steps = arrays.integers("steps")
     for p in {steps.min(), steps.max()} if len(steps) else ():
         check_index("steps", int(p), len(unique))
     factors = check_chain([unique[p] for p in steps.tolist()])
     patterns = _unpack_steps(arrays, factors) if "factors" in arrays else factors
     schedule, options = _unpack_schedule(arrays, len(patterns)), _unpack_options(arrays)
-    starts = factor_starts(patterns)
-    options["ran"] = _unpack_kind(arrays, options, int(starts[-1]))
-    options["dense"] = _unpack_dense(arrays, refine(schedule, starts))
-    options["alternatives"] = _unpack_alternatives(arrays)
-    return PlanSpec(patterns, schedule, **options)
+    starts = implicit.factor_starts(patterns)
+    differs = arrays.integers("differs") != 0
+    if len(differs):
+        check_used("differs", len(differs), int(starts[-1]))
+    kind = {name: options.pop(_KIND + name) for name in Kind._fields if _KIND + name in options}
+    choice = Choice(
+        schedule,
+        _unpack_dense(arrays, implicit.refine(schedule, starts)),
+        options.pop("reason"),
+        _unpack_alternatives(arrays),
+        kind=Kind(**kind, differs=differs.tobytes() or None),
+    )
+    return patterns, choice, PlanOptions(**options)
 
 
-def _unpack_steps(arrays: Arrays, factors: Sequence[Pattern]) -> Sequence[Step]:
+def _unpack_steps(arrays: files.Arrays, factors: Sequence[Pattern]) -> Sequence[Step]:
     """Return the steps whose factors these are."""
     counts, shared = arrays.integers("factors").tolist(), arrays.integers("shared").tolist()
     if min(counts, default=0) < 1 or sum(counts) != len(factors):
@@ -249,7 +253,7 @@ def _unpack_steps(arrays: Arrays, factors: Sequence[Pattern]) -> Sequence[Step]:
 
 
 def _unpack_indices(
-    arrays: Arrays, factors: Sequence[Pattern]
+    arrays: files.Arrays, factors: Sequence[Pattern]
 ) -> Sequence[Pattern | IndexedPattern]:
     """Return the factors, those that have an index with it."""
     numbers, sizes = arrays.integers("indexed").tolist(), arrays.integers("weights", 2).tolist()
@@ -273,17 +277,7 @@ def _unpack_indices(
     return [by_number.get(number, factor) for number, factor in zip(numbers, factors, strict=True)]
 
 
-def _unpack_kind(arrays: Arrays, options: dict[str, Any], n: int) -> Kind:
-    """Take the kind of input that the schedule is for out of the options."""
-    batch, dtype, on_device = (options.pop(f"kind_{name}") for name in Kind._fields[:3])
-    check_count("option.kind_batch", batch, 1)
-    differs = arrays.integers("differs") != 0
-    if len(differs):
-        check_used("differs", len(differs), n)
-    return Kind(batch, check_dtype(dtype), bool(on_device), differs.tobytes() or None)
-
-
-def _unpack_dense(arrays: Arrays, schedule: Schedule) -> frozenset[tuple[int, int]]:
+def _unpack_dense(arrays: files.Arrays, schedule: Schedule) -> frozenset[tuple[int, int]]:
     dense = frozenset((start, stop) for start, stop in arrays.integers("dense", 2).tolist())
     ops = [op for level in schedule.levels for op in level.ops.tolist()]
     unknown = dense.difference((start, stop) for start, _, stop in ops if start > 0)
@@ -292,28 +286,26 @@ def _unpack_dense(arrays: Arrays, schedule: Schedule) -> frozenset[tuple[int, in
     return dense
 
 
-def _unpack_alternatives(arrays: Arrays) -> tuple[Alternative, ...]:
-    names, columns = arrays["alternatives"], [arrays["predicted"], arrays["measured"]]
-    for name, array, kind in zip(
-        ("alternatives", "predicted", "measured"), (names, *columns), "Uff", strict=True
-    ):
-        if array.dtype.kind != kind or array.shape != (names.size,):
+def _unpack_alternatives(arrays: files.Arrays) -> tuple[Alternative, ...]:
+    names = arrays["alternatives"]
+    forms = {"alternatives": "strings", "predicted": "floats", "measured": "floats"}
+    for key, form in forms.items():
+        array = arrays[key]
+        if array.dtype.kind != ("U" if form == "strings" else "f") or array.shape != (names.size,):
             raise InputError(
-                f"{name} has dtype {array.dtype} and shape {array.shape}; expected one dimension "
-                f"of {'strings' if kind == 'U' else 'floats'}, as long as alternatives"
+                f"{key} has dtype {array.dtype} and shape {array.shape}; expected one dimension "
+                f"of {form}, as long as alternatives"
             )
     counts = arrays.integers("counts", 2)
     check_used("counts", len(counts), len(names))
-    rows = zip(
-        names.tolist(), counts.tolist(), *(column.tolist() for column in columns), strict=True
-    )
+    times = np.stack([arrays["predicted"], arrays["measured"]], axis=1).tolist()
     return tuple(
-        Alternative(name, *count, *(None if math.isnan(time) else time for time in times))
-        for name, count, *times in rows
+        Alternative(name, *count, *(None if math.isnan(time) else time for time in row))
+        for name, count, row in zip(names.tolist(), counts.tolist(), times, strict=True)
     )
 
 
-def _unpack_options(arrays: Arrays) -> dict[str, Any]:
+def _unpack_options(arrays: files.Arrays) -> dict[str, Any]:
     options: dict[str, Any] = dict.fromkeys(_OPTIONS)
     for key in arrays:
         name = key.removeprefix(_PREFIX)
@@ -321,41 +313,25 @@ def _unpack_options(arrays: Arrays) -> dict[str, Any]:
             continue
         if name not in _OPTIONS:
             raise InputError(f"{key} is not known here; expected one of {', '.join(_OPTIONS)}")
-        kinds, what = ("iu", "one integer") if _OPTIONS[name] is int else ("U", "one string")
-        options[name] = arrays.scalar(key, kinds, what)
+        form, read = _OPTIONS[name]
+        what = ("iu", "one integer") if form is int else ("U", "one string")
+        options[name] = read(key, arrays.scalar(key, *what))
     for name, value in options.items():
         if value is None and name not in _OPTIONAL:
             raise InputError(f"the key '{_PREFIX}{name}' is missing")
-    if options["memory_limit"] is not None:
-        check_count("option.memory_limit", options["memory_limit"], 0)
-    if options["batch"] is not None:
-        check_count("option.batch", options["batch"], 1)
-    if options["dtype"] is not None:
-        options["dtype"] = check_dtype(options["dtype"])
-    options["reverse"], options["auto"] = bool(options["reverse"]), bool(options["auto"])
-    if options["device"] not in (None, "cpu", "cuda"):
-        raise InputError(f"option.device is {options['device']!r}; expected 'cpu' or 'cuda'")
     return options
 
 
-def _unpack_schedule(arrays: Arrays, n: int) -> Schedule:
+def _unpack_schedule(arrays: files.Arrays, n: int) -> Schedule:
     text = arrays.scalar("schedule", "U", "one string")
     stored = Schedule.from_levels(n, _unpack_levels(arrays))
-    named = _NAMED.fullmatch(text)
-    if named is None:
-        if repr(stored) != text:
-            raise InputError(f"schedule is {text!r}, but its levels are those of {stored!r}")
-        return stored
-    kind, *arguments = named.groups()
-    if int(arguments[0]) != n:
-        raise InputError(f"schedule is {text!r}; expected one for {n} Jacobians")
-    schedule: Schedule = getattr(Schedule, kind)(*[int(a) for a in arguments if a is not None])
+    schedule = printed_schedule(text, n) or stored
     if repr(schedule) != text or Schedule.from_levels(n, schedule.levels) != stored:
         raise InputError(f"schedule is {text!r}, but its levels are other ones")
     return schedule
 
 
-def _unpack_levels(arrays: Arrays) -> list[Level]:
+def _unpack_levels(arrays: files.Arrays) -> list[Level]:
     names = arrays["level_names"]
     if names.dtype.kind != "U" or names.ndim != 1:
         raise InputError(
@@ -372,7 +348,7 @@ def _unpack_levels(arrays: Arrays) -> list[Level]:
     return levels
 
 
-def _ends(arrays: Arrays, key: str, total: int) -> NDArray[np.int64]:
+def _ends(arrays: files.Arrays, key: str, total: int) -> NDArray[np.int64]:
     """Return where parts of the lengths under a key end, from 0 to `total`."""
     return _sum_up(key, arrays.integers(key).tolist(), total)
 

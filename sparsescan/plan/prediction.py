@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from ..symbolic.program import Program
 
-__all__ = ["ScanPrediction", "predict"]
-
 
 @dataclass(frozen=True)
 class ScanPrediction:

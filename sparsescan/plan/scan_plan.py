@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,36 +17,33 @@ from ..arrays.frozen import Frozen
 from ..arrays.streams import place
 from ..chains.chain import Chain, LocalGrads, check_grad, check_places, grad_or_zeros, placed
 from ..chains.steps import Steps
-from ..errors import InputError, InputTypeError, MemoryLimitError, out_of_memory
+from ..errors import InputError, InputTypeError, out_of_memory
 from ..execution.solves import Given
 from ..execution.threads import thread_count
 from ..execution.workspace import Workspace
-from ..formatting import exact_bytes, format_bytes
-from ..planning.search import Alternative
+from ..formatting import exact_bytes
 from ..symbolic.implicit import Step
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule, check_count
-from .choose import check_solves, choose_schedule, needed_bytes
+from .choice import Alternative, Choice, Kind, PlanOptions
+from .choose import check_solves, choose_schedule, no_room
 from .describe import describe, to_dict
 from .prediction import ScanPrediction, predict
-from .spec import Kind, PlanSpec
-
-if TYPE_CHECKING:
-    from ..execution.device import DeviceWorkspace
-
-__all__ = ["ScanPlan", "Slot"]
 
 # Workspaces that one slot of a plan keeps, e.g. for different batch sizes; and choices of a plan.
 _KEPT, _CHOICES = 4, 64
 
 Gradients = list[NDArray[Any]] | NDArray[Any]
+_NO_OPTIONS = PlanOptions()
+_NO_LOCAL_GRADS = LocalGrads(None, 0, (), ())
 
 
-class _Ready(NamedTuple):
-    """The schedule, with its program, that runs input of one kind."""
+@dataclass
+class Slot:
+    """A chain and the workspaces that it ran in, of one run at a time, kept for the next."""
 
-    spec: PlanSpec
-    program: Program | None
+    chain: Chain
+    workspaces: dict[Any, Any] = field(default_factory=dict)
 
 
 class ScanPlan(Frozen):
@@ -82,6 +80,8 @@ class ScanPlan(Frozen):
     reverse : bool
         Whether Jacobians, local gradients and gradients are in the order of time. (`patterns` are
         not: a scan begins with the last.)
+    auto : bool
+        Whether the schedule is chosen for what runs.
     dense : frozenset of tuple
         The products ``(start, stop)``, of elements as a schedule numbers them, that are stored
         densely although their patterns are sparse.
@@ -96,60 +96,55 @@ class ScanPlan(Frozen):
     device: str | None
     memory_limit: int | None
     reverse: bool
+    auto: bool
 
-    def __init__(self, spec: PlanSpec, program: Program | None = None) -> None:
-        patterns = spec.patterns
-        self._set(
-            n=len(patterns),
-            patterns=tuple(patterns),
-            batch=spec.batch,
-            dtype=spec.dtype,
-            device=spec.device,
-            memory_limit=spec.memory_limit,
-            reverse=spec.reverse,
-        )
+    def __init__(
+        self, patterns: Sequence[Step], choice: Choice, options: PlanOptions = _NO_OPTIONS
+    ) -> None:
+        self._set(n=len(patterns), patterns=tuple(patterns), **options._asdict())
+        self._options = options
+        kind, program = choice.kind or options.kind(patterns), choice.program
         if patterns and program is None:
-            program = Program(patterns, spec.schedule, dense=spec.dense)
+            program = Program(patterns, choice.schedule, dense=choice.dense)
         # For the input that the plan was made for, for other kinds, and for the latest.
-        self._first = self._latest = _Ready(spec, program)
-        self._others: dict[Kind, _Ready] = {}
+        self._first = self._latest = replace(choice, kind=kind, program=program)
+        self._others: dict[Kind, Choice] = {}
         self._linear: Program | None = None
         self._steps = Steps(self.patterns)
-        factors = self._steps.factors
+        factors, starts = self._steps.factors, self._steps.starts
         # Lengths of all gradients that a run makes, and where they start.
-        self._sizes = [factors[0].shape[1]] if factors else []
+        self._sizes = [factor.shape[1] for factor in factors[:1]]
         self._sizes += [factor.shape[0] for factor in factors]
-        starts = self._steps.starts
-        # Lengths of the gradients before each step, and behind the last.
-        self._step_sizes = (
-            self._sizes if starts is None else [self._sizes[k] for k in starts.tolist()]
-        )
         self._offsets = np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)]).tolist()
+        # Lengths of the gradients before each step, and behind the last.
+        self._step_sizes = self._sizes
+        if starts is not None:
+            self._step_sizes = [self._sizes[k] for k in starts.tolist()]
         # Whether all gradients of an exclusive, and of an inclusive, scan have one length.
         self._uniform = len(set(self._sizes[:-1])) <= 1, len(set(self._sizes)) <= 1
         self._idle: deque[Slot] = deque()
         if program is not None:
-            self._admit(program, spec.kind.dtype, spec.kind.batch)
+            self._admit(program, kind)
 
     @property
     def schedule(self) -> Schedule:
         """The schedule that ran last, or will run first."""
-        return self._latest.spec.schedule
+        return self._latest.schedule
 
     @property
     def reason(self) -> str:
         """Why that one."""
-        return self._latest.spec.reason
+        return self._latest.reason
 
     @property
     def dense(self) -> frozenset[tuple[int, int]]:
         """Products ``(start, stop)`` that are stored densely although their patterns are sparse."""
-        return self._latest.spec.dense
+        return self._latest.dense
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
         """The schedules that the planner looked at."""
-        return self._latest.spec.alternatives
+        return self._latest.alternatives
 
     @property
     def workspace_bytes(self) -> int:
@@ -159,59 +154,45 @@ class ScanPlan(Frozen):
         ran last, or before the first run `batch` of `dtype`, or one of float64; as if every
         Jacobian differed between samples.
         """
-        return _workspace_bytes(self._latest)
+        return self._latest.workspace_bytes
 
-    def settle(self, kind: Kind) -> Program | None:
+    def settle(self, kind: Kind) -> Program:
         """Return what runs input of this kind: from now on, all that is printed is about it."""
-        ready = self._latest
-        if kind != ready.spec.kind:
-            ready = self._first
-            if kind != ready.spec.kind:
-                ready = self._others.get(kind) or self._choose(kind)
-            self._latest = ready
-        return ready.program
+        choice = self._latest
+        if kind != choice.kind:
+            choice = self._first
+            if kind != choice.kind:
+                choice = self._others.get(kind) or self._choose(kind)
+            self._latest = choice
+        assert choice.program is not None  # since there are Jacobians
+        return choice.program
 
-    def _choose(self, kind: Kind) -> _Ready:
+    def _choose(self, kind: Kind) -> Choice:
         """Choose what runs input of a new kind; no threads wait, since all choose the same."""
-        spec, program = self._first
-        if spec.chooses_for(kind):
+        choice = first = self._first
+        if self.auto and not first.was_measured_for(kind):
             choice = choose_schedule(self.patterns, None, kind, self.memory_limit)
-            spec = spec.with_choice(choice)
-            known = [self._first, *self._others.values()]
-            same = (
-                ready.program
-                for ready in known
-                if (ready.spec.schedule, ready.spec.dense) == (spec.schedule, spec.dense)
-            )
+            known = [first, *self._others.values()]
+            form = choice.schedule, choice.dense
+            same = (each.program for each in known if (each.schedule, each.dense) == form)
             program = next(same, choice.program)
             if program is None:
-                program = Program(self.patterns, spec.schedule, dense=spec.dense)
+                program = Program(self.patterns, choice.schedule, dense=choice.dense)
+            choice = replace(choice, program=program)
         if len(self._others) >= _CHOICES:
             self._others.pop(next(iter([*self._others])), None)
-        return self._others.setdefault(kind, _Ready(replace(spec, ran=kind), program))
+        return self._others.setdefault(kind, replace(choice, kind=kind))
 
-    def _admit(
-        self, program: Program, dtype: np.dtype[Any], batch: int, whole: bool = True
-    ) -> None:
+    def _admit(self, program: Program, kind: Kind, whole: bool = True) -> None:
         """Raise if a program and a run of it need more than the limit, or than there is."""
-        if self.memory_limit is None and (not program.products or self.device == "cuda"):
+        if self.memory_limit is None and (not program.products or kind.on_device):
             return
-        needed = needed_bytes(program, dtype, batch, self.device, whole=whole)
-        limit = memory_left() if self.memory_limit is None else self.memory_limit
-        if needed <= limit:
-            return
-        linear = Program(self.patterns, Schedule.linear(self.n))
-        least = needed_bytes(linear, dtype, batch, self.device)
-        if self.memory_limit is None:
-            raise MemoryLimitError(
-                f"{program.schedule} needs {format_bytes(needed)}, and this machine has "
-                f"{format_bytes(limit)} left; the least, Schedule.linear({self.n}), needs "
-                f"{format_bytes(least)}"
-            )
-        raise MemoryLimitError(
-            f"memory_limit is {exact_bytes(self.memory_limit)}; {program.schedule} needs "
-            f"{exact_bytes(needed)}, and the least, Schedule.linear({self.n}), {exact_bytes(least)}"
-        )
+        needed, limit = kind.needed_bytes(program, whole=whole), self.memory_limit
+        what = "memory_limit is {}" if limit is not None else "this machine has {} left"
+        limit = memory_left() if limit is None else limit
+        if needed > limit:
+            needs = f"{program.schedule} needs {exact_bytes(needed)}"
+            raise no_room(what.format(exact_bytes(limit)), needs, self.patterns, kind)
 
     def exclusive_scan(
         self, grad: ArrayLike | None, jacobians: Any, *, local_grads: Any = None, stream: Any = None
@@ -255,7 +236,8 @@ class ScanPlan(Frozen):
                [1.5, 1.5],
                [1.5, 1.5]])
         """
-        return self._scan(grad, jacobians, local_grads, stream, inclusive=False)
+        with self._reading(grad, jacobians, local_grads, stream) as (slot, first, current):
+            return self.run(slot, first, local_grads, inclusive=False, stream=current)
 
     def inclusive_scan(
         self, grad: ArrayLike | None, jacobians: Any, *, local_grads: Any = None, stream: Any = None
@@ -285,7 +267,8 @@ class ScanPlan(Frozen):
         >>> plan.inclusive_scan([1.0, 2.0], [np.eye(2) * 3])
         [array([1., 2.]), array([3., 6.])]
         """
-        return self._scan(grad, jacobians, local_grads, stream, inclusive=True)
+        with self._reading(grad, jacobians, local_grads, stream) as (slot, first, current):
+            return self.run(slot, first, local_grads, inclusive=True, stream=current)
 
     def predict(self, workers: int) -> ScanPrediction:
         """Return steps and work of an exclusive scan of one sample with any number of workers.
@@ -333,8 +316,7 @@ class ScanPlan(Frozen):
         >>> plan.to_dict()["levels"][0]["multiply_adds"]
         12
         """
-        latest = self._latest
-        return to_dict(latest.spec, latest.program, _workspace_bytes(latest))
+        return to_dict(self.patterns, self._options, self._latest)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, in NumPy's ``.npz`` format and without pickle.
@@ -374,9 +356,9 @@ class ScanPlan(Frozen):
                [1.5, 1.5],
                [1.5, 1.5]])
         """
-        from .files import save_spec
+        from .files import save_plan
 
-        save_spec(path, self._latest.spec)
+        save_plan(path, self.patterns, self._options, self._latest)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> ScanPlan:
@@ -409,162 +391,188 @@ class ScanPlan(Frozen):
         --------
         save : Has an example.
         """
-        from .files import load_spec
+        from .files import load_plan
 
-        return ScanPlan(load_spec(path))
+        return ScanPlan(*load_plan(path))
 
-    def _scan(
-        self,
-        grad: ArrayLike | None,
-        jacobians: Any,
-        local_grads: Any,
-        stream: Any,
-        *,
-        inclusive: bool,
-    ) -> Gradients:
-        with place(*placed(grad, local_grads), self.device, stream) as current_stream:
+    @contextmanager
+    def _reading(
+        self, grad: ArrayLike | None, jacobians: Any, local_grads: Any, stream: Any
+    ) -> Iterator[tuple[Slot, Any, Any]]:
+        """Lend a slot that has read Jacobians, with the gradient at their end and CuPy's stream."""
+        steps = self._steps
+        name, array = ("grad", grad) if grad is not None else placed(grad, local_grads)
+        with place(name, array, self.device, stream) as current:
             try:
                 slot = self._idle.pop()
             except IndexError:
-                chain = Chain(len(self._steps.factors), self.reverse, self._steps.starts)
-                slot = self.slot(chain)
+                slot = Slot(Chain(len(steps.factors), self.reverse, steps.starts))
+            chain = slot.chain
             try:
-                slot.chain.read(self._steps.unfold(jacobians, self.reverse), self._steps.factors)
-                return self.run(slot, grad, local_grads, inclusive=inclusive, stream=current_stream)
+                chain.read(steps.unfold(jacobians, self.reverse), steps.factors)
+                size = self._sizes[0] if self.n else None
+                period = chain.period if steps.starts is None else 0
+                yield slot, grad_or_zeros(grad, local_grads, size, chain.batch, period), current
             except MemoryError as error:
                 raise out_of_memory("the scan", error) from None
             finally:
-                slot.chain.release()
+                chain.release()
                 self._idle.append(slot)
 
-    def slot(self, chain: Chain) -> Slot:
-        """Return a slot to run a chain in."""
-        return Slot(chain, self._admit)
-
     def run(
-        self,
-        slot: Slot,
-        grad: ArrayLike | None,
-        local_grads: Any,
-        *,
-        inclusive: bool,
-        stream: Any = None,
+        self, slot: Slot, first: Any, local_grads: Any, *, inclusive: bool, stream: Any = None
     ) -> Gradients:
-        """Scan the chain that a slot has read, and that the caller will release.
+        """Scan the chain that a slot has read, from the gradient at its end.
 
-        `stream` is CuPy's current one, for callers that have it.
+        The caller releases the chain. `stream` is CuPy's current one, for callers that have it.
         """
-        chain, steps = slot.chain, self._steps
-        count = len(steps.factors) + inclusive
-        first, local, dtype = self._read(chain, grad, local_grads, inclusive)
-        batch_shape = first.shape[:-1]
-        sizes = self._sizes or [first.shape[-1]]
-        xp = namespace(first)
+        chain, starts = slot.chain, self._steps.starts
+        local, dtype = self._check(chain, first, local_grads, inclusive)
+        count, shape = len(self._steps.factors) + inclusive, first.shape
+        xp = np if type(first) is np.ndarray else namespace(first)
         if count == 0:
-            return xp.empty((0, *first.shape), dtype) if chain.period == 1 else []
-        solves = self._first.program is not None and self._first.program.solved
-        if solves and (xp is not np or self.device == "cuda"):
+            return xp.empty((0, *shape), dtype) if chain.period == 1 else []
+        on_device, download = xp is not np or self.device == "cuda", False
+        if on_device and self._first.program is not None and self._first.program.solved:
             check_solves(self.patterns, None, True, self.reverse)
-        download = xp is np and self.device == "cuda"
-        if download:
-            xp = load_cupy()
-            first = upload(first)
+        if on_device and xp is np:
+            xp, first, download = load_cupy(), upload(first), True
             chain.upload()
             local.upload()
-        batch = batch_shape[0] if batch_shape else 1
-        size = self._offsets[count] if self.n else sizes[0]
+        batch = shape[0] if len(shape) > 1 else 1
+        size = self._offsets[count] if self.n else shape[-1]
         if chain.period > 1:
             # Whole periods, the last of which may lack its end.
             size = -(-count // chain.period) * self._offsets[chain.period]
-        if xp is np:
+        if not on_device:
             check_memory("the gradients", batch * size * dtype.itemsize)
+        kind = Kind(batch, dtype, on_device, chain.differs() if batch > 1 else None)
         program, whole = None, False
-        if self.n and count > 1 and batch > 0:
-            differs = chain.differs() if batch > 1 else None
-            program = self.settle(Kind(batch, dtype, xp is not np, differs))
-            assert program is not None  # since there are Jacobians
-            chain.convert(dtype, program.multiplied if xp is np else None)
-            whole = xp is not np and slot.runs_whole_steps(program, dtype)
+        if count > 1 and batch > 0:
+            program = self.settle(kind)
+            chain.convert(dtype, None if on_device else program.multiplied)
+            whole = on_device and _runs_whole_steps(program, chain, dtype)
         if whole:
             # No gradients within steps.
-            count = self.n + inclusive
-            size = count * sizes[0]
-        elif steps.starts is not None:
-            local.spread(steps.starts[: self.n + inclusive], chain.period)
+            size = (self.n + inclusive) * shape[-1]
+        elif starts is not None:
+            local.spread(starts[: self.n + inclusive], chain.period)
         out = xp.empty(batch * size, dtype)
-        local.add_first(first, out[: first.size].reshape(first.shape))
-        if program is not None:
+        if local.given:
+            local.add_first(first, out[: first.size].reshape(shape))
             local.convert(dtype)
-            if xp is not np:
-                workspace = slot.on_device(program, dtype, batch, local, whole)
+        else:
+            out[: first.size] = first.reshape(-1)
+        if program is not None:
+            if on_device:
+                workspace = self._device_workspace(slot, program, kind, local, whole)
                 workspace.run(chain, local, out, inclusive=inclusive, stream=stream)
-            elif not slot.workspace(program, dtype, batch, local).run(
+            elif not self._workspace(slot, program, kind, local).run(
                 out, inclusive, Given(chain.array, local.array, chain.name)
             ):
                 # The linear scan defines what a value reaches that is not finite, of which a
                 # product may make something else; nor can a product hold entries of any range.
                 if self._linear is None:
                     self._linear = Program(self.patterns, Schedule.linear(self.n))
-                slot.workspace(self._linear, dtype, batch, local).run(out, inclusive)
+                self._workspace(slot, self._linear, kind, local).run(out, inclusive)
         out = out.get() if download else out
-        if whole:
-            cut = _as_stack(out.reshape(count, *batch_shape, sizes[0]), chain.period)
-        elif steps.starts is None:
-            cut = self._cut(out, count, sizes, batch_shape, chain.period)
-        else:
-            cut = self._cut_steps(out, self.n + inclusive, batch_shape, chain.period)
-        return cut[::-1] if self.reverse else cut
+        return self._cut(out, shape, self.n + inclusive, chain.period, whole)
 
-    def _read(
-        self, chain: Chain, grad: ArrayLike | None, local_grads: Any, inclusive: bool
-    ) -> tuple[Any, LocalGrads, np.dtype[Any]]:
-        """Return what comes with a chain, checked, and the dtype of all gradients."""
-        size = self._sizes[0] if self.n else None
-        starts, count = self._steps.starts, self.n + inclusive
-        # The factors of implicit steps take turns, and gradients do not.
-        period = chain.period if starts is None else 0
-        first = grad_or_zeros(grad, local_grads, size, chain.batch, period)
-        check_grad(first, size, chain.batch)
-        batch_shape = first.shape[:-1]
+    def _check(
+        self, chain: Chain, first: Any, local_grads: Any, inclusive: bool
+    ) -> tuple[LocalGrads, np.dtype[Any]]:
+        """Return local gradients, and the dtype of all gradients, after what comes is checked."""
+        check_grad(first, self._sizes[0] if self.n else None, chain.batch)
+        batch_shape, local = first.shape[:-1], _NO_LOCAL_GRADS
         if self.batch is not None and batch_shape != (self.batch,):
             raise InputError(
                 f"grad has shape {first.shape}; expected ({self.batch}, ·), the batch of the plan"
             )
-        sizes = self._step_sizes or [first.shape[-1]]
-        local = LocalGrads(local_grads, count, sizes, batch_shape, period, reverse=self.reverse)
-        check_places(first, chain, local)
+        if local_grads is not None:
+            # The factors of implicit steps take turns, and gradients do not.
+            period = chain.period if self._steps.starts is None else 0
+            sizes = self._step_sizes or [first.shape[-1]]
+            local = LocalGrads(
+                local_grads, self.n + inclusive, sizes, batch_shape, period, reverse=self.reverse
+            )
+        if chain.device is not None or type(first) is not np.ndarray or local.given:
+            check_places(first, chain, local)
         dtype = np.result_type(first.dtype, *[chain.dtype] * (self.n > 0), *local.dtypes)
         if self.dtype is not None and dtype != self.dtype:
             raise InputTypeError(
                 f"the input is of dtype {dtype}; expected {self.dtype}, the plan's"
             )
-        return first, local, dtype
+        return local, dtype
+
+    def _workspace(self, slot: Slot, program: Program, kind: Kind, local: LocalGrads) -> Workspace:
+        """Return a workspace on the CPU for this program and this kind of input."""
+        chain, threads = slot.chain, thread_count()
+        key = program, kind, local.given, threads, tuple(chain.merged)
+        workspace: Workspace | None = slot.workspaces.get(key)
+        if workspace is None:
+            self._make_room(slot, program, kind)
+            workspace = slot.workspaces[key] = Workspace(
+                program,
+                chain.leaves,
+                kind.dtype,
+                kind.batch,
+                chain.batched,
+                local.given,
+                threads,
+                chain.merged,
+            )
+        if local.given:
+            local.fill(workspace.local_grads)
+        return workspace
+
+    def _device_workspace(
+        self, slot: Slot, program: Program, kind: Kind, local: LocalGrads, whole: bool
+    ) -> Any:
+        """Return a workspace on the current device for this program and this kind of input.
+
+        `whole` says that steps are implicit and run whole.
+        """
+        from ..execution.device import DeviceWorkspace
+
+        chain = slot.chain
+        stacked = bool(chain.stacks) if whole else chain.stack is not None
+        how = None if not local.given else "list" if local.stack is None else "stack"
+        key = program, kind, stacked, how, whole, chain.device
+        if key not in slot.workspaces:
+            self._make_room(slot, program, kind, whole)
+            slot.workspaces[key] = DeviceWorkspace(
+                program, kind.dtype, kind.batch, chain.batched, stacked, how, whole
+            )
+        return slot.workspaces[key]
+
+    def _make_room(self, slot: Slot, program: Program, kind: Kind, whole: bool = True) -> None:
+        """Make room for one more workspace, if its memory is granted."""
+        self._admit(program, kind, whole)
+        while len(slot.workspaces) >= _KEPT:
+            del slot.workspaces[next(iter(slot.workspaces))]
 
     def _cut(
-        self,
-        out: NDArray[Any],
-        count: int,
-        sizes: Sequence[int],
-        batch_shape: tuple[int, ...],
-        period: int,
+        self, out: NDArray[Any], shape: tuple[int, ...], count: int, period: int, whole: bool
     ) -> Gradients:
-        """Return the gradients, which lie one after the other in `out`."""
-        if period > 1:
-            turns = range(min(period, count))
-            return [self._turn(out, turn, count, batch_shape, period) for turn in turns]
-        if self._uniform[count - self.n]:
-            return _as_stack(out.reshape(count, *batch_shape, sizes[0]), period)
-        return [self._one(out, k, batch_shape) for k in range(count)]
+        """Return the gradients of so many steps, the first of which has a shape.
 
-    def _cut_steps(
-        self, out: NDArray[Any], count: int, batch_shape: tuple[int, ...], period: int
-    ) -> Gradients:
-        """Return the gradients of the steps; those within a step lie between them in `out`."""
-        starts = self._steps.starts
-        assert starts is not None
-        if not period:
-            return [self._one(out, k, batch_shape) for k in starts[:count].tolist()]
-        return self._turn(out, 0, int(starts[count - 1]) + 1, batch_shape, period)
+        They lie one after the other; those within implicit steps, unless these ran `whole`, lie
+        between them.
+        """
+        starts, batch_shape = self._steps.starts, shape[:-1]
+        gradients: Gradients
+        if whole or (starts is None and period <= 1 and self._uniform[count - self.n]):
+            gradients = out.reshape(count, *shape)
+            gradients = gradients if period else list(gradients)
+        elif starts is None and period > 1:
+            turns = range(min(period, count))
+            gradients = [self._turn(out, turn, count, batch_shape, period) for turn in turns]
+        elif starts is not None and period:
+            gradients = self._turn(out, 0, int(starts[count - 1]) + 1, batch_shape, period)
+        else:
+            places = range(count) if starts is None else starts[:count].tolist()
+            gradients = [self._one(out, k, batch_shape) for k in places]
+        return gradients[::-1] if self.reverse else gradients
 
     def _one(self, out: NDArray[Any], k: int, batch_shape: tuple[int, ...]) -> NDArray[Any]:
         """Return the `k`-th gradient."""
@@ -585,79 +593,12 @@ class ScanPlan(Frozen):
         return f"ScanPlan({self.n} Jacobians, {self.schedule})"
 
     def __str__(self) -> str:
-        latest = self._latest
-        return describe(latest.spec, latest.program, _workspace_bytes(latest))
+        return describe(self.patterns, self._options, self._latest)
 
 
-def _as_stack(gradients: NDArray[Any], period: int) -> Gradients:
-    """Return gradients as one array, or as a list if the Jacobians came as a sequence."""
-    return gradients if period else list(gradients)
+def _runs_whole_steps(program: Program, chain: Chain, dtype: np.dtype[Any]) -> bool:
+    """Return whether the current device has kernels for the implicit steps of a chain."""
+    from ..execution.device import form_of
 
-
-def _workspace_bytes(ready: _Ready) -> int:
-    if ready.program is None:
-        return 0
-    kind = ready.spec.kind
-    return needed_bytes(ready.program, kind.dtype, kind.batch, kind.device)
-
-
-class Slot:
-    """Chain and workspaces of one run at a time, kept for the next."""
-
-    def __init__(
-        self, chain: Chain, admit: Callable[[Program, np.dtype[Any], int, bool], None]
-    ) -> None:
-        self.chain = chain
-        self._admit = admit
-        self._workspaces: dict[Any, Any] = {}
-
-    def workspace(
-        self, program: Program, dtype: np.dtype[Any], batch: int, local: LocalGrads
-    ) -> Workspace:
-        """Return a workspace on the CPU for this program and this kind of input."""
-        threads, merged = thread_count(), self.chain.merged
-        batched, key = self.chain.batched, self.chain.differs()
-        workspace: Workspace = self._kept(
-            (program, dtype, batch, key, local.given, threads, tuple(merged)),
-            lambda: Workspace(
-                program, self.chain.leaves, dtype, batch, batched, local.given, threads, merged
-            ),
-        )
-        local.fill(workspace.local_grads)
-        return workspace
-
-    def runs_whole_steps(self, program: Program, dtype: np.dtype[Any]) -> bool:
-        """Return whether the current device has kernels for the implicit steps of the chain."""
-        from ..execution.device import form_of
-
-        form = form_of(program, dtype)
-        return form is not None and form.terms > 0 and self.chain.is_shared(1, 2)
-
-    def on_device(
-        self, program: Program, dtype: np.dtype[Any], batch: int, local: LocalGrads, whole: bool
-    ) -> DeviceWorkspace:
-        """Return a workspace on the current device for this program and this kind of input.
-
-        `whole` says that steps are implicit and run whole.
-        """
-        from ..execution.device import DeviceWorkspace
-
-        stacked = bool(self.chain.stacks) if whole else self.chain.stack is not None
-        how = None if not local.given else "list" if local.stack is None else "stack"
-        batched, key = self.chain.batched, self.chain.differs()
-        workspace: DeviceWorkspace = self._kept(
-            (program, dtype, batch, key, stacked, how, whole, self.chain.device),
-            lambda: DeviceWorkspace(program, dtype, batch, batched, stacked, how, whole),
-            whole,
-        )
-        return workspace
-
-    def _kept(self, key: tuple[Any, ...], make: Callable[[], Any], whole: bool = True) -> Any:
-        workspace = self._workspaces.get(key)
-        if workspace is None:
-            program, dtype, batch = key[:3]
-            self._admit(program, dtype, batch, whole)
-            while len(self._workspaces) >= _KEPT:
-                del self._workspaces[next(iter(self._workspaces))]
-            workspace = self._workspaces[key] = make()
-        return workspace
+    form = form_of(program, dtype)
+    return form is not None and form.terms > 0 and chain.is_shared(1, 2)

@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import InputError
 from ..jacobians import Conv2d, Tanh
 from ..parallel.network import BUILT_IN, Network, load_network
-from ..planning.costs.cpu import file_to_write, machine_file
+from ..plan.costs.constants import file_to_write, machine_file
 from .graph import Graph
 from .times import Times
 

@@ -38,6 +38,7 @@ __all__ = [
     "check_flag",
     "chunk_levels",
     "level_of",
+    "printed_schedule",
     "read_schedule",
     "schedule_of",
 ]
@@ -45,7 +46,7 @@ __all__ = [
 # Bytes that an operation takes while a schedule is made, at most; and one that is checked.
 _MADE, _CHECKED = 48, 400
 # Schedules by name, with the number that some take.
-_NAMED = re.compile(r"(linear|blelloch)|(?:(truncated|chunked):([0-9]{1,18}))")
+_NAMED = re.compile(r"(linear|blelloch)|(?:(truncated|chunked):([0-9]{1,39}))")
 _NAMES = "'auto', 'linear', 'blelloch', 'truncated:K' (K up-sweep levels) or 'chunked:C' (C chunks)"
 # Bits of the largest count that anybody means.
 _BITS = 128
@@ -442,6 +443,13 @@ def read_schedule(schedule: Any, n: int) -> Schedule | None:
     arguments = () if plain else (int(number),)
     schedule_by_name: Schedule = getattr(Schedule, plain or numbered)(n, *arguments)
     return schedule_by_name
+
+
+def printed_schedule(text: str, n: int) -> Schedule | None:
+    """Return the schedule for `n` Jacobians that prints as `text`; None for one without a name."""
+    kind, _, arguments = text.removeprefix("Schedule.").removesuffix(")").partition("(")
+    name = ":".join([kind, *arguments.split(", ")[1:]])
+    return read_schedule(name, n) if _NAMED.fullmatch(name) else None
 
 
 def check_count(name: str, value: int, least: int, most: int | None = None) -> int:

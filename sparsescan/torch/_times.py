@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..planning.costs.cpu import file_to_write, machine_file
+from ..plan.costs.constants import file_to_write, machine_file
 
 __all__ = [
     "INPUTS",

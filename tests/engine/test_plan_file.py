@@ -28,7 +28,6 @@ from sampling import examples, slow
 from trees import any_schedule, products_of, random_levels
 
 import sparsescan
-import sparsescan.planning.costs.cpu
 from sparsescan import (
     ChainFileError,
     Pattern,
@@ -38,8 +37,8 @@ from sparsescan import (
     load_chain,
     save_chain,
 )
-from sparsescan.plan.spec import Kind, PlanSpec
-from sparsescan.planning.search import Alternative
+from sparsescan.plan.choice import Alternative, Choice, Kind, PlanOptions
+from sparsescan.plan.costs import cpu
 
 
 def assert_same(result: ScanPlan, expected: ScanPlan) -> None:
@@ -143,17 +142,13 @@ def test_what_the_planner_said_comes_back(folder: Path, data: Any) -> None:
     schedule = any_schedule(rng, n)
     names = st.sampled_from([repr(schedule), "Schedule.linear(9)"])
     counts = st.integers(0, 2**40)
-    plan = ScanPlan(
-        PlanSpec(
-            patterns_of(chain.jacobians),
-            schedule,
-            reason="so it is",
-            dense=frozenset(product for product in products_of(schedule) if rng.random() < 0.5),
-            alternatives=tuple(
-                data.draw(st.lists(st.builds(Alternative, names, counts, counts, TIMES, TIMES)))
-            ),
-        )
+    choice = Choice(
+        schedule,
+        frozenset(product for product in products_of(schedule) if rng.random() < 0.5),
+        "so it is",
+        tuple(data.draw(st.lists(st.builds(Alternative, names, counts, counts, TIMES, TIMES)))),
     )
+    plan = ScanPlan(patterns_of(chain.jacobians), choice)
     loaded = reloaded(plan, folder)
     assert_same(loaded, plan)
     assert loaded.to_dict() == plan.to_dict()
@@ -162,9 +157,9 @@ def test_what_the_planner_said_comes_back(folder: Path, data: Any) -> None:
 
 def test_a_plan_that_was_chosen_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all that "auto" says about it, made for more threads than there are here."""
-    monkeypatch.setattr(sparsescan.planning.costs.cpu, "machine_file", lambda: tmp_path / "none")
-    for name in ("plan.choose", "plan.scan_plan", "planning.search"):
-        module = importlib.import_module(f"sparsescan.{name}")
+    monkeypatch.setattr(cpu, "machine_file", lambda: tmp_path / "none")
+    for name in ("choice", "scan_plan"):
+        module = importlib.import_module(f"sparsescan.plan.{name}")
         monkeypatch.setattr(module, "thread_count", lambda: 64)
     sparse = sp.random_array((1024, 1024), density=0.001, rng=np.random.default_rng(0)).tocsr()
     sparse.sort_indices()
@@ -182,9 +177,8 @@ def test_a_plan_that_was_chosen_comes_back(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_reason_is_any_text(tmp_path: Path) -> None:
-    plan = ScanPlan(
-        PlanSpec([], Schedule.linear(0), reason="weil’s schneller ist, ∇ ◇ J\n  — darum")
-    )
+    reason = "weil’s schneller ist, ∇ ◇ J\n  — darum"
+    plan = ScanPlan([], Choice(Schedule.linear(0), reason=reason))
     assert_same(reloaded(plan, tmp_path), plan)
 
 
@@ -248,24 +242,19 @@ def saved(folder: Path) -> dict[str, bytes]:
     }
     result = {}
     for name, schedule in schedules.items():
-        plan = ScanPlan(
-            PlanSpec(
-                patterns,
-                schedule,
-                reason="asked for",
-                batch=2,
-                dtype=np.dtype("f4"),
-                device="cpu",
-                memory_limit=1 << 30,
-                dense=frozenset(products_of(schedule)[:2]),
-                alternatives=(
-                    Alternative("Schedule.linear(7)", 6, 0, 12.5, 13.5),
-                    Alternative("Schedule.chunked(7, 2)", 4, 1, None),
-                ),
-                auto=True,
-                ran=Kind(2, np.dtype("f4"), False, bytes([0, 1, 1, 0, 1, 0, 1])),
-            )
+        looked_at = (
+            Alternative("Schedule.linear(7)", 6, 0, 12.5, 13.5),
+            Alternative("Schedule.chunked(7, 2)", 4, 1, None),
         )
+        choice = Choice(
+            schedule,
+            frozenset(products_of(schedule)[:2]),
+            "asked for",
+            looked_at,
+            kind=Kind(2, np.dtype("f4"), False, bytes([0, 1, 1, 0, 1, 0, 1])),
+        )
+        options = PlanOptions(2, np.dtype("f4"), "cpu", 1 << 30, auto=True)
+        plan = ScanPlan(patterns, choice, options)
         plan.save(folder / name)
         result[name] = (folder / name).read_bytes()
     return result
@@ -458,9 +447,9 @@ def test_each_key_has_its_shape(tmp_path: Path, saved: dict[str, bytes], key: st
         ("steps", lambda a: np.append(a, a[-1]), r"levels make no \[0, 8\)"),
         ("schedule", lambda a: np.array("Schedule.linear(7)"), "but its levels are other ones"),
         ("schedule", lambda a: np.array("Schedule.chunked(7, 03)"), "its levels are other ones"),
-        ("schedule", lambda a: np.array("Schedule.chunked(7)"), "TypeError"),
-        ("schedule", lambda a: np.array("Schedule.linear(99999999999)"), "expected one for 7"),
-        ("schedule", lambda a: np.array("Schedule.scan(7)"), "levels are those of Schedule.from_"),
+        ("schedule", lambda a: np.array("Schedule.chunked(7)"), "its levels are other ones"),
+        ("schedule", lambda a: np.array("Schedule.linear(99999999999)"), "levels are other ones"),
+        ("schedule", lambda a: np.array("Schedule.scan(7)"), "its levels are other ones"),
         ("level_names", lambda a: a[:-1], "level_names has 2 entries; expected 3"),
         ("level_names", lambda a: np.array(["a", "b", "c"]), "its levels are other ones"),
         ("level_names", lambda a: np.array(["a", "b\n", "c"]), "has the name"),

@@ -119,7 +119,7 @@ def test_the_cases_are_cut_into_pieces(with_threads):
             plan = sparsescan.plan(jacobians, schedule=schedule)
             plan.exclusive_scan(np.ones((*leading, 23)), jacobians)
             for slot in plan._idle:
-                for workspace in slot._workspaces.values():
+                for workspace in slot.workspaces.values():
                     kinds |= {(row[0], row[2] > 1) for row in workspace._stages.stages.tolist()}
     work = sparsescan.kernels.cpu.tables.Work
     for kind in (work.RUNS, work.VECTOR, work.CHECK, work.MULTIPLY):

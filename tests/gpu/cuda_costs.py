@@ -17,14 +17,15 @@ from sampling import examples
 from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule
 from sparsescan.cli.main import main
 from sparsescan.execution import device
+from sparsescan.plan import calibrate_device
+from sparsescan.plan.calibrate import Trial
+from sparsescan.plan.choice import Choice, PlanOptions
+from sparsescan.plan.costs import cpu as costs
+from sparsescan.plan.costs import cuda as device_costs
+from sparsescan.plan.costs.cuda import Gpu, GpuModel, gpu_file, load_gpu
+from sparsescan.plan.costs.operations import FAMILIES
 from sparsescan.plan.scan_plan import ScanPlan
-from sparsescan.plan.spec import PlanSpec
-from sparsescan.planning.costs import cpu as costs
-from sparsescan.planning.costs.cpu import FAMILIES
-from sparsescan.planning.costs.cuda import Gpu, GpuModel, gpu_file, load_gpu
 from sparsescan.symbolic.pattern import of_mask
-from sparsescan.tuning import calibrate_device
-from sparsescan.tuning.calibrate import Trial
 
 simulated = pytest.mark.skipif(not SIMULATED, reason="looks into the stand-in for CuPy")
 
@@ -88,7 +89,8 @@ def test_implicit_steps_are_in_one_launch_where_that_takes_less(
     from fake_cupy import state
 
     pattern = ImplicitPattern([Pattern.diagonal(3), Pattern.dense((3, 3))], shared=[1])
-    plan = ScanPlan(PlanSpec([pattern] * steps, Schedule.chunked(steps, chunks), device="cuda"))
+    choice = Choice(Schedule.chunked(steps, chunks))
+    plan = ScanPlan([pattern] * steps, choice, PlanOptions(device="cuda"))
     chain = ImplicitChain([cupy.ones((steps, 2, 3), F4), cupy.ones(9, F4)], pattern)
     grad, calls = cupy.ones((2, 3), F4), []
     gc.collect()
@@ -112,7 +114,7 @@ def test_a_device_is_calibrated(
     """With few short chains here, so that nothing can be said of the numbers but that they are."""
     run_as_compiled_if(False)
     monkeypatch.setattr(costs, "machine_file", lambda: tmp_path / "machine.json")
-    monkeypatch.setattr("sparsescan.planning.costs.cuda.machine_file", costs.machine_file)
+    monkeypatch.setattr(device_costs, "machine_file", costs.machine_file)
     kinds = [Pattern.dense((3, 3)), Pattern.diagonal(3), of_mask(np.tri(3) > 0)]
     trials = [Trial([a, b] * 2, Schedule.truncated(4, 1), 1, False) for a in kinds for b in kinds]
     trials += [Trial([kind] * 3, Schedule.linear(3), 1, False) for kind in kinds]

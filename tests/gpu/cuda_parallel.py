@@ -16,7 +16,7 @@ from sparsescan.chains.chain import Chain, LocalGrads
 from sparsescan.parallel.maps import Terms
 from sparsescan.parallel.part import FORMS, Part
 from sparsescan.parallel.reduction import DeviceReduction
-from sparsescan.planning.costs.cpu import CpuModel, load_cpu
+from sparsescan.plan.costs.cpu import CpuModel, load_cpu
 from sparsescan.symbolic.pattern import rows_of
 
 

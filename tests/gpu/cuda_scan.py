@@ -58,7 +58,7 @@ from sparsescan import (
 from sparsescan.execution.device import BLAS_SIZE, DeviceWorkspace
 from sparsescan.jacobians import Linear, Residual, Tanh
 from sparsescan.kernels.cuda.tables import Run
-from sparsescan.plan.spec import PlanSpec
+from sparsescan.plan.choice import Choice
 from sparsescan.symbolic.pattern import of_mask
 
 simulated = pytest.mark.skipif(not SIMULATED, reason="looks into the stand-in for CuPy")
@@ -145,7 +145,7 @@ def test_any_products_may_be_stored_densely(cupy: Any, flags: list[int], data: A
     schedule = data.draw(st.sampled_from([*every_schedule(n)]))
     products = [(a, b) for level in schedule.levels for a, _, b in level.ops.tolist() if a > 0]
     dense = frozenset(interval for interval in products if data.draw(st.booleans()))
-    plan = ScanPlan(PlanSpec(patterns, schedule, dense=dense))
+    plan = ScanPlan(patterns, Choice(schedule, dense))
     grad, jacobians, local = chain_on(cupy, chain)
     run = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
     result = run(grad, jacobians, local_grads=local)
@@ -173,7 +173,7 @@ def test_dense_operands_of_a_product_that_is_stored_sparsely(
         ("the last", [[(0, 3, 4)]]),
     ]
     schedule = Schedule.from_levels(5, levels)
-    plan = ScanPlan(PlanSpec(patterns, schedule, dense=frozenset(dense)))
+    plan = ScanPlan(patterns, Choice(schedule, frozenset(dense)))
     grad = rng.standard_normal(3 * size)
     gradients = plan.exclusive_scan(cupy.asarray(grad), jacobians_on(cupy, steps))
     assert_within(to_host(gradients), sequential(grad, steps), np.float64)
@@ -185,9 +185,7 @@ def test_empty_rows_of_a_product_that_is_stored_densely(cupy: Any, flags: list[i
     sparse = sp.csr_array(rng.standard_normal((5, 5)) * (np.arange(5) % 2)[:, None])
     jacobians = [rng.standard_normal((5, 5)) for _ in range(4)]
     jacobians[2] = sparse
-    plan = ScanPlan(
-        PlanSpec(patterns_of(jacobians), Schedule.blelloch(4), dense=frozenset({(2, 4)}))
-    )
+    plan = ScanPlan(patterns_of(jacobians), Choice(Schedule.blelloch(4), frozenset({(2, 4)})))
     grad = rng.standard_normal(5)
     result = plan.inclusive_scan(cupy.asarray(grad), jacobians_on(cupy, jacobians))
     assert_within(

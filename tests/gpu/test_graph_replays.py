@@ -77,7 +77,7 @@ def chain_on(cupy: Any, steps: int = 4, size: int = 3) -> tuple[Any, Any]:
 def workspace_of(plan: ScanPlan) -> DeviceWorkspace:
     """Return the one workspace of a plan that has run."""
     (slot,) = plan._idle
-    (workspace,) = slot._workspaces.values()
+    (workspace,) = slot.workspaces.values()
     return workspace
 
 

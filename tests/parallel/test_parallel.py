@@ -37,8 +37,8 @@ from sparsescan.parallel.maps import Capacity, Merger, Message, Ranges, State, T
 from sparsescan.parallel.part import FORMS as MAP_FORMS
 from sparsescan.parallel.part import Part
 from sparsescan.parallel.rows import Messages, RowSweep, Sweep
-from sparsescan.planning.costs.cpu import CpuModel, load_cpu
-from sparsescan.planning.search import model_for
+from sparsescan.plan.choice import Kind
+from sparsescan.plan.costs.cpu import CpuModel, load_cpu
 from sparsescan.symbolic.pattern import of_mask
 
 SUPPORT = Path(mpi_launch.__file__).parent
@@ -116,7 +116,7 @@ class Elements:
     """Parts of a chain as the messages of an exclusive scan, and the operator."""
 
     def __init__(self, chains, local, batch, dtype, form) -> None:
-        model = model_for(None, dtype, batch or 1)
+        model = Kind(batch or 1, dtype).model()
         parts, self.chains = [], []
         for jacobians in chains:
             chain = Chain(len(jacobians))

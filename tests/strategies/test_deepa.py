@@ -28,7 +28,7 @@ from sampling import examples
 
 from sparsescan import InputError
 from sparsescan.parallel.network import Network
-from sparsescan.planning.elimination import minimise
+from sparsescan.plan.elimination import minimise
 from sparsescan.strategies import (
     BatchParallel,
     DomainParallel,

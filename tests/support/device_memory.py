@@ -12,8 +12,8 @@ from oracles import STRUCTURES, every_schedule, mask
 
 from sparsescan.execution import device
 from sparsescan.execution.device import device_bytes
+from sparsescan.plan.choice import Choice, PlanOptions
 from sparsescan.plan.scan_plan import ScanPlan
-from sparsescan.plan.spec import PlanSpec
 from sparsescan.symbolic.pattern import of_mask
 
 F4 = np.dtype(np.float32)
@@ -32,7 +32,7 @@ def random_plan(seed: int, most: int, largest: int) -> ScanPlan:
     if alike:
         patterns = patterns[:1] * n
     schedule = rng.choice(np.array(every_schedule(n, (2, 3, 5)), object))
-    return ScanPlan(PlanSpec(patterns, schedule, device="cuda"))
+    return ScanPlan(patterns, Choice(schedule), PlanOptions(device="cuda"))
 
 
 def values(cupy: Any, plan: ScanPlan, batch: int) -> list[Any]:

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 import sparsescan
 from sparsescan import BatchedCSR, CSRChain, Pattern, Schedule
-from sparsescan.planning.costs.cpu import FAMILIES, Cpu
+from sparsescan.plan.costs.cpu import Cpu
+from sparsescan.plan.costs.operations import FAMILIES
 from sparsescan.symbolic.pattern import of_mask
 
 # ---------------------------------------------------------------------------------------------

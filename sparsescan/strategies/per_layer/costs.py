@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...planning.elimination import minimise
+from ...plan.elimination import minimise
 from ..graph import MIXING, Graph, Layer
 from ..machine import Machine
 from .configurations import (

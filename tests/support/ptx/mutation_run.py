@@ -22,8 +22,8 @@ import sparsescan
 from sparsescan import BatchedCSR, ImplicitChain, ImplicitPattern, Pattern, Schedule
 from sparsescan.execution import chunk_counts, device
 from sparsescan.kernels.cuda.checks import is_safe
+from sparsescan.plan.choice import Choice, PlanOptions
 from sparsescan.plan.scan_plan import ScanPlan
-from sparsescan.plan.spec import PlanSpec
 from sparsescan.recurrent import GRU, LSTM, Recurrent
 from sparsescan.recurrent import device as recurrent_device
 from sparsescan.symbolic.pattern import of_mask
@@ -132,11 +132,12 @@ class Case(NamedTuple):
         """Scan from a gradient of ones."""
         patterns = [of_mask(np.asarray(each) > 0) for each in self.masks]
         schedule = Schedule.from_levels(len(patterns), self.levels)
-        spec = PlanSpec(patterns, schedule, dense=frozenset(self.dense), device="cuda")
+        choice = Choice(schedule, frozenset(self.dense))
         values = [np.asarray(each, F4) for each in self.values]
         batch = max((len(each) for each in values if each.ndim == 2), default=None)
         shape = [size for size in (batch, patterns[0].shape[1]) if size is not None]
-        ScanPlan(spec).inclusive_scan(np.ones(shape, F4), values, local_grads=self.local)
+        plan = ScanPlan(patterns, choice, PlanOptions(device="cuda"))
+        plan.inclusive_scan(np.ones(shape, F4), values, local_grads=self.local)
 
 
 # Gradients of four steps, and of five, by the product of the second and third, or with one more.

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsescan import InputError, InputTypeError, MemoryLimitError
-from sparsescan.planning import elimination
-from sparsescan.planning.elimination import minimise
+from sparsescan import InputError, MemoryLimitError
+from sparsescan.plan import elimination
+from sparsescan.plan.elimination import minimise
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -306,7 +306,7 @@ GOOD = np.zeros((2, 3))
         ([[1, np.nan]], [], r"node_costs\[0\] has nan at \(1,\); expected numbers or inf"),
         ([[1], [-np.inf]], [], r"node_costs\[1\] has -inf at \(0,\)"),
         (TWO, [(0, 1, GOOD), (0, 2, GOOD)], r"edges\[1\]\[1\] is 2; expected a node below 2"),
-        (TWO, [(-1, 1, GOOD)], r"edges\[0\]\[0\] is -1; expected at least 0"),
+        (TWO, [(-1, 1, GOOD)], r"edges\[0\]\[0\] is -1; expected a node below 2"),
         (
             TWO,
             [(1, 0, GOOD)],
@@ -323,29 +323,3 @@ GOOD = np.zeros((2, 3))
 def test_wrong_values_are_named(nodes, edges, message):
     with pytest.raises(InputError, match=message):
         minimise(nodes, edges)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "edges", "message"),
-    [
-        (3, [], "node_costs is 3; expected a sequence"),
-        ([["a"]], [], r"node_costs\[0\] has dtype <U1; expected real numbers"),
-        ([[1j]], [], r"node_costs\[0\] has dtype complex128; expected real numbers"),
-        ([[[1], [1, 2]]], [], r"node_costs\[0\] is not an array"),
-        (TWO, 3, "edges is 3; expected a sequence"),
-        (TWO, [(0, 1)], r"edges\[0\] is \(0, 1\); expected \(node, node, cost\)"),
-        (TWO, [7], r"edges\[0\] is 7; expected \(node, node, cost\)"),
-        (TWO, [(0, 1.0, GOOD)], r"edges\[0\]\[1\] is 1.0; expected an integer"),
-        (TWO, [(0, 1, None)], r"edges\[0\]\[2\] has dtype object; expected real numbers"),
-    ],
-)
-def test_wrong_types_are_named(nodes, edges, message):
-    with pytest.raises(InputTypeError, match=message):
-        minimise(nodes, edges)
-
-
-def test_memory_limit_is_a_count():
-    with pytest.raises(InputError, match="memory_limit is -1; expected at least 0"):
-        minimise([], memory_limit=-1)
-    with pytest.raises(InputTypeError, match=r"memory_limit is 0\.5; expected an integer"):
-        minimise([], memory_limit=0.5)

@@ -23,11 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import InputError, InputTypeError, MemoryLimitError
+from ..errors import InputError, MemoryLimitError
 from ..formatting import exact_bytes
-from ..symbolic.schedule import check_count
-
-__all__ = ["minimise"]
 
 Table = NDArray[np.float64]
 Scope = tuple[int, ...]
@@ -70,8 +67,6 @@ def minimise(
     InputError
         If a node has no choice, an edge names a node that does not exist, a cost has a wrong shape
         or is NaN or ``-inf``, sums of costs overflow, or everything is forbidden.
-    InputTypeError
-        If an argument is not of the types above.
     MemoryLimitError
         If the tables need more than `memory_limit`.
 
@@ -94,15 +89,13 @@ def minimise(
     --------
     Three steps can be kept sparse (0) or dense (1), and it costs 2 to convert between neighbours:
 
-    >>> from sparsescan.planning.elimination import minimise
+    >>> from sparsescan.plan.elimination import minimise
     >>> convert = [[0, 2], [2, 0]]
     >>> minimise([[1, 4], [4, 3], [9, 1]], [(0, 1, convert), (1, 2, convert)])
     (array([0, 1, 1]), 7.0)
     """
-    memory_limit = check_count("memory_limit", memory_limit, 0)
-    costs = _check_nodes(node_costs)
-    listed = _listed("edges", edges)
-    links = [_check_edge(f"edges[{k}]", edge, costs) for k, edge in enumerate(listed)]
+    costs = [_check_node(f"node_costs[{node}]", cost) for node, cost in enumerate(node_costs)]
+    links = [_check_edge(f"edges[{k}]", *edge, costs) for k, edge in enumerate(edges)]
     # Infinite costs are meant, a sum that becomes infinite is not.
     with np.errstate(over="raise"):
         try:
@@ -235,32 +228,16 @@ def _least_sum(parts: Sequence[Table], out: Table, length: int) -> None:
         _least_sum(cut, out[block], length)
 
 
-def _check_nodes(node_costs: Sequence[ArrayLike]) -> list[Table]:
-    listed = _listed("node_costs", node_costs)
-    costs = [_check_cost(f"node_costs[{node}]", cost) for node, cost in enumerate(listed)]
-    for node, cost in enumerate(costs):
-        if cost.ndim != 1 or not len(cost):
-            raise InputError(
-                f"node_costs[{node}] has shape {cost.shape}; expected (choices,), at least 1"
-            )
-    return costs
+def _check_node(name: str, cost: ArrayLike) -> Table:
+    table = _check_cost(name, cost)
+    if table.ndim != 1 or not len(table):
+        raise InputError(f"{name} has shape {table.shape}; expected (choices,), at least 1")
+    return table
 
 
-def _listed(name: str, given: Iterable[Any]) -> list[Any]:
-    try:
-        return list(given)
-    except TypeError:
-        raise InputTypeError(f"{name} is {given!r}; expected a sequence") from None
-
-
-def _check_edge(name: str, edge: Any, costs: Sequence[Table]) -> Edge:
-    try:
-        u, v, cost = edge
-    except (TypeError, ValueError):
-        raise InputTypeError(f"{name} is {edge!r}; expected (node, node, cost)") from None
-    u, v = (check_count(f"{name}[{end}]", node, 0) for end, node in enumerate((u, v)))
+def _check_edge(name: str, u: int, v: int, cost: ArrayLike, costs: Sequence[Table]) -> Edge:
     for end, node in enumerate((u, v)):
-        if node >= len(costs):
+        if not 0 <= node < len(costs):
             raise InputError(f"{name}[{end}] is {node}; expected a node below {len(costs)}")
     table = _check_cost(f"{name}[2]", cost)
     shape = len(costs[u]), len(costs[v])
@@ -273,13 +250,7 @@ def _check_edge(name: str, edge: Any, costs: Sequence[Table]) -> Edge:
 
 def _check_cost(name: str, cost: ArrayLike) -> Table:
     """Return `cost` as an array of float64, or raise an error that names it."""
-    try:
-        array = np.asarray(cost)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputTypeError(f"{name} is not an array: {error}") from None
-    if array.dtype.kind not in "biuf":
-        raise InputTypeError(f"{name} has dtype {array.dtype}; expected real numbers")
-    table: Table = array.astype(np.float64, copy=False)
+    table: Table = np.asarray(cost, np.float64)
     if not (table > -np.inf).all():
         where = tuple(np.argwhere(~(table > -np.inf))[0].tolist())
         raise InputError(f"{name} has {table[where]} at {where}; expected numbers or inf")

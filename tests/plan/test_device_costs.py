@@ -26,16 +26,17 @@ from sparsescan import ImplicitPattern, Pattern, Schedule
 from sparsescan.execution import chunk_counts
 from sparsescan.kernels.cuda.chunk_costs import chained_turns, multiply_turns
 from sparsescan.kernels.cuda.chunks import teams_of
-from sparsescan.planning.costs import cpu as costs
-from sparsescan.planning.costs import cuda as device_costs
-from sparsescan.planning.costs.cpu import FAMILIES, Operations
-from sparsescan.planning.costs.cuda import Gpu, GpuModel, gpu_file, load_gpu, save_gpu
+from sparsescan.plan import calibrate_device
+from sparsescan.plan.costs import cpu as costs
+from sparsescan.plan.costs import cuda as device_costs
+from sparsescan.plan.costs.cuda import Gpu, GpuModel, gpu_file, load_gpu, save_gpu
+from sparsescan.plan.costs.operations import FAMILIES, Operations
 from sparsescan.symbolic.pattern import of_mask
 from sparsescan.symbolic.program import Program
-from sparsescan.tuning import calibrate_device
 
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 BUILT_IN = load_gpu(Path("no such file"))
+TABLES = "families", "product_step", "vector_step", "matmul"
 
 
 def predicted(
@@ -311,7 +312,7 @@ def test_constants_are_found_from_times_that_follow_them(monkeypatch: pytest.Mon
             return {name: other(table) for name, table in constants.items()}
         return (np.array(constants) * rng.uniform(1, 2, np.shape(constants))).tolist()
 
-    tables = {name: other(getattr(BUILT_IN, name)) for name in device_costs._TABLES}
+    tables = {name: other(getattr(BUILT_IN, name)) for name in TABLES}
     numbers = {name: other(getattr(BUILT_IN, name)) for name in ("blocks", "run", "launch")}
     known = replace(BUILT_IN, **tables, **numbers)
 

@@ -26,9 +26,10 @@ from ranges import assert_reaches_as_in_the_linear_scan, of_alternating_scale, w
 from trees import any_schedule, products_of
 
 from sparsescan import BatchedCSR, Pattern, ScanPlan, Schedule, exclusive_scan
-from sparsescan.plan.spec import PlanSpec
-from sparsescan.planning.costs.cpu import CpuModel, Operations
-from sparsescan.planning.forms import choose_forms
+from sparsescan.plan.choice import Choice
+from sparsescan.plan.costs.cpu import CpuModel
+from sparsescan.plan.costs.operations import Operations
+from sparsescan.plan.forms import choose_forms
 from sparsescan.symbolic.program import Program
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -112,7 +113,7 @@ def random_plan(rng: np.random.Generator, patterns: Sequence[Pattern]) -> ScanPl
     schedule = any_schedule(rng, n)
     share = rng.choice([0.3, 0.7, 1])
     dense = frozenset(product for product in products_of(schedule) if rng.random() < share)
-    return ScanPlan(PlanSpec(patterns, schedule, dense=dense))
+    return ScanPlan(patterns, Choice(schedule, dense))
 
 
 @pytest.fixture(params=[1, 2, 3, 4])

@@ -1,8 +1,7 @@
-"""Measure the constants of :mod:`~.planning.costs.cuda`, as ``sparsescan calibrate`` may."""
+"""Measure the constants of :mod:`~.plan.costs.cuda`, as ``sparsescan calibrate`` may."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
@@ -14,17 +13,15 @@ from scipy.optimize import nnls
 
 from ..arrays.arrays import load_cupy
 from ..execution.device import BLAS_SIZE, Shares
-from ..plan.scan_plan import ScanPlan
-from ..plan.spec import PlanSpec
-from ..planning.costs.cpu import FAMILIES, Operations, run_time
-from ..planning.costs.cuda import Gpu, GpuModel
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
 from .calibrate import trials
-from .measure import made_up
-
-__all__ = ["calibrate_device"]
+from .choice import Choice, PlanOptions
+from .costs.cuda import Gpu, GpuModel
+from .costs.operations import FAMILIES, Operations, run_time
+from .measure import made_up, repeated
+from .scan_plan import ScanPlan
 
 # Seconds for which each chain is scanned, and how often at least.
 _SECONDS, _TIMES = 0.03, 5
@@ -152,7 +149,7 @@ def _predicted(gpu: Gpu, program: Program, dtype: np.dtype[Any], batch: int) -> 
 def _time(program: Program, dtype: np.dtype[Any], batch: int) -> float:
     """Return nanoseconds of an exclusive scan."""
     cupy, patterns = load_cupy(), program.patterns[: program.n]
-    plan = ScanPlan(PlanSpec(patterns, program.schedule, device="cuda"), program)
+    plan = ScanPlan(patterns, Choice(program.schedule, program=program), PlanOptions(device="cuda"))
     host = made_up(patterns, dtype, batch)
     one = len(set(patterns)) == 1
     values = cupy.asarray(np.stack(host)) if one else [cupy.asarray(array) for array in host]
@@ -164,19 +161,19 @@ def _elapsed(call: Callable[[], Any]) -> float:
     """Return the nanoseconds that a call takes an idle device: the median of many."""
     cupy = load_cupy()
     first, last = cupy.cuda.Event(), cupy.cuda.Event()
-    samples: list[float] = []
-    # The first run of a plan compiles, the second makes a graph.
-    call()
-    call()
-    deadline = time.perf_counter() + _SECONDS
-    while len(samples) < _TIMES or time.perf_counter() < deadline:
+
+    def timed() -> float:
         cupy.cuda.get_current_stream().synchronize()
         first.record()
         call()
         last.record()
         last.synchronize()
-        samples.append(1e6 * float(cupy.cuda.get_elapsed_time(first, last)))
-    return median(samples)
+        return 1e6 * float(cupy.cuda.get_elapsed_time(first, last))
+
+    # The first run of a plan compiles, the second makes a graph.
+    call()
+    call()
+    return median(repeated(timed, _SECONDS, _TIMES))
 
 
 # -- All of the device -----------------------------------------------------------------------------

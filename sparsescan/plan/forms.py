@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 from ..kernels.cpu.tables import Op
 from ..symbolic.pattern import Pattern, multiply_adds
 from ..symbolic.program import Program, stored
-from .costs.cpu import Matrices, Model, Operations
+from .costs.operations import Matrices, Model, Operations
 from .elimination import minimise
-
-__all__ = ["choose_forms"]
 
 _OWN, _DENSE = 0, 1
 
@@ -73,19 +71,19 @@ class _Graph:
         self.patterns = program.patterns[program.n :]
         self.ways: list[list[_Way]] = []
         for row in self.rows.tolist():
-            self.ways.append(self._ways(row))
+            self.ways.append(self._ways(*program.ops[row, 1:].tolist()))
 
-    def _ways(self, row: int) -> list[_Way]:
-        _, left, right, out = self._program.ops[row].tolist()
-        ways = []
+    def _ways(self, left: int, right: int, out: int) -> list[_Way]:
+        patterns, ways = self._program.patterns, []
+        own = (_OWN, _DENSE) if patterns[out].kind == "general" else (_OWN,)
         for a, b in every(self._forms(left), self._forms(right)):
             # A product by a diagonal matrix is stored as the other operand is.
-            if self._program.patterns[right].kind == "diagonal":
+            if patterns[right].kind == "diagonal":
                 ways.append(_Way(a, b, a))
-            elif self._program.patterns[left].kind == "diagonal":
+            elif patterns[left].kind == "diagonal":
                 ways.append(_Way(a, b, b))
             else:
-                ways += [_Way(a, b, c) for c in self._own_forms(out)]
+                ways += [_Way(a, b, c) for c in own]
         return ways
 
     def _forms(self, node: int) -> Sequence[int]:
@@ -94,9 +92,6 @@ class _Graph:
             return (_OWN,)
         return sorted({way.out for way in self.ways[node - self._program.n]})
 
-    def _own_forms(self, node: int) -> Sequence[int]:
-        return (_OWN, _DENSE) if self._program.patterns[node].kind == "general" else (_OWN,)
-
     def _pattern(self, node: int, form: int) -> Pattern:
         pattern = self._program.patterns[node]
         return Pattern.dense(pattern.shape) if form == _DENSE else pattern
@@ -104,45 +99,25 @@ class _Graph:
     def node_costs(self, model: Model) -> list[NDArray[np.float64]]:
         """Return the times of every way to make each product, and vectors of it."""
         program = self._program
+        # Stored patterns that differ, and whether they are those of Jacobians, by their numbers.
         numbers: dict[tuple[Pattern, bool], int] = {}
-
-        def number(node: int, form: int) -> int:
-            """Return the number of a stored pattern among all that differ."""
-            key = self._pattern(node, form), node < program.n
-            return numbers.setdefault(key, len(numbers))
-
         work: dict[tuple[Pattern, Pattern], int] = {}
         table = []
         for row, ways in zip(self.rows.tolist(), self.ways, strict=True):
-            _, left, right, out = program.ops[row].tolist()
+            left, right, out = program.ops[row, 1:].tolist()
             for way in ways:
                 pair = self._pattern(right, way.right), self._pattern(left, way.left)
                 if pair not in work:
                     work[pair] = multiply_adds(*pair)
-                pattern = stored(*pair, program.patterns[out], dense=way.out == _DENSE)
-                pattern_number = numbers.setdefault((pattern, False), len(numbers))
-                table.append(
-                    (
-                        0,
-                        number(left, way.left),
-                        number(right, way.right),
-                        pattern_number,
-                        work[pair],
-                    )
-                )
-                table.append((1, 0, pattern_number, 0, pattern.nnz))
-        vector, left, right, out, macs = np.array(table, np.int64).T
-        stores = [pattern for pattern, _ in numbers]
-        matrices = Matrices(
-            stores,
-            np.array([jacobian for _, jacobian in numbers]),
-            np.full(len(stores), model.batch > 1),
-        )
-        itemsize = model.dtype.itemsize
-        operations = Operations.count(
-            vector == 1, left, right, out, macs, matrices, itemsize, model.batch
-        )
-        times = model.share(operations)
+                made = stored(*pair, program.patterns[out], dense=way.out == _DENSE)
+                keys = (pair[1], left < program.n), (pair[0], right < program.n), (made, False)
+                a, b, c = (numbers.setdefault(key, len(numbers)) for key in keys)
+                table += [(0, a, b, c, work[pair]), (1, 0, c, 0, made.nnz)]
+        ops = np.array(table, np.int64)
+        stores, jacobian = zip(*numbers, strict=True)
+        matrices = Matrices(stores, np.array(jacobian), np.full(len(stores), model.batch > 1))
+        itemsize, batch = model.dtype.itemsize, model.batch
+        times = model.share(Operations.count(ops[:, :4], ops[:, 4], matrices, itemsize, batch))
         # How many vectors are made of each product.
         ops = program.ops[:-1]
         read = np.bincount(ops[ops[:, Op.VECTOR] == 1, Op.RIGHT], minlength=len(program.patterns))

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from oracles import random_machine, random_patterns, same_bits
 
 import sparsescan
-import sparsescan.planning.costs.cpu
 from sparsescan import MemoryLimitError, Pattern, PeriodicChain, ScanPlan, Schedule
-from sparsescan.planning.costs.cpu import Cpu, CpuModel, load_cpu, run_time
-from sparsescan.planning.search import Choice, choose
+from sparsescan.plan.choice import Choice, Kind
+from sparsescan.plan.costs.cpu import Cpu, CpuModel, load_cpu
+from sparsescan.plan.costs.operations import run_time
+from sparsescan.plan.search import choose
 from sparsescan.recurrent import GRUCell, LSTMCell, RNNCell
 from sparsescan.symbolic.pattern import of_mask
 from sparsescan.symbolic.program import Program
@@ -200,10 +201,10 @@ def test_products_are_not_worked_out_again_where_the_choice_stays(
 ) -> None:
     """Nor is the workspace made again, since it is found by its program."""
     plan = sparsescan.plan(orders(60))
-    programs = {plan.schedule: plan.settle(plan._latest.spec.kind)}
+    programs = {plan.schedule: plan.settle(plan._latest.kind)}
     for batch, dtype in [*KINDS, (2, F4), (3, F8)]:
         run(plan, batch, dtype)
-        program = plan.settle(plan._latest.spec.kind)
+        program = plan.settle(plan._latest.kind)
         assert programs.setdefault(plan.schedule, program) is program
     assert len(programs) < len(KINDS)
 
@@ -272,8 +273,8 @@ def test_what_was_measured_stays_for_its_kind_alone(
     api = importlib.import_module("sparsescan.api")
     measured: list[Any] = []
 
-    def measure(patterns: Any, dtype: Any, batch: int, device: Any, some: Any) -> list[float]:
-        measured.append((batch, dtype))
+    def measure(patterns: Any, kind: Kind, some: Any) -> list[float]:
+        measured.append((kind.batch, kind.dtype))
         return [100.0, 200.0, 300.0, 1.0][: len(some)]
 
     monkeypatch.setattr(api, "measure", measure)

@@ -33,14 +33,15 @@ from oracles import (
 from trees import letters, random_levels
 
 import sparsescan
-import sparsescan.planning.costs.cpu
 import sparsescan.symbolic.pattern
 from sparsescan import MemoryLimitError, Pattern, Schedule
 from sparsescan.jacobians import Conv2d, ReLU
-from sparsescan.planning import search
-from sparsescan.planning.costs.cpu import FAMILIES, Cpu, CpuModel, load_cpu, run_time
-from sparsescan.planning.forms import choose_forms
-from sparsescan.planning.search import Candidate, Choice, choose
+from sparsescan.plan import search
+from sparsescan.plan.choice import Choice, Kind
+from sparsescan.plan.costs.cpu import Cpu, CpuModel, load_cpu
+from sparsescan.plan.costs.operations import FAMILIES, run_time
+from sparsescan.plan.forms import choose_forms
+from sparsescan.plan.search import choose
 from sparsescan.symbolic.pattern import multiply_adds, of_mask, product
 from sparsescan.symbolic.program import Program
 
@@ -413,13 +414,11 @@ def test_the_fastest_that_was_measured_is_kept(
 ) -> None:
     """If it takes less than 0.9 of the linear scan's time; its prediction does not matter."""
     as_if(threads)
-    asked: list[Candidate] = []
+    asked: list[Choice] = []
 
-    def measure(
-        patterns: Any, dtype: Any, batch: int, device: Any, candidates: Sequence[Candidate]
-    ) -> list[float]:
-        assert (dtype, batch, device) == (F4, 3, None)
-        asked.extend(candidates)
+    def measure(patterns: Any, kind: Kind, choices: Sequence[Choice]) -> list[float]:
+        assert kind == Kind(3, F4)
+        asked.extend(choices)
         return times
 
     monkeypatch.setattr(api, "measure", measure)
@@ -441,7 +440,7 @@ def test_the_fastest_that_was_measured_is_kept(
 
 @pytest.mark.parametrize("n", [0, 1, 2, 12])
 def test_a_plan_that_is_really_measured(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    monkeypatch.setattr(importlib.import_module("sparsescan.tuning.measure"), "_SECONDS", 0.02)
+    monkeypatch.setattr(importlib.import_module("sparsescan.plan.measure"), "_SECONDS", 0.02)
     rng = np.random.default_rng(n)
     patterns = random_patterns(rng, n, 3, 9)
     plan = sparsescan.plan(patterns, batch=2, dtype=F8, effort="measure")

@@ -9,95 +9,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..execution.threads import thread_count
 from ..execution.workspace import table_bytes
+from ..symbolic import pattern as patterns_of
 from ..symbolic.implicit import Step, planned, solved_of
-from ..symbolic.pattern import (
-    Kind,
-    Pattern,
-    Products,
-    TooLargeError,
-    index_dtype,
-    multiply_adds,
-    product_nnz,
-)
+from ..symbolic.pattern import Pattern, Products, TooLargeError
 from ..symbolic.program import Program
 from ..symbolic.schedule import Level, Schedule, chunk_levels, level_of
-from .costs.cpu import FAMILIES, CpuModel, Matrices, Model, Operations, load_cpu, run_time
+from .choice import Alternative, Choice
+from .costs.operations import FAMILIES, Matrices, Model, Operations, run_time
 from .forms import choose_forms
-
-__all__ = ["Alternative", "Candidate", "Choice", "Search", "choose", "choose_for", "model_for"]
 
 # A schedule is chosen in place of the linear one if it is predicted, or measured, to take less than
 # this share of its time. Predictions are not exact, and nobody should wait longer than for
 # back-propagation: a tree of a GRU that was predicted to take 0.86 took 1.3 to 2 times as long.
 _PREDICTED, _MEASURED = 0.75, 0.9
-_ASKED = "asked for"
 _NOTHING_PAYS = "auto: no product of neighbours would save more time than it takes"
 _SOLVED = "auto: products of inverses are not formed"
-# Candidates that are measured beside the linear scan.
+# Schedules that are measured beside the linear scan.
 _LEADING = 3
 # Levels without gain after which the search goes no deeper.
 _PATIENCE = 2
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """A schedule that the planner looked at.
-
-    Attributes
-    ----------
-    schedule : str
-        How it prints.
-    steps : int
-        Operations from the first to the last, one after the other.
-    products : int
-        Matrix-matrix products.
-    nanoseconds : float or None
-        The predicted time of a scan; None if its products were given up.
-    measured : float or None
-        The measured time of a scan, if there is one.
-    """
-
-    schedule: str
-    steps: int
-    products: int
-    nanoseconds: float | None
-    measured: float | None = None
-
-    @classmethod
-    def of(
-        cls, schedule: Schedule, nanoseconds: float | None, measured: float | None = None
-    ) -> Alternative:
-        """Return what is said of a schedule."""
-        products = _count_products(schedule)
-        return cls(repr(schedule), schedule.depth, products, nanoseconds, measured)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A schedule that the planner chose, and why."""
-
-    schedule: Schedule
-    dense: frozenset[tuple[int, int]]
-    reason: str
-    alternatives: tuple[Alternative, ...]
-    program: Program | None = None
-
-
-class Candidate(NamedTuple):
-    """A schedule with its forms, and nanoseconds of a scan."""
-
-    schedule: Schedule
-    dense: frozenset[tuple[int, int]]
-    nanoseconds: float
 
 
 def choose(
@@ -107,7 +45,7 @@ def choose(
     fits: Callable[[Program], bool],
     nbytes: float = math.inf,
     more: Sequence[Schedule] = (),
-    measure: Callable[[Sequence[Candidate]], Sequence[float]] | None = None,
+    measure: Callable[[Sequence[Choice]], Sequence[float]] | None = None,
 ) -> Choice:
     """Return the schedule and the forms that take least.
 
@@ -124,7 +62,7 @@ def choose(
     more : sequence of Schedule, optional
         Schedules to look at besides those of all kinds.
     measure : callable, optional
-        Nanoseconds that scans by some candidates take. Schedules that are predicted to be the
+        Nanoseconds that scans by some choices take. Schedules that are predicted to be the
         fastest are then measured.
 
     Returns
@@ -132,69 +70,36 @@ def choose(
     Choice
         If nothing is measured, it depends on the arguments alone.
     """
+    linear = Choice(Schedule.linear(len(steps)))
     if any(any(solved_of(step)) for step in dict.fromkeys(steps)):
-        schedule = Schedule.linear(len(steps))
-        return Choice(schedule, frozenset(), _SOLVED, ())
+        return replace(linear, reason=_SOLVED)
     if not steps or not (measure or more or pays(list(map(planned, steps)), model)):
-        return Choice(Schedule.linear(len(steps)), frozenset(), _NOTHING_PAYS, ())
+        return replace(linear, reason=_NOTHING_PAYS)
     search = Search(steps, model, fits, nbytes)
     search.run(more)
-    in_order = sorted(search.candidates, key=lambda option: option.nanoseconds)
     linear = search.linear
+    in_order = sorted(search.candidates, key=lambda option: option.nanoseconds)
     options, how, margin = in_order, "predicted", _PREDICTED
-    times = {id(option): option.nanoseconds for option in in_order}
-    measured: dict[int, float] = {}
+    times: Sequence[float] = [option.nanoseconds for option in in_order]
+    measured: dict[Choice, float] = {}
     if measure is not None:
         options = [linear, *[option for option in in_order if option is not linear][:_LEADING]]
-        how, margin = "measured", _MEASURED
-        times = measured = dict(zip(map(id, options), measure(options), strict=True))
-    best = min(options, key=lambda option: times[id(option)])
-    least, base = times[id(best)], times[id(linear)]
-    if least > margin * base:
-        best = linear
-    reason = (
-        f"auto: nothing is {how} to take less than {margin} of its time"
-        if best is linear
-        else f"auto: {how} to take {least / base:.2f} of the linear scan's time"
-    )
-    alternatives = [
-        Alternative.of(option.schedule, option.nanoseconds, measured.get(id(option)))
-        for option in in_order
+        how, margin, times = "measured", _MEASURED, measure(options)
+        measured = dict(zip(options, times, strict=True))
+    least, base = min(times), times[options.index(linear)]
+    best = options[times.index(least)]
+    reason = f"auto: {how} to take {least / base:.2f} of the linear scan's time"
+    if least > margin * base or best is linear:
+        best, reason = linear, f"auto: nothing is {how} to take less than {margin} of its time"
+    looked_at = [
+        _looked_at(option.schedule, option.nanoseconds, measured.get(option)) for option in in_order
     ]
-    program = search.program if best is in_order[0] else None
-    return Choice(best.schedule, best.dense, reason, (*alternatives, *search.given_up), program)
-
-
-def choose_for(
-    steps: Sequence[Step],
-    schedule: Schedule,
-    model: Model,
-    *,
-    fits: Callable[[Program], bool],
-    nbytes: float,
-) -> Choice:
-    """Return the forms for a schedule that was asked for, or raise :class:`TooLargeError`.
-
-    Arguments are as for :func:`choose`.
-    """
-    if not steps:
-        return Choice(schedule, frozenset(), _ASKED, ())
-    dense, program = _formed(steps, schedule, model, Products(nbytes=nbytes), fits)
-    return Choice(schedule, dense, _ASKED, (), program)
-
-
-def model_for(
-    device: str | None,
-    dtype: np.dtype[Any],
-    batch: int,
-    differs: NDArray[np.bool_] | None = None,
-) -> Model:
-    """Return the cost model of this machine's CPU, or of the current CUDA device."""
-    if device == "cuda":
-        from .costs.cuda import GpuModel, load_gpu
-
-        return GpuModel(load_gpu(), dtype, batch, differs)
-    return CpuModel(load_cpu(), dtype, batch, thread_count(), differs)
+    return replace(
+        best,
+        reason=reason,
+        alternatives=(*looked_at, *search.given_up),
+        program=search.program if best is in_order[0] else None,
+    )
 
 
 class Search:
@@ -213,10 +118,10 @@ class Search:
 
     Attributes
     ----------
-    linear : Candidate
+    linear : Choice
         The linear scan.
-    candidates : list of Candidate
-        All that fit, the linear scan first.
+    candidates : list of Choice
+        All that fit, without their programs, the linear scan first.
     given_up : list of Alternative
         Schedules that do not fit, or take longer than the linear scan for certain.
     program : Program
@@ -230,12 +135,10 @@ class Search:
         fits: Callable[[Program], bool],
         nbytes: float = math.inf,
     ) -> None:
-        self._steps = steps
+        self._steps, self._model, self._fits = steps, model, fits
         # Trees are looked for as if all steps were explicit, and judged by what they take.
         self._patterns = list(map(planned, steps))
-        self._model = model
-        self._fits = fits
-        self.linear, self.program = self._candidate(Schedule.linear(len(steps)), Products())
+        self.linear, self.program = self._look_at(Schedule.linear(len(steps)), Products())
         self.candidates = [self.linear]
         self.given_up: list[Alternative] = []
         work = self.linear.nanoseconds / _product_rate(model)
@@ -276,27 +179,37 @@ class Search:
         for known in self.candidates:
             if known.schedule == schedule:
                 return known.nanoseconds
-        products = [_count_products(schedule), self.program.products]
-        tables = sum(table_bytes(len(self._patterns), count) for count in products)
+        counts = _count_products(schedule), self.program.products
+        tables = sum(table_bytes(len(self._patterns), count) for count in counts)
         try:
             if tables > self._nbytes:
                 raise TooLargeError
-            candidate, program = self._candidate(schedule, self._products)
+            option, program = self._look_at(schedule, self._products)
         except TooLargeError:
-            self.given_up.append(Alternative.of(schedule, None))
+            self.given_up.append(_looked_at(schedule, None))
             return math.inf
         if not self._fits(program):
-            self.given_up.append(Alternative.of(schedule, candidate.nanoseconds))
+            self.given_up.append(_looked_at(schedule, option.nanoseconds))
             return math.inf
-        if candidate.nanoseconds < min(other.nanoseconds for other in self.candidates):
+        if option.nanoseconds < min(other.nanoseconds for other in self.candidates):
             # The programs of other candidates are let go: together they would take memory.
             self.program = program
-        self.candidates.append(candidate)
-        return candidate.nanoseconds
+        self.candidates.append(option)
+        return option.nanoseconds
 
-    def _candidate(self, schedule: Schedule, products: Products) -> tuple[Candidate, Program]:
-        dense, program = _formed(self._steps, schedule, self._model, products, self._fits)
-        return Candidate(schedule, dense, run_time(self._model, program)), program
+    def _look_at(self, schedule: Schedule, products: Products) -> tuple[Choice, Program]:
+        dense, program = in_best_forms(
+            self._steps, schedule, self._model, products=products, fits=self._fits
+        )
+        return Choice(schedule, dense, nanoseconds=run_time(self._model, program)), program
+
+
+def _looked_at(
+    schedule: Schedule, nanoseconds: float | None, measured: float | None = None
+) -> Alternative:
+    """Return what is said of a schedule."""
+    products = _count_products(schedule)
+    return Alternative(repr(schedule), schedule.depth, products, nanoseconds, measured)
 
 
 def _count_products(schedule: Schedule) -> int:
@@ -312,14 +225,18 @@ def pays(patterns: Sequence[Pattern], model: Model) -> bool:
     return any(merge.gain > 0 for merge in _merges(pairs, model))
 
 
-def _formed(
+def in_best_forms(
     steps: Sequence[Step],
     schedule: Schedule,
     model: Model,
+    *,
     products: Products,
     fits: Callable[[Program], bool],
 ) -> tuple[frozenset[tuple[int, int]], Program]:
-    """Return the program with every product in the form that takes least, if that fits."""
+    """Return the program with every product in the form that takes least, if that fits.
+
+    First the products that are stored densely, although their patterns are sparse.
+    """
     program = Program(steps, schedule, products=products)
     dense = choose_forms(program, model)
     if dense:
@@ -348,13 +265,13 @@ class _Guess(NamedTuple):
 
     shape: tuple[int, int]
     nnz: int
-    kind: Kind
+    kind: patterns_of.Kind
     index_dtype: np.dtype[Any]
 
     @classmethod
     def of(cls, shape: tuple[int, int], nnz: int) -> _Guess:
-        full = nnz >= shape[0] * shape[1]
-        return cls(shape, nnz, "dense" if full else "general", index_dtype(shape, nnz))
+        full = nnz >= math.prod(shape)
+        return cls(shape, nnz, "dense" if full else "general", patterns_of.index_dtype(shape, nnz))
 
 
 class _Merge(NamedTuple):
@@ -365,64 +282,56 @@ class _Merge(NamedTuple):
     step: float  # that the earlier neighbour took as a step
 
 
-def _merges(pairs: Sequence[tuple[Pattern, Pattern]], model: Model) -> list[_Merge]:
+_Pairs: TypeAlias = Sequence[tuple[Pattern, Pattern]]
+# Multiply-adds of a product, and what its pattern is like.
+_Guessed: TypeAlias = tuple[int, _Guess | Pattern]
+
+
+def _merges(pairs: _Pairs, model: Model) -> list[_Merge]:
     """Return what each pair of neighbours would save.
 
     Instead of two steps, one after the other, there is one; but all workers make the product, and
     afterwards the gradient between the two. Where not even the least that a product can take pays,
     that bound is taken; else its multiply-adds are counted and its entries estimated.
     """
-    merges = _merge_in_forms(pairs, [_at_least(left, right) for left, right in pairs], model)
-    hopeful = [i for i, merge in enumerate(merges) if merge.gain > 0]
-    some = [pairs[i] for i in hopeful]
-    gains = _merge_in_forms(some, [_estimate(left, right) for left, right in some], model)
-    for i, merge in zip(hopeful, gains, strict=True):
-        merges[i] = merge
-    return merges
+    merges = _in_better_form(pairs, [_at_least(*pair) for pair in pairs], model)
+    hopeful = np.flatnonzero(merges[:, 0] > 0)
+    some = [pairs[i] for i in hopeful.tolist()]
+    merges[hopeful] = _in_better_form(some, [_estimate(*pair) for pair in some], model)
+    return [_Merge(*row) for row in merges.tolist()]
 
 
-def _merge_in_forms(
-    pairs: Sequence[tuple[Pattern, Pattern]],
-    products: Sequence[tuple[int, _Guess | Pattern]],
-    model: Model,
-) -> list[_Merge]:
-    """Return the gain of products of so many multiply-adds, stored sparsely or densely."""
-    sparsely = _merge(pairs, products, model)
-    if all(isinstance(out, Pattern) or out.kind == "dense" for _, out in products):
-        return sparsely
-    dense = [
+def _in_better_form(
+    pairs: _Pairs, products: Sequence[_Guessed], model: Model
+) -> NDArray[np.float64]:
+    """Return a :class:`_Merge` a row, of products that are stored sparsely or densely."""
+    full = [
         (work, out if isinstance(out, Pattern) else _Guess.of(out.shape, math.prod(out.shape)))
         for work, out in products
     ]
-    ways = zip(sparsely, _merge(pairs, dense, model), strict=True)
-    return [max(way, key=lambda merge: merge.gain) for way in ways]
+    sparsely, densely = (_merge(pairs, each, model) for each in (products, full))
+    return np.where(sparsely[:, :1] >= densely[:, :1], sparsely, densely)
 
 
-def _at_least(left: Pattern, right: Pattern) -> tuple[int, _Guess | Pattern]:
+def _at_least(left: Pattern, right: Pattern) -> _Guessed:
     """Return multiply-adds and entries of a product that has no fewer in general."""
     if "diagonal" in (left.kind, right.kind):
         return _estimate(left, right)
-    shape = right.shape[0], left.shape[1]
-    nnz = max(left.nnz, right.nnz)
-    return nnz, _Guess.of(shape, min(nnz, shape[0] * shape[1]))
+    shape, nnz = (right.shape[0], left.shape[1]), max(left.nnz, right.nnz)
+    return nnz, _Guess.of(shape, min(nnz, math.prod(shape)))
 
 
-def _estimate(left: Pattern, right: Pattern) -> tuple[int, _Guess | Pattern]:
+def _estimate(left: Pattern, right: Pattern) -> _Guessed:
     """Return multiply-adds, and what the product is like."""
-    work = multiply_adds(right, left)
-    if right.kind == "diagonal":
-        return work, left
-    if left.kind == "diagonal":
-        return work, right
-    return work, _Guess.of((right.shape[0], left.shape[1]), product_nnz(right, left))
+    work = patterns_of.multiply_adds(right, left)
+    if "diagonal" in (left.kind, right.kind):
+        return work, left if right.kind == "diagonal" else right
+    shape = right.shape[0], left.shape[1]
+    return work, _Guess.of(shape, patterns_of.product_nnz(right, left))
 
 
-def _merge(
-    pairs: Sequence[tuple[Pattern, Pattern]],
-    products: Sequence[tuple[int, _Guess | Pattern]],
-    model: Model,
-) -> list[_Merge]:
-    """Return the gain of products that are stored like this."""
+def _merge(pairs: _Pairs, products: Sequence[_Guessed], model: Model) -> NDArray[np.float64]:
+    """Return a :class:`_Merge` a row, of products that are stored like this."""
     count = len(pairs)
     stores: list[Any] = [left for left, _ in pairs] + [right for _, right in pairs]
     stores += [out for _, out in products]
@@ -430,19 +339,19 @@ def _merge(
     left = np.arange(count)
     right, out = left + count, left + 2 * count
     work = np.array([macs for macs, _ in products], np.int64)
-    itemsize, batch = model.dtype.itemsize, model.batch
+
+    def counted(vector: int, right: NDArray[np.int64], work: NDArray[np.int64]) -> Operations:
+        ops = np.stack([np.full(count, vector), left, right, out], axis=1)
+        return Operations.count(ops, work, matrices, model.dtype.itemsize, model.batch)
 
     def reads(matrix: NDArray[np.int64]) -> Operations:
-        """Return the time of multiplying a vector."""
-        every, macs = np.ones(count, bool), matrices.nnz[matrix]
-        return Operations.count(every, left, matrix, out, macs, matrices, itemsize, batch)
+        """Return products of vectors."""
+        return counted(1, matrix, matrices.nnz[matrix])
 
-    none = np.zeros(count, bool)
-    operation = Operations.count(none, left, right, out, work, matrices, itemsize, batch)
-    product, step = model.share(operation), model.step(reads(left))
+    product, step = model.share(counted(0, right, work)), model.step(reads(left))
     gain = step + model.step(reads(right)) - model.step(reads(out))
     gain -= product + model.share(reads(left))
-    return [_Merge(*row) for row in np.stack([gain, product, step], axis=1).tolist()]
+    return np.stack([gain, product, step], axis=1)
 
 
 def _matching(gains: Sequence[float]) -> list[int]:

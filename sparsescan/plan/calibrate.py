@@ -1,10 +1,10 @@
-"""Measure the constants of :mod:`~.planning.costs.cpu` here, for ``sparsescan calibrate``."""
+"""Measure the constants of :mod:`~.plan.costs.cpu` here, for ``sparsescan calibrate``."""
 
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Iterator
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -14,12 +14,12 @@ from scipy.optimize import nnls
 
 from ..execution.threads import share, thread_count
 from ..execution.workspace import Workspace
-from ..planning.costs.cpu import FAMILIES, Cpu, Operations
 from ..symbolic.pattern import Pattern, of_mask, trusted
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
-
-__all__ = ["Trial", "calibrate", "trials"]
+from .costs.cpu import Cpu
+from .costs.operations import FAMILIES, Operations
+from .measure import made_up, nanoseconds, repeated
 
 # Seconds for which each chain is scanned, and how often at least.
 _SECONDS, _TIMES = 0.03, 5
@@ -132,29 +132,18 @@ def _batched(chain: Trial) -> NDArray[np.bool_]:
 def _time(chain: Trial, dtype: np.dtype[Any], threads: int) -> float:
     """Return nanoseconds of an exclusive scan: the median of many."""
     program, batched = chain.program, _batched(chain)
-    rng = np.random.default_rng(1)
-    values, data = [], {}
-    for pattern in chain.patterns:
-        # Row sums of one, so that nothing grows.
-        per_row = max(pattern.nnz / max(pattern.shape[0], 1), 1)
-        shape = (chain.batch, pattern.nnz) if batched[0] else (pattern.nnz,)
-        if pattern not in data or not chain.shared:
-            data[pattern] = ((rng.random(shape) + 0.5) / per_row).astype(dtype)
-        values.append(data[pattern])
+    patterns = list(dict.fromkeys(chain.patterns)) if chain.shared else chain.patterns
+    values = made_up(patterns, dtype, 1 if chain.shared else chain.batch)
+    if chain.shared:
+        values = [values[patterns.index(pattern)] for pattern in chain.patterns]
     leaves = np.array(
-        [[array.ctypes.data, array.strides[0] if batched[0] else 0] for array in values], np.int64
+        [(array.ctypes.data, array.strides[0] * batched[0]) for array in values], np.int64
     )
     workspace = Workspace(program, leaves, dtype, chain.batch, batched, False, threads)
-    sizes = [chain.patterns[0].shape[1], *(pattern.shape[0] for pattern in chain.patterns)]
-    out = np.ones(chain.batch * sum(sizes), dtype)
-    samples: list[int] = []
-    workspace.run(out, False)
-    deadline = time.perf_counter() + _SECONDS
-    while len(samples) < _TIMES or time.perf_counter() < deadline:
-        start = time.perf_counter_ns()
-        workspace.run(out, False)
-        samples.append(time.perf_counter_ns() - start)
-    return median(samples)
+    out = np.ones(chain.batch * int(program.offsets[-1]), dtype)
+    scan = partial(workspace.run, out, False)
+    scan()
+    return median(repeated(partial(nanoseconds, scan), _SECONDS, _TIMES))
 
 
 def _memory() -> tuple[float, float, float]:
@@ -162,12 +151,9 @@ def _memory() -> tuple[float, float, float]:
     large = np.ones(1 << 25, np.float32)
 
     def read(parts: int, array: NDArray[Any]) -> float:
-        pieces, samples = np.array_split(array, parts), []
-        for _ in range(_TIMES):
-            start = time.perf_counter_ns()
-            share(lambda i: pieces[i].max(), parts)
-            samples.append(time.perf_counter_ns() - start)
-        return array.nbytes / median(samples)
+        pieces = np.array_split(array, parts)
+        call = partial(share, lambda i: pieces[i].max(), parts)
+        return array.nbytes / median(repeated(partial(nanoseconds, call), 0.0, _TIMES))
 
     alone, together = read(1, large), read(thread_count(), large)
     cache = 1 << 20

@@ -20,13 +20,14 @@ import sparsescan
 from sparsescan import Pattern, Schedule
 from sparsescan.cli.main import main
 from sparsescan.parallel.network import load_network, network_file
-from sparsescan.planning.costs import cpu as costs
-from sparsescan.planning.costs.cpu import FAMILIES, CpuModel, Operations, load_cpu, save_cpu
-from sparsescan.planning.costs.cuda import gpu_file
+from sparsescan.plan import calibrate
+from sparsescan.plan.costs import cpu as costs
+from sparsescan.plan.costs.cpu import CpuModel, load_cpu, save_cpu
+from sparsescan.plan.costs.cuda import gpu_file
+from sparsescan.plan.costs.operations import FAMILIES, Operations
 from sparsescan.strategies.machine import Machine, load_machine, worker_file
 from sparsescan.symbolic.pattern import multiply_adds, of_mask
 from sparsescan.symbolic.program import Program
-from sparsescan.tuning import calibrate
 
 F4 = np.dtype(np.float32)
 
@@ -93,7 +94,9 @@ def test_levels_take_what_their_operations_take() -> None:
         operations = Operations.of(program, 4, 3, np.ones(15, bool))
         run, times = CpuModel(machine, F4, 3, 1).level_times(program)
         assert run == machine.run
-        assert sum(times) == pytest.approx(operations.nanoseconds(machine, F4)[:-1].sum())
+        assert sum(times) == pytest.approx(
+            operations.nanoseconds(machine.families["float32"])[:-1].sum()
+        )
         assert len(times) == len(schedule.levels)
 
 

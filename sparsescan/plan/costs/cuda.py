@@ -2,8 +2,8 @@
 
 A launch takes as long as its longest block, or as all of its blocks take those that work at once,
 or as memory takes to move what no cache holds, whichever is longest. A block does one operation
-after the other, each for ``a·m + b·o + c`` nanoseconds (:mod:`~.costs.cpu`); of an operation that
-is the only one of its run it may do a part, for ``(a·m + b·o) / parts + c``.
+after the other, each for ``a·m + b·o + c`` nanoseconds (:mod:`~.costs.operations`); of one that is
+alone in its run it may do a part, for ``(a·m + b·o) / parts + c``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from ...kernels.cuda.chunk_costs import chained_turns, multiply_turns
 from ...kernels.cuda.chunks import teams_of
 from ...kernels.cuda.levels import STAGE, THREADS
 from ...symbolic.program import Program
-from .cpu import FAMILIES, Operations, machine_file, read_constants, write_constants
-
-__all__ = ["Gpu", "GpuModel", "gpu_file", "load_gpu", "save_gpu"]
+from .constants import built_in, machine_file, read_constants, write_constants
+from .operations import FAMILIES, Operations
 
 # Vectors come before products.
 _DENSE, _CSR, _SHARED_CSR, _SHARED_DENSE = map(
@@ -54,7 +53,7 @@ class Gpu:
         Its name, or where the constants come from.
     families : dict of str to list
         For ``"float32"`` and ``"float64"`` a row ``(a, b, c)`` for each of
-        :data:`~sparsescan.planning.costs.cpu.FAMILIES`, in nanoseconds of one block.
+        :data:`~sparsescan.plan.costs.operations.FAMILIES`, in nanoseconds of one block.
     product_step : dict of str to list
         For each dtype ``(a, b, c)``: in the product of a chunk of steps of size `H` one step comes
         ``b·H + c`` nanoseconds after the other, and in those of many chunks every multiply-add of
@@ -90,14 +89,6 @@ class Gpu:
     bandwidth: float
 
 
-_TABLES: dict[str, tuple[int, ...]] = {
-    "families": (len(FAMILIES), 3),
-    "product_step": (3,),
-    "vector_step": (2,),
-    "matmul": (),
-}
-
-
 def gpu_file(name: str) -> Path | None:
     """Return where ``sparsescan calibrate --device cuda`` keeps the constants of GPUs of a name."""
     beside = machine_file()
@@ -107,14 +98,13 @@ def gpu_file(name: str) -> Path | None:
 def load_gpu(path: Path | None = None) -> Gpu:
     """Return the constants that were measured, by default on a GPU like the current one.
 
-    The built-in ones serve where none were measured, or none can be.
+    Where none were measured, or none can be, they are estimates for an H200, from its data sheet
+    and the instructions of the kernels.
     """
-    if path is None:
-        name = _current_name()
-        if name is None:
-            return _BUILT_IN
+    if path is None and (name := _current_name()) is not None:
         path = gpu_file(name)
-    return read_constants(path, Gpu, _TABLES, ("blocks", "bandwidth")) or _BUILT_IN
+    default: Gpu = built_in(Gpu, "cuda.json")
+    return read_constants(path, default, ("blocks", "bandwidth"))
 
 
 def save_gpu(gpu: Gpu, path: Path | None = None) -> Path:
@@ -153,7 +143,7 @@ class _Work(NamedTuple):
 
 @dataclass(frozen=True)
 class GpuModel:
-    """The CUDA engine's :class:`~sparsescan.planning.costs.cpu.Model`."""
+    """The CUDA engine's :class:`~sparsescan.plan.costs.operations.Model`."""
 
     gpu: Gpu
     dtype: np.dtype[Any]
@@ -309,48 +299,3 @@ def _shares(operations: Operations) -> Shares:
     blas = (family == _DENSE_PRODUCT) & (macs >= BLAS_SIZE**3)
     blocks = np.maximum(np.where(family > _SHARED_DENSE, macs // GRAIN, tiles), 1).astype(np.int64)
     return Shares(blocks, (blocks > LARGE) | blas, blas)
-
-
-# Estimates for an H200, from its data sheet and the instructions of the kernels.
-_BUILT_IN = Gpu(
-    name="H200, estimated",
-    families={
-        "float32": [
-            [0.5, 0.0, 1000],
-            [1.0, 0.5, 1100],
-            [0.5, 0.0, 900],
-            [1.0, 0.5, 1100],
-            [0.5, 0.0, 1000],
-            [0.0, 1.5, 3000],
-            [0.0, 0.8, 3000],
-            [0.05, 0.5, 3000],
-            [0.7, 0.3, 3500],
-            [0.08, 1.0, 3000],
-            [0.7, 0.3, 3500],
-            [0.7, 0.3, 3500],
-        ],
-        "float64": [
-            [0.7, 0.0, 1000],
-            [1.3, 0.5, 1100],
-            [0.7, 0.0, 900],
-            [1.3, 0.5, 1100],
-            [0.7, 0.0, 1000],
-            [0.0, 2.0, 3000],
-            [0.0, 1.0, 3000],
-            [0.1, 0.7, 3000],
-            [0.8, 0.4, 3500],
-            [0.16, 1.3, 3000],
-            [0.8, 0.4, 3500],
-            [0.8, 0.4, 3500],
-        ],
-    },
-    product_step={"float32": [7.8e-5, 32, 170], "float64": [2.4e-4, 45, 200]},
-    vector_step={"float32": [3, 70], "float64": [4, 80]},
-    matmul={"float32": 4.3e-5, "float64": 4.3e-5},
-    blocks=528,
-    run=20_000,
-    launch=2500,
-    plain=5000,
-    cache=5e7,
-    bandwidth=4800,
-)

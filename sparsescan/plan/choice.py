@@ -1,0 +1,155 @@
+"""Choice: the schedule that runs input of a kind, the form of each product, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..execution.threads import thread_count
+from ..execution.workspace import workspace_bytes
+from ..symbolic.implicit import ImplicitPattern, Step, contains, shared_of
+from ..symbolic.program import Program
+from ..symbolic.schedule import Schedule
+from .costs.cpu import CpuModel, load_cpu
+from .costs.operations import Model
+
+
+class Kind(NamedTuple):
+    """A kind of input: what the time of a scan depends on beside patterns and schedule.
+
+    Attributes
+    ----------
+    batch : int
+        Number of samples, at least 1.
+    dtype : dtype
+        float32 or float64.
+    on_device : bool
+        Whether it runs on a CUDA device.
+    differs : bytes or None
+        Which Jacobians differ between samples, as an array of bool; None if all do.
+    """
+
+    batch: int
+    dtype: np.dtype[Any]
+    on_device: bool = False
+    differs: bytes | None = None
+
+    @classmethod
+    def of(
+        cls, patterns: Sequence[Step], batch: int, dtype: np.dtype[Any], on_device: bool
+    ) -> Kind:
+        """Return what is known of input before it comes: which factors samples will share."""
+        shared = np.zeros(0, bool)
+        if batch > 1 and contains(patterns, ImplicitPattern):
+            shared = np.array([flag for step in patterns for flag in shared_of(step)])
+        return cls(batch, dtype, on_device, (~shared).tobytes() if shared.any() else None)
+
+    def model(self) -> Model:
+        """Return what predicts times of such input on this machine."""
+        differs = None if self.differs is None else np.frombuffer(self.differs, np.bool_)
+        if self.on_device:
+            from .costs.cuda import GpuModel, load_gpu
+
+            return GpuModel(load_gpu(), self.dtype, self.batch, differs)
+        return CpuModel(load_cpu(), self.dtype, self.batch, thread_count(), differs)
+
+    def needed_bytes(self, program: Program, *, whole: bool = True) -> int:
+        """Return bytes that a program and a run take beside Jacobians and gradients, at most.
+
+        On a device implicit steps run `whole`, or factor by factor.
+        """
+        if self.on_device:
+            from ..execution.device import device_bytes
+
+            return device_bytes(program, self.dtype, self.batch, whole=whole)
+        return workspace_bytes(program, self.dtype, self.batch, thread_count())
+
+
+class PlanOptions(NamedTuple):
+    """Options of a plan, as :func:`sparsescan.plan` takes them.
+
+    `auto` says whether another schedule may run input of another kind.
+    """
+
+    batch: int | None = None
+    dtype: np.dtype[Any] | None = None
+    device: str | None = None
+    memory_limit: int | None = None
+    reverse: bool = False
+    auto: bool = False
+
+    def kind(self, patterns: Sequence[Step]) -> Kind:
+        """Return the kind of input that they ask for, by default one sample of float64."""
+        dtype = np.dtype(self.dtype or np.float64)
+        return Kind.of(patterns, self.batch or 1, dtype, self.device == "cuda")
+
+
+class Alternative(NamedTuple):
+    """A schedule that the planner looked at.
+
+    Attributes
+    ----------
+    schedule : str
+        How it prints.
+    steps : int
+        Operations from the first to the last, one after the other.
+    products : int
+        Matrix-matrix products.
+    nanoseconds : float or None
+        The predicted time of a scan; None if its products were given up.
+    measured : float or None
+        The measured time of a scan, if there is one.
+    """
+
+    schedule: str
+    steps: int
+    products: int
+    nanoseconds: float | None
+    measured: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """A schedule, the form of each product, and why they were chosen.
+
+    Attributes
+    ----------
+    schedule : Schedule
+        For as many Jacobians as the chain has.
+    dense : frozenset of tuple
+        The products ``(start, stop)`` that are stored densely although their patterns are sparse.
+        A step that is implicit counts as many elements as it has factors.
+    reason : str
+        Why this schedule.
+    alternatives : tuple of Alternative
+        The schedules that the planner looked at.
+    nanoseconds : float
+        The predicted time of a scan, where the planner has looked at it.
+    kind : Kind or None
+        The input that it is for; None if that is what the options of a plan ask for.
+    program : Program or None
+        What runs, if it has been made.
+    """
+
+    schedule: Schedule
+    dense: frozenset[tuple[int, int]] = frozenset()
+    reason: str = ""
+    alternatives: tuple[Alternative, ...] = ()
+    nanoseconds: float = 0.0
+    kind: Kind | None = None
+    program: Program | None = None
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that the program and a run of it take beside Jacobians and gradients, at most."""
+        if self.program is None or self.kind is None:
+            return 0
+        return self.kind.needed_bytes(self.program)
+
+    def was_measured_for(self, kind: Kind) -> bool:
+        """Return whether it was measured with such input, whatever samples share."""
+        measured = any(each.measured for each in self.alternatives)
+        return measured and self.kind is not None and kind[:3] == self.kind[:3]

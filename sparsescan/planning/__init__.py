@@ -1,1 +1,0 @@
-"""Which schedule, and which form of each product, takes least."""
