@@ -283,7 +283,8 @@ def plan(
                 f"effort is 'measure', but schedule is {short(schedule)}; expected 'auto'"
             )
         options = options._replace(device="cuda" if on_device else device, auto=asked is None)
-        kind = options.kind(patterns)
+        samples, wanted = options.batch or 1, np.dtype(options.dtype or np.float64)
+        kind = Kind.of(patterns, samples, wanted, options.device == "cuda")
         check_solves(patterns, asked, kind.on_device, options.reverse)
         timed = partial(measure, patterns, kind) if effort == "measure" else None
         choice = choose_schedule(patterns, asked, kind, options.memory_limit, timed)

@@ -68,6 +68,9 @@ class Kind(NamedTuple):
         return workspace_bytes(program, self.dtype, self.batch, thread_count())
 
 
+ONE_SAMPLE = Kind(1, np.dtype(np.float64))
+
+
 class PlanOptions(NamedTuple):
     """Options of a plan, as :func:`sparsescan.plan` takes them.
 
@@ -80,11 +83,6 @@ class PlanOptions(NamedTuple):
     memory_limit: int | None = None
     reverse: bool = False
     auto: bool = False
-
-    def kind(self, patterns: Sequence[Step]) -> Kind:
-        """Return the kind of input that they ask for, by default one sample of float64."""
-        dtype = np.dtype(self.dtype or np.float64)
-        return Kind.of(patterns, self.batch or 1, dtype, self.device == "cuda")
 
 
 class Alternative(NamedTuple):
@@ -128,8 +126,8 @@ class Choice:
         The schedules that the planner looked at.
     nanoseconds : float
         The predicted time of a scan, where the planner has looked at it.
-    kind : Kind or None
-        The input that it is for; None if that is what the options of a plan ask for.
+    kind : Kind
+        The input that it is for, by default one sample of float64.
     program : Program or None
         What runs, if it has been made.
     """
@@ -139,17 +137,14 @@ class Choice:
     reason: str = ""
     alternatives: tuple[Alternative, ...] = ()
     nanoseconds: float = 0.0
-    kind: Kind | None = None
+    kind: Kind = ONE_SAMPLE
     program: Program | None = None
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes that the program and a run of it take beside Jacobians and gradients, at most."""
-        if self.program is None or self.kind is None:
-            return 0
-        return self.kind.needed_bytes(self.program)
+        return 0 if self.program is None else self.kind.needed_bytes(self.program)
 
     def was_measured_for(self, kind: Kind) -> bool:
         """Return whether it was measured with such input, whatever samples share."""
-        measured = any(each.measured for each in self.alternatives)
-        return measured and self.kind is not None and kind[:3] == self.kind[:3]
+        return kind[:3] == self.kind[:3] and any(each.measured for each in self.alternatives)

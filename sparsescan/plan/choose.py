@@ -11,11 +11,11 @@ from ..chains.chain import name_of
 from ..errors import DeviceError, InputError, MemoryLimitError, short
 from ..formatting import exact_bytes
 from ..symbolic.implicit import Step, solved_of
-from ..symbolic.pattern import Products, TooLargeError
+from ..symbolic.pattern import TooLargeError
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
 from .choice import Choice, Kind
-from .search import choose, in_best_forms
+from .search import Search
 
 # Entries that int64 can count, with room for sums of products.
 _COUNTED = 1 << 55
@@ -36,18 +36,14 @@ def choose_schedule(
         return memory_limit is None or kind.needed_bytes(program) <= memory_limit
 
     nbytes = math.inf if memory_limit is None else memory_limit
+    search = Search(patterns, kind.model(), fits, nbytes)
     if schedule is None:
         more = _for_device(patterns, kind) if kind.on_device else ()
-        choice = choose(
-            patterns, kind.model(), fits=fits, nbytes=nbytes, more=more, measure=measure
-        )
-        return replace(choice, kind=kind)
+        return replace(search.choose(more, measure), kind=kind)
     if not patterns:
         return Choice(schedule, reason=_ASKED, kind=kind)
     try:
-        dense, program = in_best_forms(
-            patterns, schedule, kind.model(), products=Products(nbytes=nbytes), fits=fits
-        )
+        dense, program = search.in_best_forms(schedule)
     except OverflowError:
         raise MemoryLimitError(
             f"products of {schedule} have more multiply-adds than int64 can count; expected "

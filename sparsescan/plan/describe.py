@@ -31,7 +31,7 @@ _INDENT, _TREE = "  ", "tree: "
 
 def to_dict(patterns: Sequence[Step], options: PlanOptions, choice: Choice) -> _About:
     """Return what is printed as lists, numbers and strings."""
-    kind, program = _kind(choice), choice.program
+    kind, program = choice.kind, choice.program
     levels: list[_About] = []
     run = 0.0
     if program is not None:
@@ -87,11 +87,6 @@ def levels_of(program: Program, itemsize: int) -> list[_About]:
         }
         levels.append(level)
     return levels
-
-
-def _kind(choice: Choice) -> Kind:
-    assert choice.kind is not None  # of a plan that is made
-    return choice.kind
 
 
 def _pattern(step: Step) -> _About:
@@ -165,7 +160,7 @@ def _linear_time(steps: Sequence[Step], kind: Kind) -> float:
 
 def describe(patterns: Sequence[Step], options: PlanOptions, choice: Choice) -> str:
     """Return the text of ``print(plan)``: what runs, what it costs, and why."""
-    about, kind = to_dict(patterns, options, choice), _kind(choice)
+    about, kind = to_dict(patterns, options, choice), choice.kind
     lines = wrap(f"ScanPlan({about['n']} Jacobians, {about['schedule']})", "")
     lines += _said(f"why: {about['reason']}")
     if about["reverse"]:

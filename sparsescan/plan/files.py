@@ -63,31 +63,19 @@ _VERSION = 1
 _REMEDY = "expected a file written by ScanPlan.save"
 
 
-def _text(_: str, text: str) -> str:
-    return text
-
-
-def _flag(_: str, number: int) -> bool:
-    return bool(number)
-
-
-def _dtype(_: str, text: str) -> np.dtype[Any]:
-    return check_dtype(text)
-
-
 # How the options of a plan and the kind of input that ran last are read, of integers or of strings.
 # A plan with one that is not known here is refused.
 _OPTIONS: dict[str, tuple[type[int] | type[str], Callable[[str, Any], Any]]] = {
-    "reason": (str, _text),
+    "reason": (str, lambda _, text: text),
     "batch": (int, partial(check_count, least=1)),
-    "dtype": (str, _dtype),
+    "dtype": (str, lambda _, text: check_dtype(text)),
     "device": (str, lambda name, device: check_choice(name, device, "cpu", "cuda")),
     "memory_limit": (int, partial(check_count, least=0)),
-    "reverse": (int, _flag),
-    "auto": (int, _flag),
+    "reverse": (int, lambda _, flag: bool(flag)),
+    "auto": (int, lambda _, flag: bool(flag)),
     "kind_batch": (int, partial(check_count, least=1)),
-    "kind_dtype": (str, _dtype),
-    "kind_on_device": (int, _flag),
+    "kind_dtype": (str, lambda _, text: check_dtype(text)),
+    "kind_on_device": (int, lambda _, flag: bool(flag)),
 }
 _OPTIONAL = ("batch", "dtype", "device", "memory_limit")
 _PREFIX, _KIND = "option.", "kind_"
@@ -135,7 +123,6 @@ def _digest(arrays: Mapping[str, NDArray[Any]]) -> str:
 
 
 def _pack_options(options: PlanOptions, choice: Choice) -> dict[str, NDArray[Any]]:
-    assert choice.kind is not None  # of a plan that is made
     given = options._asdict() | {"reason": choice.reason}
     given |= {_KIND + name: value for name, value in choice.kind._asdict().items()}
     if options.memory_limit is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ def measure(patterns: Sequence[Step], kind: Kind, choices: Sequence[Choice]) -> 
     values = made_up(patterns, kind.dtype, kind.batch, xp)
     grad = xp.ones((kind.batch, patterns[0].shape[1]), kind.dtype)
     options = PlanOptions(device="cuda" if kind.on_device else None)
-    plans = [ScanPlan(patterns, choice, options) for choice in choices]
+    plans = [ScanPlan(patterns, replace(choice, kind=kind), options) for choice in choices]
 
     def scan(plan: ScanPlan) -> None:
         plan.exclusive_scan(grad, values)

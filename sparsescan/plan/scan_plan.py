@@ -103,11 +103,11 @@ class ScanPlan(Frozen):
     ) -> None:
         self._set(n=len(patterns), patterns=tuple(patterns), **options._asdict())
         self._options = options
-        kind, program = choice.kind or options.kind(patterns), choice.program
+        program = choice.program
         if patterns and program is None:
             program = Program(patterns, choice.schedule, dense=choice.dense)
         # For the input that the plan was made for, for other kinds, and for the latest.
-        self._first = self._latest = replace(choice, kind=kind, program=program)
+        self._first = self._latest = replace(choice, program=program)
         self._others: dict[Kind, Choice] = {}
         self._linear: Program | None = None
         self._steps = Steps(self.patterns)
@@ -124,7 +124,7 @@ class ScanPlan(Frozen):
         self._uniform = len(set(self._sizes[:-1])) <= 1, len(set(self._sizes)) <= 1
         self._idle: deque[Slot] = deque()
         if program is not None:
-            self._admit(program, kind)
+            self._admit(program, choice.kind)
 
     @property
     def schedule(self) -> Schedule:

@@ -38,90 +38,24 @@ _LEADING = 3
 _PATIENCE = 2
 
 
-def choose(
-    steps: Sequence[Step],
-    model: Model,
-    *,
-    fits: Callable[[Program], bool],
-    nbytes: float = math.inf,
-    more: Sequence[Schedule] = (),
-    measure: Callable[[Sequence[Choice]], Sequence[float]] | None = None,
-) -> Choice:
-    """Return the schedule and the forms that take least.
+class Search:
+    """All schedules for a chain that are worth looking at, and the forms of their products.
 
     Parameters
     ----------
     steps : sequence of Pattern or ImplicitPattern
-        At least one.
+        At least one, but for :meth:`choose`.
     model : Model
         The cost model.
     fits : callable
         Whether a program stays within the limit of memory.
     nbytes : float, optional
         Bytes that patterns of products may take, or one product.
-    more : sequence of Schedule, optional
-        Schedules to look at besides those of all kinds.
-    measure : callable, optional
-        Nanoseconds that scans by some choices take. Schedules that are predicted to be the
-        fastest are then measured.
-
-    Returns
-    -------
-    Choice
-        If nothing is measured, it depends on the arguments alone.
-    """
-    linear = Choice(Schedule.linear(len(steps)))
-    if any(any(solved_of(step)) for step in dict.fromkeys(steps)):
-        return replace(linear, reason=_SOLVED)
-    if not steps or not (measure or more or pays(list(map(planned, steps)), model)):
-        return replace(linear, reason=_NOTHING_PAYS)
-    search = Search(steps, model, fits, nbytes)
-    search.run(more)
-    linear = search.linear
-    in_order = sorted(search.candidates, key=lambda option: option.nanoseconds)
-    options, how, margin = in_order, "predicted", _PREDICTED
-    times: Sequence[float] = [option.nanoseconds for option in in_order]
-    measured: dict[Choice, float] = {}
-    if measure is not None:
-        options = [linear, *[option for option in in_order if option is not linear][:_LEADING]]
-        how, margin, times = "measured", _MEASURED, measure(options)
-        measured = dict(zip(options, times, strict=True))
-    least, base = min(times), times[options.index(linear)]
-    best = options[times.index(least)]
-    reason = f"auto: {how} to take {least / base:.2f} of the linear scan's time"
-    if least > margin * base or best is linear:
-        best, reason = linear, f"auto: nothing is {how} to take less than {margin} of its time"
-    looked_at = [
-        _looked_at(option.schedule, option.nanoseconds, measured.get(option)) for option in in_order
-    ]
-    return replace(
-        best,
-        reason=reason,
-        alternatives=(*looked_at, *search.given_up),
-        program=search.program if best is in_order[0] else None,
-    )
-
-
-class Search:
-    """All that is worth looking at for a chain.
-
-    Parameters
-    ----------
-    steps : sequence of Pattern or ImplicitPattern
-        At least one.
-    model : Model
-        The cost model.
-    fits : callable
-        Whether a program stays within the limit of memory.
-    nbytes : float
-        Bytes that patterns of products may take, or one product.
 
     Attributes
     ----------
-    linear : Choice
-        The linear scan.
     candidates : list of Choice
-        All that fit, without their programs, the linear scan first.
+        All that were looked at and fit, without their programs; the linear scan comes first.
     given_up : list of Alternative
         Schedules that do not fit, or take longer than the linear scan for certain.
     program : Program
@@ -135,29 +69,95 @@ class Search:
         fits: Callable[[Program], bool],
         nbytes: float = math.inf,
     ) -> None:
-        self._steps, self._model, self._fits = steps, model, fits
-        # Trees are looked for as if all steps were explicit, and judged by what they take.
-        self._patterns = list(map(planned, steps))
-        self.linear, self.program = self._look_at(Schedule.linear(len(steps)), Products())
-        self.candidates = [self.linear]
+        self._steps, self._model, self._fits, self._nbytes = steps, model, fits, nbytes
+        self.candidates: list[Choice] = []
         self.given_up: list[Alternative] = []
-        work = self.linear.nanoseconds / _product_rate(model)
-        # A third for patterns, half for tables: of the fastest so far, and of one more.
-        self._products = Products(work, nbytes / 3)
-        self._nbytes = nbytes / 2
+
+    def in_best_forms(
+        self, schedule: Schedule, products: Products | None = None
+    ) -> tuple[frozenset[tuple[int, int]], Program]:
+        """Return a program with every product in the form that takes least, if that fits.
+
+        First those that are stored densely, although their patterns are sparse.
+        """
+        products = products or Products(nbytes=self._nbytes)
+        program = Program(self._steps, schedule, products=products)
+        dense = choose_forms(program, self._model)
+        if dense:
+            formed = Program(self._steps, schedule, dense=dense, products=products)
+            if self._fits(formed):
+                return dense, formed
+        return frozenset(), program
+
+    def choose(
+        self,
+        more: Sequence[Schedule] = (),
+        measure: Callable[[Sequence[Choice]], Sequence[float]] | None = None,
+    ) -> Choice:
+        """Return the schedule and the forms that take least.
+
+        Parameters
+        ----------
+        more : sequence of Schedule, optional
+            Schedules to look at besides those of all kinds.
+        measure : callable, optional
+            Nanoseconds that scans by some choices take. Schedules that are predicted to be the
+            fastest are then measured.
+
+        Returns
+        -------
+        Choice
+            If nothing is measured, it depends on the arguments alone.
+        """
+        steps, linear = self._steps, Choice(Schedule.linear(len(self._steps)))
+        if any(any(solved_of(step)) for step in dict.fromkeys(steps)):
+            return replace(linear, reason=_SOLVED)
+        if not steps or not (measure or more or _pays(list(map(planned, steps)), self._model)):
+            return replace(linear, reason=_NOTHING_PAYS)
+        self.run(more)
+        linear, *_ = self.candidates
+        in_order = sorted(self.candidates, key=lambda option: option.nanoseconds)
+        options, how, margin = in_order, "predicted", _PREDICTED
+        times: Sequence[float] = [option.nanoseconds for option in in_order]
+        measured: dict[Choice, float] = {}
+        if measure is not None:
+            options = [linear, *[option for option in in_order if option is not linear][:_LEADING]]
+            how, margin, times = "measured", _MEASURED, measure(options)
+            measured = dict(zip(options, times, strict=True))
+        least, base = min(times), times[options.index(linear)]
+        best = options[times.index(least)]
+        reason = f"auto: {how} to take {least / base:.2f} of the linear scan's time"
+        if least > margin * base or best is linear:
+            best, reason = linear, f"auto: nothing is {how} to take less than {margin} of its time"
+        looked_at = [
+            _looked_at(option.schedule, option.nanoseconds, measured.get(option))
+            for option in in_order
+        ]
+        return replace(
+            best,
+            reason=reason,
+            alternatives=(*looked_at, *self.given_up),
+            program=self.program if best is in_order[0] else None,
+        )
 
     def run(self, more: Sequence[Schedule] = ()) -> None:
         """Look at schedules of all kinds, and at these."""
-        n = len(self._patterns)
+        n = len(self._steps)
+        linear, self.program = self._look_at(Schedule.linear(n), Products())
+        self.candidates.append(linear)
+        # A third for patterns, half for tables: of the fastest so far, and of one more.
+        self._products = Products(linear.nanoseconds / _product_rate(self._model), self._nbytes / 3)
+        # Trees are looked for as if all steps were explicit, and judged by what they take.
+        patterns = list(map(planned, self._steps))
         self._try_while_better(Schedule.truncated(n, k) for k in range(1, n.bit_length()))
-        if len(set(self._patterns)) > 1:
-            self._try_while_better(_merged(self._patterns, self._model, self._products))
+        if len(set(patterns)) > 1:
+            self._try_while_better(_merged(patterns, self._model, self._products))
         # Chunks: as many as workers, or about as many as make the fewest steps.
         workers, few = self._model.workers, math.isqrt(2 * n)
         counts = {workers + 1, 2 * workers, 4 * workers, few, 2 * few}
         # The first and the last chunk need no product.
         for count in sorted((c for c in counts if 3 <= c <= n // 2), reverse=True):
-            self._try(_chunked(self._patterns, count))
+            self._try(_chunked(patterns, count))
         for schedule in more:
             self._try(schedule)
 
@@ -180,9 +180,9 @@ class Search:
             if known.schedule == schedule:
                 return known.nanoseconds
         counts = _count_products(schedule), self.program.products
-        tables = sum(table_bytes(len(self._patterns), count) for count in counts)
+        tables = sum(table_bytes(len(self._steps), count) for count in counts)
         try:
-            if tables > self._nbytes:
+            if tables > self._nbytes / 2:
                 raise TooLargeError
             option, program = self._look_at(schedule, self._products)
         except TooLargeError:
@@ -198,9 +198,7 @@ class Search:
         return option.nanoseconds
 
     def _look_at(self, schedule: Schedule, products: Products) -> tuple[Choice, Program]:
-        dense, program = in_best_forms(
-            self._steps, schedule, self._model, products=products, fits=self._fits
-        )
+        dense, program = self.in_best_forms(schedule, products)
         return Choice(schedule, dense, nanoseconds=run_time(self._model, program)), program
 
 
@@ -216,34 +214,13 @@ def _count_products(schedule: Schedule) -> int:
     return sum(int(np.count_nonzero(level.ops[:, 0])) for level in schedule.levels)
 
 
-def pays(patterns: Sequence[Pattern], model: Model) -> bool:
+def _pays(patterns: Sequence[Pattern], model: Model) -> bool:
     """Return whether the product of any two neighbours might save more time than it takes."""
     inner = patterns[:-1]  # the last does not enter an exclusive scan
     if not model.leaves_idle(len(inner), sum(pattern.nnz for pattern in inner)):
         return False
     pairs = list(dict.fromkeys(pairwise(inner)))
     return any(merge.gain > 0 for merge in _merges(pairs, model))
-
-
-def in_best_forms(
-    steps: Sequence[Step],
-    schedule: Schedule,
-    model: Model,
-    *,
-    products: Products,
-    fits: Callable[[Program], bool],
-) -> tuple[frozenset[tuple[int, int]], Program]:
-    """Return the program with every product in the form that takes least, if that fits.
-
-    First the products that are stored densely, although their patterns are sparse.
-    """
-    program = Program(steps, schedule, products=products)
-    dense = choose_forms(program, model)
-    if dense:
-        formed = Program(steps, schedule, dense=dense, products=products)
-        if fits(formed):
-            return dense, formed
-    return frozenset(), program
 
 
 def _product_rate(model: Model) -> float:

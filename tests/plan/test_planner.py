@@ -41,7 +41,7 @@ from sparsescan.plan.choice import Choice, Kind
 from sparsescan.plan.costs.cpu import Cpu, CpuModel, load_cpu
 from sparsescan.plan.costs.operations import FAMILIES, run_time
 from sparsescan.plan.forms import choose_forms
-from sparsescan.plan.search import choose
+from sparsescan.plan.search import Search
 from sparsescan.symbolic.pattern import multiply_adds, of_mask, product
 from sparsescan.symbolic.program import Program
 
@@ -72,7 +72,7 @@ def draw_case(
 
 def chosen(patterns: list[Pattern], model: CpuModel) -> tuple[Choice, float]:
     """And its predicted time."""
-    choice = choose(patterns, model, fits=anything_fits)
+    choice = Search(patterns, model, anything_fits).choose()
     program = Program(patterns, choice.schedule, dense=choice.dense)
     return choice, run_time(model, program)
 
@@ -152,7 +152,7 @@ def test_one_thread_for_each_sample_scans_linearly(small_grains: None) -> None:
         patterns, model = draw_case(rng, int(rng.integers(0, 40)), 4, 40)
         for threads in {1, model.batch}:
             alone = CpuModel(model.machine, model.dtype, model.batch, threads)
-            choice = choose(patterns, alone, fits=anything_fits)
+            choice = Search(patterns, alone, anything_fits).choose()
             assert choice.schedule == Schedule.linear(len(patterns))
             assert not choice.dense
 
@@ -229,7 +229,7 @@ def test_products_that_fill_in_are_not_worked_out(
     patterns = pruned_vgg([64, 128, 256, 256, 512], 8)
     assert sum(multiply_adds(b, a) for a, b in itertools.pairwise(patterns[1::2])) > 40_000_000
     model = CpuModel(BUILT_IN, F4, batch, threads)
-    choice = choose(patterns, model, fits=anything_fits)
+    choice = Search(patterns, model, anything_fits).choose()
     linear = run_time(model, Program(patterns, Schedule.linear(len(patterns))))
     nanoseconds = BUILT_IN.families["float32"][FAMILIES.index("csr·csr")][0]
     assert sum(worked_out) <= linear * threads / nanoseconds / batch
@@ -259,10 +259,10 @@ def test_500_different_steps_are_planned_in_a_second() -> None:
     patterns = heterogeneous(500)
     assert len(set(patterns)) >= 40
     model = CpuModel(BUILT_IN, F4, 1, 64)
-    choose(patterns[:20], model, fits=anything_fits)  # compiles
+    Search(patterns[:20], model, anything_fits).choose()  # compiles
     for machine in (BUILT_IN, random_machine(np.random.default_rng(5))):
         start = time.process_time()
-        choice = choose(patterns, CpuModel(machine, F4, 1, 64), fits=anything_fits)
+        choice = Search(patterns, CpuModel(machine, F4, 1, 64), anything_fits).choose()
         seconds = time.process_time() - start
         assert len(choice.alternatives) > 3
         assert seconds < 4  # a second, on a busy machine a few
@@ -278,7 +278,7 @@ def test_the_same_choice_every_time(small_grains: None) -> None:
     for seed in range(30):
         rng = np.random.default_rng(seed)
         patterns, model = draw_case(rng, int(rng.integers(5, 60)), 4, 60)
-        first, second = (choose(patterns, model, fits=anything_fits) for _ in range(2))
+        first, second = (Search(patterns, model, anything_fits).choose() for _ in range(2))
         assert (first.schedule, first.dense, first.reason, first.alternatives) == (
             *(second.schedule, second.dense, second.reason, second.alternatives),
         )
@@ -467,12 +467,13 @@ def choices(monkeypatch: pytest.MonkeyPatch, as_if: Any) -> list[Any]:
     """Collect the models of all choices, of which none is remembered at first."""
     result: list[Any] = []
 
-    def counting(patterns: Any, model: Any, **options: Any) -> Choice:
-        result.append(model)
-        return choose(patterns, model, **options)
+    class Counting(Search):
+        def choose(self, *about: Any) -> Choice:
+            result.append(self._model)
+            return super().choose(*about)
 
     as_if(64)
-    monkeypatch.setattr(importlib.import_module("sparsescan.plan.choose"), "choose", counting)
+    monkeypatch.setattr(importlib.import_module("sparsescan.plan.choose"), "Search", Counting)
     monkeypatch.setattr(api, "_choices", {})
     return result
 

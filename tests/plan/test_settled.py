@@ -21,7 +21,7 @@ from sparsescan import MemoryLimitError, Pattern, PeriodicChain, ScanPlan, Sched
 from sparsescan.plan.choice import Choice, Kind
 from sparsescan.plan.costs.cpu import Cpu, CpuModel, load_cpu
 from sparsescan.plan.costs.operations import run_time
-from sparsescan.plan.search import choose
+from sparsescan.plan.search import Search
 from sparsescan.recurrent import GRUCell, LSTMCell, RNNCell
 from sparsescan.symbolic.pattern import of_mask
 from sparsescan.symbolic.program import Program
@@ -154,12 +154,13 @@ def choices(monkeypatch: pytest.MonkeyPatch, small_grains: None, as_if: Any) -> 
     """Collect the batch and the dtype of all choices that are made, on 64 threads."""
     result: list[Any] = []
 
-    def counting(patterns: Any, model: Any, **options: Any) -> Choice:
-        result.append((model.batch, model.dtype))
-        return choose(patterns, model, **options)
+    class Counting(Search):
+        def choose(self, *about: Any) -> Choice:
+            result.append((self._model.batch, self._model.dtype))
+            return super().choose(*about)
 
     as_if(64)
-    monkeypatch.setattr(chooser, "choose", counting)
+    monkeypatch.setattr(chooser, "Search", Counting)
     return result
 
 
