@@ -219,9 +219,16 @@ class Chain:
         self.period, self.dtype, self._mixed, self.device = 1, values.dtype, False, None
         self.batch = values.shape[1] if values.ndim == 3 else None
         self._stacks, self._patterns, self._indexed, self.merged = [values], (), {}, {}
+        address, step = values.ctypes.data, values.strides[0]
         sample = values.strides[1] if values.ndim == 3 else 0
-        self.stacks = [(values.ctypes.data, values.strides[0], sample)]
-        if self.stacks != self._noted:
+        self.stacks = [(address, step, sample)]
+        if self.stacks == self._noted:
+            return True
+        before, *strides = self._noted[0] if len(self._noted) == 1 else (0,)
+        if before and strides == [step, sample]:
+            self.leaves[:, 0] += address - before
+            self._noted = self.stacks
+        else:
             self._note_stacks(self.stacks, with_addresses=True)
         return True
 

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arrays.arrays import check_memory, load_cupy, memory_left, namespace, upload
+from ..arrays.arrays import check_memory, load_cupy, memory_left, namespace, read_array, upload
 from ..arrays.frozen import Frozen
 from ..arrays.streams import place
 from ..chains.chain import Chain, LocalGrads, check_grad, check_places, grad_or_zeros, placed
+from ..chains.implicit import ImplicitChain
 from ..chains.steps import Steps
 from ..errors import InputError, InputTypeError, out_of_memory
 from ..execution.solves import Given
@@ -409,10 +410,16 @@ class ScanPlan(Frozen):
                 slot = Slot(Chain(len(steps.factors), self.reverse, steps.starts))
             chain = slot.chain
             try:
-                chain.read(steps.unfold(jacobians, self.reverse), steps.factors)
-                size = self._sizes[0] if self.n else None
-                period = chain.period if steps.starts is None else 0
-                yield slot, grad_or_zeros(grad, local_grads, size, chain.batch, period), current
+                if steps.starts is not None or isinstance(jacobians, ImplicitChain):
+                    jacobians = steps.unfold(jacobians, self.reverse)
+                chain.read(jacobians, steps.factors)
+                if grad is None:
+                    size = self._sizes[0] if self.n else None
+                    period = chain.period if steps.starts is None else 0
+                    first = grad_or_zeros(None, local_grads, size, chain.batch, period)
+                else:
+                    first = read_array("grad", grad)
+                yield slot, first, current
             except MemoryError as error:
                 raise out_of_memory("the scan", error) from None
             finally:
