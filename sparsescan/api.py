@@ -18,7 +18,7 @@ from .errors import Allocating, DeviceError, InputError, short
 from .plan.choice import Choice, Kind, PlanOptions
 from .plan.choose import check_solves, choose_schedule
 from .plan.measure import measure
-from .plan.scan_plan import Gradients, ScanPlan, Slot
+from .plan.scan_plan import Gradients, ScanPlan, ScanSlot
 from .symbolic.implicit import Step, factor_starts
 from .symbolic.schedule import Schedule, check_choice, check_count, check_flag, read_schedule
 
@@ -320,7 +320,7 @@ def _scan_once(
         kind = Kind(max(batch, 1), dtype, on_device, chain.differs() if batch > 1 else None)
         options = PlanOptions(device="cuda" if on_device else device, reverse=reverse)
         once = ScanPlan(patterns, _choose_once(asked, patterns, kind), options)
-        return once.run(Slot(chain), first, local_grads, inclusive=inclusive)
+        return once.run(ScanSlot(chain), first, local_grads, inclusive=inclusive)
 
 
 def _choose_once(schedule: Schedule | None, patterns: Sequence[Step], kind: Kind) -> Choice:

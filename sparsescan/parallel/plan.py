@@ -28,7 +28,7 @@ from ..chains.steps import Steps
 from ..errors import DeviceError, InputError, InputTypeError
 from ..execution.threads import thread_count
 from ..plan.choice import Kind
-from ..plan.scan_plan import Gradients, Slot
+from ..plan.scan_plan import Gradients, ScanSlot
 from ..symbolic.implicit import Step
 from .communicator import Communicator, Fault
 from .exchange import ALGORITHMS, exscan_messages, rounds
@@ -196,7 +196,7 @@ class ParallelPlan:
         # Lengths of the gradients that enter and leave this part, or what this rank owns of them.
         self._sizes = boundaries(costs)[self.position : self.position + 2]
         chain = Chain(len(self._unfolded.factors), self.reverse, self._unfolded.starts)
-        self._slot = Slot(chain)
+        self._slot = ScanSlot(chain)
         self._memory: dict[Terms, _Memory] = {}
         # For a chain without steps: lengths of the gradient's shares in the last scan.
         self._passed_on: list[int] = []

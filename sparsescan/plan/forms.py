@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from ..kernels.cpu.tables import Op
 from ..symbolic.pattern import Pattern, multiply_adds
 from ..symbolic.program import Program, stored
-from .costs.operations import Matrices, Model, Operations
+from .costs.operations import Model, Operands, Operations
 from .elimination import minimise
 
 _OWN, _DENSE = 0, 1
 
 
-class _Way(NamedTuple):
+class _Forms(NamedTuple):
     """Forms of the operands and of the result of a product."""
 
     left: int
@@ -69,21 +69,21 @@ class _Graph:
         self._program = program
         self.rows = np.flatnonzero(program.ops[:-1, Op.VECTOR] == 0)
         self.patterns = program.patterns[program.n :]
-        self.ways: list[list[_Way]] = []
+        self.ways: list[list[_Forms]] = []
         for row in self.rows.tolist():
             self.ways.append(self._ways(*program.ops[row, 1:].tolist()))
 
-    def _ways(self, left: int, right: int, out: int) -> list[_Way]:
+    def _ways(self, left: int, right: int, out: int) -> list[_Forms]:
         patterns, ways = self._program.patterns, []
         own = (_OWN, _DENSE) if patterns[out].kind == "general" else (_OWN,)
         for a, b in every(self._forms(left), self._forms(right)):
             # A product by a diagonal matrix is stored as the other operand is.
             if patterns[right].kind == "diagonal":
-                ways.append(_Way(a, b, a))
+                ways.append(_Forms(a, b, a))
             elif patterns[left].kind == "diagonal":
-                ways.append(_Way(a, b, b))
+                ways.append(_Forms(a, b, b))
             else:
-                ways += [_Way(a, b, c) for c in own]
+                ways += [_Forms(a, b, c) for c in own]
         return ways
 
     def _forms(self, node: int) -> Sequence[int]:
@@ -115,7 +115,7 @@ class _Graph:
                 table += [(0, a, b, c, work[pair]), (1, 0, c, 0, made.nnz)]
         ops = np.array(table, np.int64)
         stores, jacobian = zip(*numbers, strict=True)
-        matrices = Matrices(stores, np.array(jacobian), np.full(len(stores), model.batch > 1))
+        matrices = Operands(stores, np.array(jacobian), np.full(len(stores), model.batch > 1))
         itemsize, batch = model.dtype.itemsize, model.batch
         times = model.share(Operations.count(ops[:, :4], ops[:, 4], matrices, itemsize, batch))
         # How many vectors are made of each product.

@@ -40,7 +40,7 @@ _NO_LOCAL_GRADS = LocalGrads(None, 0, (), ())
 
 
 @dataclass
-class Slot:
+class ScanSlot:
     """A chain and the workspaces that it ran in, of one run at a time, kept for the next."""
 
     chain: Chain
@@ -123,7 +123,7 @@ class ScanPlan(Frozen):
             self._step_sizes = [self._sizes[k] for k in starts.tolist()]
         # Whether all gradients of an exclusive, and of an inclusive, scan have one length.
         self._uniform = len(set(self._sizes[:-1])) <= 1, len(set(self._sizes)) <= 1
-        self._idle: deque[Slot] = deque()
+        self._idle: deque[ScanSlot] = deque()
         if program is not None:
             self._admit(program, choice.kind)
 
@@ -399,7 +399,7 @@ class ScanPlan(Frozen):
     @contextmanager
     def _reading(
         self, grad: ArrayLike | None, jacobians: Any, local_grads: Any, stream: Any
-    ) -> Iterator[tuple[Slot, Any, Any]]:
+    ) -> Iterator[tuple[ScanSlot, Any, Any]]:
         """Lend a slot that has read Jacobians, with the gradient at their end and CuPy's stream."""
         steps = self._steps
         name, array = ("grad", grad) if grad is not None else placed(grad, local_grads)
@@ -407,7 +407,7 @@ class ScanPlan(Frozen):
             try:
                 slot = self._idle.pop()
             except IndexError:
-                slot = Slot(Chain(len(steps.factors), self.reverse, steps.starts))
+                slot = ScanSlot(Chain(len(steps.factors), self.reverse, steps.starts))
             chain = slot.chain
             try:
                 if steps.starts is not None or isinstance(jacobians, ImplicitChain):
@@ -427,7 +427,7 @@ class ScanPlan(Frozen):
                 self._idle.append(slot)
 
     def run(
-        self, slot: Slot, first: Any, local_grads: Any, *, inclusive: bool, stream: Any = None
+        self, slot: ScanSlot, first: Any, local_grads: Any, *, inclusive: bool, stream: Any = None
     ) -> Gradients:
         """Scan the chain that a slot has read, from the gradient at its end.
 
@@ -511,7 +511,9 @@ class ScanPlan(Frozen):
             )
         return local, dtype
 
-    def _workspace(self, slot: Slot, program: Program, kind: Kind, local: LocalGrads) -> Workspace:
+    def _workspace(
+        self, slot: ScanSlot, program: Program, kind: Kind, local: LocalGrads
+    ) -> Workspace:
         """Return a workspace on the CPU for this program and this kind of input."""
         chain, threads = slot.chain, thread_count()
         key = program, kind, local.given, threads, tuple(chain.merged)
@@ -533,7 +535,7 @@ class ScanPlan(Frozen):
         return workspace
 
     def _device_workspace(
-        self, slot: Slot, program: Program, kind: Kind, local: LocalGrads, whole: bool
+        self, slot: ScanSlot, program: Program, kind: Kind, local: LocalGrads, whole: bool
     ) -> Any:
         """Return a workspace on the current device for this program and this kind of input.
 
@@ -552,7 +554,7 @@ class ScanPlan(Frozen):
             )
         return slot.workspaces[key]
 
-    def _make_room(self, slot: Slot, program: Program, kind: Kind, whole: bool = True) -> None:
+    def _make_room(self, slot: ScanSlot, program: Program, kind: Kind, whole: bool = True) -> None:
         """Make room for one more workspace, if its memory is granted."""
         self._admit(program, kind, whole)
         while len(slot.workspaces) >= _KEPT:

@@ -23,7 +23,7 @@ from ..symbolic.pattern import Pattern, Products, TooLargeError
 from ..symbolic.program import Program
 from ..symbolic.schedule import Level, Schedule, chunk_levels, level_of
 from .choice import Alternative, Choice
-from .costs.operations import FAMILIES, Matrices, Model, Operations, run_time
+from .costs.operations import FAMILIES, Model, Operands, Operations, run_time
 from .forms import choose_forms
 
 # A schedule is chosen in place of the linear one if it is predicted, or measured, to take less than
@@ -312,7 +312,7 @@ def _merge(pairs: _Pairs, products: Sequence[_Guessed], model: Model) -> NDArray
     count = len(pairs)
     stores: list[Any] = [left for left, _ in pairs] + [right for _, right in pairs]
     stores += [out for _, out in products]
-    matrices = Matrices(stores, np.zeros(3 * count, bool), np.full(3 * count, model.batch > 1))
+    matrices = Operands(stores, np.zeros(3 * count, bool), np.full(3 * count, model.batch > 1))
     left = np.arange(count)
     right, out = left + count, left + 2 * count
     work = np.array([macs for macs, _ in products], np.int64)

@@ -127,7 +127,7 @@ def _current_name() -> str | None:
 _names: dict[int, str] = {}
 
 
-class _Work(NamedTuple):
+class _Times(NamedTuple):
     """Times of operations, in nanoseconds."""
 
     divided: NDArray[np.float64]  # of one block, for one sample, and what more blocks share
@@ -200,7 +200,7 @@ class GpuModel:
     def _level(
         self,
         runs: NDArray[np.int64],
-        work: _Work,
+        work: _Times,
         shares: Shares,
         moved: NDArray[np.float64],
         is_product: NDArray[np.bool_],
@@ -212,7 +212,7 @@ class GpuModel:
         apart = length.max() > 1 and bool(shares.large[level].any())
         alone = np.repeat((length == 1) | apart, length)
         blocks = np.where(alone, shares.blocks[level], 1)
-        work = _Work(*(column[level] for column in work))
+        work = _Times(*(column[level] for column in work))
         longest = work.divided / blocks + work.each
         if apart:
             launch = np.arange(last - first) - np.repeat(starts, length)
@@ -267,13 +267,13 @@ class GpuModel:
         # A level without products of cuBLAS, or with nothing else, has fewer launches.
         return [*times[: count - 1], sum(times[count - 1 :])] if count else []
 
-    def _work(self, operations: Operations, blas: NDArray[np.bool_]) -> _Work:
+    def _work(self, operations: Operations, blas: NDArray[np.bool_]) -> _Times:
         a, b, c = np.array(self.gpu.families[self.dtype.name])[operations.family].T
         macs, entries, samples = _of_a_sample(operations)
         divided = np.where(blas, 0.0, a * macs) + b * entries
         matmul = np.where(blas, self.gpu.matmul[self.dtype.name] * macs * samples, 0.0)
         at_once = self.gpu.blocks / np.where(operations.family > _SHARED_DENSE, _FEWER, 1)
-        return _Work(divided, c, samples, matmul, at_once)
+        return _Times(divided, c, samples, matmul, at_once)
 
 
 def _of_a_sample(operations: Operations) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:

@@ -38,7 +38,7 @@ FAMILIES = (
 _SHARED, _SHARED_DENSE, _BY_DIAGONAL, _OF_DIAGONAL, _PRODUCTS = 3, 4, 5, 6, 7
 
 
-class Matrices:
+class Operands:
     """Properties of every matrix that operations read or make, on which their cost depends.
 
     Parameters
@@ -90,7 +90,7 @@ class Operations:
         """Return operations of `program`, if these Jacobians (None: all) differ between samples."""
         batched = np.full(program.n, batch > 1) if differs is None else differs
         jacobian = np.arange(len(program.patterns)) < program.n
-        matrices = Matrices(program.patterns, jacobian, program.batched(batched))
+        matrices = Operands(program.patterns, jacobian, program.batched(batched))
         ops = program.ops.copy()
         # A gradient has the number of a Jacobian, or one more: no matrix.
         ops[np.ix_(ops[:, Op.VECTOR] == 1, [Op.LEFT, Op.OUT])] = 0
@@ -106,7 +106,7 @@ class Operations:
         cls,
         ops: NDArray[np.int64],
         work: NDArray[np.int64],
-        matrices: Matrices,
+        matrices: Operands,
         itemsize: int,
         batch: int,
     ) -> Operations:
