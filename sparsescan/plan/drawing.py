@@ -163,14 +163,8 @@ def _points(program: Program) -> _Points:
         longest = np.add.reduceat(program.work[first:last], runs[:, 0] - first).argmax()
         critical[slice(*runs[longest])] = True
         done += int(lengths.max())
-    return _Points(
-        step=step,
-        place=place,
-        flop=2 * program.work[:count],
-        vector=program.ops[:count, Op.VECTOR] == 1,
-        critical=critical,
-        phases=_phases(program.schedule),
-    )
+    flop, vector = 2 * program.work[:count], program.ops[:count, Op.VECTOR] == 1
+    return _Points(step, place, flop, vector, critical, _phases(program.schedule))
 
 
 def _phases(schedule: Schedule) -> list[tuple[str, int]]:
