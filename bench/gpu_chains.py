@@ -239,7 +239,7 @@ def _is_one_launch(gpu: Any, pattern: ImplicitPattern, steps: int, batch: int, c
     """Return whether steps in chunks of so many are one launch on a GPU; True elsewhere."""
     if gpu.device != "cuda":
         return True
-    from sparsescan.execution.device import chunk_form, in_one_launch
+    from sparsescan.execution.cuda.chunks import chunk_form, in_one_launch
 
     dtype = np.dtype(np.float32)
     form = chunk_form([pattern] * steps, dtype)
@@ -364,7 +364,7 @@ def _registers_fault(gpu: Any) -> str | None:
     """
     if gpu.device != "cuda":
         return None
-    from sparsescan.execution.chunk_counts import multiprocessors_of
+    from sparsescan.execution.cuda.chunks import multiprocessors_of
     from sparsescan.kernels.cuda.chunk_costs import registers_of
     from sparsescan.kernels.cuda.chunks import chunk_kernels
 

@@ -88,7 +88,7 @@ def measure(
 
 def _captures() -> Counter[str]:
     """Return how captures of our launches have ended so far, in any workspace on a device."""
-    engine = sys.modules.get("sparsescan.execution.device")
+    engine = sys.modules.get("sparsescan.execution.cuda.workspace")
     return Counter() if engine is None else Counter(engine.DeviceWorkspace.captures)
 
 

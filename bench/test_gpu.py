@@ -20,7 +20,7 @@ import pytest
 import scipy.sparse as sp
 
 import sparsescan
-from sparsescan.execution.chunk_counts import H100, chunk_count, in_one_launch
+from sparsescan.execution.cuda.chunks import H100, ChunkForm, chunk_count, in_one_launch
 from sparsescan.execution.workspace import Workspace
 from sparsescan.kernels.cuda import chunks
 
@@ -437,9 +437,10 @@ def test_the_long_chain_has_more_blocks_than_a_device_runs_at_once():
     """In one launch, as long as the chain is; but here it is not run."""
     report = chained(Host(), 0)
     assert report["blocks"] >= 1200
-    count = chunk_count(30_000, 16, 20, H100, terms=1)
+    form = ChunkForm(20, 20, terms=1)
+    count = chunk_count(30_000, 16, form, H100)
     assert report["blocks"] == count * 16
-    assert in_one_launch(20, np.dtype(np.float32), 30_000, 16, 400, terms=1)
+    assert in_one_launch(form, np.dtype(np.float32), 30_000, 16, 400)
 
 
 def test_a_case_of_every_family_is_right():

@@ -19,7 +19,7 @@ import numpy as np
 
 import sparsescan
 from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule
-from sparsescan.execution.chunk_counts import H100, chunk_count
+from sparsescan.execution.cuda.chunks import H100, ChunkForm, chunk_count
 from sparsescan.recurrent import LSTMCell
 
 from . import workloads
@@ -130,7 +130,7 @@ def _lstm(chunks: int, chunk: int, cupy: Any) -> Floors:
 
 def _chunks(terms: int) -> tuple[int, int]:
     """Return the chunks of the long recurrence, and the steps of each, if so given."""
-    count = chunk_count(_LONG, _BATCH, HIDDEN, H100, terms=terms)
+    count = chunk_count(_LONG, _BATCH, ChunkForm(HIDDEN, HIDDEN, terms), H100)
     return count, -(-_LONG // count)
 
 

@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from .arrays.streams import check_device, place
-from .chains.chain import Chain, grad_or_zeros, length, patterns_in, placed, steps_of
 from .chains.containers import check_dtype
-from .chains.steps import fold, unfold
+from .chains.grads import grad_or_zeros, placed
+from .chains.steps import patterns_in, read_chain
 from .errors import Allocating, DeviceError, InputError, short
 from .plan.choice import Choice, Kind, PlanOptions
 from .plan.choose import check_solves, choose_schedule
 from .plan.measure import measure
 from .plan.scan_plan import Gradients, ScanPlan, ScanSlot
-from .symbolic.implicit import Step, factor_starts
+from .symbolic.implicit import Step
 from .symbolic.schedule import Schedule, check_choice, check_count, check_flag, read_schedule
 
 # Choices of "auto" for single scans, by the keys of their patterns.
@@ -305,15 +305,13 @@ def _scan_once(
     check_device(device)
     reverse = check_flag("reverse", reverse)
     with place(*placed(grad, local_grads), device, stream), Allocating("the scan"):
-        steps, implicit = unfold(steps_of(jacobians), reverse)
-        chain = Chain(length(steps), reverse, factor_starts(implicit) if implicit else None)
-        patterns = fold(chain.read(steps), implicit)
+        chain, patterns = read_chain(jacobians, reverse)
         asked = read_schedule(schedule, len(patterns))
         on_device = device == "cuda" or chain.device is not None
-        if implicit:
+        if chain.starts is not None:
             check_solves(patterns, asked, on_device, reverse)
         size = patterns[0].shape[1] if patterns else None
-        period = 0 if implicit else chain.period
+        period = chain.period if chain.starts is None else 0
         first = grad_or_zeros(grad, local_grads, size, chain.batch, period)
         batch = len(first) if first.ndim == 2 else 1
         dtype = np.result_type(chain.dtype, first.dtype)

@@ -10,46 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ..arrays.arrays import (
-    Constant,
-    beside,
-    check_array,
-    check_no_mask,
-    check_one_place,
-    contiguous,
-    device_of,
-    is_cupy,
-    is_on_device,
-    namespace,
-    on_device,
-    read_array,
-    sparse,
-)
+from ..arrays import arrays as _arrays
+from ..arrays.arrays import is_on_device, read_array
 from ..arrays.frozen import Frozen
 from ..errors import Allocating, InputError, InputTypeError, short
-from ..symbolic.pattern import (
-    Pattern,
-    check_index_arrays,
-    check_index_form,
-    check_row_pointers,
-    check_shape,
-    indptr_of,
-    trusted,
-    unsorted_row,
-)
-
-__all__ = [
-    "BatchedCSR",
-    "CSRChain",
-    "PeriodicChain",
-    "SharedPattern",
-    "as_csr",
-    "as_matrix",
-    "canonical_order",
-    "check_dtype",
-    "entries_of",
-]
-
+from ..symbolic import pattern as _pattern
+from ..symbolic.pattern import Pattern
 
 _END = object()
 
@@ -63,7 +29,7 @@ class SharedPattern:
         self, data: ArrayLike, indices: ArrayLike, indptr: ArrayLike, shape: tuple[int, int]
     ) -> None:
         name = type(self).__name__
-        order = canonical_order(name, indptr, indices, check_shape(name, shape))
+        order = canonical_order(name, indptr, indices, _pattern.check_shape(name, shape))
         with Allocating(f"a copy of {name} data"):
             self._data = order.values(self._check_data(data, order.size))
         self._pattern = order.pattern
@@ -90,7 +56,7 @@ class SharedPattern:
 
     @classmethod
     def _check_data(cls, data: ArrayLike, nnz: int) -> Any:
-        array = check_array(f"{cls.__name__} data", data)
+        array = _arrays.check_array(f"{cls.__name__} data", data)
         cls._check_form(array, nnz)
         return array
 
@@ -115,7 +81,7 @@ class SharedPattern:
         array = data.view() if type(data) is np.ndarray else data
         self._check_form(array, self._pattern.nnz)
         if array.dtype.char not in "fd" or not array.dtype.isnative:
-            check_array(f"{type(self).__name__} data", array)
+            _arrays.check_array(f"{type(self).__name__} data", array)
         return array
 
     def _check(self) -> None:
@@ -342,7 +308,7 @@ class PeriodicChain(Frozen):
                 f"values has {len(values)} arrays and patterns has {len(turns)}; expected as many, "
                 "at least one"
             )
-        arrays = [check_array(f"values[{j}]", array) for j, array in enumerate(arrays)]
+        arrays = [_arrays.check_array(f"values[{j}]", array) for j, array in enumerate(arrays)]
         views = _views(arrays)
         known: dict[str, tuple[int, int]] = {}  # sizes, and the array that says so
         for j, (array, pattern) in enumerate(zip(views, turns, strict=True)):
@@ -422,10 +388,10 @@ def _views(arrays: Sequence[Any]) -> list[Any]:
 
 def entries_of(name: str, given: Any) -> Iterator[Any]:
     """Yield the entries of a sequence, or raise an error that names it."""
-    is_sequence = isinstance(given, (Sequence, np.ndarray)) or is_cupy(given)
+    is_sequence = isinstance(given, (Sequence, np.ndarray)) or _arrays.is_cupy(given)
     if not is_sequence or isinstance(given, (str, bytes)):
         raise InputTypeError(f"{name} is {short(given)}; expected a list")
-    check_no_mask(name, given)
+    _arrays.check_no_mask(name, given)
     gave = 0
     try:
         count, left = len(given), iter(given)
@@ -453,19 +419,19 @@ def check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 # Index arrays of patterns, with their copies on devices, for as long as there are the patterns.
-_index_arrays: weakref.WeakKeyDictionary[Pattern, tuple[Constant, Constant]] = (
+_index_arrays: weakref.WeakKeyDictionary[Pattern, tuple[_arrays.Constant, _arrays.Constant]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def as_csr(values: Any, pattern: Pattern) -> Any:
     """Return a matrix of SciPy, or of CuPy on a device, that shares these values."""
-    xp = namespace(values)
+    xp = _arrays.namespace(values)
     if pattern not in _index_arrays:
-        _index_arrays[pattern] = Constant(pattern.indices), Constant(pattern.indptr)
+        _index_arrays[pattern] = _arrays.Constant(pattern.indices), _arrays.Constant(pattern.indptr)
     # Older versions of CuPy have no csr_array.
-    csr = getattr(sparse(xp), "csr_array", None) or sparse(xp).csr_matrix
-    with beside(values):
+    csr = getattr(_arrays.sparse(xp), "csr_array", None) or _arrays.sparse(xp).csr_matrix
+    with _arrays.beside(values):
         indices, indptr = (array.on(xp) for array in _index_arrays[pattern])
         if xp is np:
             return csr((values, indices, indptr), shape=pattern.shape)
@@ -498,7 +464,7 @@ class CanonicalOrder:
         self.size = len(indices)
         # The order of the entries row by row, with sorted columns; None if they came so.
         self._order: NDArray[np.intp] | None = None
-        if unsorted_row(indptr, indices) >= 0:
+        if _pattern.unsorted_row(indptr, indices) >= 0:
             row_of = np.repeat(np.arange(shape[0]), np.diff(indptr))
             self._order = np.lexsort((indices, row_of))
             rows, cols = row_of[self._order], indices[self._order]
@@ -507,19 +473,19 @@ class CanonicalOrder:
             # The first of the entries that share a place.
             self._starts = np.flatnonzero(new)
             indices = cols[new]
-            indptr = indptr_of(rows[new], shape[0])
-        self.pattern = trusted(indptr, indices, shape)
+            indptr = _pattern.indptr_of(rows[new], shape[0])
+        self.pattern = _pattern.trusted(indptr, indices, shape)
 
     def values(self, data: Any) -> Any:
         """Return `data` in the order of the pattern, with values that share a place summed."""
         if self._order is None:
             return data
-        if not is_cupy(data):
+        if not _arrays.is_cupy(data):
             return np.add.reduceat(data[..., self._order], self._starts, axis=-1)
         # CuPy's reduceat takes differences of a running sum, which cancel.
-        xp = namespace(data)
+        xp = _arrays.namespace(data)
         counts = np.diff(self._starts, append=self.size)
-        with beside(data):
+        with _arrays.beside(data):
             sums = xp.take(data, xp.asarray(self._order[self._starts]), axis=-1)
             for k in range(1, counts.max()):
                 more = np.flatnonzero(counts > k)
@@ -541,11 +507,11 @@ def canonical_order(name: str, indptr: Any, indices: Any, shape: tuple[int, int]
     there = is_on_device(indptr), is_on_device(indices)
     if there != (True, True):
         if there[0]:
-            indptr = on_device(indptr, f"{name} indptr").get()
+            indptr = _arrays.on_device(indptr, f"{name} indptr").get()
         if there[1]:
-            indices = on_device(indices, f"{name} indices").get()
+            indices = _arrays.on_device(indices, f"{name} indices").get()
         with Allocating(f"the pattern of {name}"):
-            return CanonicalOrder(*check_index_arrays(name, indptr, indices, shape), shape)
+            return CanonicalOrder(*_pattern.check_index_arrays(name, indptr, indices, shape), shape)
     key = id(indptr), id(indices), shape
     known = _orders.get(key)
     if known is not None and known[0]() is indptr and known[1]() is indices:
@@ -565,23 +531,26 @@ def _check_on_device(
     """Return copies in host memory of safe index arrays on a device; or raise an error."""
     from ..kernels.cuda.checks import is_safe
 
-    indptr, indices = on_device(indptr, f"{name} indptr"), on_device(indices, f"{name} indices")
-    place = device_of(indptr)
-    check_one_place(f"{name} indices", device_of(indices), f"{name} indptr", place)
-    with beside(indptr):
-        indptr = check_index_form(name, "indptr", indptr)
-        indices = check_index_form(name, "indices", indices)
+    indptr, indices = (
+        _arrays.on_device(indptr, f"{name} indptr"),
+        _arrays.on_device(indices, f"{name} indices"),
+    )
+    place = _arrays.device_of(indptr)
+    _arrays.check_one_place(f"{name} indices", _arrays.device_of(indices), f"{name} indptr", place)
+    with _arrays.beside(indptr):
+        indptr = _pattern.check_index_form(name, "indptr", indptr)
+        indices = _pattern.check_index_form(name, "indices", indices)
         # The copies are checked and followed, since the caller's arrays may change meanwhile.
         # Unsigned integers beyond the range of int64 become negative, which is a fault.
         wide = np.int32 if indptr.dtype == indices.dtype == np.dtype(np.int32) else np.int64
         pointers, columns = (
-            contiguous(array, np.dtype(wide)).copy() for array in (indptr, indices)
+            _arrays.contiguous(array, np.dtype(wide)).copy() for array in (indptr, indices)
         )
-        check_row_pointers(name, pointers, shape)
+        _pattern.check_row_pointers(name, pointers, shape)
         if is_safe(pointers, columns, shape[1]):
             return pointers.get(), columns.get()
         # Errors have the same words as for arrays of the host.
-        return check_index_arrays(name, indptr.get(), indices.get(), shape)
+        return _pattern.check_index_arrays(name, indptr.get(), indices.get(), shape)
 
 
 def as_matrix(values: Any, pattern: Pattern) -> Any:

@@ -33,35 +33,15 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import ArrayLike, NDArray
 
+from .. import errors
 from ..arrays.arrays import device_of, read_array
-from ..errors import (
-    Allocating,
-    ChainFileError,
-    DeviceError,
-    InputError,
-    InputTypeError,
-    SparseScanError,
-    short,
-)
+from ..errors import ChainFileError, InputError, InputTypeError, short
 from ..symbolic.pattern import Pattern
-from .chain import Chain, length, read_grad, steps_of
+from .chain import Chain
 from .containers import BatchedCSR, CSRChain, PeriodicChain
+from .grads import read_grad
 from .npz import check_members, map_arrays
-
-__all__ = [
-    "Arrays",
-    "ChainFile",
-    "check_index",
-    "check_path",
-    "check_used",
-    "load_chain",
-    "pack_patterns",
-    "read_arrays",
-    "refusing",
-    "save_chain",
-    "unpack_patterns",
-    "write_arrays",
-]
+from .reading import length, steps_of
 
 _VERSION = 1
 _KINDS = ("general", "diagonal", "dense")
@@ -119,7 +99,7 @@ def save_chain(path: Path, grad: ArrayLike, jacobians: Any) -> None:
     first = read_grad(grad, patterns[0].shape[1] if patterns else None, chain.batch)
     for name, device in (("jacobians", chain.device), ("grad", device_of(first))):
         if device is not None:
-            raise DeviceError(
+            raise errors.DeviceError(
                 f"{name} is on device {device}; expected host memory (cupy.asnumpy, .get())"
             )
     arrays: dict[str, Any] = {"version": np.int64(_VERSION), "grad": first}
@@ -261,7 +241,7 @@ class ChainFile:
 def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     """Write arrays to a file of exactly this name."""
     # np.savez would append .npz to a name without it.
-    with open(path, "wb") as file, Allocating(f"the file {os.fspath(path)!r}"):
+    with open(path, "wb") as file, errors.Allocating(f"the file {os.fspath(path)!r}"):
         np.savez(file, allow_pickle=False, **arrays)
 
 
@@ -283,7 +263,7 @@ def refusing(path: Path, refusal: type[InputError], remedy: str) -> Iterator[Non
     """Turn whatever is wrong with a file into one kind of error, which names the file."""
     try:
         yield
-    except SparseScanError as error:
+    except errors.SparseScanError as error:
         raise refusal(f"{os.fspath(path)}: {error}; {remedy}") from None
     except Exception as error:
         # Whatever the readers of zip and .npy stumble over, from BadZipFile to MemoryError.
@@ -389,18 +369,14 @@ def _in_memory(array: NDArray[Any]) -> NDArray[Any]:
     return array.astype(native, order="C", copy=not array.flags.writeable)
 
 
-def _unpack(arrays: Arrays) -> _Steps:
+def _unpack(arrays: Arrays) -> _StoredSteps:
     version = arrays.scalar("version", "iu", "one integer")
     if version != _VERSION:
         raise InputError(f"version is {version}; expected {_VERSION}, the format known here")
     layout = arrays.scalar("layout", "U", "one string")
     grad = _in_memory(arrays.floats("grad"))
-    if layout == "csr_chain":
-        return _CSRStack(arrays, grad)
-    if layout == "periodic":
-        return _Periodic(arrays, grad)
-    if layout == "dense_stack":
-        return _DenseStack(arrays, grad)
+    if layout in ("csr_chain", "periodic", "dense_stack"):
+        return _Stacks(arrays, grad, layout)
     if layout == "list":
         return _List(arrays, grad)
     raise InputError(
@@ -408,7 +384,7 @@ def _unpack(arrays: Arrays) -> _Steps:
     )
 
 
-class _Steps:
+class _StoredSteps:
     """The Jacobians of a file, whose arrays are in memory or mapped.
 
     Attributes
@@ -418,9 +394,7 @@ class _Steps:
     """
 
     n: int
-    period = 1
-    # Rows and columns of the steps, which take turns.
-    _shapes: Sequence[tuple[int, ...]]
+    period: int
 
     def __init__(self, grad: NDArray[np.floating[Any]]) -> None:
         self.grad = grad
@@ -437,8 +411,7 @@ class _Steps:
 
     def shapes(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the rows and columns of some of them."""
-        shapes: NDArray[np.int64] = np.array(self._shapes, np.int64).reshape(-1, 2)
-        return shapes[np.arange(start, stop) % self.period]
+        raise NotImplementedError
 
     def dtypes(self) -> set[np.dtype[Any]]:
         """Return the dtypes of their values."""
@@ -454,69 +427,47 @@ class _Steps:
         read_grad(self.grad, size, chain.batch)
 
 
-class _Stack(_Steps):
-    """Jacobians in one array."""
+class _Stacks(_StoredSteps):
+    """Jacobians in an array for each of the patterns that take turns, of which there may be one."""
 
-    def __init__(self, arrays: Arrays, grad: NDArray[np.floating[Any]], axes: int) -> None:
+    def __init__(self, arrays: Arrays, grad: NDArray[np.floating[Any]], layout: str) -> None:
         super().__init__(grad)
-        self._stack = arrays.floats("stack")
-        if self._stack.ndim not in (axes, axes + 1):
-            raise InputError(
-                f"stack has shape {self._stack.shape}; expected {axes} axes, or {axes + 1} with "
-                "the batch"
-            )
-        self.n = len(self._stack)
+        self._layout = layout
+        self._patterns = [] if layout == "dense_stack" else unpack_patterns(arrays)
+        if layout == "periodic":
+            self._values = [arrays.floats(f"stack_{j}") for j in range(len(self._patterns))]
+            # It is checked from shapes alone.
+            hollow = [np.broadcast_to(np.zeros((), float), a.shape) for a in self._values]
+            self.n = len(PeriodicChain(hollow, self._patterns))
+        else:
+            if layout == "csr_chain" and len(self._patterns) != 1:
+                raise InputError(
+                    f"patterns has {len(self._patterns)} rows; expected 1 for a csr_chain"
+                )
+            stack, axes = arrays.floats("stack"), 2 if self._patterns else 3
+            if stack.ndim not in (axes, axes + 1):
+                raise InputError(
+                    f"stack has shape {stack.shape}; expected {axes} axes, or {axes + 1} with "
+                    "the batch"
+                )
+            self._values, self.n = [stack], len(stack)
+        self.period = len(self._values)
 
-    def dtypes(self) -> set[np.dtype[Any]]:
-        return {self._stack.dtype} if self.n else set()
-
-
-class _CSRStack(_Stack):
-    def __init__(self, arrays: Arrays, grad: NDArray[np.floating[Any]]) -> None:
-        patterns = unpack_patterns(arrays)
-        if len(patterns) != 1:
-            raise InputError(f"patterns has {len(patterns)} rows; expected 1 for a csr_chain")
-        self._pattern = patterns[0]
-        self._shapes = [self._pattern.shape]
-        super().__init__(arrays, grad, 2)
-
-    def _read(self, start: int, stop: int) -> CSRChain:
-        values = _in_memory(self._stack[start:stop])
-        jacobians: CSRChain = CSRChain.from_pattern(values, self._pattern)
-        return jacobians
-
-
-class _DenseStack(_Stack):
-    def __init__(self, arrays: Arrays, grad: NDArray[np.floating[Any]]) -> None:
-        super().__init__(arrays, grad, 3)
-        self._shapes = [self._stack.shape[-2:]]
-
-    def _read(self, start: int, stop: int) -> NDArray[Any]:
-        return _in_memory(self._stack[start:stop])
-
-
-class _Periodic(_Steps):
-    """Jacobians in an array for each of the patterns that take turns."""
-
-    def __init__(self, arrays: Arrays, grad: NDArray[np.floating[Any]]) -> None:
-        super().__init__(grad)
-        self._patterns = unpack_patterns(arrays)
-        self._values = [arrays.floats(f"stack_{j}") for j in range(len(self._patterns))]
-        # It is checked from shapes alone.
-        hollow = [np.broadcast_to(np.zeros((), float), a.shape) for a in self._values]
-        self.n = len(PeriodicChain(hollow, self._patterns))
-        self.period = len(self._patterns)
-        self._shapes = [pattern.shape for pattern in self._patterns]
-
-    def whole(self) -> PeriodicChain:
+    def whole(self) -> Any:
+        if self._layout != "periodic":
+            return super().whole()
         jacobians = PeriodicChain(list(map(_in_memory, self._values)), self._patterns)
         self._check(jacobians)
         return jacobians
 
-    def dtypes(self) -> set[np.dtype[Any]]:
-        return {array.dtype for array in self._values}
+    def shapes(self, start: int, stop: int) -> NDArray[np.int64]:
+        shapes = [pattern.shape for pattern in self._patterns] or [self._values[0].shape[-2:]]
+        return np.array(shapes, np.int64)[np.arange(start, stop) % self.period]
 
-    def _read(self, start: int, stop: int) -> list[Any]:
+    def dtypes(self) -> set[np.dtype[Any]]:
+        return {array.dtype for array in self._values} if self.n else set()
+
+    def _read(self, start: int, stop: int) -> Any:
         # How often each pattern has its turn before the part, and up to the end of the part.
         before, until = (
             [len(range(turn, end, self.period)) for turn in range(self.period)]
@@ -526,6 +477,10 @@ class _Periodic(_Steps):
             _in_memory(array if array.ndim == 1 else array[first:last])
             for array, first, last in zip(self._values, before, until, strict=True)
         ]
+        if self._layout == "dense_stack":
+            return values[0]
+        if self._layout == "csr_chain":
+            return CSRChain.from_pattern(values[0], self._patterns[0])
         jacobians = []
         for k in range(start, stop):
             step, turn = divmod(k, self.period)
@@ -539,7 +494,7 @@ class _Periodic(_Steps):
         return jacobians
 
 
-class _List(_Steps):
+class _List(_StoredSteps):
     """Jacobians whose values lie one after the other, in an array for each dtype."""
 
     period = 0

@@ -18,8 +18,6 @@ from ..symbolic.pattern import Pattern
 from .containers import PeriodicChain, SharedPattern, entries_of
 from .weights import spread
 
-__all__ = ["Factor", "ImplicitChain", "ImplicitStep", "Weights"]
-
 
 class Factor(SharedPattern):
     """Values of one factor of a step, for all samples or for each."""
@@ -27,7 +25,7 @@ class Factor(SharedPattern):
     _forms: ClassVar = {1: "(nnz,)", 2: "(batch, nnz)"}
 
 
-class Weights:
+class FactorWeights:
     """Weights of one factor of a step, for all samples, and the index that reads them.
 
     Parameters
@@ -116,7 +114,7 @@ class ImplicitStep(Frozen):
                 "factor"
             )
         batch: int | None = None
-        self._factors: list[Factor | Weights] = []
+        self._factors: list[Factor | FactorWeights] = []
         for j, (given, factor) in enumerate(zip(arrays, pattern.factors, strict=True)):
             array = check_array(f"values[{j}]", given)
             index = pattern.indexed[j]
@@ -145,7 +143,7 @@ class ImplicitStep(Frozen):
         return [factor.data for factor in self._factors]
 
     @property
-    def factors(self) -> list[Factor | Weights]:
+    def factors(self) -> list[Factor | FactorWeights]:
         """Return the factors, the one that is applied first first."""
         return list(self._factors)
 
@@ -214,7 +212,7 @@ class ImplicitChain(Frozen):
                 f"pattern is of Jacobians of shape {pattern.shape}; expected square ones, so that "
                 "the steps chain"
             )
-        self._weights: dict[int, Weights] = {}  # of the factors that have an index
+        self._weights: dict[int, FactorWeights] = {}  # of the factors that have an index
         listed: Any = values
         if any(pattern.indexed):
             listed = list(islice(entries_of("values", values), len(pattern.factors) + 1))
@@ -275,9 +273,9 @@ def _check_shared(j: int, shape: tuple[int, ...], pattern: ImplicitPattern) -> N
         )
 
 
-def _weights(j: int, array: Any, index: IndexedPattern) -> Weights:
+def _weights(j: int, array: Any, index: IndexedPattern) -> FactorWeights:
     if array.shape != (index.size,):
         raise InputError(
             f"values[{j}] has shape {array.shape}; expected ({index.size},), the weights of {index}"
         )
-    return Weights(array, index)
+    return FactorWeights(array, index)

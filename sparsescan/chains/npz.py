@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from ..errors import InputError
 from ..formatting import exact_bytes
 
-__all__ = ["check_members", "map_arrays"]
-
 # Bytes that are read at once.
 _BLOCK = 1 << 20
 # Bytes of the fixed part of the header before each member of a zip file.

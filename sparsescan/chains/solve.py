@@ -6,10 +6,8 @@ from typing import Any
 
 from ..errors import InputError
 from ..symbolic.implicit import ImplicitPattern
-from .chain import split
 from .implicit import ImplicitStep
-
-__all__ = ["SolveStep"]
+from .reading import split
 
 
 class SolveStep(ImplicitStep):

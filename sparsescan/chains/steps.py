@@ -1,20 +1,69 @@
-"""Chains with implicit steps, and the chains of their factors, which are what a scan runs."""
+"""Chains as they come, with implicit steps, and the chains of factors, which a scan runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from ..arrays.arrays import is_on_device
 from ..errors import InputError, PatternMismatchError
 from ..symbolic.implicit import ImplicitPattern, Step, contains, factor_starts, factors_of
 from ..symbolic.pattern import Pattern
-from .chain import is_stack, length, name_of, steps_of
+from .chain import Chain
 from .implicit import ImplicitChain, ImplicitStep
+from .reading import check_chain, is_stack, length, name_of, split, steps_of
 
-__all__ = ["Steps", "fold", "unfold"]
+
+def read_chain(
+    jacobians: Any, reverse: bool, *, chained: bool = True
+) -> tuple[Chain, Sequence[Step]]:
+    """Read Jacobians for which there is no plan; return their chain, and the pattern of each step.
+
+    `reverse` and `chained` are as for a :class:`Chain`; in the chain are the factors of implicit
+    steps.
+    """
+    steps, implicit = _unfold(steps_of(jacobians), reverse)
+    chain = Chain(length(steps), reverse, factor_starts(implicit) if implicit else None)
+    read = chain.read(steps, chained=chained)
+    if not implicit:
+        return chain, read
+    factors = iter(read)
+    patterns: list[Step] = []
+    for pattern in implicit:
+        taken = [next(factors) for _ in range(1 if pattern is None else len(pattern.factors))]
+        patterns.append(taken[0] if pattern is None else pattern)
+    return chain, patterns
 
 
-def unfold(jacobians: Any, reverse: bool) -> tuple[Any, Sequence[ImplicitPattern | None]]:
+def patterns_in(
+    jacobians: Any, reverse: bool, *, chained: bool = True
+) -> tuple[Sequence[Step], bool]:
+    """Return the patterns of steps, bare ones too, and whether any is on a device.
+
+    The patterns run from the last layer to the first; the steps do so unless `reverse`.
+    """
+    steps = steps_of(jacobians)
+    if isinstance(steps, ImplicitChain):
+        return [steps.pattern] * len(steps), any(map(is_on_device, steps.values))
+    bare = Pattern, ImplicitPattern, ImplicitStep
+    if is_stack(steps) or not any(isinstance(step, bare) for step in steps):
+        chain = Chain(length(steps), reverse)
+        return chain.read(steps, chained=chained), chain.device is not None
+    patterns = [pattern_of(k, step) for k, step in enumerate(steps)][:: -1 if reverse else 1]
+    there = any(is_on_device(step) for step in steps)
+    return check_chain(patterns, reverse) if chained else patterns, there
+
+
+def pattern_of(k: int, jacobian: Any) -> Step:
+    """Return the pattern of the `k`-th step, which may be a bare one."""
+    if isinstance(jacobian, (Pattern, ImplicitPattern)):
+        return jacobian
+    if isinstance(jacobian, ImplicitStep):
+        return jacobian.pattern
+    return split(f"jacobians[{k}]", jacobian, None)[0]
+
+
+def _unfold(jacobians: Any, reverse: bool) -> tuple[Any, Sequence[ImplicitPattern | None]]:
     """Return a chain with the factors of implicit steps in their place.
 
     Parameters
@@ -44,17 +93,7 @@ def unfold(jacobians: Any, reverse: bool) -> tuple[Any, Sequence[ImplicitPattern
     return factors, implicit
 
 
-def fold(factors: Sequence[Pattern], implicit: Sequence[ImplicitPattern | None]) -> Sequence[Step]:
-    """Return the pattern of each step of a chain that :func:`unfold` has unfolded."""
-    left = iter(factors)
-    steps: list[Step] = []
-    for pattern in implicit:
-        taken = [next(left) for _ in range(1 if pattern is None else len(pattern.factors))]
-        steps.append(taken[0] if pattern is None else pattern)
-    return steps or factors
-
-
-class Steps:
+class PlannedSteps:
     """The steps of a plan, explicit and implicit ones, and the chain of their factors.
 
     Parameters
@@ -79,6 +118,7 @@ class Steps:
         if contains(patterns, ImplicitPattern):
             self.factors = [factor for step in patterns for factor in factors_of(step)]
             self.starts = factor_starts(patterns)
+        # The pattern of all steps, if they have one.
         self._only = patterns[0] if len(set(patterns)) == 1 else None
 
     def unfold(self, jacobians: Any, reverse: bool) -> Any:
@@ -97,9 +137,11 @@ class Steps:
                     f"jacobians is {jacobians}; expected explicit steps, as the plan was made for"
                 )
             return jacobians
-        if isinstance(jacobians, ImplicitChain) and self._is_like(jacobians):
+        if isinstance(jacobians, ImplicitChain) and (
+            self._only == jacobians.pattern and len(jacobians) == self.n
+        ):
             return jacobians.factors(reverse)
-        unfolded, implicit = unfold(steps_of(jacobians), reverse)
+        unfolded, implicit = _unfold(steps_of(jacobians), reverse)
         n = len(implicit) or length(unfolded)
         if n != self.n:
             raise InputError(
@@ -115,7 +157,3 @@ class Steps:
                     "as the plan was made for"
                 )
         return unfolded
-
-    def _is_like(self, jacobians: ImplicitChain) -> bool:
-        """Return whether all steps are those of the plan, which has one pattern."""
-        return self._only == jacobians.pattern and len(jacobians) == self.n

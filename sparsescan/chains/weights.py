@@ -12,8 +12,6 @@ from ..arrays.arrays import Constant, beside, check_memory, namespace
 from ..kernels import weights as kernels
 from ..symbolic.indexed import IndexedPattern
 
-__all__ = ["gathered", "spread"]
-
 # Indices of all entries, with their copies on devices, for as long as there are the patterns.
 _indices: weakref.WeakKeyDictionary[IndexedPattern, Constant] = weakref.WeakKeyDictionary()
 

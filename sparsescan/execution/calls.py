@@ -13,8 +13,6 @@ from numpy.typing import DTypeLike, NDArray
 from ..kernels.addresses import address_of
 from .threads import share
 
-__all__ = ["LINE", "Calls", "aligned_empty", "aligned_zeros", "call_all"]
-
 Array = NDArray[Any]
 Task = Callable[[], None]
 

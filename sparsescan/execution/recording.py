@@ -24,8 +24,6 @@ from ..kernels.cpu.replay import Control, Header
 from .calls import LINE, Calls, Task
 from .threads import replay, thread_count
 
-__all__ = ["Recorder", "Recording", "Result", "Space"]
-
 Array = NDArray[Any]
 
 # The arrays that a recorder hands out begin with multiples of this. No memory is there, and no

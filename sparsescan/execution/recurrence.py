@@ -9,30 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ..kernels.cpu import recurrence as kernels
 from ..kernels.cpu.copies import copy_into
-from ..kernels.cpu.recurrence import (
-    Stack,
-    Steps,
-    outer_products,
-    sweep,
-    sweep_columns,
-    sweep_shared,
-)
+from ..kernels.cpu.recurrence import Stack, Steps
 from ..kernels.cpu.tables import LANES
 from ..symbolic.pattern import Pattern
 from .calls import Calls
 from .recording import Recorder, Recording, Space
 from .threads import thread_count
 from .workspace import KINDS
-
-__all__ = [
-    "Matrices",
-    "Recorded",
-    "record_gradients",
-    "record_states",
-    "write_outer_products",
-    "write_states",
-]
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
@@ -114,19 +99,19 @@ def write_states(
     threads = max(1, min(thread_count(), work // _GRAIN))
     if matrices.pattern.kind == "diagonal":
         steps, samples = _flattened(steps, samples)
-        kernel = partial(calls.launch, sweep_columns, steps, samples)
+        kernel = partial(calls.launch, kernels.sweep_columns, steps, samples)
         _share(calls, kernel, steps.size, threads, 16)
     elif matrices.values.ndim == 2 and samples > 1:
 
         def sweep_part(first: int, last: int) -> None:
             room = calls.borrow(2 * LANES * matrices.size, out.dtype)
-            calls.launch(sweep_shared, steps, first, last, room)
+            calls.launch(kernels.sweep_shared, steps, first, last, room)
             calls.give_back(room)
 
         _share(calls, sweep_part, samples, threads, LANES)
     else:
         threads = min(threads, abs(steps.values.step) // _PIECE)
-        _share(calls, partial(calls.launch, sweep, steps), samples, threads, 1)
+        _share(calls, partial(calls.launch, kernels.sweep, steps), samples, threads, 1)
 
 
 def write_outer_products(
@@ -153,7 +138,9 @@ def write_outer_products(
     steps = _steps(matrices, None, start, states)
     work = grads.size // max(matrices.size, 1) * matrices.pattern.nnz
     threads = max(1, min(thread_count(), work // _GRAIN))
-    kernel = partial(calls.launch, outer_products, steps, _stack(grads), _stack(out), samples)
+    kernel = partial(
+        calls.launch, kernels.outer_products, steps, _stack(grads), _stack(out), samples
+    )
     _share(calls, kernel, matrices.steps, threads, 1)
 
 

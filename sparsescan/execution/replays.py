@@ -17,8 +17,6 @@ from . import calls
 from .calls import LINE, Calls, aligned_empty
 from .recording import Recorder, Recording, Space
 
-__all__ = ["Replays"]
-
 Array = NDArray[Any]
 
 

@@ -10,8 +10,6 @@ import numpy as np
 
 from .threads import share
 
-__all__ = ["even_slices", "map_shared", "quiet"]
-
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 

@@ -13,8 +13,6 @@ from ..errors import SingularMatrixError
 from ..symbolic.factorisation import Factorisation
 from .threads import share
 
-__all__ = ["Given", "Solves", "factorise", "is_long", "singular", "solves_bytes"]
-
 Array: TypeAlias = NDArray[Any]
 # A function that returns ``A⁻¹ x`` for the rows `x` of an array, as a column for each.
 Solver: TypeAlias = Callable[[Array], Array]

@@ -12,8 +12,6 @@ from ..kernels.cpu.tables import LANES, Op, Stage, Work
 from ..symbolic.program import Program
 from .sweeps import sweep_nanoseconds
 
-__all__ = ["ROW_GRAIN", "RUN_GRAIN", "STAGE_BYTES", "Piece", "Stages"]
-
 # Bytes of the tables of a stage, at most.
 STAGE_BYTES = 128
 # Nanoseconds of a multiply-add, by the kind of the matrix that a row is read from; roughly, since
@@ -31,7 +29,7 @@ ROW_GRAIN = 10_000
 _BLOCK_BYTES = 32_768
 
 
-class Piece(NamedTuple):
+class ProgramPiece(NamedTuple):
     """Some operations of a program that solves with Jacobians, in the order of the scan.
 
     Attributes
@@ -61,7 +59,7 @@ class Stages:
 
     Attributes
     ----------
-    pieces : list of Piece
+    pieces : list of ProgramPiece
         How a program runs that solves with some Jacobians; empty for others.
     """
 
@@ -84,7 +82,7 @@ class Stages:
         self._units: list[int] = []
         self._runs: list[NDArray[np.int64]] = []
         self._run_count = 0
-        self.pieces: list[Piece] = []
+        self.pieces: list[ProgramPiece] = []
         # Bytes that each operation reads for every sample.
         nnz = np.array([pattern.nnz for pattern in program.patterns], np.int64)
         self._bytes = (nnz * np.where(widths > 1, widths, 0) * itemsize)[ops[:, Op.RIGHT]]
@@ -134,15 +132,17 @@ class Stages:
             first, stop, total = ops[0], ops[-1] + 1, float(time[ops].sum())
             stages = len(self._rows)
             if name == "solve":
-                self.pieces.append(Piece("solve", first, stop, (0, 0), total))
+                self.pieces.append(ProgramPiece("solve", first, stop, (0, 0), total))
             elif name == "stages" and total > RUN_GRAIN and threads > 1:
                 self._level(np.array([[first, stop]], np.int64), threads)
-                self.pieces.append(Piece("stages", first, stop, (stages, len(self._rows)), total))
+                self.pieces.append(
+                    ProgramPiece("stages", first, stop, (stages, len(self._rows)), total)
+                )
             else:
                 if self.pieces and self.pieces[-1].kind == "sweep":
                     before = self.pieces.pop()
                     first, total = before.first, before.nanoseconds + total
-                self.pieces.append(Piece("sweep", first, stop, (0, 0), total))
+                self.pieces.append(ProgramPiece("sweep", first, stop, (0, 0), total))
 
     def _level(self, runs: NDArray[np.int64], threads: int) -> None:
         first, last, cost = int(runs[0, 0]), int(runs[-1, 1]), self._cost

@@ -15,8 +15,6 @@ from ..kernels.cpu.tables import Tables
 from ..symbolic.factorisation import Factorisation
 from .threads import work
 
-__all__ = ["Sweeps", "sweep_bytes", "sweep_nanoseconds"]
-
 # Matrices whose factors are kept.
 _KEPT = 8
 _METHODS = {"tridiagonal": Method.TRIDIAGONAL, "banded": Method.BANDED, "dense": Method.DENSE}

@@ -32,8 +32,6 @@ from ..kernels.cpu.replay import begin, help_out
 from ..kernels.cpu.run import abort
 from ..kernels.cpu.waiting import POSTED, WAITING, WORDS, await_call, await_end
 
-__all__ = ["Crew", "Team", "lent", "replay", "share", "thread_count", "usable_cores", "work"]
-
 Array = NDArray[Any]
 
 # Nanoseconds of predicted work above which the main thread only waits, so that it sees signals.
@@ -86,7 +84,7 @@ def work(
         finally:
             set_mode(before)
         return
-    calls: list[_Call] = []
+    calls: list[_PostedCall] = []
 
     def begin() -> None:
         long = nanoseconds > LONG and threading.current_thread() is threading.main_thread()
@@ -162,7 +160,7 @@ def share(call: Callable[[int], None], parts: int) -> None:
         if errors:
             raise errors[0]
         return
-    calls: list[_Call] = []
+    calls: list[_PostedCall] = []
 
     def begin() -> None:
         for _ in range(min(parts, thread_count()) - 1):
@@ -197,7 +195,7 @@ def replay(header: Array, arrays: Array, control: Array, parts: int) -> None:
     waiting.replay(words, header, arrays, control)
 
 
-def _finish(calls: list[_Call], begin: Callable[[], None], stop: Callable[[], None]) -> None:
+def _finish(calls: list[_PostedCall], begin: Callable[[], None], stop: Callable[[], None]) -> None:
     """Do this thread's part of some work, which posts `calls`, and see that none of them runs on.
 
     However often that is interrupted. If anything fails, the work is stopped, and the first
@@ -237,10 +235,10 @@ def _finish(calls: list[_Call], begin: Callable[[], None], stop: Callable[[], No
         raise failure
 
 
-def _call_help(calls: list[_Call], call: Callable[..., None], *arguments: Any) -> bool:
+def _call_help(calls: list[_PostedCall], call: Callable[..., None], *arguments: Any) -> bool:
     """Add a call that a helper makes if one comes in time; False if there can be none."""
     # It is added before it is posted or started, so that an interrupt in between finds it.
-    calls.append(_Call(call, arguments))
+    calls.append(_PostedCall(call, arguments))
     try:
         _helpers().post(calls[-1])
     except RuntimeError:
@@ -250,9 +248,9 @@ def _call_help(calls: list[_Call], call: Callable[..., None], *arguments: Any) -
     return True
 
 
-def _start(calls: list[_Call], call: Callable[..., None], *arguments: Any) -> bool:
+def _start(calls: list[_PostedCall], call: Callable[..., None], *arguments: Any) -> bool:
     """Add a call that is made at once, in a new thread; False if there can be none."""
-    calls.append(_Call(call, arguments))
+    calls.append(_PostedCall(call, arguments))
     try:
         threading.Thread(target=calls[-1].make, name="sparsescan-main").start()
     except RuntimeError:
@@ -272,7 +270,7 @@ def _guard(kernel: Callable[[Any, int], None], tables: Any, i: int) -> None:
 # -- Helpers --------------------------------------------------------------------------------------
 
 
-class _Call:
+class _PostedCall:
     """A call that another thread makes, unless the caller comes first and cancels it.
 
     Attributes
@@ -338,7 +336,7 @@ class Crew:
         self._most = most
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
-        self._posted: deque[_Call] = deque()
+        self._posted: deque[_PostedCall] = deque()
         self._sleepers: list[threading.Lock] = []
         self._words = np.zeros(WORDS, np.int64)
         self._numbers = itertools.count(1)
@@ -347,7 +345,7 @@ class Crew:
         await_call(self._words, 0, np.zeros(1, np.int64), 0, 0)
         await_end(np.ones(1, np.int64), 0)
 
-    def post(self, call: _Call) -> None:
+    def post(self, call: _PostedCall) -> None:
         """Let the next free thread make a call; RuntimeError if there is none, nor can be."""
         self._posted.append(call)
         self._words[POSTED] = next(self._numbers)

@@ -12,20 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.addresses import address_of
-from ..kernels.cpu import run
-from ..kernels.cpu.tables import (
-    BAND,
-    FINISHED,
-    SLOTS,
-    WORD,
-    Kind,
-    Node,
-    Op,
-    Run,
-    Stage,
-    Store,
-    Tables,
-)
+from ..kernels.cpu import run, tables
+from ..kernels.cpu.tables import Kind, Node, Op, Run, Stage, Store
 from ..symbolic.indexed import IndexedPattern
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
@@ -33,8 +21,6 @@ from .solves import Given, Solves, singular, solves_bytes
 from .stages import STAGE_BYTES, Stages
 from .sweeps import Sweeps, sweep_bytes
 from .threads import work
-
-__all__ = ["KINDS", "Parts", "Workspace", "places", "table_bytes", "workspace_bytes"]
 
 KINDS = {"dense": Kind.DENSE, "general": Kind.CSR, "diagonal": Kind.DIAGONAL}
 
@@ -45,7 +31,7 @@ _RUN_BYTES, _STEP_BYTES, _PRODUCT_BYTES = 32_768, 1024, 3072
 Parts = tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]]
 
 
-class Memory(NamedTuple):
+class WorkspaceMemory(NamedTuple):
     """How much memory a run takes, and where in it every product lies: by counting alone.
 
     Attributes
@@ -80,7 +66,7 @@ class Memory(NamedTuple):
         local: bool,
         threads: int,
         shared: Iterable[Pattern],
-    ) -> Memory:
+    ) -> WorkspaceMemory:
         """Return the memory of runs of `batch` samples, of which nodes `batched` differ.
 
         `shared` are the patterns of Jacobians that the samples share.
@@ -92,7 +78,7 @@ class Memory(NamedTuple):
         widths = np.where(batched[n:], batch, 1)
         samples = np.stack([widths, widths, np.full(len(widths), batch * local)], axis=1)
         starts, totals = places(counts * samples * kept[:, None])
-        slots = 0 if kept.all() else SLOTS * threads
+        slots = 0 if kept.all() else tables.SLOTS * threads
         nnz, cols, rows = (int(size) for size in counts[~kept].max(axis=0, initial=0))
         scratch = slots * nnz, slots * cols, slots * rows * batch * local
         sizes = tuple(int(total) + more for total, more in zip(totals, scratch, strict=True))
@@ -116,7 +102,7 @@ def workspace_bytes(program: Program, dtype: np.dtype[Any], batch: int, threads:
     """
     patterns = set(program.patterns)
     batched = np.ones(len(program.patterns), bool)
-    memory = Memory.of(program, batch, batched, True, threads, patterns)
+    memory = WorkspaceMemory.of(program, batch, batched, True, threads, patterns)
     values, exponents, local = memory.sizes
     values += local + threads * (memory.accumulator + 8 * memory.lanes)
     if program.products:
@@ -129,15 +115,15 @@ def workspace_bytes(program: Program, dtype: np.dtype[Any], batch: int, threads:
     copied = [p for p in patterns if p.kind == "general" and p.index_dtype != program.index_dtype]
     indices = program.index_bytes + sum(8 * (p.nnz + p.shape[0] + 1) for p in copied)
     values += program.gathered
-    tables = table_bytes(program.n, program.products)
+    held = table_bytes(program.n, program.products)
     if threads > 1:
         # Stages of products whose rows are shared: three for each sample.
-        tables += STAGE_BYTES * 3 * batch * program.products
+        held += STAGE_BYTES * 3 * batch * program.products
     if program.solved:
-        tables += STAGE_BYTES * program.n
-        tables += solves_bytes(program.solved.values(), dtype.itemsize, batch, threads)
-        tables += sweep_bytes(program.solved.values(), dtype.itemsize, batch)
-    return dtype.itemsize * values + 4 * exponents + indices + tables
+        held += STAGE_BYTES * program.n
+        held += solves_bytes(program.solved.values(), dtype.itemsize, batch, threads)
+        held += sweep_bytes(program.solved.values(), dtype.itemsize, batch)
+    return dtype.itemsize * values + 4 * exponents + indices + held
 
 
 def table_bytes(n: int, products: int) -> int:
@@ -202,7 +188,7 @@ class Workspace:
         # Samples are not interleaved for Jacobians with one entry in every row.
         single = nodes[:n, Node.SINGLE] != 0
         shared = set(itertools.compress(program.patterns, ~(batched | single)))
-        memory = Memory.of(program, batch, node_batched, local, self.threads, shared)
+        memory = WorkspaceMemory.of(program, batch, node_batched, local, self.threads, shared)
         self._place_products(program, nodes, memory)
         self._set(Run.FIRST_UNIT, self._stages.first_unit)
         self._set(Run.STAGES, self._stages.stages)
@@ -222,8 +208,8 @@ class Workspace:
         # Without products the run is the linear scan, which decides what is not finite.
         self._run[Run.CHECKED] = program.products > 0
         self._run[Run.ACCUMULATOR], self._run[Run.LANES] = memory.accumulator, memory.lanes
-        self._run[Run.INFINITY : Run.NEGLIGIBLE + 1] = BAND[dtype]
-        self._tables = Tables(
+        self._run[Run.INFINITY : Run.NEGLIGIBLE + 1] = tables.BAND[dtype]
+        self._tables = tables.Tables(
             run=self._run,
             exponents=np.zeros(exponents, np.int32),
             values=np.empty(0, dtype),
@@ -255,7 +241,9 @@ class Workspace:
         nodes[: program.n, Node.VALUES] = np.arange(program.n)
         return nodes
 
-    def _place_products(self, program: Program, nodes: NDArray[np.int64], memory: Memory) -> None:
+    def _place_products(
+        self, program: Program, nodes: NDArray[np.int64], memory: WorkspaceMemory
+    ) -> None:
         """Write the place of every product, in a pool or in scratch, into the tables."""
         products, in_scratch = nodes[program.n :], program.slots >= 0
         products[:, Node.STORE] = np.where(in_scratch, Store.SCRATCH, Store.POOL)
@@ -305,7 +293,7 @@ class Workspace:
         run[Run.STAGE_COUNT] = stages
         run[Run.UNITS] = self._stages.first_unit[stages]
         work(self._kernel, self._tables, self.threads, self._stages.nanoseconds)
-        return bool(run[Run.STATUS] == FINISHED)
+        return bool(run[Run.STATUS] == tables.FINISHED)
 
     def _run_around_solves(self, out: NDArray[Any], inclusive: bool, given: Given) -> None:
         """Fill `out`, piece by piece; nothing is multiplied, so there is nothing to decide."""
@@ -353,8 +341,8 @@ class Workspace:
         run[Run.STARTED] = time.monotonic_ns()
         run[Run.OUT] = address_of(out)
         # The tables begin with the first of these stages, but units are counted from the start.
-        run[Run.FIRST_UNIT] = self._first_unit_at + first * WORD
-        run[Run.STAGES] = self._stages_at + first * Stage.WIDTH * WORD
+        run[Run.FIRST_UNIT] = self._first_unit_at + first * tables.WORD
+        run[Run.STAGES] = self._stages_at + first * Stage.WIDTH * tables.WORD
         run[Run.NEXT] = run[Run.DONE] = stages.first_unit[first]
         run[Run.STAGE_COUNT] = last - first
         run[Run.UNITS] = stages.first_unit[last]

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from ..arrays.arrays import is_on_device, read_array
+from ..arrays.arrays import read_array
 from ..arrays.streams import check_device
-from ..chains.chain import Chain, length, pattern_of, patterns_in, steps_of
-from ..chains.containers import CSRChain
-from ..chains.implicit import ImplicitChain
-from ..chains.steps import fold, unfold
+from ..chains.chain import Chain
+from ..chains.steps import patterns_in, read_chain
 from ..errors import DeviceError
 from ..plan.scan_plan import Gradients
-from ..symbolic.implicit import factor_starts
 from ..symbolic.schedule import check_flag
 from .communicator import Communicator
 from .grid import check_grid
 from .plan import Options, ParallelPlan, check_form
 from .planning import Request, make_plan
-
-__all__ = ["exclusive_scan", "inclusive_scan", "plan"]
 
 
 def plan(
@@ -96,15 +89,11 @@ def plan(
     world = Communicator.of(comm)
 
     def read() -> Request:
-        check_form(jacobians)
-        steps = steps_of(jacobians)
-        backward = check_flag("reverse", reverse)
-        if check_grid(grid, world.size).rows > 1:
-            patterns, there = _patterns_of_rows(steps, backward), _is_there(steps)
-        else:
-            patterns, there = patterns_in(steps, backward)
-        options = Options(grid, schedule, batch, dtype, device, backward)
-        return Request(patterns, _with_device(options, len(patterns), there), 1, 8)
+        options = Options(grid, schedule, batch, dtype, device, reverse)
+        checked = _check_options(world, jacobians, options)
+        chained = checked.grid.rows == 1
+        patterns, there = patterns_in(jacobians, checked.reverse, chained=chained)
+        return Request(patterns, _with_device(checked, len(patterns), there), 1, 8)
 
     return make_plan(world, read)
 
@@ -216,21 +205,23 @@ def _scan_once(
 
     def read() -> Request:
         nonlocal chain
-        check_form(jacobians)
-        reverse = check_flag("reverse", options.reverse)
-        steps, implicit = unfold(steps_of(jacobians), reverse)
-        chain = Chain(length(steps), reverse, factor_starts(implicit) if implicit else None)
-        shared = check_grid(options.grid, world.size).rows > 1 and not implicit
-        rows = _patterns_of_rows(steps, reverse) if shared else None
-        patterns = fold(chain.read(steps, rows), implicit)
+        checked = _check_options(world, jacobians, options)
+        chained = checked.grid.rows == 1
+        chain, patterns = read_chain(jacobians, checked.reverse, chained=chained)
         shape: tuple[int, ...] = () if grad is None else read_array("grad", grad).shape
         samples = chain.batch or (shape[0] if len(shape) == 2 else 1)
-        checked = options._replace(reverse=reverse)
         there = _with_device(checked, chain.n, chain.device is not None)
         return Request(patterns, there, max(samples, 1), chain.dtype.itemsize)
 
     once = make_plan(world, read)
     return once._scan(grad, jacobians, local_grads, chain=chain, inclusive=inclusive)
+
+
+def _check_options(world: Communicator, jacobians: Any, options: Options) -> Options:
+    """Return the options that say how Jacobians are read, checked; raise for a wrong form."""
+    check_form(jacobians)
+    reverse = check_flag("reverse", options.reverse)
+    return options._replace(reverse=reverse, grid=check_grid(options.grid, world.size))
 
 
 def _with_device(options: Options, n: int, there: bool) -> Options:
@@ -244,23 +235,3 @@ def _with_device(options: Options, n: int, there: bool) -> Options:
     if options.device is None and n:
         return options._replace(device="cuda" if there else "cpu")
     return options
-
-
-def _is_there(jacobians: Any) -> bool:
-    """Whether any of these Jacobians is on a device."""
-    if isinstance(jacobians, CSRChain):
-        return is_on_device(jacobians.data)
-    if isinstance(jacobians, ImplicitChain):
-        return any(map(is_on_device, jacobians.values))
-    return is_on_device(jacobians) or any(map(is_on_device, jacobians))
-
-
-def _patterns_of_rows(jacobians: Any, reverse: bool) -> Sequence[Any]:
-    """Return the patterns of some rows of Jacobians, which do not chain, the last step's first."""
-    n = length(jacobians)
-    if isinstance(jacobians, (CSRChain, ImplicitChain)):
-        return [jacobians.pattern] * n
-    if isinstance(jacobians, np.ndarray):
-        return [pattern_of(0, jacobians[0])] * n if n else []
-    patterns = [pattern_of(k, jacobian) for k, jacobian in enumerate(jacobians)]
-    return patterns[::-1] if reverse else patterns

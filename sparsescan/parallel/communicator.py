@@ -18,9 +18,7 @@ from numpy.typing import NDArray
 from .. import errors
 from ..arrays.arrays import is_cupy, load_cupy
 from ..errors import InputTypeError, RankError, SparseScanError, short
-from .allreduce import allreduce_messages
-
-__all__ = ["Communicator", "Fault", "Traffic", "reads_device_memory"]
+from .exchange import allreduce_messages
 
 _T = TypeVar("_T")
 

@@ -1,22 +1,16 @@
-"""Which elements each rank combines in an exclusive scan of MPI, and which it sends.
+"""Messages of MPI's collective calls, and which elements ranks combine in an exclusive scan.
 
-Elements are ranges ``[start, stop)`` of ranks. MPI leaves the algorithm to the library, and there
-are two. *Doubling* (MPICH, and most others): in round `k` ranks that differ in bit `k`
-exchange the combinations of their blocks of ``2^k``. *Linear* (Open MPI, unless told otherwise):
-each rank waits for the one before it.
+Libraries make an all-reduce of a few words by recursive doubling. In an exclusive scan elements are
+ranges ``[start, stop)`` of ranks; MPI leaves the algorithm to the library, and there are two.
+*Doubling* (MPICH, and most others): in round `k` ranks that differ in bit `k` exchange the
+combinations of their blocks of ``2^k``. *Linear* (Open MPI, unless told otherwise): each rank waits
+for the one before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-
-from .communicator import Communicator
-
-__all__ = ["ALGORITHMS", "Merge", "exscan_messages", "observe", "rounds"]
 
 ALGORITHMS = ("doubling", "linear")
 
@@ -78,37 +72,27 @@ def exscan_messages(algorithm: str, size: int, rank: int) -> int:
     return sum((rank ^ (1 << k)) < size for k in range((size - 1).bit_length()))
 
 
-def observe(communicator: Communicator, buffers: NDArray[np.int64]) -> str:
-    """Return the algorithm that the MPI library runs for elements of this size, after one scan.
-
-    `buffers` are two, of two words or more.
-    """
-    element, prefix = buffers
-    element[:2] = communicator.rank, communicator.rank + 1
-    seen: list[Merge] = []
-
-    def note(a: NDArray[np.int64], b: NDArray[np.int64]) -> None:
-        seen.append(Merge(int(a[0]), int(b[0]), int(b[1])))
-        b[0] = a[0]
-
-    communicator.exclusive_scan(element, prefix, note, 0)
-    everywhere: Sequence[list[Merge]] = communicator.gather(sorted(seen))
-    for algorithm in ALGORITHMS:
-        if everywhere == _in_order(rounds(algorithm, communicator.size)):
-            return algorithm
-    # A vendor may have another one, which will not be worse than the usual.
-    return ALGORITHMS[0]
-
-
-def _in_order(scan: Sequence[Sequence[Sequence[Merge]]]) -> list[list[Merge]]:
-    """Return the merges of every rank in all rounds of a scan, sorted."""
-    size = len(scan[0]) if scan else 1
-    return [sorted(merge for merges in scan for merge in merges[rank]) for rank in range(size)]
-
-
 def total(time: Callable[[Merge], float], scan: Sequence[Sequence[Sequence[Merge]]]) -> float:
     """Return the time of all rounds, if in each the slowest rank holds up the others."""
     return sum(
         max((sum(time(merge) for merge in merges) for merges in ranks), default=0.0)
         for ranks in scan
     )
+
+
+def allreduce_rounds(size: int) -> int:
+    """Return the messages of an ``Allreduce`` that follow each other.
+
+    Where `size` is no power of two the ranks beyond one first send their values to a neighbour,
+    and receive the result at the end (Thakur, Rabenseifner and Gropp, 2005, section 4.5).
+    """
+    return size.bit_length() - 1 + 2 * (size & (size - 1) > 0)
+
+
+def allreduce_messages(size: int, rank: int) -> int:
+    """Return the messages that one rank sends in an ``Allreduce``."""
+    rounds = size.bit_length() - 1
+    beyond = size - (1 << rounds)
+    if rank < 2 * beyond:
+        return 1 if rank % 2 == 0 else rounds + 1
+    return rounds

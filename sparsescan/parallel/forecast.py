@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,31 +16,13 @@ from ..formatting import align, format_bytes, format_time
 from ..plan.choice import Kind
 from ..plan.costs.operations import Model, run_time
 from ..symbolic.pattern import Pattern, Products, TooLargeError
-from ..symbolic.program import Program
 from ..symbolic.schedule import check_count
-from .allreduce import allreduce_messages
-from .exchange import ALGORITHMS, Merge, exscan_messages, rounds, total
+from .exchange import ALGORITHMS, allreduce_messages, exscan_messages, rounds, total
 from .grid import Grid, check_grid
 from .loads import costs_of_shares
-from .maps import (
-    Capacity,
-    Ranges,
-    Terms,
-    product_bytes,
-    vector_words,
-)
+from .maps import Capacity, Ranges, ScanTerms, product_bytes, vector_words
 from .network import Network, load_network
 from .part import FORMS, Part, PartCost
-
-__all__ = [
-    "CLOSE",
-    "OPEN",
-    "Forecast",
-    "best_grid",
-    "forecasts",
-    "predict",
-    "setting_of_equal_parts",
-]
 
 # A search among the grids of more ranks would take minutes.
 _MOST_RANKS = 1 << 16
@@ -122,7 +104,7 @@ class Setting(NamedTuple):
     grid: Grid
     network: Network
     model: Model
-    terms: Terms
+    terms: ScanTerms
     # Threads of all ranks of a machine for each of its cores, where they are most.
     load: float = 0.0
 
@@ -161,11 +143,6 @@ def forecasts(
     return ways
 
 
-def _agreements(setting: Setting) -> float:
-    grid, network = setting.grid, setting.network
-    return network.allreduce(grid.group_size, 8 * OPEN) + network.allreduce(grid.size, 8 * CLOSE)
-
-
 def _forecast(
     setting: Setting,
     schedule: str,
@@ -183,7 +160,7 @@ def _forecast(
     For each rank of a group, `data` are messages and their bytes, and `memory` is the memory beside
     that of its part.
     """
-    grid = setting.grid
+    grid, network = setting.grid, setting.network
     messages, nbytes = [], []
     for rank in range(grid.size):
         member = rank % grid.group_size
@@ -193,7 +170,8 @@ def _forecast(
         messages.append(opening + closing + count)
         nbytes.append(8 * OPEN * opening + 8 * CLOSE * closing + size)
     held = [part.bytes + more for part, more in zip(setting.parts, memory, strict=True)]
-    waiting += _agreements(setting)
+    waiting += network.allreduce(grid.group_size, 8 * OPEN)
+    waiting += network.allreduce(grid.size, 8 * CLOSE)
     return Forecast(
         grid,
         schedule,
@@ -250,14 +228,18 @@ def _by_products(setting: Setting, form: str, algorithm: str, limited: bool) -> 
     work = max(sum(cost.nanoseconds for cost in maps if cost is not None), 1e6)
     ranges = Ranges(patterns, Products(work=work if limited else math.inf))
     scan = rounds(algorithm, count)
-    composed = {
-        merge
+    programs = {
+        merge: ranges.program(*merge) if merge.stop < count else None
         for ranks in scan
         for merges in ranks
         for merge in merges
-        if merge.start > 0 and merge.stop < count
+    }
+    times = {
+        each: 0.0 if each is None else run_time(setting.model, each)
+        for each in set(programs.values())
     }
     stored = [pattern for pattern in patterns if pattern is not None]
+    composed = {merge for merge in programs if merge.start > 0 and merge.stop < count}
     stored += [p for m in composed if (p := ranges(m.start, m.stop)) is not None]
     capacity = Capacity(
         rows=max(boundaries(parts)[1:-1]),
@@ -265,8 +247,8 @@ def _by_products(setting: Setting, form: str, algorithm: str, limited: bool) -> 
         nnz=max((pattern.nnz for pattern in stored), default=0),
     )
     nbytes = 8 * capacity.words(terms)
-    costs = _Merges(setting, ranges)
-    merging = total(costs.nanoseconds, scan)
+    call = setting.network.call
+    merging = total(lambda merge: call + times[programs[merge]], scan)
     first, *others = parts
     working = max(
         [first.nanoseconds, *(cost.nanoseconds for cost in maps[1:-1] if cost is not None)]
@@ -275,8 +257,10 @@ def _by_products(setting: Setting, form: str, algorithm: str, limited: bool) -> 
     messages = [exscan_messages(algorithm, count, rank) for rank in range(count)]
     memory = []
     for rank, cost in enumerate(maps):
-        mine = {merge for ranks in scan for merge in ranks[rank]}
-        held = costs.bytes(mine)
+        mine = {programs[merge] for ranks in scan for merge in ranks[rank]}
+        held = sum(
+            product_bytes(p, terms.dtype, setting.model.batch) for p in mine if p is not None
+        )
         memory.append(4 * nbytes + held + (cost.bytes if cost and 0 < rank < count - 1 else 0))
     return _forecast(
         setting,
@@ -289,34 +273,6 @@ def _by_products(setting: Setting, form: str, algorithm: str, limited: bool) -> 
         data=[(sent, sent * nbytes) for sent in messages],
         memory=memory,
     )
-
-
-class _Merges:
-    """Predicts what calls of the operator take."""
-
-    def __init__(self, setting: Setting, ranges: Ranges) -> None:
-        self._model = setting.model
-        self._call = setting.network.call
-        self._count = setting.grid.chain
-        self._ranges = ranges
-        self._times: dict[Program | None, float] = {None: 0.0}
-
-    def program(self, merge: Merge) -> Program | None:
-        """Return the program that a merge runs; None if it runs nothing."""
-        return self._ranges.program(*merge) if merge.stop < self._count else None
-
-    def nanoseconds(self, merge: Merge) -> float:
-        """Return the nanoseconds of one call of the operator."""
-        program = self.program(merge)
-        if program is not None and program not in self._times:
-            self._times[program] = run_time(self._model, program)
-        return self._call + self._times[program]
-
-    def bytes(self, merges: Iterable[Merge]) -> int:
-        """Return the memory of the programs that some merges run."""
-        programs = {program for merge in merges if (program := self.program(merge)) is not None}
-        dtype, batch = self._model.dtype, self._model.batch
-        return sum(product_bytes(program, dtype, batch) for program in programs)
 
 
 def predict(
@@ -442,7 +398,7 @@ def setting_of_equal_parts(
     """Return the setting of equal parts, each planned once where several have the same patterns."""
     if not patterns:
         raise InputError("patterns is empty; expected at least one")
-    terms = Terms(model.dtype, model.batch, model.batch > 1, True)
+    terms = ScanTerms(model.dtype, model.batch, model.batch > 1, True)
     numbers: dict[Pattern, int] = {}
     steps = np.array([numbers.setdefault(pattern, len(numbers)) for pattern in patterns])
     parts: list[PartCost] = []

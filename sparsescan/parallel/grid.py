@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from ..errors import InputError, short
 from ..symbolic.schedule import check_count
 
-__all__ = ["Grid", "bounds", "check_grid"]
-
 
 class Grid(NamedTuple):
     """``chain × batch × rows`` ranks: parts of the chain, groups of samples, shares of each step.

@@ -17,8 +17,6 @@ from ..errors import InputError
 from ..symbolic.pattern import Pattern, trusted
 from .communicator import Communicator
 
-__all__ = ["Halo", "Index", "Reach", "even", "find_halos", "length", "reach_of", "take_rows"]
-
 # Which of the entries that a rank owns.
 Index = slice | NDArray[np.int64]
 

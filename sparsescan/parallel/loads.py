@@ -14,11 +14,9 @@ from ..execution.workspace import table_bytes
 from ..plan.costs.operations import Model
 from ..symbolic.pattern import Pattern
 from .halo import Halo, even, length, reach_of, take_rows
-from .maps import Terms, vector_words
+from .maps import ScanTerms, vector_words
 from .network import Network
 from .part import NO_STEPS, PartCost, step_time
-
-__all__ = ["Load", "Loads", "costs_of_shares", "load_of"]
 
 # Beyond this number equal steps do not fit in a cache, so that more of them take no longer each.
 _MANY = 1000
@@ -46,7 +44,7 @@ class Load(NamedTuple):
     received: Any
 
 
-def load_of(halo: Halo, terms: Terms) -> Load:
+def load_of(halo: Halo, terms: ScanTerms) -> Load:
     """Return the load of one step on this rank."""
     needed, read = (
         np.array([length(index) for _, index in part], np.int64)
@@ -63,7 +61,7 @@ def load_of(halo: Halo, terms: Terms) -> Load:
     )
 
 
-def _bytes(counts: NDArray[np.int64], terms: Terms) -> NDArray[np.int64]:
+def _bytes(counts: NDArray[np.int64], terms: ScanTerms) -> NDArray[np.int64]:
     """Return the bytes of messages with so many entries."""
     words: NDArray[np.int64] = 8 * vector_words(counts, terms)
     return words
@@ -133,7 +131,7 @@ class Loads:
     """
 
     def __init__(
-        self, halos: Sequence[Halo], skip: int, model: Model, terms: Terms, network: Network
+        self, halos: Sequence[Halo], skip: int, model: Model, terms: ScanTerms, network: Network
     ) -> None:
         self._halos, self._model = halos, model
         self._last = max(len(halos) - skip, 0)
@@ -175,7 +173,7 @@ def costs_of_shares(
     rows: int,
     skip: int,
     model: Model,
-    terms: Terms,
+    terms: ScanTerms,
     network: Network,
     known: dict[Any, Any],
 ) -> list[PartCost]:
@@ -206,7 +204,7 @@ def costs_of_shares(
 
 
 def _shares(
-    pattern: Pattern, rows: int, terms: Terms, known: dict[Any, Any]
+    pattern: Pattern, rows: int, terms: ScanTerms, known: dict[Any, Any]
 ) -> tuple[set[Pattern], Load]:
     """Return the patterns of equal shares of the rows of a step, and the loads of all ranks."""
     key = "shares", pattern.key, rows, terms

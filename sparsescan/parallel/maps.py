@@ -19,20 +19,8 @@ from ..execution.workspace import Parts, Workspace
 from ..symbolic.pattern import Pattern, Products, multiply_adds
 from ..symbolic.program import Program
 
-__all__ = [
-    "Capacity",
-    "Merger",
-    "Message",
-    "Ranges",
-    "State",
-    "Terms",
-    "product_bytes",
-    "vector_of",
-    "vector_words",
-]
 
-
-class _State(NamedTuple):
+class _ElementState(NamedTuple):
     """Kinds of elements."""
 
     # the identity, of ranks without steps
@@ -46,12 +34,12 @@ class _State(NamedTuple):
     BAD: int = 4
 
 
-State = _State()
+State = _ElementState()
 
 _START, _STOP, _STATE, _HEADER = 0, 1, 2, 4
 
 
-class Terms(NamedTuple):
+class ScanTerms(NamedTuple):
     """Dtype and shapes on which the ranks of a chain agree before they exchange data.
 
     Attributes
@@ -98,12 +86,12 @@ class Terms(NamedTuple):
         return Workspace(program, leaves, dtype, samples, batched, local, threads)
 
 
-def vector_words(size: Any, terms: Terms) -> Any:
+def vector_words(size: Any, terms: ScanTerms) -> Any:
     """Return the words of a message with `size` entries of a gradient; the first is its state."""
     return 1 + -(-terms.samples * size * terms.dtype.itemsize // 8)
 
 
-def vector_of(message: NDArray[np.int64], size: int, terms: Terms) -> NDArray[Any]:
+def vector_of(message: NDArray[np.int64], size: int, terms: ScanTerms) -> NDArray[Any]:
     """Return the entries in such a message, as a view."""
     values = message[1:].view(terms.dtype)[: terms.samples * size]
     return values.reshape(*terms.shape, size)
@@ -116,7 +104,7 @@ class Capacity(NamedTuple):
     cols: int
     nnz: int
 
-    def ends(self, terms: Terms) -> list[int]:
+    def ends(self, terms: ScanTerms) -> list[int]:
         """Return where header, gradient, exponents and values end, in words of 8 bytes."""
         itemsize, width = terms.dtype.itemsize, terms.width
         sizes = [
@@ -129,7 +117,7 @@ class Capacity(NamedTuple):
             ends.append(ends[-1] + -(-nbytes // 8))
         return ends
 
-    def words(self, terms: Terms) -> int:
+    def words(self, terms: ScanTerms) -> int:
         """Return the words of a message."""
         return self.ends(terms)[-1]
 
@@ -137,7 +125,7 @@ class Capacity(NamedTuple):
 class Message:
     """An element of the scan, as a view of the words that are sent."""
 
-    def __init__(self, words: NDArray[np.int64], capacity: Capacity, terms: Terms) -> None:
+    def __init__(self, words: NDArray[np.int64], capacity: Capacity, terms: ScanTerms) -> None:
         self.words = words
         self.header = words[:_HEADER]
         ends = capacity.ends(terms)
@@ -267,7 +255,7 @@ class Merger:
         The maps.
     capacity : Capacity
         Capacity of messages.
-    terms : Terms
+    terms : ScanTerms
         Terms of the scan.
     threads : int
         Threads that may take part.
@@ -278,7 +266,7 @@ class Merger:
         The first exception, if there was one.
     """
 
-    def __init__(self, ranges: Ranges, capacity: Capacity, terms: Terms, threads: int) -> None:
+    def __init__(self, ranges: Ranges, capacity: Capacity, terms: ScanTerms, threads: int) -> None:
         self._ranges = ranges
         self._capacity = capacity
         self._terms = terms

@@ -7,25 +7,17 @@ messages that each rank sends, follow from the algorithm that MPI libraries use 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..plan.costs.constants import machine_file, read_constants, write_constants
-from .allreduce import allreduce_rounds
 from .communicator import Communicator
-
-__all__ = [
-    "Network",
-    "load_network",
-    "measure",
-    "network_file",
-    "save_network",
-    "time_together",
-]
+from .exchange import ALGORITHMS, Merge, allreduce_rounds, rounds
 
 # Bytes of large messages, and how often small and large ones are sent, to measure a network.
 _LARGE, _OFTEN, _SELDOM = 1 << 20, 100, 10
@@ -135,6 +127,34 @@ def time_together(communicator: Communicator, call: Callable[[], object], times:
         call()
         samples.append(time.perf_counter_ns() - start)
     return float(communicator.maximum([round(median(samples))])[0])
+
+
+def observe(communicator: Communicator, buffers: NDArray[np.int64]) -> str:
+    """Return the algorithm that the MPI library runs for elements of this size, after one scan.
+
+    `buffers` are two, of two words or more.
+    """
+    element, prefix = buffers
+    element[:2] = communicator.rank, communicator.rank + 1
+    seen: list[Merge] = []
+
+    def note(a: NDArray[np.int64], b: NDArray[np.int64]) -> None:
+        seen.append(Merge(int(a[0]), int(b[0]), int(b[1])))
+        b[0] = a[0]
+
+    communicator.exclusive_scan(element, prefix, note, 0)
+    everywhere: Sequence[list[Merge]] = communicator.gather(sorted(seen))
+    for algorithm in ALGORITHMS:
+        if everywhere == _in_order(rounds(algorithm, communicator.size)):
+            return algorithm
+    # A vendor may have another one, which will not be worse than the usual.
+    return ALGORITHMS[0]
+
+
+def _in_order(scan: Sequence[Sequence[Sequence[Merge]]]) -> list[list[Merge]]:
+    """Return the merges of every rank in all rounds of a scan, sorted."""
+    size = len(scan[0]) if scan else 1
+    return [sorted(merge for merges in scan for merge in merges[rank]) for rank in range(size)]
 
 
 def network_file() -> Path | None:

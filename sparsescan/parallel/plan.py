@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ..arrays.arrays import (
-    check_one_place,
-    device_of,
-    is_cupy,
-    is_on_device,
-    load_cupy,
-    namespace,
-    read_array,
-    upload,
-)
+from ..arrays.arrays import check_one_place, device_of, is_cupy, load_cupy, namespace, upload
 from ..arrays.streams import place
-from ..chains.chain import Chain, LocalGrads, grad_or_zeros, is_stack, read_grad, read_local_grads
-from ..chains.containers import CSRChain
-from ..chains.implicit import ImplicitChain
-from ..chains.steps import Steps
+from ..chains.chain import Chain
+from ..chains.containers import PeriodicChain
+from ..chains.grads import LocalGrads, grad_or_zeros, read_grad
+from ..chains.reading import is_stack
+from ..chains.steps import PlannedSteps
 from ..errors import DeviceError, InputError, InputTypeError
 from ..execution.threads import thread_count
 from ..plan.choice import Kind
@@ -34,23 +27,20 @@ from .communicator import Communicator, Fault
 from .exchange import ALGORITHMS, exscan_messages, rounds
 from .forecast import Forecast, boundaries
 from .halo import Halo
-from .maps import Merger, Message, Ranges, State, Terms, vector_of, vector_words
-from .part import FORMS, Part, PartCost
-from .reduction import Reduction
-from .rows import Messages, RowSweep, Sweep
-
-__all__ = ["Decision", "Options", "ParallelPlan", "Ranks", "check_form"]
+from .maps import Merger, Message, Ranges, ScanTerms, State, vector_of, vector_words
+from .part import FORMS, Part, PartCost, Reduction
+from .rows import Messages, RowSweep, SweepRequest
 
 # Terms for which a plan keeps memory, and kinds of input for which it keeps what was chosen.
 _KEPT, _WAYS = 4, 64
 # Terms before the ranks have agreed on any.
-_NO_TERMS = Terms(np.dtype(np.float64), None, False, False)
+_NO_TERMS = ScanTerms(np.dtype(np.float64), None, False, False)
 # In place of a number that a rank does not know.
 _UNKNOWN = -(1 << 60)
 
 
 class Options(NamedTuple):
-    """Options of a plan."""
+    """Options of a plan, as a caller gives them, or checked."""
 
     grid: Any
     schedule: str
@@ -81,11 +71,13 @@ class Ranks(NamedTuple):
     signature: int
 
 
-class Decision(NamedTuple):
-    """How the ranks combine their parts.
+class Combination(NamedTuple):
+    """A rank's part, and how the ranks combine their parts, for one kind of input.
 
     Attributes
     ----------
+    part : Part or RowSweep
+        The part of this rank.
     costs : sequence of PartCost
         The costs of each rank of a group.
     forecast : Forecast
@@ -94,18 +86,34 @@ class Decision(NamedTuple):
         Why that one.
     kind : Kind
         The input that it is for.
+    maps : Ranges or None
+        The products of parts, where these are combined.
+    reduction : Reduction or None
+        What makes that of this part, if any does.
     """
 
+    part: Part | RowSweep
     costs: Sequence[PartCost]
     forecast: Forecast
     reason: str
     kind: Kind
+    maps: Ranges | None = None
+    reduction: Reduction | None = None
+
+    def prepared(self, position: int) -> Combination:
+        """Return the way with all that combines products, for a rank that holds this part."""
+        if self.forecast.schedule != "products" or not isinstance(self.part, Part):
+            return self
+        form = self.forecast.form or FORMS[0]
+        maps = [cost.maps[form].pattern if cost.maps else None for cost in self.costs]
+        reduction = None if maps[position] is None else self.part.reduction(form)
+        return self._replace(maps=Ranges(maps), reduction=reduction)
 
 
 class _Elements:
     """Memory for an exclusive scan over the products of parts, on some terms."""
 
-    def __init__(self, maps: Ranges, forecast: Forecast, position: int, terms: Terms) -> None:
+    def __init__(self, maps: Ranges, forecast: Forecast, position: int, terms: ScanTerms) -> None:
         capacity, count = forecast.capacity, forecast.grid.chain
         self.algorithm = forecast.algorithm or ALGORITHMS[0]
         words = capacity.words(terms)
@@ -126,16 +134,6 @@ class _Memory(NamedTuple):
     leaving: Any
     messages: Messages
     elements: _Elements | None
-
-
-class _Way(NamedTuple):
-    """A rank's part, and how it is combined with the others, for one kind of input."""
-
-    part: Part | RowSweep
-    decision: Decision
-    # Where products of parts are combined: these, and what makes that of this part, if any does.
-    maps: Ranges | None = None
-    reduction: Reduction | None = None
 
 
 class ParallelPlan:
@@ -173,52 +171,51 @@ class ParallelPlan:
         self,
         ranks: Ranks,
         patterns: Sequence[Step],
-        part: Part | RowSweep,
-        decision: Decision,
+        way: Combination,
         options: Options,
-        settle: Callable[[Kind], tuple[Part | RowSweep, Decision]],
+        settle: Callable[[Kind], Combination],
     ) -> None:
         rank = ranks.world.rank
         self._world, self._comm, self._direct, self._signature = ranks
-        self._patterns = patterns
-        self._unfolded = Steps(patterns)
+        self._unfolded = PlannedSteps(patterns)
         self._settle = settle
         self.n = len(patterns)
-        self.grid = decision.forecast.grid
+        self.grid = way.forecast.grid
         self.position, self.group = self.grid.position(rank), self.grid.group(rank)
         self.row = self.grid.row(rank)
         self.batch = options.batch
         self.dtype = None if options.dtype is None else np.dtype(options.dtype)
         self.device = options.device or "cpu"
         self.reverse = options.reverse
-        costs = decision.costs[self.row :: self.grid.rows]
+        costs = way.costs[self.row :: self.grid.rows]
         self._steps = sum(cost.steps for cost in costs)
+        self._rows = [pattern.shape[0] for pattern in patterns]
         # Lengths of the gradients that enter and leave this part, or what this rank owns of them.
         self._sizes = boundaries(costs)[self.position : self.position + 2]
         chain = Chain(len(self._unfolded.factors), self.reverse, self._unfolded.starts)
         self._slot = ScanSlot(chain)
-        self._memory: dict[Terms, _Memory] = {}
+        self._memory: dict[ScanTerms, _Memory] = {}
         # For a chain without steps: lengths of the gradient's shares in the last scan.
         self._passed_on: list[int] = []
         self._is_last = self.position == self.grid.chain - 1
         # How parts are combined, for each kind of input.
-        self._ways: dict[Kind, _Way] = {}
-        self._way = self._add_way(part, decision)
+        self._ways = {way.kind: way}
+        self._way = way
 
     @property
     def schedule(self) -> str:
         """How parts are combined: in the latest scan, or in the first."""
-        return self._way.decision.forecast.schedule
+        return self._way.forecast.schedule
 
     @property
     def reason(self) -> str:
         """Why so."""
-        return self._way.decision.reason
+        return self._way.reason
 
     @property
     def forecast(self) -> Forecast:
         """The cost predicted for a scan of so many samples, if all Jacobians differ."""
-        return self._way.decision.forecast
+        return self._way.forecast
 
     def exclusive_scan(
         self, grad: ArrayLike | None, jacobians: Any, *, local_grads: Any = None
@@ -279,7 +276,7 @@ class ParallelPlan:
         )
 
     def __str__(self) -> str:
-        kind = self._way.decision.kind
+        kind = self._way.kind
         samples = f"{kind.batch:,} sample{'s' * (kind.batch > 1)} of {kind.dtype} on each rank"
         why = f"  why, for {samples}: {self.reason}"
         return "\n".join([f"{self!r}", why, str(self.forecast)])
@@ -294,7 +291,7 @@ class ParallelPlan:
         chain: Chain | None = None,
     ) -> Gradients:
         """Scan Jacobians, or the chain that has read them already."""
-        call = _Call(inclusive, _is_one_array(jacobians))
+        call = _ScanCall(inclusive, is_stack(jacobians))
         if chain is not None:
             self._slot.chain = chain
         with ExitStack() as stack:
@@ -310,86 +307,61 @@ class ParallelPlan:
                 self._read(call, grad, local_grads)
             finite = True
             if self._open(call) and self._prepare(call):
+                with call.fault:
+                    call.local.check([self._sizes[0], *self._rows], call.terms.shape)
                 elements = self._memory[call.terms].elements
                 if elements is not None and call.terms.samples and self._steps:
                     finite = self._by_products(elements, call)
                 else:
                     self._by_vectors(call)
-                self._download(call)
             if self._world.agree(call.fault.error, int(not finite)):
                 # Only the linear scan defines what a value reaches that is not finite.
                 self._by_vectors(call)
-                self._download(call)
                 self._world.agree(call.fault.error)
         return call.result[::-1] if self.reverse else call.result
 
-    def _read(self, call: _Call, grad: Any, local_grads: Any) -> None:
+    def _read(self, call: _ScanCall, grad: Any, local_grads: Any) -> None:
         """Read what is not Jacobians, and bring the input to a device if it has to go there."""
-        call.local_grads = self._read_local(local_grads, call.inclusive)
-        call.first = self._read_first(grad, call.local_grads)
-        self._check_places(call)
-        if call.download:
-            if self.n:
-                self._slot.chain.upload()
-            if call.first is not None:
-                call.first = upload(call.first)
-            if call.local_grads is not None:
-                call.local_grads = [None if a is None else upload(a) for a in call.local_grads]
-
-    def _read_local(self, local_grads: Any, inclusive: bool) -> list[NDArray[Any] | None] | None:
-        """Read local gradients of this rank; their shapes are checked when terms are known."""
-        if local_grads is None:
-            return None
-        given = read_local_grads(local_grads, self.n + (inclusive and self._is_last))
-        arrays = [
-            None if array is None else read_array(f"local_grads[{k}]", array)
-            for k, array in enumerate(given)
-        ]
-        return arrays[::-1] if self.reverse else arrays
-
-    def _read_first(self, grad: Any, local_grads: Any) -> Any:
-        """Read the gradient at the end of the chain, where this rank has it."""
-        if self.position > 0:
-            if grad is not None:
-                raise InputError(
-                    "grad is given; expected None on ranks that do not hold the first part"
-                )
-            return None
-        batch, size = self._slot.chain.batch, self._sizes[0] if self._steps else None
-        return read_grad(grad_or_zeros(grad, local_grads, size, batch), size, batch)
-
-    def _check_places(self, call: _Call) -> None:
-        """Raise if not all input is in one place, or not where the plan scans."""
-        given = {"grad": call.first}
-        given |= {f"local_grads[{k}]": array for k, array in enumerate(call.local_grads or ())}
-        places = {name: device_of(array) for name, array in given.items() if array is not None}
+        chain = self._slot.chain
+        places: dict[str, int | None] = {}
+        if self.position == 0:
+            size = self._sizes[0] if self._steps else None
+            first = grad_or_zeros(grad, local_grads, size, chain.batch)
+            call.first = read_grad(first, size, chain.batch)
+            places["grad"] = device_of(call.first)
+        elif grad is not None:
+            raise InputError(
+                "grad is given; expected None on ranks that do not hold the first part"
+            )
+        # Their shapes are checked when all ranks know how many samples there are.
+        count = self.n + (call.inclusive and self._is_last)
+        call.local = LocalGrads(local_grads, count, (), None, reverse=self.reverse)
+        if call.local.given:
+            places["local_grads"] = call.local.device
         if self.n:
-            places["jacobians"] = self._slot.chain.device
+            places["jacobians"] = chain.device
         for name, device in places.items():
-            first, *_ = places
+            first_name, *_ = places
             if self.device == "cpu" and device is not None:
                 raise DeviceError(
                     f"{name} is on a CUDA device; expected host memory (cupy.asnumpy), or a plan "
                     "with device='cuda'"
                 )
-            check_one_place(name, device, first, places[first])
+            check_one_place(name, device, first_name, places[first_name])
             if device is not None:
                 check_one_place(name, device, "the current device", load_cupy().cuda.Device().id)
         call.download = self.device == "cuda" and set(places.values()) <= {None}
+        if call.download:
+            if self.n:
+                chain.upload()
+            if call.first is not None:
+                call.first = upload(call.first)
+            call.local.upload()
 
-    def _download(self, call: _Call) -> None:
-        """Bring gradients to host memory, if the input came from there."""
-        if call.download and call.fault.error is None:
-            with call.fault:
-                result = call.result
-                call.result = (
-                    list(map(_host, result)) if isinstance(result, list) else _host(result)
-                )
-
-    def _open(self, call: _Call) -> bool:
+    def _open(self, call: _ScanCall) -> bool:
         """Agree on terms with the ranks of the group; return False if any has failed."""
         chain, first, fault = self._slot.chain, call.first, call.fault
-        dtypes = {array.dtype for array in call.local_grads or () if array is not None}
+        dtypes = set(call.local.dtypes)
         if self.n:
             dtypes.add(chain.dtype)
         batch = chain.batch
@@ -404,7 +376,7 @@ class ParallelPlan:
                 _UNKNOWN if batch is None else batch,
                 _UNKNOWN if batch is None else -batch,
                 chain.batch is not None,
-                call.local_grads is not None,
+                call.local.given,
                 signature,
                 -signature,
             ]
@@ -428,25 +400,15 @@ class ParallelPlan:
                 self._choose_way(call.terms)
         return fault.error is None
 
-    def _choose_way(self, terms: Terms) -> None:
+    def _choose_way(self, terms: ScanTerms) -> None:
         """Choose how parts are combined for such input, together with the ranks of the group."""
         kind = Kind(max(terms.samples, 1), terms.dtype)
         if kind not in self._ways:
-            part, decision = self._settle(kind)
-            self._comm.together(lambda: self._add_way(part, decision))
+            way = self._settle(kind)
+            while len(self._ways) >= _WAYS:
+                del self._ways[next(iter(self._ways))]
+            self._ways[kind] = way
         self._way = self._ways[kind]
-
-    def _add_way(self, part: Part | RowSweep, decision: Decision) -> _Way:
-        way = _Way(part, decision)
-        if decision.forecast.schedule == "products" and isinstance(part, Part):
-            form = decision.forecast.form or FORMS[0]
-            maps = [cost.maps[form].pattern if cost.maps else None for cost in decision.costs]
-            reduction = None if maps[self.position] is None else part.reduction(form)
-            way = _Way(part, decision, Ranges(maps), reduction)
-        while len(self._ways) >= _WAYS:
-            del self._ways[next(iter(self._ways))]
-        self._ways[decision.kind] = way
-        return way
 
     def _pass_on(self, first: NDArray[Any] | None) -> None:
         """Take the gradient's length from the ranks that have it, for a chain without steps."""
@@ -460,7 +422,7 @@ class ParallelPlan:
             self._sizes = [sizes[self.row]] * 2
             self._memory.clear()
 
-    def _terms(self, itemsize: int, batch: int, batched: bool, local: bool) -> Terms:
+    def _terms(self, itemsize: int, batch: int, batched: bool, local: bool) -> ScanTerms:
         dtype = np.dtype(f"f{itemsize}")
         if self.dtype is not None and dtype != self.dtype:
             raise InputTypeError(
@@ -468,9 +430,9 @@ class ParallelPlan:
             )
         if self.batch is not None and batch != self.batch:
             raise InputError(f"ranks have {_batch(batch)}; expected {self.batch}, the plan's")
-        return Terms(dtype, None if batch < 0 else batch, batched, local)
+        return ScanTerms(dtype, None if batch < 0 else batch, batched, local)
 
-    def _prepare(self, call: _Call) -> bool:
+    def _prepare(self, call: _ScanCall) -> bool:
         """Take the memory that a scan needs; return whether all ranks of the group have it."""
         terms = call.terms
         if terms in self._memory:
@@ -484,35 +446,23 @@ class ParallelPlan:
             return False
         return True
 
-    def _take_memory(self, terms: Terms) -> _Memory:
+    def _take_memory(self, terms: ScanTerms) -> _Memory:
         xp = load_cupy() if self._direct else np
         entering, leaving = (xp.zeros(vector_words(n, terms), np.int64) for n in self._sizes)
         chain, elements = self._slot.chain, None
         halos: Sequence[Halo] = ()
-        part, decision, maps, reduction = self._way
+        part, maps, reduction = self._way.part, self._way.maps, self._way.reduction
         if isinstance(part, RowSweep):
             halos = part.halos
             part.prepare(chain, terms)
         if maps is not None:
-            elements = _Elements(maps, decision.forecast, self.position, terms)
+            elements = _Elements(maps, self._way.forecast, self.position, terms)
             if reduction is not None and terms.samples:
                 reduction.prepare(chain, terms)
         return _Memory(entering, leaving, Messages(halos, terms), elements)
 
-    def _check_turned(self, call: _Call) -> None:
-        """Check local gradients that came in the order of time, to count them as the caller does.
-
-        Whoever uses them checks them as well, from the last to the first.
-        """
-        if self.reverse and call.local_grads is not None:
-            with call.fault:
-                given = call.local_grads[::-1]
-                sizes = [self._sizes[0], *(pattern.shape[0] for pattern in self._patterns)]
-                LocalGrads(given, len(given), sizes, call.terms.shape, reverse=True)
-
-    def _by_vectors(self, call: _Call) -> None:
+    def _by_vectors(self, call: _ScanCall) -> None:
         """Sweep this rank's part when the rank before has done so."""
-        self._check_turned(call)
         memory, terms, rows, y = self._memory[call.terms], call.terms, self.grid.rows, call.first
         good = call.fault.error is None
         if self.position > 0:
@@ -538,9 +488,8 @@ class ParallelPlan:
                 memory.leaving[0] = State.VECTOR
         self._comm.send(memory.leaving, self._comm.rank + rows)
 
-    def _by_products(self, elements: _Elements, call: _Call) -> bool:
+    def _by_products(self, elements: _Elements, call: _ScanCall) -> bool:
         """Scan all parts at once; return whether no value was met that is not finite."""
-        self._check_turned(call)
         rank, fault = self.position, call.fault
         own, prefix, merger = elements.own, elements.prefix, elements.merger
         merger.error = None
@@ -562,7 +511,7 @@ class ParallelPlan:
                 self._sweep(y, call)
         return state != State.BAD
 
-    def _element(self, own: Message, merger: Merger, call: _Call) -> int:
+    def _element(self, own: Message, merger: Merger, call: _ScanCall) -> int:
         """Write the element that this rank contributes; return its state."""
         reduction = self._way.reduction
         if self.position == 0:
@@ -572,8 +521,7 @@ class ParallelPlan:
             return State.UNUSED
         if reduction is None:
             return State.NOTHING
-        sizes = [self._sizes[0], *(pattern.shape[0] for pattern in self._patterns[:-1])]
-        local = LocalGrads(call.local_grads, self.n, sizes, call.terms.shape)
+        local = copy(call.local)
         if self._unfolded.starts is not None:
             local.spread(self._unfolded.starts[:-1])
         product = reduction.run(self._slot.chain, local, call.terms)
@@ -582,33 +530,37 @@ class ParallelPlan:
         merger.write(own, product, reduction.pattern)
         return State.MAP
 
-    def _sweep(self, y: Any, call: _Call) -> Any:
+    def _sweep(self, y: Any, call: _ScanCall) -> Any:
         """Scan this rank's part from the gradient that enters it; return the one that leaves it."""
         part: Any = self._way.part
         if self.device == "cuda" and not is_cupy(y):
             y = upload(y)
         y = y.astype(call.terms.dtype, copy=False)
-        local = call.local_grads
-        if self._is_last or self.n == 0:
-            inclusive = call.inclusive and self._is_last
-            call.result = part.sweep.run(self._slot, y, local, inclusive=inclusive)
-            return y
-        local = None if local is None else [*local, None]
-        gradients = part.sweep.run(self._slot, y, local, inclusive=True)
-        call.result, leaving = gradients[:-1], gradients[-1]
-        if call.stacked and isinstance(call.result, list):
-            # One rectangular Jacobian that came as an array.
-            call.result = namespace(y).stack(call.result)
-        return leaving
+        goes_on = not self._is_last and self.n > 0
+        inclusive = goes_on or (call.inclusive and self._is_last)
+        local = None
+        if call.local.given:
+            count = self.n + (inclusive and not goes_on)
+            local = [*map(call.local.array, range(count)), *[None] * goes_on]
+        result = part.sweep.run(self._slot, y, local, inclusive=inclusive)
+        if goes_on:
+            result, y = result[:-1], result[-1]
+            if call.stacked and isinstance(result, list):
+                # One rectangular Jacobian that came as an array.
+                result = namespace(y).stack(result)
+        if call.download:
+            result = list(map(_host, result)) if isinstance(result, list) else _host(result)
+        call.result = result
+        return y
 
     def _sweep_rows(
-        self, part: RowSweep, y: Any, messages: Messages, call: _Call
+        self, part: RowSweep, y: Any, messages: Messages, call: _ScanCall
     ) -> NDArray[Any] | None:
         """Sweep steps whose rows are spread, as :meth:`RowSweep.sweep` does."""
         count = self.n + (call.inclusive and self._is_last)
         steps = max(count - 1, 0) if self._is_last else self.n
-        chain, local, terms = self._slot.chain, call.local_grads, call.terms
-        request = Sweep(chain, local, messages, terms, count, steps, call.stacked)
+        chain, local, terms = self._slot.chain, call.local, call.terms
+        request = SweepRequest(chain, local, messages, terms, count, steps, call.stacked)
         swept = part.sweep(y, request, call.fault)
         if swept is None:
             return None
@@ -617,7 +569,7 @@ class ParallelPlan:
 
 
 @dataclass
-class _Call:
+class _ScanCall:
     """State of one scan."""
 
     inclusive: bool
@@ -626,10 +578,10 @@ class _Call:
     fault: Fault = field(default_factory=Fault)
     # The gradient at the end of the chain, of NumPy or of CuPy.
     first: Any = None
-    local_grads: list[Any] | None = None
+    local: LocalGrads = field(default_factory=lambda: LocalGrads(None, 0, (), None))
     # Whether the input was brought to a device, from where the result goes back.
     download: bool = False
-    terms: Terms = field(default=_NO_TERMS)
+    terms: ScanTerms = field(default=_NO_TERMS)
     result: Gradients = field(default_factory=list)
 
 
@@ -639,17 +591,11 @@ def _batch(batch: int) -> str:
 
 def check_form(jacobians: Any) -> None:
     """Raise if this rank's part is of a form that only a scan on one machine takes."""
-    if is_stack(jacobians) and not _is_one_array(jacobians):
+    if isinstance(jacobians, PeriodicChain):
         raise InputTypeError(
             f"jacobians is a {type(jacobians).__name__}; expected a list, a CSRChain, an "
             "ImplicitChain or an array"
         )
-
-
-def _is_one_array(jacobians: Any) -> bool:
-    """Whether Jacobians come as one array, and so do their gradients."""
-    one = np.ndarray, CSRChain, ImplicitChain
-    return isinstance(jacobians, one) or is_on_device(jacobians)
 
 
 def _host(array: Any) -> NDArray[Any]:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..chains.chain import name_of
 from ..chains.containers import check_dtype
+from ..chains.reading import name_of
 from ..errors import InputError
 from ..execution.threads import thread_count, usable_cores
 from ..plan.choice import Kind
@@ -20,18 +20,16 @@ from ..symbolic.implicit import ImplicitPattern, Step, explicit, solved_of
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import check_choice, check_count
 from .communicator import Communicator, reads_device_memory
-from .exchange import ALGORITHMS, observe
+from .exchange import ALGORITHMS
 from .forecast import Forecast, Setting, forecasts
-from .grid import Grid, check_grid
+from .grid import Grid
 from .halo import even, find_halos
 from .loads import Loads
-from .maps import Terms
-from .network import Network, load_network
+from .maps import ScanTerms
+from .network import Network, load_network, observe
 from .part import MapCost, Part, PartCost
-from .plan import Decision, Options, ParallelPlan, Ranks
+from .plan import Combination, Options, ParallelPlan, Ranks
 from .rows import RowSweep
-
-__all__ = ["Request", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -41,20 +39,15 @@ class _Asked:
     n: int
     sizes: tuple[int, int] | None
     patterns: str
-    grid: Grid
-    schedule: str
-    batch: int | None
-    dtype: str | None
-    # None if any will do, since there are no steps.
-    device: str | None
+    # Checked. There is no device if any will do, since there are no steps.
+    options: Options
     # The machine that the rank is on, the cores that it may use there, and its threads.
     machine: str
     cores: frozenset[int]
     threads: int
-    # Samples and bytes of a value to plan for, if the plan insists on none.
+    # Samples and bytes of a value to plan for.
     samples: int
     itemsize: int
-    reverse: bool
 
 
 class Request(NamedTuple):
@@ -71,19 +64,17 @@ def make_plan(world: Communicator, read: Callable[[], Request]) -> ParallelPlan:
     request, asked = world.together(lambda: _ask(world, read()))
     everyone: list[_Asked] = world.gather(asked)
     _check_together(everyone)
-    grid, options, patterns = asked.grid, request.options, request.patterns
-    options = options._replace(grid=grid, device=_check_devices(everyone))
+    grid, patterns = asked.options.grid, request.patterns
+    options = asked.options._replace(device=_check_devices(everyone))
     group = world.split(grid.group(world.rank), world.rank, grid)
     dtype = np.dtype(options.dtype or f"f{max(each.itemsize for each in everyone)}")
     samples = max(each.samples for each in everyone)
     position = grid.position(world.rank)
 
-    def decide(
-        ranks: Communicator, kind: Kind, part: Part | RowSweep | None
-    ) -> tuple[Part | RowSweep, Decision]:
+    def decide(ranks: Communicator, kind: Kind, part: Part | RowSweep | None) -> Combination:
         """Decide how these ranks, all or a group, combine their parts for input of this kind."""
         model, network = ranks.together(lambda: (kind.model(), load_network()))
-        terms = Terms(model.dtype, model.batch, model.batch > 1, True)
+        terms = ScanTerms(model.dtype, model.batch, model.batch > 1, True)
         planned: Part | RowSweep
         if grid.rows > 1:
             entering = _entering(everyone, grid, position)
@@ -97,18 +88,19 @@ def make_plan(world: Communicator, read: Callable[[], Request]) -> ParallelPlan:
         costs = _share(ranks, cost)[: grid.group_size]
         setting = Setting(costs, grid, network, model, terms, _load(everyone))
         forecast, reason = _choose(ranks, group, setting, options.schedule)
-        return planned, Decision(costs, forecast, reason, kind)
+        way = Combination(planned, costs, forecast, reason, kind)
+        return ranks.together(lambda: way.prepared(position))
 
-    part, decision = decide(world, Kind(samples, dtype), None)
-    digest = hashlib.blake2b(repr((everyone, decision.forecast)).encode(), digest_size=8).digest()
+    way = decide(world, Kind(samples, dtype), None)
+    digest = hashlib.blake2b(repr((everyone, way.forecast)).encode(), digest_size=8).digest()
     signature = int.from_bytes(digest, "big") >> 4
     direct = options.device == "cuda" and not world.agree(flag=not reads_device_memory())
     ranks = Ranks(world, group, direct, signature)
 
-    def settle(kind: Kind) -> tuple[Part | RowSweep, Decision]:
-        return decide(group, kind, part)
+    def settle(kind: Kind) -> Combination:
+        return decide(group, kind, way.part)
 
-    return world.together(lambda: ParallelPlan(ranks, patterns, part, decision, options, settle))
+    return world.together(lambda: ParallelPlan(ranks, patterns, way, options, settle))
 
 
 def _plan_part(
@@ -142,7 +134,7 @@ def _plan_rows(
     entering: NDArray[np.int64],
     options: Options,
     model: Model,
-    terms: Terms,
+    terms: ScanTerms,
     network: Network,
 ) -> tuple[RowSweep, PartCost]:
     """Plan this rank's rows of its steps, with the ranks that share them."""
@@ -166,7 +158,7 @@ def _ask(world: Communicator, request: Request) -> tuple[Request, _Asked]:
     check_choice("schedule", options.schedule, "auto", "vectors", "products")
     batch = None if options.batch is None else check_count("batch", options.batch, 1)
     dtype = None if options.dtype is None else check_dtype(options.dtype)
-    grid = check_grid(options.grid, world.size)
+    grid = options.grid
     if grid.rows > 1 and options.schedule == "products":
         raise InputError(
             f"schedule is 'products', but grid is {grid}; expected 'auto' or 'vectors' where ranks "
@@ -195,17 +187,12 @@ def _ask(world: Communicator, request: Request) -> tuple[Request, _Asked]:
         n=len(patterns),
         sizes=(patterns[0].shape[1], patterns[-1].shape[0]) if patterns else None,
         patterns=digest.hexdigest(),
-        grid=grid,
-        schedule=options.schedule,
-        batch=batch,
-        dtype=None if dtype is None else dtype.name,
-        device=options.device,
+        options=options._replace(batch=batch, dtype=None if dtype is None else dtype.name),
         machine=world.machine(),
         cores=usable_cores(),
         threads=thread_count(),
         samples=batch or samples,
         itemsize=itemsize if dtype is None else dtype.itemsize,
-        reverse=options.reverse,
     )
 
 
@@ -213,7 +200,7 @@ def _load(everyone: Sequence[_Asked]) -> float:
     """Return the threads for each core of the machine that has most; 0 where GPUs do the work."""
     machines: dict[str, list[_Asked]] = {}
     for each in everyone:
-        if each.device != "cuda":
+        if each.options.device != "cuda":
             machines.setdefault(each.machine, []).append(each)
     return max(
         (
@@ -227,28 +214,31 @@ def _load(everyone: Sequence[_Asked]) -> float:
 
 def _check_devices(everyone: Sequence[_Asked]) -> str:
     """Return where all ranks scan; or raise, on every rank alike."""
-    devices = [(rank, each.device) for rank, each in enumerate(everyone) if each.device is not None]
-    first, chosen = devices[0] if devices else (0, "cpu")
-    for rank, device in devices:
-        if device != chosen:
-            raise InputError(
-                f"device is {device!r} on rank {rank}, but {chosen!r} on rank {first}; expected "
-                "one for all"
-            )
-    return chosen
+    asked = [rank for rank, each in enumerate(everyone) if each.options.device is not None]
+    for rank in asked:
+        _check_equal(everyone, "device", rank, asked[0])
+    device = everyone[asked[0]].options.device if asked else None
+    return device or "cpu"
+
+
+def _check_equal(
+    everyone: Sequence[_Asked], name: str, rank: int, other: int, of: str = "all"
+) -> None:
+    """Raise if an option differs between two ranks."""
+    here, there = (getattr(everyone[each].options, name) for each in (rank, other))
+    if here != there:
+        raise InputError(
+            f"{name} is {here!r} on rank {rank}, but {there!r} on rank {other}; expected one for "
+            f"{of}"
+        )
 
 
 def _check_together(everyone: Sequence[_Asked]) -> None:
     """Raise, on every rank alike, if options differ or parts do not chain."""
-    grid = everyone[0].grid
+    grid = everyone[0].options.grid
     for rank, each in enumerate(everyone):
         for name in ("grid", "schedule", "dtype"):
-            here, there = getattr(each, name), getattr(everyone[0], name)
-            if here != there:
-                raise InputError(
-                    f"{name} is {here!r} on rank {rank}, but {there!r} on rank 0; expected one for "
-                    "all"
-                )
+            _check_equal(everyone, name, rank, 0)
         twin = rank % grid.group_size
         if each.patterns != everyone[twin].patterns or each.n != everyone[twin].n:
             raise InputError(
@@ -256,11 +246,7 @@ def _check_together(everyone: Sequence[_Asked]) -> None:
                 f"grid of {grid} both hold part {grid.position(rank)} of the chain"
             )
         head = rank - twin
-        if each.batch != everyone[head].batch:
-            raise InputError(
-                f"batch is {each.batch} on rank {rank}, but {everyone[head].batch} on rank {head}; "
-                "expected one for all ranks of a group"
-            )
+        _check_equal(everyone, "batch", rank, head, "all ranks of a group")
         first = rank - grid.row(rank)
         if each.n != everyone[first].n:
             raise InputError(
@@ -273,8 +259,8 @@ def _check_together(everyone: Sequence[_Asked]) -> None:
         if sizes is None:
             continue
         if before >= 0 and sizes[0] != _leaving(everyone, grid, before)[-1]:
-            name = name_of(0, everyone[rank].n, everyone[rank].reverse)
-            last = "the first of " if everyone[before].reverse else "the last of "
+            name = name_of(0, everyone[rank].n, everyone[rank].options.reverse)
+            last = "the first of " if everyone[before].options.reverse else "the last of "
             raise InputError(
                 f"{name} of rank {rank} has {sizes[0]} columns, but {last}"
                 f"{_ranks(before, grid.rows)} has {_leaving(everyone, grid, before)[-1]} rows; "

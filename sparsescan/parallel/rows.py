@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..chains.chain import Chain, LocalGrads
+from ..chains.chain import Chain
+from ..chains.grads import LocalGrads
 from ..execution.stages import RUN_GRAIN
 from ..execution.threads import thread_count
 from ..execution.workspace import Workspace
@@ -20,9 +21,7 @@ from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
 from .communicator import Communicator, Fault
 from .halo import Halo, Index, length
-from .maps import State, Terms, vector_of, vector_words
-
-__all__ = ["Messages", "RowSweep", "Sweep"]
+from .maps import ScanTerms, State, vector_of, vector_words
 
 # Nanoseconds of a multiply-add, roughly: runs of less than a grain are left to one thread.
 _NANOSECONDS = 0.3
@@ -64,47 +63,46 @@ class Messages:
     ----------
     halos : sequence of Halo
         The halos of all steps. Their messages take turns in the same memory.
-    terms : Terms
+    terms : ScanTerms
         Terms of the scan.
     """
 
-    def __init__(self, halos: Sequence[Halo], terms: Terms) -> None:
-        self._terms = terms
-        self.sends = self._messages({halo: halo.sends for halo in halos})
-        self.receives = self._messages({halo: halo.receives for halo in halos})
+    def __init__(self, halos: Sequence[Halo], terms: ScanTerms) -> None:
+        self.sends = _messages({halo: halo.sends for halo in halos}, terms)
+        self.receives = _messages({halo: halo.receives for halo in halos}, terms)
 
-    def _messages(
-        self, exchanges: Mapping[Halo, Sequence[tuple[int, Index]]]
-    ) -> dict[Halo, list[_Message]]:
-        sizes = {
-            halo: [vector_words(length(index), self._terms) for _, index in exchange]
-            for halo, exchange in exchanges.items()
-        }
-        buffer = np.zeros(max(map(sum, sizes.values()), default=0), np.int64)
-        return {halo: self._cut(buffer, exchanges[halo], sizes[halo]) for halo in exchanges}
 
-    def _cut(
-        self, buffer: NDArray[np.int64], exchange: Sequence[tuple[int, Index]], sizes: list[int]
-    ) -> list[_Message]:
-        pieces = np.split(buffer, np.cumsum(sizes))
-        return [
-            _Message(row, index, words, vector_of(words, length(index), self._terms))
-            for (row, index), words in zip(exchange, pieces, strict=False)
+def _messages(
+    exchanges: Mapping[Halo, Sequence[tuple[int, Index]]], terms: ScanTerms
+) -> dict[Halo, list[_Message]]:
+    sizes = {
+        halo: [vector_words(length(index), terms) for _, index in exchange]
+        for halo, exchange in exchanges.items()
+    }
+    buffer = np.zeros(max(map(sum, sizes.values()), default=0), np.int64)
+    return {
+        halo: [
+            _Message(row, index, words, vector_of(words, length(index), terms))
+            for (row, index), words in zip(
+                exchange, np.split(buffer, np.cumsum(sizes[halo])), strict=False
+            )
         ]
+        for halo, exchange in exchanges.items()
+    }
 
 
-class Sweep(NamedTuple):
+class SweepRequest(NamedTuple):
     """A request to a :class:`RowSweep`.
 
     Attributes
     ----------
     chain : Chain
         The Jacobians.
-    local_grads : None or list
-        Arrays that are added to the gradients.
+    local : LocalGrads
+        Gradients that are added, checked.
     messages : Messages
         Messages on these terms.
-    terms : Terms
+    terms : ScanTerms
         Terms of the scan.
     gradients : int
         Number of gradients to return.
@@ -115,9 +113,9 @@ class Sweep(NamedTuple):
     """
 
     chain: Chain
-    local_grads: Any
+    local: LocalGrads
     messages: Messages
-    terms: Terms
+    terms: ScanTerms
     gradients: int
     steps: int
     stacked: bool
@@ -165,7 +163,7 @@ class RowSweep:
         firsts = [k for k, halo in enumerate(halos) if k == 0 or halo.sends or halo.receives]
         self._runs = list(pairwise([*firsts, self.n]))
 
-    def prepare(self, chain: Chain, terms: Terms) -> Workspace | None:
+    def prepare(self, chain: Chain, terms: ScanTerms) -> Workspace | None:
         """Return a workspace for such Jacobians; None if there is nothing to compute."""
         batched = chain.leaves[:, 1] != 0
         key = terms, batched.tobytes()
@@ -179,7 +177,7 @@ class RowSweep:
         return self._workspace
 
     def sweep(
-        self, y: NDArray[Any] | None, request: Sweep, fault: Fault
+        self, y: NDArray[Any] | None, request: SweepRequest, fault: Fault
     ) -> tuple[Gradients, NDArray[Any]] | None:
         """Apply the first steps. All ranks that share them call this, even after a failure.
 
@@ -187,7 +185,7 @@ class RowSweep:
         ----------
         y : ndarray or None
             This rank's entries of the gradient that enters; None after a failure.
-        request : Sweep
+        request : SweepRequest
             The steps, and the form of the result.
         fault : Fault
             Keeps an exception.
@@ -203,11 +201,7 @@ class RowSweep:
         out = np.empty(0)
         if y is not None:
             with fault:
-                # The engine has addresses of these arrays, which live as long as this variable.
-                local = LocalGrads(
-                    request.local_grads, count, self.sizes or y.shape[-1:], terms.shape
-                )
-                out, gradients = self._begin(y, request, local)
+                out, gradients = self._begin(y, request)
         for first, last in self._runs if request.steps else ():
             if first >= request.steps:
                 break
@@ -227,10 +221,10 @@ class RowSweep:
         return stack.reshape(count, *gradients[0].shape), gradients[-1]
 
     def _begin(
-        self, y: NDArray[Any], request: Sweep, local: LocalGrads
+        self, y: NDArray[Any], request: SweepRequest
     ) -> tuple[NDArray[Any], list[NDArray[Any]]]:
         """Return the memory of a run, and the gradients in it, of which the first is filled in."""
-        chain, terms, steps = request.chain, request.terms, request.steps
+        chain, local, terms, steps = request.chain, request.local, request.terms, request.steps
         sizes = self.sizes or [y.shape[-1]]
         starts = self._starts if self.n else [0]
         chain.convert(terms.dtype)
@@ -271,7 +265,7 @@ class RowSweep:
             good = fault.passes(partial(_unpack, y, receives, halo, out))
         return good
 
-    def _apply(self, out: NDArray[Any], first: int, last: int, request: Sweep) -> None:
+    def _apply(self, out: NDArray[Any], first: int, last: int, request: SweepRequest) -> None:
         if self._workspace is not None:
             work = request.terms.samples * int(self._program.work[first:last].sum())
             nanoseconds = work * _NANOSECONDS

@@ -23,8 +23,6 @@ from .api import plan
 from .communicator import Communicator, Fault
 from .grid import Grid
 
-__all__ = ["Loaded", "Summary", "load_part", "naming", "scan_file"]
-
 # Bytes that are sent at once, or one gradient, if that is larger.
 _BLOCK = 1 << 24
 

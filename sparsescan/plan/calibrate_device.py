@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from ..arrays.arrays import load_cupy
-from ..execution.device import BLAS_SIZE, Shares
+from ..execution.cuda.shares import BLAS_SIZE, Shares
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule

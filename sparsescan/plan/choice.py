@@ -62,7 +62,7 @@ class Kind(NamedTuple):
         On a device implicit steps run `whole`, or factor by factor.
         """
         if self.on_device:
-            from ..execution.device import device_bytes
+            from ..execution.cuda.workspace import device_bytes
 
             return device_bytes(program, self.dtype, self.batch, whole=whole)
         return workspace_bytes(program, self.dtype, self.batch, thread_count())

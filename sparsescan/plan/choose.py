@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..chains.chain import name_of
+from ..chains.reading import name_of
 from ..errors import DeviceError, InputError, MemoryLimitError, short
 from ..formatting import exact_bytes
 from ..symbolic.implicit import Step, solved_of
@@ -99,8 +99,8 @@ def _check_counts(patterns: Sequence[Step], batch: int) -> None:
 
 def _for_device(patterns: Sequence[Step], kind: Kind) -> list[Schedule]:
     """Return chunks for small steps of one pattern, which have kernels of their own."""
-    from ..execution.device import chunk_count
+    from ..execution.cuda.chunks import chunks_of
 
     n = len(patterns)
-    chunks = chunk_count(patterns, kind.batch, kind.dtype) if patterns else None
+    chunks = chunks_of(patterns, kind.batch, kind.dtype) if patterns else None
     return [] if chunks is None else [Schedule.chunked(n, count) for count in sorted({1, chunks})]

@@ -48,9 +48,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..chains import files
-from ..chains.chain import check_chain
 from ..chains.containers import check_dtype
 from ..chains.files import check_index, check_used
+from ..chains.reading import check_chain
 from ..errors import InputError, PlanFileError
 from ..symbolic import implicit
 from ..symbolic.implicit import ImplicitPattern, Step

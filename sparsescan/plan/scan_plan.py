@@ -15,9 +15,10 @@ from numpy.typing import ArrayLike, NDArray
 from ..arrays.arrays import check_memory, load_cupy, memory_left, namespace, read_array, upload
 from ..arrays.frozen import Frozen
 from ..arrays.streams import place
-from ..chains.chain import Chain, LocalGrads, check_grad, check_places, grad_or_zeros, placed
+from ..chains.chain import Chain
+from ..chains.grads import LocalGrads, check_grad, check_places, grad_or_zeros, placed
 from ..chains.implicit import ImplicitChain
-from ..chains.steps import Steps
+from ..chains.steps import PlannedSteps
 from ..errors import InputError, InputTypeError, out_of_memory
 from ..execution.solves import Given
 from ..execution.threads import thread_count
@@ -111,7 +112,7 @@ class ScanPlan(Frozen):
         self._first = self._latest = replace(choice, program=program)
         self._others: dict[Kind, Choice] = {}
         self._linear: Program | None = None
-        self._steps = Steps(self.patterns)
+        self._steps = PlannedSteps(self.patterns)
         factors, starts = self._steps.factors, self._steps.starts
         # Lengths of all gradients that a run makes, and where they start.
         self._sizes = [factor.shape[1] for factor in factors[:1]]
@@ -541,7 +542,7 @@ class ScanPlan(Frozen):
 
         `whole` says that steps are implicit and run whole.
         """
-        from ..execution.device import DeviceWorkspace
+        from ..execution.cuda.workspace import DeviceWorkspace
 
         chain = slot.chain
         stacked = bool(chain.stacks) if whole else chain.stack is not None
@@ -607,7 +608,7 @@ class ScanPlan(Frozen):
 
 def _runs_whole_steps(program: Program, chain: Chain, dtype: np.dtype[Any]) -> bool:
     """Return whether the current device has kernels for the implicit steps of a chain."""
-    from ..execution.device import form_of
+    from ..execution.cuda.chunks import form_of
 
     form = form_of(program, dtype)
     return form is not None and form.terms > 0 and chain.is_shared(1, 2)

@@ -14,7 +14,7 @@ from ..arrays.arrays import Constant, device_of, load_cupy
 from ..arrays.cuda import current
 from ..arrays.streams import place
 from ..errors import InputError
-from ..execution.chunk_counts import multiprocessors_of
+from ..execution.cuda.chunks import multiprocessors_of
 from ..kernels.cuda import device as _device
 from ..parameters.parametrised import masked
 from .definition import CellLike, bias_name, declared

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from ..chains.chain import Chain, length
+from ..chains.chain import Chain
 from ..chains.containers import BatchedCSR, CSRChain
 from ..chains.files import Path
+from ..chains.reading import length
 from ..errors import InputError
 from ..formatting import format_bytes
-from ..parallel.allreduce import allreduce_messages
 from ..parallel.api import plan
 from ..parallel.communicator import Communicator
-from ..parallel.exchange import exscan_messages
+from ..parallel.exchange import allreduce_messages, exscan_messages
 from ..parallel.forecast import CLOSE, OPEN
 from ..parallel.grid import Grid
-from ..parallel.maps import Terms
+from ..parallel.maps import ScanTerms
 from ..parallel.plan import ParallelPlan
 from ..parallel.scan_file import Loaded, load_part
 from ..plan.scan_plan import Gradients
@@ -115,7 +115,7 @@ class _Way:
             comm, self._part, batch=batch, dtype=loaded.dtype, grid=grid, schedule=schedule
         )
         self._grad = grad if grid.position(rank) == 0 else None
-        self._terms = Terms(loaded.dtype, batch, False, False)
+        self._terms = ScanTerms(loaded.dtype, batch, False, False)
 
     def step(self, *_: Any) -> Gradients:
         """Scan; return this rank's gradients."""
@@ -164,7 +164,7 @@ def _sample_of(step: Any, some: slice) -> Any:
     return step[some] if isinstance(step, np.ndarray) and step.ndim == 3 else step
 
 
-def _sent(plan: ParallelPlan, terms: Terms) -> int:
+def _sent(plan: ParallelPlan, terms: ScanTerms) -> int:
     """Count bytes of data that the busiest rank sends in a scan, without agreements."""
     forecast, grid = plan.forecast, plan.grid
     if forecast.algorithm is not None:

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from ..jacobians import Conv2d, Linear, Operator, Sequential
 from ..parallel.communicator import Communicator
-from ..parallel.exchange import observe
-from ..parallel.network import time_together
+from ..parallel.network import observe, time_together
 from .exchanges import Sums
 from .machine import usual
 from .recurrent import Recurrent, Step, Trainable, graph_of, operators

@@ -647,7 +647,7 @@ def test_a_call_that_is_taken_is_waited_for_and_another_is_not_made():
         assert end.wait(60)
         made.append("first")
 
-    calls = [_threads._Call(run, ()), _threads._Call(made.append, ("second",))]
+    calls = [_threads._PostedCall(run, ()), _threads._PostedCall(made.append, ("second",))]
     for call in calls:
         crew.post(call)
     assert begun.wait(60)
@@ -755,10 +755,10 @@ def test_helpers_that_look_out_for_calls_allocate_nothing(tmp_path):
     """Without the GIL they must not: Python's counts of memory may end at any time."""
     code = """
         import tracemalloc
-        from sparsescan.execution.threads import Crew, _Call
+        from sparsescan.execution.threads import Crew, _PostedCall
         crew = Crew(3)
         for _ in range(20_000):
-            crew.post(_Call(int, ()))
+            crew.post(_PostedCall(int, ()))
             tracemalloc.start()
             tracemalloc.stop()
         print("end")

@@ -13,8 +13,9 @@ from sampling import slow
 
 import sparsescan
 from sparsescan import CSRChain
-from sparsescan.execution.chunk_counts import (
+from sparsescan.execution.cuda.chunks import (
     H100,
+    ChunkForm,
     Multiprocessors,
     chunk_count,
     in_one_launch,
@@ -363,15 +364,16 @@ def test_overflow_that_only_products_see(cupy: Any) -> None:
 
 @pytest.mark.parametrize("size", [1, 20, 64])
 def test_chunk_count(size: int) -> None:
+    form = ChunkForm(size, size * size)
     for steps in (1, 2, 10, 100, 1000, 30_000):
         for batch in (1, 16, 256, 10_000):
-            count = chunk_count(steps, batch, size, H100)
+            count = chunk_count(steps, batch, form, H100)
             assert 1 <= count <= steps
-    assert chunk_count(10, 16, size, H100) == 1
+    assert chunk_count(10, 16, form, H100) == 1
     # Enough samples to fill a device: products would only make more work.
-    assert chunk_count(1000, 10_000, size, H100) == 1
+    assert chunk_count(1000, 10_000, form, H100) == 1
     # More steps never make fewer chunks.
-    counts = [chunk_count(steps, 4, size, H100) for steps in (10, 100, 1000, 10_000, 100_000)]
+    counts = [chunk_count(steps, 4, form, H100) for steps in (10, 100, 1000, 10_000, 100_000)]
     assert counts == sorted(counts)
     assert counts[-1] > 10
 
@@ -393,13 +395,14 @@ def test_blocks_at_once() -> None:
 
 def test_a_device_has_as_many_chunks_as_it_has_room_for(cupy: Any) -> None:
     """All that fit at once, of 16 samples and 30,000 steps: two chains to a block."""
-    assert chunk_count(30_000, 16, 20, H100) == 132 * 16 * 2 // 16
-    assert chunk_count(30_000, 16, 20, H100._replace(registers=1 << 15)) == 132 * 8 * 2 // 16
-    assert chunk_count(30_000, 16, 20, H100._replace(shared=64 * 1024)) == 132 * 8 * 2 // 16
+    form = ChunkForm(20, 400)
+    assert chunk_count(30_000, 16, form, H100) == 132 * 16 * 2 // 16
+    assert chunk_count(30_000, 16, form, H100._replace(registers=1 << 15)) == 132 * 8 * 2 // 16
+    assert chunk_count(30_000, 16, form, H100._replace(shared=64 * 1024)) == 132 * 8 * 2 // 16
     own = multiprocessors_of(cupy)
     assert own.number == cupy.cuda.Device().attributes["MultiProcessorCount"]
     assert own.registers >= 1 << 16
-    assert 1 <= chunk_count(30_000, 16, 20, own) <= 30_000
+    assert 1 <= chunk_count(30_000, 16, form, own) <= 30_000
 
 
 def test_what_a_device_does_not_say_is_as_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,11 +438,11 @@ def test_chunks_of_one_launch(dtype: Any) -> None:
     layout = layout_of(20, dtype.itemsize)
     assert layout is not None
 
-    def one(batch: int, chunk: int, size: int = 20, **about: int) -> bool:
-        return in_one_launch(size, dtype, n, batch, chunk, **{"terms": 1, "states": 1, **about})
+    def one(batch: int, chunk: int, size: int = 20, terms: int = 1, states: int = 1) -> bool:
+        return in_one_launch(ChunkForm(size, size, terms, states), dtype, n, batch, chunk)
 
     for batch, expected in ((16, True), (64, True), (1, False)):
-        count = chunk_count(n, batch, 20, H100, terms=1, itemsize=dtype.itemsize)
+        count = chunk_count(n, batch, ChunkForm(20, 20, terms=1), H100, itemsize=dtype.itemsize)
         assert one(batch, -(-n // count)) is expected
     assert one(16, layout.longest)
     assert not one(16, layout.longest + 1)

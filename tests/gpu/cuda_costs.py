@@ -16,7 +16,8 @@ from sampling import examples
 
 from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule
 from sparsescan.cli.main import main
-from sparsescan.execution import device
+from sparsescan.execution.cuda.workspace import device_bytes
+from sparsescan.kernels.cuda import device
 from sparsescan.plan import calibrate_device
 from sparsescan.plan.calibrate import Trial
 from sparsescan.plan.choice import Choice, PlanOptions
@@ -61,7 +62,7 @@ def test_predicted_launches_are_those_that_are_made(cupy: Any, seed: int, batch:
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         multiply = cupy.matmul
-        patch.setattr(device._device, "launch", lambda *arguments: calls.append(arguments))
+        patch.setattr(device, "launch", lambda *arguments: calls.append(arguments))
         patch.setattr(cupy, "matmul", lambda *a, out: calls.append(a) or multiply(*a, out=out))
         (grad,) = gradients(cupy, plan, batch, 1)
         plan.exclusive_scan(grad, values(cupy, plan, batch))
@@ -96,7 +97,7 @@ def test_implicit_steps_are_in_one_launch_where_that_takes_less(
     gc.collect()
     before = state.peak[0] = state.used[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device._device, "launch", lambda *about: calls.append(about[0]))
+        patch.setattr(device, "launch", lambda *about: calls.append(about[0]))
         gradients = plan.exclusive_scan(grad, chain)
     assert [kernel.py_func.__name__ for kernel in calls] == kernels
     program = plan._latest.program
@@ -104,7 +105,7 @@ def test_implicit_steps_are_in_one_launch_where_that_takes_less(
     assert run + sum(times) == len(kernels)
     assert len(times) == len(plan.schedule.levels)
     taken = state.peak[0] - before - gradients.nbytes
-    assert taken <= device.device_bytes(program, F4, 2) <= taken + 2048
+    assert taken <= device_bytes(program, F4, 2) <= taken + 2048
 
 
 @pytest.mark.slow

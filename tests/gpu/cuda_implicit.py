@@ -21,8 +21,9 @@ from sparsescan import (
     Pattern,
     Schedule,
 )
-from sparsescan.execution import chunk_counts
-from sparsescan.execution.device import DeviceWorkspace, chunk_form
+from sparsescan.execution.cuda import chunks as chunk_forms
+from sparsescan.execution.cuda.chunks import ChunkForm, chunk_form
+from sparsescan.execution.cuda.workspace import DeviceWorkspace
 from sparsescan.kernels.cuda.chained import layout_of
 from sparsescan.kernels.cuda.tables import Run
 from sparsescan.recurrent import GRUCell, LSTMCell, RNNCell
@@ -52,20 +53,19 @@ def launches(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture(autouse=True)
 def phases(monkeypatch: pytest.MonkeyPatch) -> None:
     """All chains in three launches, whether or not one would take less."""
-    monkeypatch.setattr(chunk_counts, "in_one_launch", lambda *about, **more: False)
+    monkeypatch.setattr(chunk_forms, "in_one_launch", lambda *about, **more: False)
 
 
 @pytest.fixture
 def one(phases: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All chains in one launch that can be."""
 
-    def fits(
-        size: int, dtype: Any, steps: int, batch: int, chunk: int, *, terms: int, states: int
-    ) -> bool:
-        layout = layout_of(size, dtype.itemsize) if terms == states == 1 else None
+    def fits(form: ChunkForm, dtype: Any, steps: int, batch: int, chunk: int) -> bool:
+        is_small = form.terms == form.states == 1
+        layout = layout_of(form.size, dtype.itemsize) if is_small else None
         return layout is not None and chunk <= layout.longest
 
-    monkeypatch.setattr(chunk_counts, "in_one_launch", fits)
+    monkeypatch.setattr(chunk_forms, "in_one_launch", fits)
 
 
 def kernels_of(launches: list[Any]) -> list[str]:

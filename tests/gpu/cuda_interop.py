@@ -29,15 +29,10 @@ from sparsescan import (
     SparseScanError,
 )
 from sparsescan.chains import containers
-from sparsescan.chains.chain import (
-    Chain,
-    LocalGrads,
-    check_places,
-    is_stack,
-    length,
-    pattern_of,
-    read_grad,
-)
+from sparsescan.chains.chain import Chain
+from sparsescan.chains.grads import LocalGrads, check_places, read_grad
+from sparsescan.chains.reading import is_stack, length
+from sparsescan.chains.steps import pattern_of
 from sparsescan.kernels.cuda import device as _device
 from sparsescan.kernels.cuda.checks import check_kernel, is_safe
 

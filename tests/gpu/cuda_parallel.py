@@ -12,10 +12,10 @@ from on_device import chain_on, cupy_or_stand_in
 from oracles import chains, sequential
 from sampling import examples
 
-from sparsescan.chains.chain import Chain, LocalGrads
-from sparsescan.parallel.maps import Terms
-from sparsescan.parallel.part import FORMS, Part
-from sparsescan.parallel.reduction import DeviceReduction
+from sparsescan.chains.chain import Chain
+from sparsescan.chains.grads import LocalGrads
+from sparsescan.parallel.maps import ScanTerms
+from sparsescan.parallel.part import FORMS, DeviceReduction, Part
 from sparsescan.plan.costs.cpu import CpuModel, load_cpu
 from sparsescan.symbolic.pattern import rows_of
 
@@ -43,7 +43,7 @@ def test_the_product_of_a_part(cupy: Any, data: Any) -> None:
     batched = any(stride != 0 for stride in chain.leaves[:, 1].tolist())
     local = None if local is None else local[:n]
     given = LocalGrads(local, n, sizes, grad.shape[:-1])
-    terms = Terms(case.dtype, batch, batched, given.given)
+    terms = ScanTerms(case.dtype, batch, batched, given.given)
     if terms.samples == 0:
         return
     model = CpuModel(load_cpu(), terms.dtype, terms.samples, data.draw(st.integers(1, 3)))

@@ -55,7 +55,8 @@ from sparsescan import (
     Schedule,
     SolveStep,
 )
-from sparsescan.execution.device import BLAS_SIZE, DeviceWorkspace
+from sparsescan.execution.cuda.shares import BLAS_SIZE
+from sparsescan.execution.cuda.workspace import DeviceWorkspace
 from sparsescan.jacobians import Linear, Residual, Tanh
 from sparsescan.kernels.cuda.tables import Run
 from sparsescan.plan.choice import Choice

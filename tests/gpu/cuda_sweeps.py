@@ -17,7 +17,7 @@ from sampling import examples
 
 import sparsescan
 from sparsescan import BatchedCSR, Schedule
-from sparsescan.execution import device
+from sparsescan.execution.cuda import launches as programs
 from sparsescan.kernels.cuda.sweeps import ROWS, STAGED, THREADS
 from sparsescan.symbolic.pattern import of_mask
 
@@ -60,7 +60,7 @@ def test_any_chain_of_small_steps(
     grad, jacobians, local = chain_on(cupy, chain)
     with monkeypatch.context() as patch:
         if wide:
-            patch.setattr(device, "_index_dtype", lambda program: np.dtype(np.int64))
+            patch.setattr(programs, "_index_dtype", lambda program: np.dtype(np.int64))
         gradients = call(chain.inclusive)(grad, jacobians, local_grads=local, schedule="linear")
     assert_within(to_host(gradients), chain.oracle(), chain.dtype)
     assert has_swept(launches) or len(chain.jacobians) < 3 or chain.batch == 0

@@ -20,8 +20,8 @@ from taken import taken_by  # noqa: E402
 
 import sparsescan  # noqa: E402
 from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule  # noqa: E402
-from sparsescan.execution import chunk_counts  # noqa: E402
-from sparsescan.execution.chunk_counts import H100  # noqa: E402
+from sparsescan.execution.cuda import chunks as chunk_forms  # noqa: E402
+from sparsescan.execution.cuda.chunks import H100  # noqa: E402
 from sparsescan.kernels.cuda.chunk_costs import (  # noqa: E402
     chained_turns,
     multiply_turns,
@@ -122,7 +122,7 @@ def test_turns_of_three_launches(
     traffic: list[tuple[str, int, int, Traffic]], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """As estimated from where threads read and write, within 1%."""
-    monkeypatch.setattr(chunk_counts, "in_one_launch", lambda *about, **more: False)
+    monkeypatch.setattr(chunk_forms, "in_one_launch", lambda *about, **more: False)
     size, terms, states = FORMS[kind]
     counted = turns_of_a_step(traffic, kind, (4, 9))
     form = size, 4, terms, states

@@ -23,7 +23,7 @@ from oracles import assert_within, sequential  # noqa: E402
 
 import sparsescan  # noqa: E402
 from sparsescan import Pattern, ScanPlan  # noqa: E402
-from sparsescan.execution.device import DeviceWorkspace  # noqa: E402
+from sparsescan.execution.cuda.workspace import DeviceWorkspace  # noqa: E402
 
 F64 = np.dtype(np.float64)
 # What a replay asks for, whether or not its arrays lie where those of the run before did.

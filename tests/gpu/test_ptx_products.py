@@ -20,7 +20,7 @@ from ptx.runner import Traffic  # noqa: E402
 
 import sparsescan  # noqa: E402
 from sparsescan import Pattern, Schedule  # noqa: E402
-from sparsescan.execution import device  # noqa: E402
+from sparsescan.execution.cuda import shares  # noqa: E402
 from sparsescan.symbolic.pattern import multiply_adds, product  # noqa: E402
 
 SECTOR = 32
@@ -152,7 +152,7 @@ def test_many_blocks_bring_a_product_into_range(
     dtype: Any,
 ) -> None:
     """Each takes shares of every phase, whether terms are scaled before they are added or not."""
-    monkeypatch.setattr(device, "GRAIN", 512)
+    monkeypatch.setattr(shares, "GRAIN", 512)
     rng = np.random.default_rng()
     a, x = scattered(rng, 24, 50, 10), scattered(rng, 50, 400, 24)
     tiny = 2.0 ** -(50 if dtype == np.float32 else 400)

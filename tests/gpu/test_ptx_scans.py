@@ -22,8 +22,8 @@ from ptx.runner import Traffic  # noqa: E402
 
 import sparsescan  # noqa: E402
 from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule  # noqa: E402
-from sparsescan.execution import chunk_counts  # noqa: E402
-from sparsescan.execution.chunk_counts import H100, chunk_count  # noqa: E402
+from sparsescan.execution.cuda import chunks as chunk_forms  # noqa: E402
+from sparsescan.execution.cuda.chunks import H100, ChunkForm, chunk_count  # noqa: E402
 from sparsescan.kernels.cuda.chained import layout_of  # noqa: E402
 from sparsescan.kernels.cuda.checks import is_safe  # noqa: E402
 
@@ -130,7 +130,7 @@ def test_one_launch_moves_slopes_and_gradients_once(
     assert many.together.sectors - few.together.sectors == 2 * more * batch * 3
     assert many.together.once - few.together.once == 2 * more * step // 32
     # As on a GPU, with as many chunks and steps: what does not grow with these is of each chunk.
-    count = chunk_count(30_000, batch, size, H100, terms=1)
+    count = chunk_count(30_000, batch, ChunkForm(size, size, terms=1), H100)
     fixed = few.together.sectors - 6 * batch * (chunks * counts[0] - 1)
     moved = 32 * (6 * batch * 30_000 + fixed / chunks * count)
     print(f"{moved / 1e6:.1f} MB moved, {2 * 30_000 * step / 1e6:.1f} MB of slopes and gradients")
@@ -142,7 +142,7 @@ def test_the_longest_chunks_of_one_launch(
     launches: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slopes fill shared memory, and nothing is written behind it."""
-    monkeypatch.setattr(chunk_counts, "in_one_launch", lambda *about, **more: True)
+    monkeypatch.setattr(chunk_forms, "in_one_launch", lambda *about, **more: True)
     layout = layout_of(20, 4)
     assert layout is not None
     rng, steps = np.random.default_rng(), 2 * layout.longest
@@ -165,7 +165,7 @@ def test_more_blocks_than_a_device_runs_at_once(
     launches: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They take their chunks by tickets, which begin anew in each run."""
-    monkeypatch.setattr(chunk_counts, "in_one_launch", lambda *about, **more: True)
+    monkeypatch.setattr(chunk_forms, "in_one_launch", lambda *about, **more: True)
     rng, size, batch, steps, chunks = np.random.default_rng(), 3, 16, 150, 75
     pattern = ImplicitPattern([Pattern.diagonal(size), Pattern.dense((size, size))], shared=[1])
     weights = np.linalg.qr(rng.standard_normal((size, size)))[0].astype(np.float32)
@@ -187,7 +187,7 @@ def test_implicit_steps_move_slopes_twice_and_gradients_once(
     traffic: list[tuple[str, int, int, Traffic]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No values, in three launches: of 30,000 steps not much more than that."""
-    monkeypatch.setattr(chunk_counts, "in_one_launch", lambda *about, **more: False)
+    monkeypatch.setattr(chunk_forms, "in_one_launch", lambda *about, **more: False)
     size, batch, chunks, counts = 20, 16, 3, (4, 9)
     scan_implicit_steps(size, batch, chunks, counts)
     few, many = (

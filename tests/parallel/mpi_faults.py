@@ -15,7 +15,7 @@ import sparsescan
 from sparsescan import InputError, InputTypeError, Pattern, PatternMismatchError, parallel
 from sparsescan.parallel import RankError
 from sparsescan.parallel.maps import Merger
-from sparsescan.parallel.reduction import Reduction
+from sparsescan.parallel.part import Reduction
 
 pytestmark = pytest.mark.ranks(4)
 

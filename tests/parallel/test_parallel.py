@@ -26,17 +26,24 @@ from sampling import slow
 
 import sparsescan
 from sparsescan import InputError, InputTypeError, Pattern, parallel
-from sparsescan.chains.chain import Chain, LocalGrads
+from sparsescan.chains.chain import Chain
+from sparsescan.chains.grads import LocalGrads
 from sparsescan.parallel import Grid, Network, best_grid, predict
-from sparsescan.parallel.allreduce import allreduce_messages, allreduce_rounds
 from sparsescan.parallel.communicator import Fault
-from sparsescan.parallel.exchange import ALGORITHMS, Merge, exscan_messages, rounds
+from sparsescan.parallel.exchange import (
+    ALGORITHMS,
+    Merge,
+    allreduce_messages,
+    allreduce_rounds,
+    exscan_messages,
+    rounds,
+)
 from sparsescan.parallel.forecast import forecasts, setting_of_equal_parts
 from sparsescan.parallel.halo import Halo, reach_of, take_rows
-from sparsescan.parallel.maps import Capacity, Merger, Message, Ranges, State, Terms
+from sparsescan.parallel.maps import Capacity, Merger, Message, Ranges, ScanTerms, State
 from sparsescan.parallel.part import FORMS as MAP_FORMS
 from sparsescan.parallel.part import Part
-from sparsescan.parallel.rows import Messages, RowSweep, Sweep
+from sparsescan.parallel.rows import Messages, RowSweep, SweepRequest
 from sparsescan.plan.choice import Kind
 from sparsescan.plan.costs.cpu import CpuModel, load_cpu
 from sparsescan.symbolic.pattern import of_mask
@@ -125,7 +132,7 @@ class Elements:
             parts.append(part)
             self.chains.append(chain)
         batched = any(chain.batch is not None for chain in self.chains)
-        self.terms = Terms(dtype, batch, batched, local is not None)
+        self.terms = ScanTerms(dtype, batch, batched, local is not None)
         reductions = [part.reduction(form) for part in parts]
         patterns = [part.cost(True, None).maps[form].pattern for part in parts]
         self.ranges = Ranges(patterns)
@@ -384,7 +391,7 @@ def test_steps_run_one_by_one_have_the_same_bits(batch: int | None, size: int) -
     ]
     # Nothing lies between two steps; an end to that makes each a run of its own.
     rows = RowSweep(Alone(), 0, halos)
-    terms = Terms(F8, batch, batch is not None, True)
+    terms = ScanTerms(F8, batch, batch is not None, True)
     expected = sparsescan.plan(patterns, schedule="linear").inclusive_scan(
         y, values, local_grads=local_grads
     )
@@ -392,7 +399,8 @@ def test_steps_run_one_by_one_have_the_same_bits(batch: int | None, size: int) -
         rows._runs = runs
         chain, fault = Chain(4), Fault()
         chain.read(values, patterns)
-        request = Sweep(chain, local_grads, Messages(halos, terms), terms, 5, 4, stacked=False)
+        added = LocalGrads(local_grads, 5, [size] * 5, leading)
+        request = SweepRequest(chain, added, Messages(halos, terms), terms, 5, 4, stacked=False)
         result = rows.sweep(y, request, fault)
         assert fault.error is None
         assert same_bits(result[0], expected)

@@ -23,7 +23,8 @@ import device_memory
 import fake_cupy
 
 from sparsescan import ImplicitPattern, Pattern, Schedule
-from sparsescan.execution import chunk_counts
+from sparsescan.execution.cuda import chunks as chunk_forms
+from sparsescan.execution.cuda import workspace
 from sparsescan.kernels.cuda.chunk_costs import chained_turns, multiply_turns
 from sparsescan.kernels.cuda.chunks import teams_of
 from sparsescan.plan import calibrate_device
@@ -216,7 +217,7 @@ def test_one_launch_of_implicit_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     _, moved = GpuModel(replace(BUILT_IN, cache=0, bandwidth=1.0), F4, 16).level_times(program)
     assert sum(moved) == pytest.approx(2 * launch + 2 * (n - 1) * 16 * size * 4)
     one = sum(GpuModel(BUILT_IN, F4, 16).level_times(program)[1])
-    monkeypatch.setattr(chunk_counts, "in_one_launch", lambda *about, **more: False)
+    monkeypatch.setattr(chunk_forms, "in_one_launch", lambda *about, **more: False)
     assert one < sum(GpuModel(BUILT_IN, F4, 16).level_times(program)[1])
 
 
@@ -397,7 +398,7 @@ def test_without_a_gpu_the_constants_are_those_built_in(monkeypatch: pytest.Monk
 def test_a_program_takes_no_more_memory_than_was_said(seed: int, batch: int) -> None:
     """As in tests/gpu/cuda_costs.py, with the blocks of real devices."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_memory.device, "current", lambda number: contextlib.nullcontext())
+        patch.setattr(workspace, "current", lambda number: contextlib.nullcontext())
         cupy = fake_cupy.install(patch)
         device_memory.check_memory(cupy, device_memory.random_plan(seed, 20, 150), batch)
 

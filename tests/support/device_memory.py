@@ -10,8 +10,9 @@ import pytest
 from hypothesis import strategies as st
 from oracles import STRUCTURES, every_schedule, mask
 
-from sparsescan.execution import device
-from sparsescan.execution.device import device_bytes
+from sparsescan.execution.cuda.patterns import kept_patterns
+from sparsescan.execution.cuda.workspace import device_bytes
+from sparsescan.kernels.cuda import device
 from sparsescan.plan.choice import Choice, PlanOptions
 from sparsescan.plan.scan_plan import ScanPlan
 from sparsescan.symbolic.pattern import of_mask
@@ -49,12 +50,12 @@ def check_memory(cupy: Any, plan: ScanPlan, batch: int) -> None:
     from fake_cupy import UNIT, state
 
     n = plan.n
-    device._patterns.clear()
+    kept_patterns.clear()
     gc.collect()  # workspaces of plans that were
     steps, local = values(cupy, plan, batch), gradients(cupy, plan, batch, n + 1)
     before = state.peak[0] = state.used[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device._device, "launch", lambda *arguments: None)
+        patch.setattr(device, "launch", lambda *arguments: None)
         for run, count in ((plan.exclusive_scan, n), (plan.inclusive_scan, n + 1)):
             run(local[0], steps, local_grads=local[:count]).clear()
     returned = -(-sum(array.nbytes for array in local) // UNIT) * UNIT

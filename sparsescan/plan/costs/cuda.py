@@ -1,4 +1,4 @@
-"""Costs of scans on a CUDA device, by the launches of :mod:`~.execution.device`.
+"""Costs of scans on a CUDA device, by the launches of :mod:`~.execution.cuda`.
 
 A launch takes as long as its longest block, or as all of its blocks take those that work at once,
 or as memory takes to move what no cache holds, whichever is longest. A block does one operation
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from ...arrays.arrays import load_cupy
 from ...errors import DeviceError
-from ...execution.device import BLAS_SIZE, GRAIN, LARGE, ChunkForm, Shares, form_of, in_one_launch
+from ...execution.cuda import chunks as forms
+from ...execution.cuda.shares import BLAS_SIZE, GRAIN, LARGE, Shares
 from ...kernels.cpu.tables import LANES, Op
 from ...kernels.cuda.chunk_costs import chained_turns, multiply_turns
 from ...kernels.cuda.chunks import teams_of
@@ -181,7 +182,7 @@ class GpuModel:
 
     def level_times(self, program: Program) -> tuple[float, list[float]]:
         """Return the times of a launch for each level, or for each large operation."""
-        form = form_of(program, self.dtype)
+        form = forms.form_of(program, self.dtype)
         if form is not None and program.chunks is not None:
             return self.gpu.run, self._chunked(program, program.chunks, form)
         operations = Operations.of(program, self.dtype.itemsize, self.batch, self.differs)
@@ -230,7 +231,7 @@ class GpuModel:
         starts = calls + (calls > 0)
         return float(np.maximum(times, starts * self.gpu.plain).sum())
 
-    def _chunked(self, program: Program, chunks: int, form: ChunkForm) -> list[float]:
+    def _chunked(self, program: Program, chunks: int, form: forms.ChunkForm) -> list[float]:
         """Return the times of the launches of small steps; the last two are one level."""
         n, size = len(program.steps), form.size
         gpu, dtype, steps = self.gpu, self.dtype.name, n - 1
@@ -248,7 +249,7 @@ class GpuModel:
         multiply_adds = products * chunk * self.batch * size * size * (size + 1)
         itemsize, count = self.dtype.itemsize, len(program.levels)
         dense = multiply_turns(size, itemsize)
-        if products and in_one_launch(form, self.dtype, n, self.batch, chunk):
+        if products and forms.in_one_launch(form, self.dtype, n, self.batch, chunk):
             # A block takes the gradient over its pieces, and the next one waits for it.
             teams = teams_of(size, self.dtype)
             piece = -(-chunk // teams)

@@ -13,7 +13,7 @@ from ...formatting import quantity
 from ...parallel.exchange import exscan_messages
 from ...parallel.forecast import CLOSE, OPEN
 from ...parallel.grid import Grid
-from ...parallel.maps import Capacity, Terms, vector_words
+from ...parallel.maps import Capacity, ScanTerms, vector_words
 from ..exchanges import sum_words
 from ..graph import Graph, blocks
 from ..machine import Machine
@@ -171,8 +171,8 @@ class Division:
         work += max(self._sweeps[1:])
         return work, rounds * network.round(self._message(self._samples))
 
-    def _terms(self, samples: int) -> Terms:
-        return Terms(np.dtype(f"f{self._machine.itemsize}"), samples, True, False)
+    def _terms(self, samples: int) -> ScanTerms:
+        return ScanTerms(np.dtype(f"f{self._machine.itemsize}"), samples, True, False)
 
     def _message(self, samples: int) -> int:
         """Count the bytes of an element of the exclusive scan."""

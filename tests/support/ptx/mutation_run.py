@@ -20,7 +20,8 @@ from some_cells import CELLS
 
 import sparsescan
 from sparsescan import BatchedCSR, ImplicitChain, ImplicitPattern, Pattern, Schedule
-from sparsescan.execution import chunk_counts, device
+from sparsescan.execution.cuda import chunks as chunk_forms
+from sparsescan.execution.cuda import shares
 from sparsescan.kernels.cuda.checks import is_safe
 from sparsescan.plan.choice import Choice, PlanOptions
 from sparsescan.plan.scan_plan import ScanPlan
@@ -66,7 +67,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
             sparsescan.inclusive_scan(
                 grad, jacobians, local_grads=added, schedule=schedule, device="cuda"
             )
-    monkeypatch.setattr(chunk_counts, "in_one_launch", lambda *about, **more: False)
+    monkeypatch.setattr(chunk_forms, "in_one_launch", lambda *about, **more: False)
     for mutants.about, chains in ((_IMPLICIT, implicit_chains()), (_TWO, two_state_chains())):
         for grad, chain, local in chains:
             schedule = Schedule.chunked(len(chain), 4)
@@ -75,7 +76,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
                     grad, chain, local_grads=added, schedule=schedule, device="cuda"
                 )
     mutants.about = ""
-    monkeypatch.setattr(chunk_counts, "in_one_launch", lambda *about, **more: True)
+    monkeypatch.setattr(chunk_forms, "in_one_launch", lambda *about, **more: True)
     for grad, chain, local in chained_chains():
         schedule = Schedule.chunked(len(chain), 2)
         for added in (local, None):
@@ -90,17 +91,17 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
     # Small products are shared by blocks, or multiplied by cuBLAS, as large ones are; but first
     # those that leave the band are made by one.
     for grain, size, seeds in (
-        (device.GRAIN, device.BLAS_SIZE, [seed for seed in range(44) if seed % 7 in (1, 3, 5)]),
+        (shares.GRAIN, shares.BLAS_SIZE, [seed for seed in range(44) if seed % 7 in (1, 3, 5)]),
         # In long ones a level has products with products, and vectors, out of the band.
         (64, 12, [*range(44), *_LONG]),
     ):
-        monkeypatch.setattr(device, "GRAIN", grain)
-        monkeypatch.setattr(device, "BLAS_SIZE", size)
+        monkeypatch.setattr(shares, "GRAIN", grain)
+        monkeypatch.setattr(shares, "BLAS_SIZE", size)
         for grad, jacobians, local, schedule in map(level_chain, seeds):
             sparsescan.inclusive_scan(
                 grad, jacobians, local_grads=local, schedule=schedule, device="cuda"
             )
-    monkeypatch.setattr(device, "GRAIN", 1)
+    monkeypatch.setattr(shares, "GRAIN", 1)
     for case in odd_products():
         case.run()
     return mutants

@@ -31,7 +31,7 @@ BUILD = "SPARSESCAN_BUILD_KERNELS"
 # Bytes of memory from which on races are not looked for, as that takes eight times as much again.
 _RACES = 1 << 26
 # What makes Numba's device the current one, beside kernels; it is imported before all is replaced.
-_WITH_LAUNCHES = "sparsescan.execution.device", "sparsescan.recurrent.device"
+_WITH_LAUNCHES = "sparsescan.execution.cuda.workspace", "sparsescan.recurrent.device"
 
 
 def launch(kernel: Any, blocks: int, threads: int, *arguments: Any) -> None:

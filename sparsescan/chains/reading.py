@@ -1,0 +1,225 @@
+"""Read what a caller hands in as Jacobians: how many there are, the pattern and values of each."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..arrays import arrays as _arrays
+from ..arrays.arrays import is_on_device, on_device, read_array
+from ..errors import InputError, InputTypeError, PatternMismatchError
+from ..symbolic.implicit import ImplicitPattern, Step
+from ..symbolic.pattern import Pattern, check_shape
+from .containers import BatchedCSR, CSRChain, PeriodicChain, canonical_order
+from .implicit import Factor, FactorWeights, ImplicitChain, ImplicitStep
+
+AnyStep = TypeVar("AnyStep", bound=Step)
+
+# What holds the values of one step, with its pattern.
+ONE_STEP = (BatchedCSR, Factor)
+_CHAINS = (CSRChain, PeriodicChain, ImplicitChain)
+_ORDER = "order them from the last layer to the first, each transposed"
+_ORDER_OF_TIME = "order them from the first layer to the last (reverse=True), each transposed"
+
+
+# -- Sequences -------------------------------------------------------------------------------------
+
+
+def is_stack(jacobians: Any) -> bool:
+    """Return whether a chain comes as one array, a CSRChain or a PeriodicChain."""
+    return isinstance(jacobians, (*_CHAINS, np.ndarray)) or is_on_device(jacobians)
+
+
+def length(jacobians: Any) -> int:
+    """Return the number of Jacobians, or raise if `jacobians` is no sequence of them."""
+    if isinstance(jacobians, (list, tuple, *_CHAINS)):
+        return length_of("jacobians", jacobians)
+    if isinstance(jacobians, np.ndarray) or is_on_device(jacobians):
+        if type(jacobians) is not np.ndarray and is_on_device(jacobians):
+            jacobians = on_device(jacobians, "jacobians")
+        if jacobians.ndim < 2:
+            raise InputError(
+                f"jacobians has shape {jacobians.shape}; expected (n, rows, cols) or "
+                "(n, batch, rows, cols)"
+            )
+    else:
+        _arrays.check_no_mask("jacobians", jacobians)
+        if _is_sparse(jacobians) or isinstance(jacobians, (BatchedCSR, str, bytes)):
+            raise InputTypeError(
+                f"jacobians is a {type(jacobians).__name__}; expected a sequence of Jacobians"
+            )
+        if not isinstance(jacobians, Sequence):
+            raise InputTypeError(
+                f"jacobians is a {type(jacobians).__name__}; expected a sequence such as a list, "
+                "a CSRChain, a PeriodicChain, or an array (n, rows, cols) or (n, batch, rows, cols)"
+            )
+    return length_of("jacobians", jacobians)
+
+
+def length_of(name: str, sequence: Any) -> int:
+    """Return the length that a sequence claims, or raise an error that names it."""
+    try:
+        return len(sequence)
+    except Exception as error:  # of a caller's own class
+        raise InputTypeError(f"{name} has no length: {error}") from None
+
+
+def steps_of(jacobians: Any) -> Any:
+    """Return a sequence of Jacobians as a list of its own, and what comes in one as it is.
+
+    A sequence may say one length and give another, and other steps when it is read again: a list
+    does not.
+    """
+    n = length(jacobians)
+    if is_stack(jacobians):
+        if isinstance(jacobians, np.ndarray):
+            # It is refused before there are tables for so many steps.
+            _arrays.check_array("jacobians", jacobians[:1])
+        return jacobians
+    return items_of("jacobians", jacobians, n, "steps")
+
+
+def items_of(name: str, sequence: Any, count: int, what: str) -> list[Any]:
+    """Return what an argument gives when it is iterated, if that is as much as its length says."""
+    try:
+        items = list(itertools.islice(sequence, min(count, sys.maxsize - 1) + 1))
+    except Exception as error:  # of a caller's own class
+        raise InputTypeError(f"{name} cannot be read: {error}") from None
+    if len(items) != count:
+        gave = len(items) if len(items) < count else f"more than {count}"
+        raise InputError(f"{name} gave {gave} {what}; expected {count}, its length")
+    return items
+
+
+def name_of(k: int, n: int, reverse: bool) -> str:
+    """Return what errors call the `k`-th of `n` Jacobians, which the caller may count back."""
+    return f"jacobians[{n - 1 - k if reverse else k}]"
+
+
+def check_chain(
+    patterns: Sequence[AnyStep], reverse: bool = False, name: Callable[[int], str] | None = None
+) -> Sequence[AnyStep]:
+    """Return `patterns`, or raise an error if their shapes do not chain.
+
+    `reverse` says that the caller has them in the other order, and `name` what errors call each.
+    """
+    previous = None
+    for k, pattern in enumerate(patterns):
+        if previous is not None and pattern.shape[1] != previous.shape[0]:
+            called = name or partial(name_of, n=len(patterns), reverse=reverse)
+            order = _ORDER_OF_TIME if reverse else _ORDER
+            raise InputError(
+                f"{called(k)} has shape {pattern.shape}, but {called(k - 1)} has "
+                f"{previous.shape[0]} rows; expected (·, {previous.shape[0]}): {order}"
+            )
+        previous = pattern
+    return patterns
+
+
+# -- One Jacobian ----------------------------------------------------------------------------------
+
+
+def _is_sparse(matrix: Any) -> bool:
+    """Return whether a matrix is one of SciPy's or CuPy's sparse formats."""
+    return sp.issparse(matrix) or str(type(matrix).__module__).startswith("cupyx.scipy.sparse")
+
+
+def split(name: str, jacobian: Any, expected: Pattern | None) -> tuple[Pattern, Any]:
+    """Return pattern and values, shape ``(nnz,)`` or ``(batch, nnz)``, of one Jacobian."""
+    if type(jacobian) is np.ndarray:
+        return split_dense(name, jacobian, 0, expected)
+    if isinstance(jacobian, (*ONE_STEP, FactorWeights)):
+        pattern, values = jacobian.pattern, jacobian.read()
+    elif _is_sparse(jacobian) and jacobian.format == "csr":
+        pattern, values = _split_csr(name, jacobian)
+    elif isinstance(jacobian, Pattern):
+        raise InputTypeError(f"{name} is a Pattern, which has no values; expected a Jacobian")
+    elif _is_sparse(jacobian):
+        raise InputTypeError(
+            f"{name} is a {type(jacobian).__name__}; expected CSR: convert it with .tocsr()"
+        )
+    elif isinstance(jacobian, (ImplicitStep, ImplicitPattern)):
+        kind = type(jacobian).__name__
+        article = "an" if kind.startswith("I") else "a"
+        raise InputTypeError(f"{name} is {article} {kind}; expected an explicit Jacobian here")
+    elif isinstance(jacobian, _CHAINS):
+        raise InputTypeError(f"{name} is a {type(jacobian).__name__}; expected one Jacobian")
+    else:
+        return split_dense(name, jacobian, 0, expected)
+    if expected is not None and pattern is not expected:
+        raise mismatch(name, expected, str(pattern))
+    return pattern, values
+
+
+def split_dense(
+    name: str, jacobian: Any, steps: int, expected: Pattern | None
+) -> tuple[Pattern, Any]:
+    """Return pattern and values of a dense array, or of values of an expected pattern.
+
+    `steps` is 1 if the array has a leading axis for the steps of a chain, else 0.
+    """
+    array = read_array(name, jacobian)
+    shape = array.shape
+    leading = "(n, " if steps else "("
+    if expected is not None:
+        is_full = expected.nnz == expected.shape[0] * expected.shape[1]
+        if is_full and array.ndim in (steps + 2, steps + 3) and shape[-2:] == expected.shape:
+            return expected, _flat(name, array, expected.nnz)
+        if array.ndim in (steps + 1, steps + 2) and shape[-1] == expected.nnz:
+            return expected, array
+        raise mismatch(
+            name,
+            expected,
+            f"an array of shape {shape}; values have shape {leading}nnz) or {leading}batch, nnz)",
+        )
+    if array.ndim not in (steps + 2, steps + 3):
+        raise InputError(
+            f"{name} has shape {shape}; expected {leading}rows, cols) or {leading}batch, rows, "
+            "cols)"
+        )
+    pattern = Pattern.dense(shape[-2:])
+    return pattern, _flat(name, array, pattern.nnz)
+
+
+def _flat(name: str, array: Any, nnz: int) -> Any:
+    """Return values with one axis for rows and columns; a view wherever one can be."""
+    shape = (*array.shape[:-2], nnz)
+    if type(array) is not np.ndarray:
+        if array.flags.c_contiguous:
+            return array.reshape(shape)
+        # It may be a copy.
+        with _arrays.beside(array):
+            return array.reshape(shape)
+    (rows, cols), (row, entry) = array.shape[-2:], array.strides[-2:]
+    if row != entry * cols and rows > 1 and cols > 1:
+        array = copied(name, array, array.dtype)
+    return array.reshape(shape)
+
+
+def _split_csr(name: str, jacobian: Any) -> tuple[Pattern, Any]:
+    shape = check_shape(name, jacobian.shape)
+    order = canonical_order(name, jacobian.indptr, jacobian.indices, shape)
+    values = read_array(name, jacobian.data)
+    if values.shape != (order.size,):
+        raise InputError(
+            f"{name} has data of shape {values.shape}; expected {(order.size,)}, as its indices"
+        )
+    return order.pattern, order.values(values)
+
+
+def mismatch(name: str, expected: Pattern, what: str) -> PatternMismatchError:
+    """Return the error for a Jacobian of another pattern than a plan was made for."""
+    return PatternMismatchError(f"{name} is {what}; expected {expected}, as the plan was made for")
+
+
+def copied(name: str, values: Any, dtype: np.dtype[Any]) -> Any:
+    """Return a contiguous copy, if there is memory: a view may show more than there is."""
+    if type(values) is np.ndarray:
+        _arrays.check_memory(f"a contiguous copy of {name}", values.size * dtype.itemsize)
+    return _arrays.contiguous(values, dtype)

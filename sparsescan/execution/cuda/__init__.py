@@ -1,0 +1,1 @@
+"""Runs of programs on a CUDA device."""
