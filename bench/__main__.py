@@ -1,4 +1,4 @@
-"""``python -m bench NAME``: the paper's experiments by name; ``python -m bench report``: the page.
+"""``python -m bench NAME``: an experiment by its name; ``python -m bench report``: the page.
 
 Every experiment writes a JSON file, piece by piece, and goes on where it was cut off. The report
 turns all files there are into one HTML page.
@@ -9,23 +9,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from .experiment import NAMES, RESULTS, Options, load, run
+from .experiment import NAMES, RESULTS, as_text, load, run
 
 _ROOT = Path(__file__).parent.parent
 # With tables that are made of results.
 _PAGES = _ROOT / "README.md", _ROOT / "docs" / "for-me.md"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="NAME")
     for name in NAMES:
         command = commands.add_parser(name)
         command.add_argument("--quick", action="store_true", help="small sizes: does it work?")
-        command.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-        command.add_argument("--data", type=Path, help="folder with the data set")
         command.add_argument("--only", default="", help="pieces with these words in their keys")
         command.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
     report = commands.add_parser("report")
@@ -36,11 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     if options.command != "report":
-        chosen = Options(options.quick, options.device, options.data, options.only)
         experiment = load(options.command)
-        path = run(experiment, chosen, options.output)
-        if said := experiment.summary(json.loads(path.read_text())):
-            print(said)
+        path = run(experiment, options.quick, options.output, options.only)
+        print(as_text(experiment.tables(json.loads(path.read_text()))))
         print(path)
         return 0
     from .readme import update_tables

@@ -1,4 +1,4 @@
-"""Every contender of every line of the table; a group is a line."""
+"""Every contender of every line of the table, and what a new process pays; a group is a line."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from . import contests, table1
 from .contests import OURS, Contest, Work
 from .peers import MissingPeerError
+from .startup import STARTUPS
 from .timing import fastest
 
 _CONTESTS = contests.CONTESTS + table1.CONTESTS
@@ -42,3 +43,14 @@ def test_engine(
         benchmark.pedantic(call)
     else:
         benchmark(call)
+
+
+@pytest.mark.benchmark(group="new processes, from start to end")
+@pytest.mark.parametrize("name", STARTUPS)
+def test_startup(name: str, reduced: bool, benchmark: BenchmarkFixture) -> None:
+    startup = STARTUPS[name]
+    startup.seconds()  # fills the cache of compiled kernels
+    seconds: list[float] = []
+    rounds = 1 if reduced else 5
+    benchmark.pedantic(lambda: seconds.append(startup.seconds()), rounds=rounds)
+    benchmark.extra_info.update(what=startup.what, limit=startup.limit, seconds=seconds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,27 +21,11 @@ from numpy.typing import NDArray
 from sparsescan.recurrent import Cell, TrainingStep, catalogue
 
 from . import cell_scan, peers
-from .timing import THREADS, fastest, seconds
-
-__all__ = [
-    "Case",
-    "Given",
-    "Step",
-    "fastest_scan",
-    "jax",
-    "on_one_core",
-    "ours",
-    "snntorch",
-    "torchrecurrent",
-    "xlstm",
-]
+from .timing import THREADS, fastest
 
 Array = NDArray[Any]
 
 UNROLLS = 1, 2, 4, 8, 16
-_TRIALS = 3
-# Longer turns of a loop are not tried where one takes so much longer than the best.
-_SLOWER = 1.25
 # Steps of the sequences that tell with how many threads Python's loops are faster.
 _SHORT = 100
 # Options of our cells where torchrecurrent computes something else than the paper that it cites.
@@ -129,24 +113,19 @@ class Given:
 
 def ours(given: Given) -> dict[str, Step]:
     """Return our training step, with as many threads as there are cores and with one."""
-    return {
-        f"{count} threads": partial(_ours, given, _step(given), count) for count in (THREADS, 1)
-    }
+    steps = {count: given.cell.training_step() for count in (THREADS, 1)}
+    return {f"{n} threads": partial(_ours, given, step, n) for n, step in steps.items()}
 
 
 def forward(given: Given, variant: str) -> Callable[[], Any]:
     """Return our forward pass."""
-    step, threads = _step(given), int(variant.split()[0])
+    step, threads = given.cell.training_step(), int(variant.split()[0])
 
     def call() -> Any:
         numba.config.NUMBA_NUM_THREADS = threads
         return step.forward(given.x, given.state[None])
 
     return call
-
-
-def _step(given: Given) -> TrainingStep:
-    return given.cell.training_step()
 
 
 def _ours(
@@ -163,40 +142,13 @@ def _ours(
 
 def jax(given: Given) -> dict[str, Step]:
     """Return the jitted scan of the fastest form and unroll, for two cores and for one."""
-    name, best = fastest_scan(partial(_jitted, given), UNROLLS)
+    name, best = cell_scan.fastest(partial(jitted, given), UNROLLS)
     return {name: best, f"{name}, {ONE_CORE}": best}
 
 
-def fastest_scan(make: Callable[[int, bool], Any], unrolls: Sequence[int]) -> tuple[str, Any]:
-    """Return what `make` makes of the fastest unroll and form, and its name.
-
-    Compilation takes seconds, so an unroll is the last one that is tried if it takes a quarter more
-    than the best so far.
-    """
-    made = {
-        f"unroll={unrolls[0]}{', gates in one array' * is_packed}": make(unrolls[0], is_packed)
-        for is_packed in (False, True)
-    }
-    name, best = fastest(made)
-    is_packed = name.endswith("array")
-    shortest = min(seconds(best, _TRIALS))
-    for unroll in unrolls[1:]:
-        other = make(unroll, is_packed)
-        taken = min(seconds(other, _TRIALS))
-        if taken < shortest:
-            name, best, shortest = (
-                name.replace(name.split(",")[0], f"unroll={unroll}"),
-                other,
-                taken,
-            )
-        elif taken > _SLOWER * shortest:
-            break
-    return name, best
-
-
-def _jitted(given: Given, unroll: int, is_packed: bool) -> Step:
+def jitted(given: Given, unroll: int, is_packed: bool) -> Step:
     jax = peers.load_jax()
-    run = jax.jit(cell_scan.gradients(given.cell, unroll, is_packed))
+    run = jax.jit(cell_scan.with_gradients(cell_scan.outputs(given.cell, unroll, is_packed)))
     *arrays, all_grads = jax.device_put((dict(given.cell.params), given.x, given.state, given.grad))
 
     def call(grad: Array | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ where it multiplies one vector by two matrices, these are added first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -18,14 +18,15 @@ from sparsescan.recurrent.definition import bias_name, declared
 from sparsescan.recurrent.operations import OPERATIONS, Node
 from sparsescan.recurrent.program import INPUT, topological
 
-from . import peers
-
-__all__ = ["gradients", "outputs", "with_gradients"]
+from . import peers, timing
 
 Params = Mapping[str, Any]
 # What is known when: from parameters alone, from the inputs of all steps, inside a step.
 _FIXED, _EARLY, _LATE = 0, 1, 2
 _MOST_ARGUMENTS = 3  # of an operation
+_TRIALS = 3
+# Longer turns of a loop are not tried where one takes so much longer than the best.
+_SLOWER = 1.25
 
 
 class _Product(NamedTuple):
@@ -45,10 +46,28 @@ class _Sum(NamedTuple):
     rest: list[tuple[float, Node]]
 
 
-def gradients(cell: Cell, unroll: int, is_packed: bool) -> Callable[[Params, Any, Any, Any], Any]:
-    """Return a function of parameters, inputs, first states, and gradients in all outputs.
+def fastest(make: Callable[[int, bool], Any], unrolls: Sequence[int]) -> tuple[str, Any]:
+    """Return what `make` makes of the fastest unroll and form, and its name.
 
-    It returns the outputs, and the gradients in the first three. It is to be jitted.
+    Forms are as those of :func:`outputs`. Compilation takes seconds, so an unroll is the last one
+    that is tried if it takes a quarter more than the best so far.
+    """
+    more = ", gates in one array"
+    name, best = timing.fastest({form: make(unrolls[0], form == more) for form in ("", more)})
+    is_packed, unroll = name == more, unrolls[0]
+    shortest = min(timing.seconds(best, _TRIALS))
+    for longer in unrolls[1:]:
+        other = make(longer, is_packed)
+        taken = min(timing.seconds(other, _TRIALS))
+        if taken < shortest:
+            best, shortest, unroll = other, taken, longer
+        elif taken > _SLOWER * shortest:
+            break
+    return f"unroll={unroll}{name}", best
+
+
+def outputs(cell: Cell, unroll: int, is_packed: bool) -> Callable[[Params, Any, Any], Any]:
+    """Return a function of parameters, inputs and first states, which returns the outputs.
 
     Parameters
     ----------
@@ -58,14 +77,6 @@ def gradients(cell: Cell, unroll: int, is_packed: bool) -> Callable[[Params, Any
         Steps in a turn of the loop.
     is_packed : bool
         Whether what a step adds to the gates of a matrix is one array, or one for each gate.
-    """
-    return with_gradients(outputs(cell, unroll, is_packed))
-
-
-def outputs(cell: Cell, unroll: int, is_packed: bool) -> Callable[[Params, Any, Any], Any]:
-    """Return a function of parameters, inputs and first states, as :func:`gradients` does.
-
-    It returns the outputs.
     """
     jax = peers.load_jax()
 
@@ -86,7 +97,7 @@ def outputs(cell: Cell, unroll: int, is_packed: bool) -> Callable[[Params, Any, 
 def with_gradients(
     outputs: Callable[[Params, Any, Any], Any],
 ) -> Callable[[Params, Any, Any, Any], Any]:
-    """Return a function of gradients in the outputs, too, as :func:`gradients` does."""
+    """Return a function of gradients in the outputs, too, which returns all gradients as well."""
     jax = peers.load_jax()
 
     def run(params: Params, x: Any, state: Any, grad: Any) -> Any:

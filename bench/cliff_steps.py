@@ -15,40 +15,13 @@ from numpy.typing import DTypeLike, NDArray
 
 import sparsescan
 from sparsescan import CSRChain, ImplicitChain, ImplicitPattern, Pattern
-from sparsescan.jacobians import (
-    ELU,
-    GELU,
-    Conv2d,
-    Flatten,
-    LayerNorm,
-    Linear,
-    MaxPool2d,
-    Operator,
-    ReLU,
-    Sequential,
-    Sigmoid,
-    SiLU,
-    Softmax,
-    Softplus,
-    Tanh,
-)
+from sparsescan import jacobians as layers
+from sparsescan.jacobians import Linear, ReLU, Sequential
 from sparsescan.recurrent import GRU, LSTM, RNN
 
 from . import workloads
-from .step_networks import NetworkCase
+from .networks import NetworkCase
 from .timing import Call
-
-__all__ = [
-    "AGAIN",
-    "QUICK_STEPS",
-    "RANDOM",
-    "SPECIAL",
-    "STEPS",
-    "Numbers",
-    "Passes",
-    "Step",
-    "inputs",
-]
 
 Array = NDArray[Any]
 
@@ -93,229 +66,178 @@ class Passes(NamedTuple):
     calls: dict[str, Call]
 
 
-@dataclass(frozen=True)
 class Step:
-    """A step on numbers.
+    """A step on numbers, which has a `name`.
+
+    It makes random ``numbers()``, and the calls for some, ``passes(numbers)``. Where there are
+    steps in time, ``decaying(numbers, rate)`` turns numbers into those by which an impulse decays
+    by a factor in each. Of Jacobians, ``rebased(numbers, by)`` turns them into those of the same
+    steps where each unit is as many times as large.
 
     Attributes
     ----------
-    numbers : callable
-        Make random numbers.
-    passes : callable
-        Make the calls for some numbers.
-    decaying : callable or None
-        Turn numbers into those by which an impulse decays by a factor in each step; None if there
-        are no steps in time.
     samples : int or None
         The axis of samples; None if there is one sample.
+    is_in_time : bool
+        Whether there are steps in time, which are the first axis of gradients.
     has_relu : bool
         Whether biases can switch units off.
-    rebased : callable or None
-        Turn numbers into those of the same steps where each unit is as many times as large.
+    has_units : bool
+        Whether it has Jacobians.
     """
 
-    name: str
-    numbers: Callable[[], Numbers]
-    passes: Callable[[Numbers], Passes]
-    decaying: Callable[[Numbers, float], Numbers] | None = None
-    samples: int | None = None
-    has_relu: bool = False
-    rebased: Callable[[Numbers, Array], Numbers] | None = None
+    samples: int | None
+    is_in_time = has_relu = has_units = False
 
 
-def inputs(step: Step) -> dict[str, Numbers]:
+def inputs(step: Any) -> dict[str, Numbers]:
     """Return the random numbers of a step, twice, and all special ones that make sense for it."""
     numbers = step.numbers()
-    made = {name: make(step, numbers) for name, make in SPECIAL.items()}
-    special = {name: each for name, each in made.items() if each is not None}
+    special = {
+        name: make(step, numbers) for name, (fits, make) in SPECIAL.items() if fits(step, numbers)
+    }
     return {RANDOM: numbers, AGAIN: numbers} | special
 
 
 # -- Special inputs --------------------------------------------------------------------------------
 
-
-def _scaled(arrays: dict[str, Array], factor: float) -> dict[str, Array]:
-    return {name: array * array.dtype.type(factor) for name, array in arrays.items()}
+Change = Callable[[Array], Array]
 
 
-def _filled(arrays: dict[str, Array], value: float) -> dict[str, Array]:
-    return {name: np.full_like(array, value) for name, array in arrays.items()}
+def _changed(numbers: Numbers, change: Change, *names: str) -> Numbers:
+    """Change some arrays, as far as they are there."""
+    made: dict[str, Any] = {}
+    for name in names:
+        given = getattr(numbers, name)
+        if isinstance(given, dict):
+            made[name] = {key: change(array) for key, array in given.items()}
+        elif given is not None:
+            made[name] = change(given)
+    return numbers._replace(**made)
 
 
-def _times(array: Array | None, factor: float) -> Array | None:
-    return None if array is None else array * array.dtype.type(factor)
+def _times(factor: float) -> Change:
+    return lambda array: array * array.dtype.type(factor)
 
 
-def _last_step(step: Step, numbers: Numbers) -> Numbers | None:
-    if step.decaying is None:
-        return None
-    grads = np.zeros_like(numbers.grads)
-    grads[-1] = numbers.grads[-1]
-    return numbers._replace(grads=grads)
+def _filled(value: float) -> Change:
+    return lambda array: np.full_like(array, value)
 
 
-def _few_steps(step: Step, numbers: Numbers) -> Numbers | None:
-    if step.decaying is None:
-        return None
-    grads = np.zeros_like(numbers.grads)
-    grads[::-100] = numbers.grads[::-100]
-    return numbers._replace(grads=grads)
+def _set(where: Callable[[Array], Any], value: float) -> Change:
+    """Set the entries at some places, with the signs that they have."""
+
+    def change(array: Array) -> Array:
+        array = array.copy()
+        at = where(array)
+        array[at] = np.copysign(array.dtype.type(value), array[at])
+        return array
+
+    return change
 
 
-def _one_sample(step: Step, numbers: Numbers) -> Numbers | None:
-    if step.samples is None:
-        return None
-    grads = numbers.grads.copy()
-    grads.swapaxes(0, step.samples)[1:] = 0
-    return numbers._replace(grads=grads)
+def _kept(where: Any) -> Change:
+    """Keep some entries, and zeros elsewhere."""
+
+    def change(array: Array) -> Array:
+        kept = np.zeros_like(array)
+        kept[where] = array[where]
+        return kept
+
+    return change
 
 
-def _impulse(step: Step, numbers: Numbers) -> Numbers | None:
-    if step.decaying is None:
-        return None
-    first = _IMPULSE[numbers.dtype]
-    rate = 10 ** (-_DECADES[numbers.dtype] / len(numbers.grads))
-    grads = np.zeros_like(numbers.grads)
-    grads[-1] = first
-    initial = None if numbers.initial is None else np.full_like(numbers.initial, first)
-    return step.decaying(
-        numbers._replace(
-            x=_times(numbers.x, 0),
-            initial=initial,
-            grads=grads,
-            biases=_filled(numbers.biases, 0),
-        ),
-        rate,
+def _sample(step: Step) -> tuple[Any, ...]:
+    """Return where the first sample is."""
+    assert step.samples is not None
+    return (*[slice(None)] * step.samples, 0)
+
+
+def _largest(array: Array) -> Any:
+    # No layer has pruned the largest ones.
+    return np.unravel_index(np.abs(array).argmax(), array.shape)
+
+
+def _apart(step: Step, numbers: Numbers) -> Numbers:
+    rng = np.random.default_rng(1)
+    return _changed(
+        numbers,
+        lambda array: (array * 10.0 ** rng.uniform(-12, 12, array.shape)).astype(array.dtype),
+        "weights",
     )
 
 
-def _subnormal(step: Step, numbers: Numbers) -> Numbers:
-    by = _SUBNORMAL[numbers.dtype]
-    return numbers._replace(
-        x=_times(numbers.x, by),
-        initial=_times(numbers.initial, by),
-        grads=numbers.grads * numbers.dtype.type(by),
-        biases=_filled(numbers.biases, 0),
-    )
-
-
-def _subnormal_weights(step: Step, numbers: Numbers) -> Numbers:
-    by = _SUBNORMAL[numbers.dtype]
-    weights, biases = (_scaled(each, by) for each in (numbers.weights, numbers.biases))
-    return numbers._replace(weights=weights, biases=biases)
-
-
-def _large(step: Step, numbers: Numbers) -> Numbers | None:
-    return None if numbers.x is None else numbers._replace(x=_times(numbers.x, 1e3))
-
-
-def _relus_off(step: Step, numbers: Numbers) -> Numbers | None:
-    return numbers._replace(biases=_filled(numbers.biases, -100)) if step.has_relu else None
-
-
-def _large_weights(step: Step, numbers: Numbers) -> Numbers:
-    return numbers._replace(weights=_scaled(numbers.weights, 1e3))
-
-
-def _spread(step: Step, numbers: Numbers) -> Numbers:
-    rng, weights = np.random.default_rng(1), {}
-    for name, array in numbers.weights.items():
-        factor = 10.0 ** rng.uniform(-12, 12, array.shape)
-        weights[name] = (array * factor).astype(array.dtype)
-    return numbers._replace(weights=weights)
-
-
-def _units_apart(step: Step, numbers: Numbers) -> Numbers | None:
-    if step.rebased is None:
-        return None
+def _units_apart(step: Step, numbers: Numbers) -> Numbers:
     by = 10.0 ** np.random.default_rng(1).uniform(-12, 12, numbers.grads.shape[-1])
     grads = (numbers.grads * by).astype(numbers.dtype)
     return step.rebased(numbers._replace(grads=grads), by)
 
 
-def _overflowing(step: Step, numbers: Numbers) -> Numbers:
-    most = np.finfo(numbers.dtype).max
-    return numbers._replace(
-        weights={
-            name: array / np.abs(array).max() * (0.9 * most)
-            for name, array in numbers.weights.items()
-        }
-    )
+def _impulse(step: Step, numbers: Numbers) -> Numbers:
+    first = _IMPULSE[numbers.dtype]
+    rate = 10 ** (-_DECADES[numbers.dtype] / len(numbers.grads))
+    numbers = _changed(numbers, _filled(0), "x", "grads", "biases")
+    numbers = _changed(numbers, _filled(first), "initial")
+    numbers.grads[-1] = first
+    return step.decaying(numbers, rate)
 
 
-def _nan_sample(step: Step, numbers: Numbers) -> Numbers | None:
-    if step.samples is None:
-        return None
-    x, grads = (None if array is None else array.copy() for array in (numbers.x, numbers.grads))
-    if x is not None:
-        x.swapaxes(0, step.samples)[0] = np.nan
-    assert grads is not None
-    grads.swapaxes(0, step.samples)[0] = np.nan
-    return numbers._replace(x=x, grads=grads)
+def _subnormal(step: Step, numbers: Numbers) -> Numbers:
+    numbers = _changed(numbers, _times(_SUBNORMAL[numbers.dtype]), "x", "initial", "grads")
+    return _changed(numbers, _filled(0), "biases")
 
 
-def _nan_weight(step: Step, numbers: Numbers) -> Numbers:
-    weights = {name: array.copy() for name, array in numbers.weights.items()}
-    for array in weights.values():
-        # No layer has pruned the largest ones.
-        array.reshape(-1)[np.abs(array).argmax()] = np.nan
-    return numbers._replace(weights=weights)
+def _overflow(step: Step, numbers: Numbers) -> Numbers:
+    most = 0.9 * np.finfo(numbers.dtype).max
+    return _changed(numbers, lambda array: array / np.abs(array).max() * most, "weights")
 
 
-def _infinite(step: Step, numbers: Numbers) -> Numbers | None:
-    if numbers.x is None:
-        return None
-    return numbers._replace(x=np.copysign(numbers.x.dtype.type(np.inf), numbers.x))
+def _in_time(step: Step, numbers: Numbers) -> bool:
+    return step.is_in_time
 
 
-def _infinite_grads(step: Step, numbers: Numbers) -> Numbers:
-    grads = numbers.grads.copy()
-    grads[-1] = np.copysign(grads.dtype.type(np.inf), grads[-1])
-    return numbers._replace(grads=grads)
+def _samples(step: Step, numbers: Numbers) -> bool:
+    return step.samples is not None
 
 
-def _zeros(step: Step, numbers: Numbers) -> Numbers:
-    return numbers._replace(
-        x=_times(numbers.x, 0),
-        initial=_times(numbers.initial, 0),
-        grads=np.zeros_like(numbers.grads),
-        biases=_filled(numbers.biases, 0),
-    )
+def _has_x(step: Step, numbers: Numbers) -> bool:
+    return numbers.x is not None
 
 
-def _zero_weights(step: Step, numbers: Numbers) -> Numbers:
-    weights, biases = (_filled(each, 0) for each in (numbers.weights, numbers.biases))
-    return numbers._replace(weights=weights, biases=biases)
+def _always(step: Step, numbers: Numbers) -> bool:
+    return True
 
 
-def _ones(step: Step, numbers: Numbers) -> Numbers:
-    x, initial = (
-        None if array is None else np.ones_like(array) for array in (numbers.x, numbers.initial)
-    )
-    weights, biases = (_filled(each, 1) for each in (numbers.weights, numbers.biases))
-    return Numbers(x, initial, np.ones_like(numbers.grads), weights, biases)
-
-
-SPECIAL: dict[str, Callable[[Step, Numbers], Numbers | None]] = {
-    "loss at the last step": _last_step,
-    "loss at a step in 100": _few_steps,
-    "loss of one sample": _one_sample,
-    "decay to subnormal": _impulse,
-    "subnormal": _subnormal,
-    "subnormal weights": _subnormal_weights,
-    "inputs × 1,000": _large,
-    "ReLUs off": _relus_off,
-    "weights × 1,000": _large_weights,
-    "weights far apart": _spread,
-    "units far apart": _units_apart,
-    "overflow": _overflowing,
-    "NaN in a sample": _nan_sample,
-    "NaN in a weight": _nan_weight,
-    "infinite inputs": _infinite,
-    "infinite gradients": _infinite_grads,
-    "zeros": _zeros,
-    "zero weights": _zero_weights,
-    "ones": _ones,
+# Whether an input makes sense for a step, and what makes it.
+SPECIAL: dict[str, tuple[Callable[[Step, Numbers], bool], Callable[[Step, Numbers], Numbers]]] = {
+    "loss at the last step": (_in_time, lambda s, n: _changed(n, _kept(-1), "grads")),
+    "loss at a step in 100": (
+        _in_time,
+        lambda s, n: _changed(n, _kept(slice(None, None, -100)), "grads"),
+    ),
+    "loss of one sample": (_samples, lambda s, n: _changed(n, _kept(_sample(s)), "grads")),
+    "decay to subnormal": (_in_time, _impulse),
+    "subnormal": (_always, _subnormal),
+    "subnormal weights": (
+        _always,
+        lambda s, n: _changed(n, _times(_SUBNORMAL[n.dtype]), "weights", "biases"),
+    ),
+    "inputs × 1,000": (_has_x, lambda s, n: _changed(n, _times(1e3), "x")),
+    "ReLUs off": (lambda s, n: s.has_relu, lambda s, n: _changed(n, _filled(-100), "biases")),
+    "weights × 1,000": (_always, lambda s, n: _changed(n, _times(1e3), "weights")),
+    "weights far apart": (_always, _apart),
+    "units far apart": (lambda s, n: s.has_units, _units_apart),
+    "overflow": (_always, _overflow),
+    "NaN in a sample": (
+        _samples,
+        lambda s, n: _changed(n, _set(lambda _: _sample(s), np.nan), "x", "grads"),
+    ),
+    "NaN in a weight": (_always, lambda s, n: _changed(n, _set(_largest, np.nan), "weights")),
+    "infinite inputs": (_has_x, lambda s, n: _changed(n, _set(lambda _: ..., np.inf), "x")),
+    "infinite gradients": (_always, lambda s, n: _changed(n, _set(lambda _: -1, np.inf), "grads")),
+    "zeros": (_always, lambda s, n: _changed(n, _filled(0), "x", "initial", "grads", "biases")),
+    "zero weights": (_always, lambda s, n: _changed(n, _filled(0), "weights", "biases")),
+    "ones": (_always, lambda s, n: _changed(n, _filled(1), *Numbers._fields)),
 }
 
 
@@ -323,7 +245,7 @@ SPECIAL: dict[str, Callable[[Step, Numbers], Numbers | None]] = {
 
 
 @dataclass(frozen=True)
-class _Recurrent:
+class _Recurrent(Step):
     """A recurrent network of one layer."""
 
     kind: str
@@ -333,18 +255,21 @@ class _Recurrent:
     dtype: DTypeLike = np.float32
     nonlinearity: Literal["tanh", "relu"] = "tanh"
 
+    is_in_time = True
+
     @property
-    def step(self) -> Step:
+    def name(self) -> str:
         kind = f"RNN({self.nonlinearity})" if self.kind == "RNN" else self.kind
         kind += "" if self.dtype is np.float32 else " in float64"
-        return Step(
-            f"{kind}, H={self.hidden}, B={self.batch}, T={self.steps:,}",
-            self.numbers,
-            self.passes,
-            self.decaying,
-            samples=1 if self.batch > 1 else None,
-            has_relu=self.nonlinearity == "relu",
-        )
+        return f"{kind}, H={self.hidden}, B={self.batch}, T={self.steps:,}"
+
+    @property
+    def samples(self) -> int | None:
+        return 1 if self.batch > 1 else None
+
+    @property
+    def has_relu(self) -> bool:
+        return self.nonlinearity == "relu"
 
     def network(self) -> Any:
         if self.kind == "RNN":
@@ -396,17 +321,15 @@ class _Recurrent:
 
 
 @dataclass(frozen=True)
-class _Layers:
+class _Layers(Step):
     """A network of layers, made once, whose parameters are set before each turn."""
 
     name: str
     make: Callable[[], Sequential]
     batch: int
 
-    @property
-    def step(self) -> Step:
-        samples = 0 if self.batch > 1 else None
-        return Step(self.name, self.numbers, self.passes, samples=samples, has_relu=True)
+    samples = 0
+    has_relu = True
 
     def numbers(self) -> Numbers:
         rng, net = np.random.default_rng(0), self.make()
@@ -424,12 +347,12 @@ class _Layers:
 
     def passes(self, numbers: Numbers) -> Passes:
         net, step = _training(self.make)
-        layers = {part.name: part.op for part in _parts(net.parts)}
+        known = {part.name: part.op for part in _parts(net.parts)}
 
         def ready() -> None:
             for name, array in (numbers.weights | numbers.biases).items():
                 layer, _, own = name.rpartition(".")
-                setattr(layers[layer], own, array)
+                setattr(known[layer], own, array)
 
         calls: dict[str, Call] = {
             "forward": lambda: step.forward(numbers.x),
@@ -475,19 +398,25 @@ def _dense() -> Sequential:
 @cache
 def _smooth() -> Sequential:
     """Return a network of the layers that the others do not have."""
-    shape, layers = (8, 14, 14), list[Operator]()
-    layers.append(Conv2d(1, 8, 3, input_shape=(1, 16, 16), rng=0))
-    layers += [kind(input_shape=shape) for kind in (ELU, GELU, SiLU, Tanh, Softplus, Sigmoid)]
-    layers += [MaxPool2d(2, input_shape=shape), Flatten(input_shape=(8, 7, 7))]
-    layers += [LayerNorm(392), Linear(392, 10, rng=0), Softmax(1, input_shape=(10,))]
-    return Sequential(layers)
+    shape = (8, 14, 14)
+    smooth = "ELU", "GELU", "SiLU", "Tanh", "Softplus", "Sigmoid"
+    return Sequential(
+        [
+            layers.Conv2d(1, 8, 3, input_shape=(1, 16, 16), rng=0),
+            *(getattr(layers, kind)(input_shape=shape) for kind in smooth),
+            layers.MaxPool2d(2, input_shape=shape),
+            layers.Flatten(input_shape=(8, 7, 7)),
+            *(layers.LayerNorm(392), Linear(392, 10, rng=0)),
+            layers.Softmax(1, input_shape=(10,)),
+        ]
+    )
 
 
 # -- Linear recurrences ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Affine:
+class _Affine(Step):
     """A linear recurrence of dense matrices or of diagonals."""
 
     steps: int
@@ -496,13 +425,13 @@ class _Affine:
     is_diagonal: bool
     dtype: DTypeLike = np.float32
 
+    samples, is_in_time = 1, True
+
     @property
-    def step(self) -> Step:
+    def name(self) -> str:
         kind = "diagonals" if self.is_diagonal else "dense matrices"
         in_dtype = "" if self.dtype is np.float32 else " in float64"
-        name = f"affine_scan, {self.steps:,} {kind} of {self.size}, B={self.batch}{in_dtype}"
-        samples = 1 if self.batch > 1 else None
-        return Step(name, self.numbers, self.passes, self.decaying, samples)
+        return f"affine_scan, {self.steps:,} {kind} of {self.size}, B={self.batch}{in_dtype}"
 
     def numbers(self) -> Numbers:
         rng = np.random.default_rng(0)
@@ -541,7 +470,7 @@ class _Affine:
 
 
 @dataclass(frozen=True)
-class _Chain:
+class _Chain(Step):
     """A scan of Jacobians, by a plan unless there is no schedule."""
 
     kind: str
@@ -551,14 +480,13 @@ class _Chain:
     schedule: str | None
     dtype: DTypeLike = np.float32
 
+    samples, is_in_time, has_units = 1, True, True
+
     @property
-    def step(self) -> Step:
+    def name(self) -> str:
         door = "exclusive_scan" if self.schedule is None else f"plan, {self.schedule}"
         in_dtype = "" if self.dtype is np.float32 else " in float64"
-        name = f"{door}, {self.steps:,} {self.kind} of {self.size}, B={self.batch}{in_dtype}"
-        return Step(
-            name, self.numbers, self.passes, self._decaying, samples=1, rebased=self._rebased
-        )
+        return f"{door}, {self.steps:,} {self.kind} of {self.size}, B={self.batch}{in_dtype}"
 
     def numbers(self) -> Numbers:
         rng = np.random.default_rng(0)
@@ -587,10 +515,15 @@ class _Chain:
         calls: dict[str, Call] = {"scan": lambda: scan(None, chain, local_grads=numbers.grads)}
         return Passes(lambda: None, calls)
 
+    @property
+    def _like(self) -> CSRChain:
+        """A chain of stencils with the pattern."""
+        return workloads.stencil(1, round(self.size**0.5), self.dtype).chain
+
     def _chain(self, weights: dict[str, Array]) -> Any:
         values = weights["values"]
         if self.kind == "stencils":
-            like = workloads.stencil(1, round(self.size**0.5), self.dtype).chain
+            like = self._like
             return CSRChain(values, like.indices, like.indptr, like.shape)
         if self.kind == "dense steps":
             return values
@@ -599,18 +532,18 @@ class _Chain:
         )
         return ImplicitChain([values, weights["shared"].ravel()], pattern)
 
-    def _decaying(self, numbers: Numbers, rate: float) -> Numbers:
+    def decaying(self, numbers: Numbers, rate: float) -> Numbers:
         weights = dict(numbers.weights)
         name = "shared" if "shared" in weights else "values"
         weights[name] = weights[name] * numbers.dtype.type(rate)
         return numbers._replace(weights=weights)
 
-    def _rebased(self, numbers: Numbers, by: Array) -> Numbers:
+    def rebased(self, numbers: Numbers, by: Array) -> Numbers:
         """Multiply rows of each Jacobian, and divide columns."""
         weights = dict(numbers.weights)
         name = "shared" if "shared" in weights else "values"
         if self.kind == "stencils":
-            like = workloads.stencil(1, round(self.size**0.5), self.dtype).chain
+            like = self._like
             factor = np.repeat(by, np.diff(like.indptr)) / by[like.indices]
         else:
             factor = by[:, None] / by
@@ -621,7 +554,7 @@ class _Chain:
 # -- All -------------------------------------------------------------------------------------------
 
 STEPS: dict[str, Step] = {
-    each.step.name: each.step
+    each.name: each
     for each in (
         _Recurrent("RNN", 20, 16),
         _Recurrent("RNN", 20, 16, nonlinearity="relu"),
@@ -656,7 +589,7 @@ STEPS: dict[str, Step] = {
 }
 # The steps of a quick run.
 QUICK_STEPS: dict[str, Step] = {
-    each.step.name: each.step
+    each.name: each
     for each in (
         _Recurrent("RNN", 20, 16, 200, nonlinearity="relu"),
         _Recurrent("GRU", 20, 1, 200),

@@ -15,12 +15,9 @@ from typing import NamedTuple
 
 from sparsescan.torch.calibrate import keep_memory
 
-from . import machine
 from .cliff_steps import AGAIN, QUICK_STEPS, RANDOM, SPECIAL, STEPS, Passes, Step, inputs
-from .experiment import Experiment, Options, Piece, Results, Table, cpu_only
-from .turns import quiet
-
-__all__ = ["EXPERIMENT", "LIMIT", "Cell", "cells", "measure", "summary"]
+from .experiment import Experiment, Piece, Results, Table
+from .timing import counting, take_rounds, that_count
 
 # Ratios above which there is a cliff, and above which an input is timed in as many turns again.
 LIMIT, _DOUBTFUL = 1.5, 1.3
@@ -46,7 +43,7 @@ class Cell(NamedTuple):
 # -- Measuring -------------------------------------------------------------------------------------
 
 
-def measure(step: Step, *, quick: bool) -> Results:
+def measure(step: Step, quick: bool) -> Results:
     """Time all passes of a step on all inputs, which take turns.
 
     Returns
@@ -59,30 +56,27 @@ def measure(step: Step, *, quick: bool) -> Results:
     passes = {name: step.passes(numbers) for name, numbers in inputs(step).items()}
     rounds, turn = (_QUICK_ROUNDS, _QUICK_TURN) if quick else (_ROUNDS, _TURN)
     taken: Seconds = {name: {call: [] for call in each.calls} for name, each in passes.items()}
-    others: list[float] = []
     for each in passes.values():
         _turn(each, 0)  # memory is taken, and kernels are compiled
-    _take_turns(passes, taken, others, rounds, turn)
-    counted = _counted(others)
+    used = _take_turns(passes, taken, rounds, turn)
+    counted = that_count(used)
     doubtful = {name for name in taken if max(_ratios(taken, name, counted).values()) > _DOUBTFUL}
     if doubtful:
         again = {name: each for name, each in passes.items() if name in doubtful | {RANDOM}}
-        _take_turns(again, taken, others, rounds, turn)
-    return {"seconds": taken, "cores_others_used": others}
+        used += _take_turns(again, taken, rounds, turn)
+    return {"seconds": taken, "cores_others_used": used}
 
 
-def _take_turns(
-    passes: dict[str, Passes], taken: Seconds, others: list[float], rounds: int, turn: float
-) -> None:
+def _take_turns(passes: dict[str, Passes], taken: Seconds, rounds: int, turn: float) -> list[float]:
     """Add rounds, up to twice as many if other programs use the cores."""
-    before = len(others)
-    while len(others) < before + 2 * rounds and sum(quiet(others[before:])) < rounds:
-        start, others_start = time.perf_counter(), machine.others()
+
+    def take(_: list[float]) -> None:
         for name, own in taken.items():
             medians = _turn(passes[name], turn) if name in passes else {}
             for call, samples in own.items():
                 samples.append(medians.get(call))
-        others.append((machine.others() - others_start) / (time.perf_counter() - start))
+
+    return take_rounds(take, rounds, 2)
 
 
 def _turn(passes: Passes, length: float) -> dict[str, float]:
@@ -102,13 +96,7 @@ def _turn(passes: Passes, length: float) -> dict[str, float]:
     return {name: round(median(each), 9) for name, each in samples.items()}
 
 
-def _counted(others: list[float]) -> list[bool]:
-    """Return which rounds count: those in which others used no cores, as far as there are any."""
-    calm = quiet(others)
-    return calm if any(calm) else [True] * len(calm)
-
-
-def _counting(turns: list[float | None], counted: list[bool]) -> list[float | None]:
+def _of_those_that_count(turns: list[float | None], counted: list[bool]) -> list[float | None]:
     """Return the turns of rounds that count; all of them for an input that has no other ones."""
     kept = [seconds if counts else None for seconds, counts in zip(turns, counted, strict=True)]
     return kept if any(kept) else turns
@@ -119,7 +107,9 @@ def _ratios(taken: Seconds, name: str, counted: list[bool]) -> dict[str, float]:
     return {
         call: median(
             special / random
-            for special, random in zip(_counting(turns, counted), taken[RANDOM][call], strict=True)
+            for special, random in zip(
+                _of_those_that_count(turns, counted), taken[RANDOM][call], strict=True
+            )
             if special is not None and random is not None
         )
         for call, turns in taken[name].items()
@@ -129,13 +119,12 @@ def _ratios(taken: Seconds, name: str, counted: list[bool]) -> dict[str, float]:
 # -- The experiment -------------------------------------------------------------------------------
 
 
-def _pieces(options: Options) -> Iterable[Piece]:
-    cpu_only("cliffs", options)
-    for name, step in (QUICK_STEPS if options.quick else STEPS).items():
-        yield Piece(name, partial(measure, step, quick=options.quick))
+def _pieces(quick: bool) -> Iterable[Piece]:
+    for name, step in (QUICK_STEPS if quick else STEPS).items():
+        yield Piece(name, partial(measure, step, quick))
 
 
-def _about(options: Options) -> Results:
+def _about(quick: bool) -> Results:
     return {
         "ratio": "time over that on random numbers of the same shapes: the median over rounds, in "
         "which all inputs take turns; rounds in which others used the cores do not count",
@@ -161,71 +150,37 @@ def cells(results: Results) -> Iterator[Cell]:
     """Yield all ratios, in the order of the table."""
     for name, piece in results["pieces"].items():
         taken: Seconds = piece["seconds"]
-        counted = _counted(piece["cores_others_used"])
+        counted = that_count(piece["cores_others_used"])
         for call, random in taken[RANDOM].items():
             for given in taken:
                 if given != RANDOM:
                     ratio = _ratios(taken, given, counted)[call]
                     turns = random, taken[given][call]
-                    times = [_median(_counting(each, counted)) for each in turns]
+                    times = [median(counting(each, counted)) for each in turns]
                     yield Cell(f"{name}: {call}", given, ratio, *times)
 
 
-def _median(turns: list[float | None]) -> float:
-    return median(seconds for seconds in turns if seconds is not None)
-
-
-def _grid(results: Results) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and the rows of the table."""
+def _tables(results: Results) -> list[Table]:
+    """Return the table of all ratios, and that of the cliffs, the highest first."""
+    every = list(cells(results))
     rows: dict[str, dict[str, str]] = {}
-    for cell in cells(results):
+    for cell in every:
         row = rows.setdefault(cell.step, {"random, ms": f"{1e3 * cell.random:.3g}"})
         row[cell.given] = f"{cell.ratio:.2f}"
     there = {head for row in rows.values() for head in row}
     heads = [head for head in ("random, ms", AGAIN, *SPECIAL) if head in there]
-    return heads, [[name, *(row.get(head, "") for head in heads)] for name, row in rows.items()]
-
-
-def _above(results: Results) -> list[Cell]:
-    """Return the cliffs, the highest first."""
-    return sorted((cell for cell in cells(results) if cell.ratio > LIMIT), key=lambda c: -c.ratio)
-
-
-def _tables(results: Results) -> list[Table]:
-    heads, rows = _grid(results)
-    grid = [[*name.split(": "), *row] for name, *row in rows]
-    times = ["ratio", "random, ms", "special, ms"]
+    grid = [[*name.split(": "), *(row.get(h, "") for h in heads)] for name, row in rows.items()]
     above = [
         [cell.step, cell.given, f"{cell.ratio:.2f}"]
         + [f"{1e3 * seconds:.3g}" for seconds in (cell.random, cell.special)]
-        for cell in _above(results)
+        for cell in sorted(every, key=lambda cell: -cell.ratio)
+        if cell.ratio > LIMIT
     ]
+    times = ["ratio", "random, ms", "special, ms"]
     return [
         Table(["step", "pass", *heads], grid, heads),
         Table([f"above {LIMIT}", "on", *times], above, times),
     ]
 
 
-def summary(results: Results) -> str:
-    """Return the table as text, and the list of what is above the limit."""
-    heads, rows = _grid(results)
-    first = max(len(row[0]) for row in rows)
-    lines = [f"{'':{first}}" + "".join(f"{chr(97 + k):>7}" for k in range(len(heads)))]
-    lines += [f"{name:{first}}" + "".join(f"{one:>7}" for one in row) for name, *row in rows]
-    lines += ["", *(f"{chr(97 + k)}: {head}" for k, head in enumerate(heads))]
-    above = _above(results)
-    lines += ["", f"Above {LIMIT}:" if above else f"None is above {LIMIT}."]
-    lines += [f"{each.ratio:7.2f}  {each.step}, {each.given}" for each in above]
-    return "\n".join(lines)
-
-
-EXPERIMENT = Experiment(
-    name="cliffs",
-    title="Special numbers",
-    pieces=_pieces,
-    about=_about,
-    drawings=lambda results: [],
-    rows=lambda results: [],
-    tables=_tables,
-    summary=summary,
-)
+EXPERIMENT = Experiment("cliffs", "Special numbers", _pieces, _about, tables=_tables)

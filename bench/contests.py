@@ -1,14 +1,19 @@
 """The table of the engine's benchmarks: for each work, its contenders and what is required.
 
 ``pytest --benchmark-only`` and ``python -m bench.compare`` run these contests. The engine is the
-contender :data:`OURS`.
+contender :data:`OURS`. In a round each contender has a pause, in which the threads of the one
+before go to sleep, calls for as long as it takes to warm up, then some that count.
 """
 
 from __future__ import annotations
 
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain, compress
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -20,7 +25,9 @@ from sparsescan import ScanPlan
 from sparsescan.symbolic.schedule import Level, schedule_of
 
 from . import workloads
+from .machine import Cpu
 from .peers import (
+    MissingPeerError,
     jax_associative_scans,
     jax_scans,
     load_mkl,
@@ -30,13 +37,27 @@ from .peers import (
     scipy_batch_loops,
     scipy_loop,
 )
-from .timing import Call, fastest, finished
+from .timing import (
+    PAUSE,
+    Call,
+    call_for,
+    calls_in,
+    counting,
+    fastest,
+    finished,
+    seconds,
+    take_rounds,
+    that_count,
+)
 
 MakeWork = Callable[[bool], "Work"]  # from whether it is reduced
 Op = tuple[int, int, int]
 
 OURS = "sparsescan"
 ONE_SHOT = "sparsescan, one-shot"
+_WARM_UP, _SECONDS_A_TURN = 0.2, 0.1
+# How many rounds to try for one that nobody disturbs.
+_PATIENCE = 4
 
 
 class WrongResultError(AssertionError):
@@ -82,6 +103,28 @@ class Work:
         )
         return name, variants[name]
 
+    def start(
+        self, device: Any, trials: int, skipped: dict[str, str]
+    ) -> tuple[dict[str, Call], dict[str, str]]:
+        """Return the fastest calls, and their variants, of contenders that are not skipped.
+
+        A peer that fails, other than by not being there, is skipped as well; but a wrong result, or
+        a failure of ours, is an error.
+        """
+        calls: dict[str, Call] = {}
+        variants: dict[str, str] = {}
+        for contender in [name for name in self.contenders if name not in skipped]:
+            try:
+                variants[contender], calls[contender] = self.variant(contender, device, trials)
+            except MissingPeerError as missing:
+                skipped[contender] = str(missing)
+            except Exception as error:
+                if contender.startswith(OURS) or isinstance(error, WrongResultError):
+                    raise
+                traceback.print_exc()
+                skipped[contender] = f"{type(error).__name__}: {error}"[:200]
+        return calls, variants
+
     @cached_property
     def _expected(self) -> NDArray[Any]:
         if self.right is not None:
@@ -102,6 +145,61 @@ class Contest:
     work: str
     make: MakeWork
     required: Mapping[str, float | None]
+
+
+def measure(
+    contest: Contest, rounds: int, reduced: bool, patience: int = _PATIENCE
+) -> dict[str, Any]:
+    """All that the contenders took; up to `patience` times as many rounds if others disturb."""
+    work = contest.make(reduced)
+    skipped: dict[str, str] = {}
+    calls, variants = work.start(Cpu(), 1 if reduced else 5, skipped)
+    times = {name: calls_in(_SECONDS_A_TURN, Cpu(), call, 1, 100) for name, call in calls.items()}
+    samples: dict[str, list[list[float]]] = {name: [] for name in calls}
+    cores: dict[str, list[float]] = {name: [] for name in calls}
+
+    def take(_: list[float]) -> None:
+        for name, call in calls.items():
+            time.sleep(0 if reduced else PAUSE)
+            call_for(call, 0 if reduced else _WARM_UP)
+            turn, cpu = time.perf_counter(), time.process_time()
+            parts = work.repeats.get(name, 1)
+            samples[name].append([parts * taken for taken in seconds(call, times[name])])
+            cores[name].append((time.process_time() - cpu) / (time.perf_counter() - turn))
+
+    used = take_rounds(take, rounds, patience)
+    for contender, call in calls.items():
+        work.check(contender, call())  # no call may have changed what the next one reads
+    counted = that_count(used)
+    kept = {name: [*chain(*counting(turns, counted))] for name, turns in samples.items()}
+    medians = {name: median(taken) for name, taken in kept.items()}
+    ceilings = Cpu().ceilings(work.bytes, work.dtype)
+    return {
+        "name": contest.name,
+        "work": contest.work,
+        "median_seconds": medians,
+        "ratios": {
+            name: {
+                "required": required,
+                "measured": medians[name] / medians[OURS] if name in medians else None,
+                "skipped": skipped.get(name),
+            }
+            for name, required in contest.required.items()
+        },
+        "floor": {
+            "bytes": work.bytes,
+            "bytes per second": ceilings.bytes_per_second,
+            "flops": work.flops,
+            "flops per second": ceilings.flops_per_second,
+            "seconds": ceilings.seconds(work.bytes, work.flops),
+        },
+        "variants": variants,
+        "parts_of_which_one_was_timed": dict(work.repeats),
+        "cores_used": {name: median(compress(used, counted)) for name, used in cores.items()},
+        "cores_others_used": used,
+        "rounds_that_count": counted,
+        "samples_seconds": samples,
+    }
 
 
 def plan_of(jacobians: Sequence[Any], *levels: list[Op], device: str | None = None) -> ScanPlan:

@@ -6,11 +6,11 @@ A step of one layer is its forward pass, and the gradients of its input, its wei
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -19,18 +19,18 @@ from torch import nn
 from torch.nn.utils import prune
 
 from sparsescan.jacobians import Sequential, _weighted, from_torch
-from sparsescan.torch.calibrate import keep_memory
 
-from . import drawing, recurrent
+from . import drawing, races
 from .drawing import BLUE, GREEN, ORANGE, decades, legend, plain
-from .experiment import Drawing, Experiment, Options, Piece, Results, Row, cpu_only
-from .timing import PAUSE, THREADS, Call, fastest
+from .experiment import Drawing, Experiment, Piece, Results, Row
+from .peers import PYTORCH
+from .races import OURS
+from .timing import THREADS, Call
 
 Array = NDArray[Any]
 
-OURS, KEPT, ALL, PYTORCH = "sparsescan", "kept weights", "all weights", "PyTorch"
+KEPT, ALL = "kept weights", "all weights"
 _DENSITIES = 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0
-_ROUNDS, _TURN = 5, 0.05
 
 
 @dataclass(frozen=True)
@@ -65,27 +65,8 @@ LAYERS = (
 )
 
 
-@contextmanager
-def taken_as(density: float) -> Iterator[None]:
-    """Let layers be taken as dense from a density on."""
-    before = _weighted.DENSITY, _weighted.MATRIX_DENSITY
-    _weighted.DENSITY = _weighted.MATRIX_DENSITY = density
-    try:
-        yield
-    finally:
-        _weighted.DENSITY, _weighted.MATRIX_DENSITY = before
-
-
-def measure(layer: LayerCase, density: float) -> Results:
-    """Time a step as chosen, by kept weights, by all, and by PyTorch, who take turns.
-
-    Returns
-    -------
-    dict
-        The ``samples`` of each in seconds; PyTorch's fastest ``variants``; and
-        ``cores_others_used`` in each round.
-    """
-    keep_memory()
+def measure(layer: LayerCase, density: float, quick: bool) -> Results:
+    """Time a step as chosen, by kept weights, by all, and by PyTorch, who take turns."""
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
     module = layer.module()
@@ -97,18 +78,12 @@ def measure(layer: LayerCase, density: float) -> Results:
     net = Sequential(from_torch(module, layer.shape))
     x = rng.standard_normal((layer.batch, *layer.shape), np.float32)
     grad = rng.standard_normal((layer.batch, *net.output_shape), np.float32)
-    calls: dict[str, Call] = {OURS: _ours(net, x, grad)}
-    with taken_as(2):
-        calls[KEPT] = _ours(net, x, grad)
-    with taken_as(-1):
-        calls[ALL] = _ours(net, x, grad)
-    variant, calls[PYTORCH] = fastest(_theirs(theirs, x, grad))
-    samples, others = recurrent.take_turns(calls, _ROUNDS, PAUSE, _TURN)
-    return {
-        "samples": samples,
-        "variants": {PYTORCH: variant},
-        "cores_others_used": others,
-    }
+    calls = {OURS: _ours(net, x, grad)}
+    for name, bound in ((KEPT, 2), (ALL, -1)):  # layers are taken as dense from a density on
+        with mock.patch.multiple(_weighted, DENSITY=bound, MATRIX_DENSITY=bound):
+            calls[name] = _ours(net, x, grad)
+    makers = {name: lambda call=call: {"training step": call} for name, call in calls.items()}
+    return races.timed({**makers, PYTORCH: lambda: _theirs(theirs, x, grad)}, {}, quick)
 
 
 def _ours(net: Sequential, x: Array, grad: Array) -> Call:
@@ -147,15 +122,14 @@ def _key(layer: LayerCase, density: float) -> str:
     return f"{layer.name}, {density:g}"
 
 
-def _pieces(options: Options) -> Iterable[Piece]:
-    cpu_only("density", options)
-    layers, densities = (LAYERS[3:4], (0.05, 1.0)) if options.quick else (LAYERS, _DENSITIES)
+def _pieces(quick: bool) -> Iterable[Piece]:
+    layers, densities = (LAYERS[3:4], (0.05, 1.0)) if quick else (LAYERS, _DENSITIES)
     for layer in layers:
         for density in densities:
-            yield Piece(_key(layer, density), partial(measure, layer, density))
+            yield Piece(_key(layer, density), partial(measure, layer, density, quick))
 
 
-def _about(options: Options) -> Results:
+def _about(quick: bool) -> Results:
     return {
         "a step": "forward pass, and gradients of input, weight and bias; float32, no optimiser",
         "PyTorch": "zeros for pruned weights, both orders of axes, 2 threads or 1, whichever were "
@@ -214,17 +188,9 @@ def _drawings(results: Results) -> list[Drawing]:
 
 
 def _rows(results: Results) -> list[Row]:
-    return [
-        recurrent.row(f"A layer's step: {name}", piece, PYTORCH, OURS)
-        for name, piece in results["pieces"].items()
-    ]
+    return races.rows("A layer's step", races.races(results), hidden=(KEPT, ALL))
 
 
 EXPERIMENT = Experiment(
-    name="density",
-    title="Layers, by the share of weights that is kept",
-    pieces=_pieces,
-    about=_about,
-    drawings=_drawings,
-    rows=_rows,
+    "density", "Layers, by the share of weights that is kept", _pieces, _about, _drawings, _rows
 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,26 +20,19 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import sparsescan.torch
 from sparsescan import Pattern, affine_scan, affine_scan_vjp
-from sparsescan.recurrent import GRU
 
-from . import peers, step, step_networks
-from .drawing import BLUE, GREEN, ORANGE, PINK, SKY
-from .experiment import Drawing, Experiment, Options, Piece, Results, Row, cpu_only
-from .peers import FLUSHING, PYTORCH
+from . import networks, peers, races, step
+from .experiment import Drawing, Experiment, Piece, Results, Row
+from .peers import PYTORCH
+from .races import JAX, OURS
 from .timing import THREADS, Call
 
 Array = NDArray[Any]
 
-OURS, JAX = step.OURS, step.JAX
 NUMPY = "sparsescan, NumPy calls"
 ASSOCIATIVE, DOUBLING = "jax.lax.associative_scan", "PyTorch, by doubling"
-# The recurrence to which one with an impulse is compared.
-OFFSETS = "sparsescan, offsets at every step"
 # A jitted call may take 1.15 times as long as calls with NumPy's arrays.
 _AS_NUMPY = 1 / 1.15
-# An impulse may take 1.1 times as long as offsets at every step.
-_AS_OFFSETS = 1 / 1.1
-_CALLS = 2000
 
 
 # -- Modules --------------------------------------------------------------------------------------
@@ -102,7 +94,7 @@ class Module:
         makers = {OURS: partial(_trained, ours, head, loss), **pytorch}
         wanted = dict.fromkeys(pytorch, self.wanted)
         # A step of PyTorch's through packed sequences takes seconds.
-        return step.timed(makers, wanted, quick, few=self.packed)
+        return races.timed(makers, wanted, quick, few=self.packed)
 
 
 def _trained(
@@ -138,9 +130,9 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Stack:
-    """A pruned network that ``convert`` takes, as :mod:`bench.step_networks` makes it."""
+    """A pruned network that ``convert`` takes, as :mod:`bench.networks` makes it."""
 
-    case: step_networks.NetworkCase
+    case: networks.NetworkCase
 
     @property
     def name(self) -> str:
@@ -161,11 +153,11 @@ class Stack:
             OURS: partial(_trained, ours, nn.Identity(), loss),
             PYTORCH: partial(_trained, theirs, nn.Identity(), loss),
         }
-        return step.timed(makers, self.case.wanted, quick)
+        return races.timed(makers, self.case.wanted, quick)
 
 
 # Residual blocks are no stacks.
-STACKS = tuple(Stack(case) for case in step_networks.NETWORKS if case.kind in ("VGG-11", "MLP"))
+STACKS = tuple(Stack(case) for case in networks.NETWORKS if case.kind in ("VGG-11", "MLP"))
 
 
 # -- Networks in JAX ------------------------------------------------------------------------------
@@ -187,9 +179,8 @@ class Jitted:
     def measure(self, quick: bool) -> Results:
         """Return the times of values and gradients."""
         race = self.case.race()
-        assert race.jax is not None
         makers = {OURS: partial(self.ours, race), NUMPY: race.ours, JAX: race.jax}
-        return step.timed(makers, {NUMPY: _AS_NUMPY, JAX: self.case.jax}, quick)
+        return races.timed(makers, {NUMPY: _AS_NUMPY, JAX: self.case.jax}, quick)
 
     def ours(self, race: Any) -> dict[str, Call]:
         jax = peers.load_jax()
@@ -203,7 +194,7 @@ class Jitted:
         return {"jit": lambda: jax.block_until_ready(gradients(*given))}
 
 
-NETWORKS = tuple(map(Jitted, step.Case("GRU", 12, 20, 16, 1000, 1.0, 1.5).both()))
+NETWORKS = tuple(map(Jitted, step.Case("GRU", 12, 20, 16, 1000, jax=1.5).both()))
 
 
 # -- Linear recurrences ---------------------------------------------------------------------------
@@ -218,20 +209,17 @@ class Recurrence:
     batch: int
     is_diagonal: bool
     wanted: dict[str, float]
-    is_constant: bool = False
 
     @property
     def name(self) -> str:
         kind = "diagonal" if self.is_diagonal else "dense"
-        kind = f"one {kind}" if self.is_constant else kind
         return f"affine_scan, {kind} {self.size}×{self.size}, B={self.batch}, T={self.steps:,}"
 
     def arrays(self) -> tuple[Array, Array, Array, Array]:
         """Return matrices, offsets, the first state, and gradients in all states."""
         rng = np.random.default_rng(0)
         lead, own = (self.steps, self.batch), (self.size,) * (1 if self.is_diagonal else 2)
-        shape = own if self.is_constant else (*lead, *own)
-        a = rng.standard_normal(shape, np.float32) / (2 * math.sqrt(own[0]))
+        a = rng.standard_normal((*lead, *own), np.float32) / (2 * math.sqrt(own[0]))
         b, loss = (rng.standard_normal((*lead, self.size), np.float32) for _ in range(2))
         return a, b, np.zeros((self.batch, self.size), np.float32), loss
 
@@ -241,22 +229,19 @@ class Recurrence:
             OURS: self.ours,
             NUMPY: self.numpy,
             JAX: partial(self.jax, associative=False),
+            ASSOCIATIVE: partial(self.jax, associative=True),
         }
-        if not self.is_constant:
-            makers[ASSOCIATIVE] = partial(self.jax, associative=True)
-        if self.is_diagonal and not self.is_constant:
+        if self.is_diagonal:
             makers[DOUBLING] = self.doubling
-        return step.timed(makers, self.wanted, quick)
+        return races.timed(makers, self.wanted, quick)
 
     def ours(self) -> dict[str, Call]:
         jax = peers.load_jax()
         from sparsescan.jax import affine_scan as scan
 
         *given, loss = jax.device_put(self.arrays())
-        shape = self.steps, *given[0].shape
 
         def value(a: Any, b: Any, y0: Any) -> Any:
-            a = jax.numpy.broadcast_to(a, shape) if self.is_constant else a
             return (scan(a, b, y0, pattern=self._pattern) * loss).sum()
 
         gradients = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))
@@ -264,7 +249,6 @@ class Recurrence:
 
     def numpy(self) -> dict[str, Call]:
         a, b, y0, loss = self.arrays()
-        a = np.broadcast_to(a, (self.steps, *a.shape)) if self.is_constant else a
 
         def call() -> Any:
             y = affine_scan(a, b, y0, pattern=self._pattern)
@@ -298,8 +282,6 @@ class Recurrence:
                 y = apply(each[0], y) + each[1]
                 return y, y
 
-            if self.is_constant:
-                return lax.scan(lambda y, each: body(y, (a, each)), y0, b, unroll=unroll)[1]
             return lax.scan(body, y0, (a, b), unroll=unroll)[1]
 
         def variant(unroll: int) -> Call:
@@ -330,156 +312,32 @@ class Recurrence:
         return {f"{n} threads": partial(call, n) for n in (THREADS, 1)}
 
 
-def _like_a_filter(is_constant: bool) -> tuple[Recurrence, ...]:
-    sizes = (2000, 16, 4), (1000, 64, 16), (20_000, 64, 1)
-    wanted = (
-        {JAX: 1.5} if is_constant else {JAX: 1.5, NUMPY: _AS_NUMPY, ASSOCIATIVE: 1, DOUBLING: 1}
-    )
-    return tuple(Recurrence(*each, True, wanted, is_constant) for each in sizes)
-
-
+_FILTER = {JAX: 1.5, NUMPY: _AS_NUMPY, ASSOCIATIVE: 1, DOUBLING: 1}
+_LONG = {JAX: 1, ASSOCIATIVE: 1, DOUBLING: 1}
 RECURRENCES = (
     Recurrence(1000, 20, 16, False, {JAX: 1.5, NUMPY: _AS_NUMPY, ASSOCIATIVE: 10}),
-    *_like_a_filter(is_constant=False),
-    *_like_a_filter(is_constant=True),
-    Recurrence(100_000, 1, 1, True, {JAX: 1, ASSOCIATIVE: 1, DOUBLING: 1}),
-    Recurrence(100_000, 64, 1, True, {JAX: 1, ASSOCIATIVE: 1, DOUBLING: 1}),
+    Recurrence(2000, 16, 4, True, _FILTER),
+    Recurrence(1000, 64, 16, True, _FILTER),
+    Recurrence(20_000, 64, 1, True, _FILTER),
+    Recurrence(100_000, 1, 1, True, _LONG),
+    Recurrence(100_000, 64, 1, True, _LONG),
 )
-
-
-@dataclass(frozen=True)
-class Impulse:
-    """A linear recurrence whose states decay from the first offset past all normal numbers."""
-
-    steps: int
-    size: int
-    dtype: str
-
-    @property
-    def name(self) -> str:
-        size = f"diagonal {self.size}×{self.size}"
-        return f"affine_scan, a decaying impulse, {size}, B=1, T={self.steps:,}, {self.dtype}"
-
-    def arrays(self) -> tuple[Array, Array, Array]:
-        """Return diagonals, random offsets, and those of which all but the first are zero."""
-        rng, shape = np.random.default_rng(0), (self.steps, 1, self.size)
-        decay = rng.uniform(0.9, 0.99, shape)
-        # The smallest normal number of float64 is near the eighth power of float32's.
-        decay = decay**8 if self.dtype == "float64" else decay
-        a = (decay * rng.choice([-1, 1], shape)).astype(self.dtype)
-        b = rng.standard_normal(shape).astype(self.dtype)
-        impulse = np.zeros_like(b)
-        impulse[0] = b[0]
-        return a, b, impulse
-
-    def measure(self, quick: bool) -> Results:
-        """Return the times of the states, from an impulse and from offsets at every step."""
-        a, b, impulse = self.arrays()
-        pattern = Pattern.diagonal(self.size)
-        makers: dict[str, peers.Variants] = {
-            OURS: lambda: {"NumPy": partial(affine_scan, a, impulse, pattern=pattern)},
-            OFFSETS: lambda: {"NumPy": partial(affine_scan, a, b, pattern=pattern)},
-        }
-        return step.timed(makers, {OFFSETS: _AS_OFFSETS}, quick)
-
-
-IMPULSES = tuple(Impulse(5000, 1024, dtype) for dtype in ("float32", "float64"))
-
-
-# -- The operator ---------------------------------------------------------------------------------
-
-
-class _Empty(torch.autograd.Function):
-    """A function of tensors that computes nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*params)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, *(torch.empty_like(param) for param in ctx.saved_tensors))
-
-
-def measure_overhead(calls: int) -> Results:
-    """Time a tiny network by the module, by the operator of a compiled graph, and by the step.
-
-    Beside the step, the module takes time for PyTorch's graph, and for the way from tensors to
-    arrays and back; the operator also for PyTorch's dispatcher.
-
-    Returns
-    -------
-    dict
-        ``seconds`` of a call without a graph, and ``seconds_with_gradients`` of one with the
-        gradients in the parameters, where a function of these tensors that computes nothing is a
-        peer: alone, and in turns with the step, as a training step calls both.
-    """
-    net = sparsescan.torch.GRU(3, 4)
-    x, params = torch.randn(2, 1, 3), list(net.parameters())
-    array, grad = x.numpy(), torch.ones(2, 1, 4)
-    step, above = GRU(3, 4).training_step(), grad.numpy()
-    about: tuple[Any, ...] = (x, None, None, params, [], net.mode, 4, 1, True, False)
-    operators = torch.ops.sparsescan
-
-    def gradients(output: torch.Tensor) -> None:
-        torch.autograd.grad(output, params, grad)
-
-    def run_step() -> None:
-        step.forward(array)
-        step.backward(above, needs_input_grad=False)
-
-    def run_empty() -> None:
-        gradients(_Empty.apply(grad, *params))
-
-    with torch.no_grad():
-        alone = {
-            "module": _each(lambda: net(x), calls),
-            "operator": _each(lambda: operators.recurrent_forward(*about, False), calls),
-            "training step": _each(lambda: step.forward(array), calls),
-        }
-    both = {
-        "module": _each(lambda: gradients(net(x)[0]), calls),
-        "operator": _each(lambda: gradients(operators.recurrent(*about, True)[0]), calls),
-        "training step": _each(run_step, calls),
-        "empty function": _each(run_empty, calls),
-        "training step, then empty function": _each(lambda: (run_step(), run_empty()), calls),
-    }
-    return {"seconds": alone, "seconds_with_gradients": both}
-
-
-def _each(call: Call, times: int) -> float:
-    for _ in range(times // 10):
-        call()
-    samples = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(times // 5):
-            call()
-        samples.append((time.perf_counter() - start) / (times // 5))
-    return float(np.median(samples))
 
 
 # -- The experiment -------------------------------------------------------------------------------
 
 
-def _pieces(options: Options) -> Iterable[Piece]:
-    cpu_only("doors", options)
-    quick = *MODULES[:2], RECURRENCES[0], IMPULSES[0]
-    every = *MODULES, *STACKS, *NETWORKS, *RECURRENCES, *IMPULSES
-    for case in quick if options.quick else every:
-        yield Piece(case.name, partial(case.measure, options.quick))
-    calls = _CALLS // 10 if options.quick else _CALLS
-    yield Piece("overhead of a call", partial(measure_overhead, calls))
+def _pieces(quick: bool) -> Iterable[Piece]:
+    few = *MODULES[:2], RECURRENCES[0]
+    for case in few if quick else (*MODULES, *STACKS, *NETWORKS, *RECURRENCES):
+        yield Piece(case.name, partial(case.measure, quick))
 
 
-def _about(options: Options) -> Results:
+def _about(quick: bool) -> Results:
     return {
         "a step": "of modules of PyTorch: forward pass, a loss, backward pass and Adam; in JAX: a "
         "loss, and its gradients in all that enters; of recurrent networks the loss is one of all "
         "outputs or of the last one; float32",
-        "an impulse": "affine_scan alone, called with NumPy's arrays: offsets of zero but in the "
-        "first step, beside offsets at every step",
         "PyTorch": "for both the faster of 2 threads or 1, and of Adam or fused Adam; masks prune; "
         "recurrent networks with torch.set_flush_denormal and without, and if the loss is at the "
         "last step, a ratio is to the faster and both are in a table",
@@ -488,22 +346,19 @@ def _about(options: Options) -> Results:
 
 
 def _rows(results: Results) -> list[Row]:
-    contenders = PYTORCH, FLUSHING, JAX, NUMPY, ASSOCIATIVE, DOUBLING, OFFSETS
-    return step.rows("Front door", results, contenders)
+    return races.rows("Front door", races.races(results))
 
 
 def _drawings(results: Results) -> list[Drawing]:
-    colors = {PYTORCH: BLUE, FLUSHING: SKY, JAX: GREEN, NUMPY: "grey"}
-    colors |= {ASSOCIATIVE: ORANGE, DOUBLING: "black", OFFSETS: PINK}
-    return step.draw_races("Front doors", step.races(results), colors)
+    return races.draw("Front doors", races.races(results))
 
 
 EXPERIMENT = Experiment(
-    name="doors",
-    title="Front doors: modules of PyTorch, networks and linear recurrences of JAX",
-    pieces=_pieces,
-    about=_about,
-    drawings=_drawings,
-    rows=_rows,
-    tables=step.in_both_modes,
+    "doors",
+    "Front doors: modules of PyTorch, networks and linear recurrences of JAX",
+    _pieces,
+    _about,
+    _drawings,
+    _rows,
+    races.in_both_modes,
 )

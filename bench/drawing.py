@@ -90,13 +90,6 @@ def plot_with_spread(axes: Axes, points: Mapping[Any, Spread], **style: Any) -> 
         axes.errorbar(list(points), middle, bars, **{"capsize": 2} | style)
 
 
-def bar(axes: Axes, y: float, samples: ArrayLike, unit: float, middle: float) -> None:
-    """Draw a row: a dot at the middle, and a pale bar for the middle half of the samples."""
-    low, _, high = quartiles(samples, unit)
-    axes.hlines(y, low, high, color=BLUE, lw=5, alpha=0.3, zorder=1)
-    axes.plot(middle, y, "o", color=BLUE, ms=4.5)
-
-
 def legend(
     figure: Figure,
     axes: Iterable[Axes],

@@ -1,4 +1,4 @@
-"""The frame of all experiments: options, and results that outlive a run that is cut off.
+"""The frame of all experiments: results that outlive a run that is cut off.
 
 An experiment is a list of *pieces*, such as one sequence length each. Measurements of a piece are
 written at once; a run by the same commit on the same device goes on after the last one.
@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +26,12 @@ Results = dict[str, Any]
 # The module of each has an Experiment called EXPERIMENT; imported when it is asked for, since one
 # does not need the peers of another.
 NAMES = (
-    "step",
-    "doors",
-    "density",
-    "rnn",
-    "gru",
-    "vgg11",
-    "retrain",
-    "lenet5",
-    "table1",
-    "scaling",
-    "pipeline",
-    "strategies",
-    "published",
-    "traffic",
-    "cliffs",
-    "cells",
-    "map",
-    "onnx",
-    "ppo",
-    "wide",
+    *("step", "doors", "density", "rnn", "gru", "vgg11", "lenet5", "table1", "scaling", "pipeline"),
+    *("strategies", "published", "cliffs", "cells", "map", "onnx", "ppo", "wide"),
+    *("grid", "memory", "intrinsics"),
 )
-
-
-@dataclass(frozen=True)
-class Options:
-    """The user's choices."""
-
-    quick: bool  # small sizes, to see that it works
-    device: str  # "cpu" or "cuda"
-    data: Path | None = None  # a folder with the data set, where there is one to be had
-    only: str = ""  # words that the keys of pieces have; a later run without them does the rest
+# Columns of text beyond which heads are letters, with a legend.
+_WIDE = 180
 
 
 @dataclass(frozen=True)
@@ -101,32 +77,38 @@ class Table:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment that the command line runs by its name."""
+    """An experiment that the command line runs by its name.
+
+    Pieces, and what holds for all of them, are those of a quick run or of a full one; making them
+    measures nothing. All that is shown is made from a file of however many pieces.
+    """
 
     name: str
     title: str
-    pieces: Callable[[Options], Iterable[Piece]]  # making them measures nothing
-    about: Callable[[Options], Results]  # what holds for all: sizes, settings, data
-    drawings: Callable[[Results], list[Drawing]]  # from a file of however many pieces
-    rows: Callable[[Results], list[Row]]
+    pieces: Callable[[bool], Iterable[Piece]]
+    about: Callable[[bool], Results]
+    drawings: Callable[[Results], list[Drawing]] = lambda results: []
+    rows: Callable[[Results], list[Row]] = lambda results: []
     tables: Callable[[Results], list[Table]] = lambda results: []
-    summary: Callable[[Results], str] = lambda results: ""  # that the command line prints
 
 
 def as_text(tables: Iterable[Table]) -> str:
     """Return tables as text, with a blank line after each; a first cell stands there once."""
     lines = []
     for table in tables:
-        groups = [None, *(row[0] for row in table.rows)]
-        cells = [table.heads]
-        cells += [
-            ["" if row[0] == before else row[0], *row[1:]]
-            for before, row in zip(groups, table.rows, strict=False)
+        firsts = [None, *(row[0] for row in table.rows)]
+        rows = [
+            ["" if here == before else here, *row[1:]]
+            for row, (before, here) in zip(table.rows, pairwise(firsts), strict=True)
         ]
-        widths = [max(len(row[k]) for row in cells) for k in range(len(table.heads))]
+        heads = table.heads
+        if sum(max(map(len, column)) for column in zip(heads, *rows, strict=True)) > _WIDE:
+            heads = [chr(97 + k) if h in table.numbers else h for k, h in enumerate(heads)]
+        cells = [heads, *rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         lines += [
-            "  ".join(each.ljust(w) for each, w in zip(row, widths, strict=True)).rstrip()
-            for row in cells
+            f"{new}: {old}" for new, old in zip(heads, table.heads, strict=True) if new != old
         ]
         lines.append("")
     return "\n".join(lines)
@@ -138,41 +120,26 @@ def load(name: str) -> Experiment:
     return experiment
 
 
-def cpu_only(name: str, options: Options, why: str = "") -> None:
-    """Refuse to run on a GPU."""
-    if options.device != "cpu":
-        raise SystemExit(f"{name} is of the CPU{why}: run it without --device")
+def run(experiment: Experiment, quick: bool, folder: Path, only: str = "") -> Path:
+    """Measure what has not been measured yet, of pieces with some words in their keys.
 
-
-def run(experiment: Experiment, options: Options, folder: Path) -> Path:
-    """Measure what has not been measured yet; the file with everything.
-
-    The keys of the file: `experiment`, `title`, `quick`, `data`, `about`, `pieces` by their keys,
-    `done`; and `commit`, `dirty`, `date`, `command`, `device`, `versions` as of all results.
+    The keys of the file: `experiment`, `title`, `quick`, `about`, `pieces` by their keys, `done`;
+    and `commit`, `dirty`, `date`, `command`, `device`, `versions` as of all results.
     """
     machine.pin()
     commit = machine.commit()
-    gpu = machine.describe_gpu() if options.device == "cuda" else None
-    head, device = machine.head("bench", commit, gpu)
-    name = machine.file_name(experiment.name + "-quick" * options.quick, device, commit)
-    data = str(options.data) if options.data else None
-    path, kept = _cut_off(folder, name, data) or (folder / name, {})
+    head, device = machine.head("bench", commit)
+    name = machine.file_name(experiment.name + "-quick" * quick, device, commit)
+    path, kept = _cut_off(folder, name) or (folder / name, {})
     if kept:
         print(f"going on with {path.name}, which has {len(kept)} pieces", file=sys.stderr)
-    results = head | {
-        "experiment": experiment.name,
-        "title": experiment.title,
-        "quick": options.quick,
-        "data": data,
-        "about": experiment.about(options),
-        "pieces": kept,
-        "done": False,
-    }
-    pieces = list(experiment.pieces(options))
-    words = re.compile(rf"(?<!\w){re.escape(options.only)}(?!\w)" if options.only else "")
+    pieces = list(experiment.pieces(quick))
+    words = re.compile(rf"(?<!\w){re.escape(only)}(?!\w)" if only else "")
     chosen = [piece for piece in pieces if words.search(piece.key)]
     if not chosen:
-        raise SystemExit(f"{experiment.name} has no piece with {options.only!r} in its key")
+        raise SystemExit(f"{experiment.name} has no piece with {only!r} in its key")
+    about = {"experiment": experiment.name, "title": experiment.title, "quick": quick}
+    results = head | about | {"about": experiment.about(quick), "pieces": kept, "done": False}
     progress = tqdm(chosen, unit=" pieces", desc=experiment.name)
     for piece in progress:
         progress.set_postfix_str(piece.key)
@@ -183,12 +150,12 @@ def run(experiment: Experiment, options: Options, folder: Path) -> Path:
     return path
 
 
-def _cut_off(folder: Path, name: str, data: str | None) -> tuple[Path, Results] | None:
-    """Return a file of the same data, whatever its date, that is not done; and its pieces."""
+def _cut_off(folder: Path, name: str) -> tuple[Path, Results] | None:
+    """Return a file of this name, whatever its date, that is not done; and its pieces."""
     names = re.sub(r"-\d{4}-\d\d-\d\d-", "-????-??-??-", name)
     for path in sorted(folder.glob(names), reverse=True):
         results = json.loads(path.read_text())
-        if not results["done"] and results["data"] == data:
+        if not results["done"]:
             return path, results["pieces"]
     return None
 

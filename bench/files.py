@@ -10,14 +10,14 @@ from pathlib import Path
 from .experiment import NAMES, Results
 
 # Results that are no experiment's, by a key that only they have.
-_KEYS = {
-    "engine": "engine",
-    "chains": "grid",
-    "cases": "memory",
-    "races": "gpu",
-    "intrinsics": "intrinsics",
-}
+_KEYS = {"engine": "engine", "races": "gpu"}
 OTHERS = tuple(_KEYS.values())
+# Experiments whose files had keys of their own, and what names their pieces there.
+_FORMER = {
+    "chains": ("grid", ""),
+    "cases": ("memory", "chain"),
+    "intrinsics": ("intrinsics", "name"),
+}
 # The calls that a run on a GPU may be cut into: together they have all of its parts.
 GPU_CALLS = ("first", "second")
 _COME_FROM = ("commit", "dirty", "date", "command", "device", "versions")
@@ -77,7 +77,6 @@ class File:
             "uncommitted changes": results["dirty"],
             "quick": results.get("quick", False),
             "unfinished": not results.get("done", True),
-            "a part": self.kind in ("grid", "memory") and "--only" in results["command"],
         }
         parts = {what: ended(part) for what, part in results.get("parts", {}).items()}
         bad = [
@@ -116,7 +115,7 @@ def read(folder: Path) -> tuple[list[File], dict[str, str]]:
     files, unread = [], {}
     for path in sorted(folder.glob("*.json")):
         try:
-            results = json.loads(path.read_text())
+            results = _as_experiment(json.loads(path.read_text()))
             missing = [key for key in _COME_FROM if key not in results]
             kinds = [results.get("experiment"), *(_KEYS[key] for key in results if key in _KEYS)]
         except (ValueError, TypeError, AttributeError) as error:
@@ -132,6 +131,18 @@ def read(folder: Path) -> tuple[list[File], dict[str, str]]:
         else:
             files.append(File(path, known[0], results))
     return sorted(files, key=lambda file: (-len(file.marks), file.results["date"])), unread
+
+
+def _as_experiment(results: Results) -> Results:
+    """Return results in the form of experiments, of those that had another one."""
+    for key, (kind, name) in _FORMER.items():
+        if key in results:
+            pieces = results[key]
+            if name:
+                pieces = {f"{one[name]}{k * ' '}": one for k, one in enumerate(pieces)}
+            form = {"experiment": kind, "about": {}, "pieces": pieces}
+            return results | form | {"done": "--only" not in results["command"]}
+    return results
 
 
 def newest(files: Iterable[File]) -> dict[tuple[str, ...], File]:

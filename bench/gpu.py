@@ -24,11 +24,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from . import gpu_parts, machine, plots
+from . import gpu_parts, gpu_table, machine
+from .experiment import as_text
+from .files import ended
 from .gpu_processes import ROOT, WORKERS, Job, run_part, run_sanitizer, run_tests, stop_all
 from .gpu_races import RACES
-from .gpu_table import table, wanted
-from .plots import sweep
 
 Report = dict[str, Any]
 
@@ -73,10 +73,8 @@ SECOND = (
     Part("sweeps", 40),
     Part("level", 30),
     Part("sizes", 90),
-    Part("launches", 20),
     # The compiler may leave out barriers of a warp, and be right: what it finds need be no race.
     Part("racecheck", 60, informs=True),
-    Part("jax", 60),
 )
 PARTS = (*FIRST, *SECOND)
 CALLS = {"first": FIRST, "second": SECOND}
@@ -161,7 +159,7 @@ class Record:
             for what, each in self.reports.items()
         }
         races = all_races(self.reports)
-        results = self._about | {"parts": parts, "wanted": wanted(races), "races": races}
+        results = self._about | {"parts": parts, "wanted": gpu_table.wanted(races), "races": races}
         before = self.path
         prefix = "gpu-rehearsal" if self._about["rehearsal"] else "gpu"
         self.path = machine.write(self._folder, prefix, "bench.gpu", self._commit, results, gpu)
@@ -270,26 +268,18 @@ def _finish(record: Record) -> int:
     races = all_races(reports)
     bad = [what for what, report in reports.items() if not (report["ok"] or report["informs"])]
     try:
-        if sweep(races, "T"):
-            plots.draw(races, path.with_suffix(".png"))
+        for drawing in gpu_table.drawings(races):
+            drawing.figure.savefig(path.with_suffix(".png"), dpi=120)
     except Exception as error:
         bad.append(f"plots ({type(error).__name__}: {error})")
-    if races:
-        print(*table(races), sep="\n")
-    for report in reports.values():
-        for what, why in report.get("missing", {}).items():
-            print(f"    OPEN    not measured  {what}: {why}")
-    print("\nParts:")
-    for what, report in reports.items():
-        print(_part_line(what, report))
-    print(f"\nWritten to {path}; " + (f"FAILED: {', '.join(bad)}" if bad else "nothing failed"))
+    print(as_text(gpu_table.tables(races, reports)))
+    print(f"Written to {path}; " + (f"FAILED: {', '.join(bad)}" if bad else "nothing failed"))
     return int(bool(bad))
 
 
 def _part_line(what: str, report: Report) -> str:
-    state = "ok" if report["ok"] else "noted" if report["informs"] else "FAILED"
     seconds = report.get("seconds", 0.0)
-    return f"{what:<32} {state:<7} {seconds:>6.1f} s  {report['summary'][:200]}"
+    return f"{what:<32} {ended(report):<7} {seconds:>6.1f} s  {report['summary'][:200]}"
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,8 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 import sparsescan
-from sparsescan import (
-    BatchedCSR,
-    CSRChain,
-    ImplicitChain,
-    ImplicitPattern,
-    Pattern,
-    Schedule,
-    recurrent,
-)
+from sparsescan import BatchedCSR, CSRChain, ImplicitChain, ImplicitPattern, Pattern, Schedule
+from sparsescan import recurrent as cells
 
 from . import workloads
 
@@ -41,7 +34,7 @@ CHAINS, REPETITIONS = 200, 20
 WHOLES = ("dense stack", "CSRChain", "list")
 SCHEDULES = ("auto", "linear", "blelloch", "truncated", "chunked")
 # Few, as kernels for small dense steps are compiled for their size.
-_SIZES = (1, 3, 20, 33, 64)
+SIZES = (1, 3, 20, 33, 64)
 # Recurrent networks with weights in registers, of one lane and several; and not.
 STEPS = (
     ("RNN", 20, np.float32),
@@ -100,7 +93,7 @@ def random_chain(
             _step(draw, rng.choice(_FORMS), (sizes[k + 1], sizes[k]), lead) for k in range(n)
         ]
     else:
-        sizes = np.full(n + 1, rng.choice(_SIZES) if whole == "dense stack" else rng.integers(200))
+        sizes = np.full(n + 1, rng.choice(SIZES) if whole == "dense stack" else rng.integers(200))
         sizes += sizes == 0
         shape = sizes[0], sizes[0]
         if whole == "dense stack":
@@ -249,16 +242,18 @@ def _is_one_launch(gpu: Any, pattern: ImplicitPattern, steps: int, batch: int, c
 # -- Every family of kernels ----------------------------------------------------------------------
 
 
-def families(gpu: Any, save: Callable[[Report], None] = lambda report: None) -> Report:
-    """Run a small case of every family of kernels, beside float64 on the CPU.
+def run_cases(cases: Mapping[str, Case], save: Callable[[Report], None] = lambda _: None) -> Report:
+    """Run some cases, one after the other.
 
     Each of the ``cases`` has a ``name``, whether it is ``ok``, ``why`` not (None if it is), and its
     ``seconds``, with what is compiled. What is known is passed to `save` before and after each; the
-    one that is ``running`` is named.
+    one that is ``running`` is named, and printed: its kernels may take a tool so long that it is
+    stopped.
     """
-    cases, found = family_cases(gpu), list[Report]()
+    found: list[Report] = []
     report: Report = {"asked": len(cases), "done": 0, "running": None, "cases": found}
     for name, case in cases.items():
+        print(f"{len(found) + 1} of {len(cases)}: {name}", flush=True)
         save(report | {"running": name})
         begin = time.perf_counter()
         try:
@@ -274,7 +269,10 @@ def families(gpu: Any, save: Callable[[Report], None] = lambda report: None) -> 
 
 
 def family_cases(gpu: Any) -> dict[str, Case]:
-    """Return the cases by name, which make their data when they are called."""
+    """Return a small case of every family of kernels, beside float64 on the CPU.
+
+    Cases make their data when they are called.
+    """
     rng = np.random.default_rng(49)
     draw = _Values(rng, np.float32, positive=True)
 
@@ -307,15 +305,13 @@ def family_cases(gpu: Any) -> dict[str, Case]:
     for kind in ("RNN", "GRU", "LSTM"):
         cases[f"implicit steps of {kind}"] = chain(partial(_implicit, kind, 97, 4, 4))
         cases[f"training step of {kind}"] = partial(_step_fault, gpu, kind, _UNITS, np.float32)
-    # Of kernels that have been compiled by then.
-    cases["registers that chunks are counted by"] = partial(_registers_fault, gpu)
     return cases
 
 
 def _implicit(kind: str, steps: int, batch: int, chunks: int) -> RandomChain:
     """Return implicit steps of a cell that has read noise."""
     rng = np.random.default_rng(steps)
-    cell = getattr(recurrent, f"{kind}Cell")(_INPUTS, _UNITS, rng=rng)
+    cell = getattr(cells, f"{kind}Cell")(_INPUTS, _UNITS, rng=rng)
     x = rng.standard_normal((steps, batch, _INPUTS), np.float32)
     chain = cell.linearize(x, cell.unroll(x)[:-1]).implicit()
     grad = rng.standard_normal((batch, cell.state_size), np.float32)
@@ -357,31 +353,6 @@ def _recurrence_fault(
     return _differs(actual, exact, np.float32)
 
 
-def _registers_fault(gpu: Any) -> str | None:
-    """Return which kernels take other registers than assumed, so that other counts of blocks fit.
-
-    Only those that Numba has compiled and loaded are asked.
-    """
-    if gpu.device != "cuda":
-        return None
-    from sparsescan.execution.cuda.chunks import multiprocessors_of
-    from sparsescan.kernels.cuda.chunk_costs import registers_of
-    from sparsescan.kernels.cuda.chunks import chunk_kernels
-
-    own, bad = multiprocessors_of(gpu.xp), []
-    forms = {"dense": (_UNITS, 0, 1), "GRU": (_UNITS, 4, 1), "LSTM": (2 * _UNITS, 5, 2)}
-    for kind, (size, terms, states) in forms.items():
-        dtype = np.dtype(np.float32)
-        kernels = chunk_kernels(size, size * size, dtype, terms=terms, states=states)
-        tiles, assumed = kernels.tiles, registers_of(size, dtype.itemsize, terms, states)
-        for taken in getattr(kernels.multiply, "get_regs_per_thread", dict)().values():
-            both = taken, assumed
-            fit = {own.at_once(tiles.threads, registers, tiles.shared) for registers in both}
-            if len(fit) > 1:
-                bad.append(f"{kind}: {taken} registers, not {assumed}")
-    return "; ".join(bad) or None
-
-
 def _differs(actual: Iterable[Array], exact: Iterable[Array], dtype: Any) -> str | None:
     """Return "wrong" if an array is far from another one, at the scale of its largest entry."""
     bound, pairs = _FAR * _eps(dtype), zip(actual, exact, strict=True)
@@ -392,31 +363,8 @@ def _differs(actual: Iterable[Array], exact: Iterable[Array], dtype: Any) -> str
 # -- For compute-sanitizer ------------------------------------------------------------------------
 
 
-def sanitize(
-    gpu: Any, save: Callable[[Report], None] = lambda report: None, most: int | None = None
-) -> int:
-    """Run a few scans and training steps of each family of kernels, small; how many.
-
-    A line is printed for each before it begins, and what is known is passed to `save`: the kernels
-    of one may take a tool so long that it is stopped.
-    """
-    cases = dict(islice(sanitizer_cases(gpu).items(), most))
-    failed: list[Report] = []
-    report: Report = {"asked": len(cases), "done": 0, "running": None, "failed": failed}
-    for done, (name, run) in enumerate(cases.items()):
-        print(f"{done + 1} of {len(cases)}: {name}", flush=True)
-        save(report | {"running": name})
-        why = run()
-        if why is not None:
-            failed.append({"what": name, "why": why})
-        report["done"] = done + 1
-        save(report)
-    assert not failed, "; ".join(f"{each['what']} is {each['why']}" for each in failed)
-    return len(cases)
-
-
 def sanitizer_cases(gpu: Any) -> dict[str, Case]:
-    """Return the cases by name."""
+    """Return a few scans and training steps of each family of kernels, small."""
     cases: dict[str, Case] = {}
     for kind, steps, chunks in IMPLICIT:
         chain = _implicit(kind, steps, 2, chunks)
@@ -433,7 +381,7 @@ def sanitizer_cases(gpu: Any) -> dict[str, Case]:
 def _step_fault(gpu: Any, kind: str, units: int, dtype: Any) -> str | None:
     """Return why a training step on samples of different lengths is not what float64 gives."""
     rng = np.random.default_rng(units)
-    make = partial(getattr(recurrent, kind), _INPUTS, units, bidirectional=True)
+    make = partial(getattr(cells, kind), _INPUTS, units, bidirectional=True)
     net, wide = make(dtype=dtype, rng=rng), make(dtype=np.float64)
     given = dict(net.params)
     x = rng.standard_normal((6, 5, _INPUTS)).astype(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,44 +13,10 @@ from numpy.typing import NDArray
 
 import sparsescan
 
-from .machine import Cpu
-from .peers import load_torch
 from .timing import Call, Ceilings
 
 # Kernels for the floor and the clocks, compiled by CuPy.
-_SOURCE = r"""
-extern "C" __global__ void multiply_add(float* out, float scale, float shift, int steps) {
-    float x[8];
-    #pragma unroll
-    for (int k = 0; k < 8; k++) x[k] = threadIdx.x + k;
-    for (int i = 0; i < steps; i++) {
-        #pragma unroll
-        for (int k = 0; k < 8; k++) x[k] = fmaf(x[k], scale, shift);
-    }
-    float total = 0;
-    #pragma unroll
-    for (int k = 0; k < 8; k++) total += x[k];
-    out[blockIdx.x * blockDim.x + threadIdx.x] = total;
-}
-
-extern "C" __global__ void wait(unsigned long long nanoseconds) {
-    unsigned long long start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do {
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    } while (now - start < nanoseconds);
-}
-
-extern "C" __global__ void read(const float4* from, long long count, float* out) {
-    float total = 0;
-    long long stride = (long long)gridDim.x * blockDim.x;
-    for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride) {
-        float4 x = from[i];
-        total += x.x + x.y + x.z + x.w;
-    }
-    if (total < 0) out[0] = total;
-}
-"""
+_SOURCE = Path(__file__).with_suffix(".cu").read_text()
 _THREADS = 256
 _STEPS = 4096
 _COPIED = 1 << 30
@@ -128,14 +94,6 @@ class Cuda:
     def chain(self, chain: sparsescan.CSRChain) -> sparsescan.CSRChain:
         """Copy the values of a chain to the device."""
         return sparsescan.CSRChain.from_pattern(self.put(chain.data), chain.pattern)
-
-    def address(self, array: Any) -> int:
-        """Where the first entry of an array of CuPy lies."""
-        return int(array.data.ptr)
-
-    def stream(self) -> int:
-        """Return the current stream's handle."""
-        return int(self.xp.cuda.get_current_stream().ptr)
 
     def free(self) -> None:
         """Give memory back that no array uses."""
@@ -245,13 +203,3 @@ class Cuda:
             lambda: self._multiply_add((blocks,), (_THREADS,), arguments), 200, "device", cold=False
         )
         return 2 * 8 * _STEPS * self._sink.size / min(computing)
-
-
-@cache
-def device_of(name: str) -> Cpu | Cuda:
-    """Return the device of an experiment, where PyTorch computes in full float32, as all do."""
-    if name == "cpu":
-        return Cpu()
-    torch = load_torch()
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    return Cuda()

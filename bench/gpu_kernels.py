@@ -36,14 +36,12 @@ from sparsescan.recurrent import GRUCell, LSTMCell, RNNCell
 from sparsescan.recurrent.loops.cuda import layout_of, samples_of, sequence_kernels
 from sparsescan.recurrent.render.cuda import cuda_program
 
-from .gpu_chains import family_cases, sanitizer_cases
+from .gpu_chains import SIZES, family_cases, sanitizer_cases
 from .gpu_races import HIDDEN
 from .gpu_rehearsal import stand_in
 
 _FLOATS = np.dtype(np.float32), np.dtype(np.float64)
 _INDICES = np.dtype(np.int32), np.dtype(np.int64)
-# Of the steps of random dense stacks, in `gpu_chains`.
-_SIZES = (1, 3, 20, 33, 64)
 # Rows of slopes of a unit, and unknowns, by kind of cell.
 _CELLS = (1, 1), (4, 1), (5, 2)
 # Units of the networks whose training steps are races, and the samples of each.
@@ -86,9 +84,10 @@ def build(wanted: Sequence[Kernel], folder: Path, capability: Capability, jobs: 
     missing = [each for each in named.values() if not _is_there(each, capability, folder)]
     jobs = max(min(jobs or len(os.sched_getaffinity(0)), len(missing)), 1)
     begin = time.perf_counter()
+    gc.disable()  # collections would go through all of Numba's objects, again and again
     # Processes that are forked have the kernels, which cannot be sent.
     _missing[:] = missing
-    with _without_collections(), multiprocessing.get_context("fork").Pool(jobs) as pool:
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
         work = partial(_build_one, capability, folder)
         done = list(pool.imap_unordered(work, range(len(missing))))
     took = time.perf_counter() - begin
@@ -136,22 +135,12 @@ def without_device(capability: Capability) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Leave garbage be: collections would go through all of Numba's objects, again and again."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 # -- Which kernels --------------------------------------------------------------------------------
 
 
 def forms() -> Iterator[Kernel]:
     """Yield the kernels of the races, and of chains of all sizes that dense stacks have."""
-    for size, dtype in product(_SIZES, _FLOATS):
+    for size, dtype in product(SIZES, _FLOATS):
         yield from _of_chunks(chunk_kernels(size, size * size, dtype))
     for (terms, states), dtype in product(_CELLS, _FLOATS):
         size = HIDDEN * states

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,8 +10,7 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from .contests import OURS, Work, WrongResultError
-from .peers import MissingPeerError
+from .contests import OURS, Work
 from .timing import Call, Ceilings, calls_in, rounded
 
 ROUNDS = 3
@@ -54,11 +52,11 @@ def measure(
 ) -> dict[str, Any]:
     """Run a race; what it gave, and why contenders were skipped.
 
-    A peer that fails, other than by not being there, goes into `broken` and is not tried again.
+    A peer that fails, or is missing, goes into `broken` and is not tried again.
     Under "captures" is how often graphs of our launches were captured, or why they were not.
     """
     captured_before = _captures()
-    calls, variants, skipped = _start(race, gpu, broken)
+    calls, variants = race.start(gpu, 3, broken)
     waiting = [name for name, call in calls.items() if gpu.waits_inside(call)]
     samples = _take_turns(race, gpu, calls, rounds)
     medians = {
@@ -75,13 +73,13 @@ def measure(
         "about": dict(race.about),
         "input_bytes": race.size,
         "median_seconds": medians,
-        "ratios": [_ratio(ratio, medians, skipped) for ratio in race.ratios],
+        "ratios": [_ratio(ratio, medians, broken) for ratio in race.ratios],
         "floors": {name: _floor(*work, medians, ceilings) for name, work in floors.items()},
         "variants": variants,
         "waits_inside": waiting,
         "captures": dict(captures),
         "notes": notes,
-        "skipped": {name: reason for name, reason in skipped.items() if name in race.contenders},
+        "skipped": {name: reason for name, reason in broken.items() if name in race.contenders},
         "samples_seconds": samples,
     }
 
@@ -90,28 +88,6 @@ def _captures() -> Counter[str]:
     """Return how captures of our launches have ended so far, in any workspace on a device."""
     engine = sys.modules.get("sparsescan.execution.cuda.workspace")
     return Counter() if engine is None else Counter(engine.DeviceWorkspace.captures)
-
-
-def _start(
-    race: Race, gpu: Any, broken: dict[str, str]
-) -> tuple[dict[str, Call], dict[str, str], dict[str, str]]:
-    """Return the calls and variants of the contenders that are there, and why others are not."""
-    calls: dict[str, Call] = {}
-    variants: dict[str, str] = {}
-    skipped = dict(broken)
-    for contender in race.contenders:
-        if contender in broken:
-            continue
-        try:
-            variants[contender], calls[contender] = race.variant(contender, gpu, trials=3)
-        except MissingPeerError as missing:
-            skipped[contender] = str(missing)
-        except Exception as error:
-            if contender.startswith(OURS) or isinstance(error, WrongResultError):
-                raise
-            traceback.print_exc()
-            broken[contender] = skipped[contender] = f"{type(error).__name__}: {error}"[:200]
-    return calls, variants, skipped
 
 
 def _take_turns(

@@ -11,20 +11,19 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import distributions
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from sparsescan.kernels.cuda import machine_code
 
 from . import machine
-from .gpu_chains import chained, families, repeat, sanitize
+from .gpu_chains import chained, family_cases, repeat, run_cases, sanitizer_cases
 from .gpu_measure import measure
-from .gpu_preflight import preflight, versions
+from .gpu_preflight import preflight
 from .gpu_processes import find_sanitizer, toolkit_variables
 from .gpu_races import RACES, reduced
 from .peers import MissingPeerError
-
-__all__ = ["CHECKS", "NAMES", "run"]
 
 Report = dict[str, Any]
 Save = Callable[[Report], None]
@@ -48,7 +47,7 @@ def run(name: str, file: Path, rehearsed: bool = False) -> None:
 
         cupy.cuda.set_allocator(None)  # or an access past an array stays within the pool
     about = machine.describe_gpu()
-    print(versions(about), flush=True)
+    print(about, flush=True)
     _run(name, file, None if name == "preflight" else Cuda(), about, rehearsed)
 
 
@@ -71,6 +70,7 @@ def _run(name: str, file: Path, gpu: Any, about: Report, rehearsed: bool) -> Non
 def environment() -> Report:
     """Return what a machine has, without a library for GPUs, which may be what fails."""
     packages = {each.metadata["Name"]: each.version for each in distributions()}
+    built = [*Path(os.environ.get(machine_code.FOLDER) or os.devnull).glob("*")]
     wanted = "numba", "cuda", "cupy", "nvidia", "torch", "jax", "numpy", "scipy", "pytest", "mpi"
     return {
         "ok": True,
@@ -84,13 +84,9 @@ def environment() -> Report:
         "nvidia-smi": _said_by("nvidia-smi"),
         "toolkit": toolkit_variables(),
         "sanitizer": find_sanitizer(),
-        "kernels built ahead": _files_in(os.environ.get(machine_code.FOLDER, "")),
+        "kernels built ahead": len(built),
         "disk bytes": shutil.disk_usage("/tmp").free,
     }
-
-
-def _files_in(folder: str) -> int:
-    return sum(1 for _ in Path(folder).iterdir()) if folder and Path(folder).is_dir() else 0
 
 
 def _said_by(*command: str) -> str:
@@ -121,7 +117,7 @@ def _preflight(gpu: Any, save: Save, rehearsed: bool) -> None:
 
 
 def _families(gpu: Any, save: Save, rehearsed: bool) -> None:
-    families(gpu, counted(save, "families of kernels"))
+    run_cases(family_cases(gpu), counted(save, "families of kernels"))
 
 
 def _chained(gpu: Any, save: Save, rehearsed: bool) -> None:
@@ -135,7 +131,8 @@ def _repeat(gpu: Any, save: Save, rehearsed: bool) -> None:
 
 
 def _sanitize(gpu: Any, save: Save, rehearsed: bool) -> None:
-    sanitize(gpu, counted(save, "scans and training steps"), most=2 if rehearsed else None)
+    cases = dict(islice(sanitizer_cases(gpu).items(), 2 if rehearsed else None))
+    run_cases(cases, counted(save, "scans and training steps"))
 
 
 CHECKS: dict[str, Callable[[Any, Save, bool], None]] = {

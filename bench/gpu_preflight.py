@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from sparsescan.arrays.arrays import load_cupy
@@ -36,8 +34,3 @@ def preflight() -> str:
     if cupy.matmul(ones, ones).get().tolist() != [[2, 2], [2, 2]]:
         raise AssertionError("cuBLAS gives a wrong result")
     return "a kernel compiled, launched and captured; a product by cuBLAS"
-
-
-def versions(about: dict[str, Any]) -> str:
-    """Return what :func:`bench.machine.describe_gpu` says in one line."""
-    return "; ".join(f"{key} {value}" for part in about.values() for key, value in part.items())

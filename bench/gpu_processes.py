@@ -18,16 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = [
-    "Job",
-    "find_sanitizer",
-    "run_part",
-    "run_sanitizer",
-    "run_tests",
-    "stop_all",
-    "toolkit_variables",
-]
-
 ROOT = Path(__file__).parent.parent
 # Processes for the tests of a file, where one is not enough: `cuda_chunks` compiles 147 kernels, in
 # 210 s.

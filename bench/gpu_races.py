@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,28 +17,22 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 import sparsescan
-from sparsescan import Pattern, ScanPlan, recurrent
+from sparsescan import Pattern, recurrent
 from sparsescan.recurrent import RNNCell
 
 from . import peers, workloads
 from .contests import OURS, csr_bytes, plan_of, product_flops
-from .gpu_cusparse import NumericSpGEMM, load
 from .gpu_measure import Race, Ratio
-from .peers import MissingPeerError
 from .timing import Call
 
 VALUES = f"{OURS}, with values"
 IMPLICIT = f"{OURS}, implicit"
 SLOPES = f"{OURS}, implicit, with slopes"
-PARAMETERS = f"{OURS}, with values and parameters"
 CUDNN = "PyTorch/cuDNN"
 CUDNN_GRAPH = "PyTorch/cuDNN in a CUDA graph"
-JAX = "jax.lax.associative_scan"
 SPGEMM = "cupyx.cusparse.spgemm"
 TORCH_LOOP, TORCH_GRAPH = "PyTorch's loop", "PyTorch's loop in a CUDA graph"
-REUSE = "cuSPARSE SpGEMMreuse_compute"
 LOOP = "cupyx csr @ vector"
-PLAIN = "plain launches"
 
 # PyTorch's backward of a cuDNN module copies what its forward kept, where that is asked to stay, as
 # it must be to be timed more than once: as many bytes again as the forward pass has states.
@@ -106,10 +100,6 @@ class _TanhNetwork:
 
     def scan_with_slopes(self) -> Any:
         return self.scan_implicit(self.implicit_steps())
-
-    def parameters(self) -> Any:
-        grads = self.scan_with_values()[::-1]
-        return self.cell.param_grads(self.inputs, self.states[:-1], grads)
 
     def backward(self, sources: Sequence[Any]) -> Any:
         grad = self.torch.autograd.grad
@@ -186,38 +176,6 @@ def rnn(gpu: Any, steps: int, batch: int) -> Race:
     )
 
 
-def rnn_parameters(gpu: Any, steps: int, batch: int) -> Race:
-    """Return the gradients of all parameters, from that of the last state."""
-    net = _TanhNetwork(gpu, steps, batch)
-    names = list(net.cell.params)
-
-    def answer(contender: str, result: Any) -> NDArray[Any]:
-        grads = list(result.values()) if contender.startswith(OURS) else result
-        return np.concatenate([gpu.get(grad).ravel() for grad in grads])
-
-    rows = steps * batch
-    return Race(
-        name=f"rnn parameters T={steps} B={batch}",
-        work=f"backward of a tanh RNN, T={steps}, B={batch}, H={HIDDEN}, to its parameters",
-        about={"T": steps, "B": batch},
-        contenders={
-            PARAMETERS: lambda: {"values, plan, param_grads": net.parameters},
-            CUDNN: lambda: {
-                "autograd.grad": partial(
-                    net.backward, [getattr(net.module, f"{name}_l0") for name in names]
-                )
-            },
-        },
-        # States and inputs are read; the products are recomputed, scanned and summed up.
-        bytes=_ITEM * rows * (HIDDEN + 1),
-        flops=2 * rows * HIDDEN * (HIDDEN + 2 * (HIDDEN + 2)),
-        answer=answer,
-        ratios=(Ratio(CUDNN, PARAMETERS), Ratio(CUDNN, PARAMETERS, "device")),
-        notes={CUDNN: RESERVE},
-        size=_ITEM * rows * (HIDDEN + 1),
-    )
-
-
 def training_step(gpu: Any, kind: str, units: int, steps: int, batch: int = 16) -> Race:
     """Forward and backward: the gradients of input and parameters, from those of all outputs."""
     torch, xp = peers.load_torch(), gpu.xp
@@ -260,52 +218,6 @@ def training_step(gpu: Any, kind: str, units: int, steps: int, batch: int = 16) 
         ),
         size=_ITEM * rows * (_INPUTS + units),
     )
-
-
-# -- The same chain against JAX --------------------------------------------------------------------
-
-
-def jax_scan(gpu: Any, steps: int, batch: int) -> Race:
-    """Return a race by the host's clock, as JAX has streams of its own."""
-    jax = peers.load_jax()
-    if jax.default_backend() != gpu.jax_name:
-        raise MissingPeerError(
-            f"jax computes on {jax.default_backend()!r} here: install jax with CUDA"
-        )
-    jax.config.update("jax_default_matmul_precision", "highest")
-    data = workloads.tanh_rnn(steps, batch, HIDDEN)
-    grad, jacobians = map(gpu.put, data)
-    plan = sparsescan.plan(_patterns(steps), device=gpu.device)
-    return Race(
-        name=f"associative scan T={steps} B={batch}",
-        work=f"T={steps}, B={batch}, H={HIDDEN} dense Jacobians",
-        contenders={
-            OURS: lambda: {"plan": lambda: plan.exclusive_scan(grad, jacobians)},
-            JAX: cache(lambda: peers.jax_associative_scans(*data)),  # compiled only once
-        },
-        answer=lambda contender, result: (
-            gpu.get(result) if contender == OURS else np.asarray(result)
-        ),
-        ratios=(Ratio(JAX, clock="host", required=5),),
-        clocks=("host",),
-        **_sizes(data),
-    )
-
-
-def _patterns(steps: int) -> list[Pattern]:
-    return [Pattern.dense((HIDDEN, HIDDEN))] * steps
-
-
-def _sizes(data: workloads.Dense) -> dict[str, Any]:
-    """Return the sizes of a race over dense Jacobians."""
-    steps, batch, *_ = data.jacobians.shape
-    read = data.jacobians[1:].size
-    return {
-        "about": {"T": steps, "B": batch},
-        "bytes": _ITEM * (read + steps * data.grad.size),
-        "flops": 2 * read,
-        "size": _ITEM * read,
-    }
 
 
 # -- One level's products --------------------------------------------------------------------------
@@ -364,7 +276,7 @@ def one_level(
 
 
 def spgemm(gpu: Any, work: str, jacobians: Sequence[sp.csr_array], products: Sequence[int]) -> Race:
-    """Race for the values of a level's products; the plan and SpGEMMreuse know the patterns."""
+    """Race for the values of a level's products, of which the plan knows the patterns."""
     ours, apply = one_level(gpu, jacobians, products)
     grad = np.ones(jacobians[0].shape[1], np.float32)
     pairs = [(jacobians[k], jacobians[k - 1]) for k in products]
@@ -382,18 +294,12 @@ def spgemm(gpu: Any, work: str, jacobians: Sequence[sp.csr_array], products: Seq
             x = matrix @ x
         return x
 
-    def reuse() -> dict[str, Call]:
-        library = load()
-        prepared = [NumericSpGEMM(gpu, library, a, b) for a, b in on_device]
-        return {"compute": lambda: [product() for product in prepared]}
-
     return Race(
         name=f"spgemm {work}",
         work=f"values of one level's products: {work}, 97% pruned, float32",
         contenders={
             OURS: lambda: {"a plan of one level": ours},
             SPGEMM: lambda: {"alpha=1": lambda: [gpu.spgemm(a, b) for a, b in on_device]},
-            REUSE: reuse,
         },
         bytes=sum(csr_bytes(matrix) for a, b in pairs for matrix in (a, b, a @ b)),
         flops=sum(product_flops(a, b) for a, b in pairs),
@@ -401,7 +307,6 @@ def spgemm(gpu: Any, work: str, jacobians: Sequence[sp.csr_array], products: Seq
         ratios=(
             Ratio(SPGEMM, required=5),
             Ratio(SPGEMM, clock="device"),
-            Ratio(REUSE, clock="device", required=1.2),
         ),
         notes={SPGEMM: "finds the structure of the product in each call, and allocates it"},
         size=sum(csr_bytes(matrix) for pair in pairs for matrix in pair),
@@ -421,60 +326,6 @@ def spgemm_level(gpu: Any, reduced: bool = False) -> Race:
 
 
 # -- Whole plans ----------------------------------------------------------------------------------
-
-
-# TO ADAPT to the engine's internals, which have no public switch between graph replay and plain
-# launches: the next two functions reach into the workspaces that runs leave behind in a plan.
-
-
-def with_graph(plan: ScanPlan, scan: Call) -> Call:
-    """Return the scan, if a graph of it is replayed."""
-    for _ in range(3):
-        scan()
-    workspaces = _workspaces(plan)
-    graphs = [graph for kept in workspaces for graph in getattr(kept, "_graphs", ())]
-    if not any(graph is not None for graph in graphs):
-        reasons = [getattr(kept, "capture_error", None) for kept in workspaces]
-        said = ["no graph of the scan was captured", *filter(None, reasons)]
-        raise MissingPeerError(": ".join(dict.fromkeys(said)))
-    return scan
-
-
-def without_graph(plan: ScanPlan, scan: Call) -> Call:
-    """Return the scan, with every kernel launched by itself."""
-    scan()
-    for workspace in _workspaces(plan):
-        if not hasattr(workspace, "_may_capture"):
-            raise MissingPeerError("no switch between graph replay and plain launches was found")
-        workspace._may_capture = False
-    return scan
-
-
-def _workspaces(plan: ScanPlan) -> list[Any]:
-    return [kept for slot in plan._idle for kept in slot.workspaces.values()]
-
-
-def launches(gpu: Any, schedule: str, steps: int = 1000, batch: int = 16) -> Race:
-    """Graph replay against plain launches: the race in which the host's work is what counts."""
-    data = workloads.tanh_rnn(steps, batch, HIDDEN)
-    grad, jacobians = map(gpu.put, data)
-
-    def scan(change: Callable[[ScanPlan, Call], Call]) -> Call:
-        plan = sparsescan.plan(_patterns(steps), schedule=schedule, device=gpu.device)
-        return change(plan, lambda: plan.exclusive_scan(grad, jacobians))
-
-    return Race(
-        name=f"launches {schedule}",
-        work=f"whole plan, schedule={schedule!r}, T={steps}, B={batch}, H={HIDDEN}, with launches",
-        contenders={
-            OURS: lambda: {"graph replay": scan(with_graph)},
-            PLAIN: lambda: {"plan": scan(without_graph)},
-        },
-        answer=lambda contender, result: gpu.get(result),
-        # A ratio is required where the schedule is the one that a plan picks.
-        ratios=(Ratio(PLAIN, required=1 if schedule == "auto" else None),),
-        **_sizes(data),
-    )
 
 
 def stencil(gpu: Any, steps: int = 12, side: int = 1024) -> Race:
@@ -610,15 +461,9 @@ RACES: dict[str, list[partial[Race]]] = {
     "sweeps": [partial(stencil, steps=1000, side=16), partial(stencil), partial(convolutions)],
     "level": [partial(spgemm_level)],
     "sizes": [
-        *(partial(rnn_parameters, steps=steps, batch=16) for steps in STEPS[:2]),
-        *(
-            partial(kind, steps=steps, batch=batch)
-            for steps, batch in [*((t, 16) for t in STEPS[2:]), *((1000, b) for b in BATCHES)]
-            for kind in (rnn, rnn_parameters)
-        ),
+        partial(rnn, steps=steps, batch=batch)
+        for steps, batch in [*((t, 16) for t in STEPS[2:]), *((1000, b) for b in BATCHES)]
     ],
-    "launches": [partial(launches, schedule=schedule) for schedule in ("auto", "blelloch")],
-    "jax": [partial(jax_scan, steps=steps, batch=16) for steps in (1000, 30_000)],
 }
 
 # Sizes for a rehearsal, of the races that have them.

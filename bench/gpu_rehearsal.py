@@ -21,8 +21,6 @@ from .machine import Cpu
 from .peers import MissingPeerError
 from .timing import Call, Ceilings, seconds
 
-__all__ = ["stand_in"]
-
 _SUPPORT = Path(__file__).parent.parent / "tests" / "support"
 
 
@@ -40,6 +38,7 @@ class StandIn(Cpu):
         self.about = {"device": {"gpu": "stand-in"}, "versions": {}}
         self.xp = cupy
         self.put = cupy.asarray
+        self.launches: list[Any] = []
 
     def get(self, array: Any) -> NDArray[Any]:  # type: ignore[override]
         """Return a copy on the host, of an array of any library."""
@@ -95,8 +94,9 @@ def stand_in() -> Iterator[StandIn]:
     with pytest.MonkeyPatch.context() as patch:
         ptx.stand_in.install(patch)
         cupy = fake_cupy.install(patch)
-        fake_cupy.watch(patch)  # or a launch could not be captured
-        yield StandIn(cupy)
+        device = StandIn(cupy)
+        device.launches = fake_cupy.watch(patch)  # or a launch could not be captured
+        yield device
 
 
 if __name__ == "__main__":

@@ -1,18 +1,15 @@
-"""``python -m bench.grid``: every schedule on chains of all kinds, beside what a plan predicts.
+"""Every schedule on chains of all kinds, beside what a plan predicts.
 
 Schedules take turns, so that what disturbs one disturbs all, and each first fills the caches by a
-call that does not count. A schedule that is predicted to take
-more than twenty times what the linear one takes is not run. Writes every sample to a JSON file.
+call that does not count. A schedule that is predicted to take more than twenty times what the
+linear one takes is not run.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import combinations
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,15 +18,19 @@ from numpy.typing import NDArray
 
 import sparsescan
 from sparsescan import Pattern, Schedule
-from sparsescan.jacobians import Conv2d, Flatten, Linear, MaxPool2d, ReLU
+from sparsescan.jacobians import Sequential, from_torch
 from sparsescan.plan.costs.cpu import CpuModel, load_cpu
 from sparsescan.plan.measure import made_up
 from sparsescan.plan.search import Search
 from sparsescan.symbolic.pattern import of_mask
 
-from . import machine, workloads
+from . import networks, workloads
+from .experiment import Experiment, Piece, Results, Row, Table
+from .page import significant
+from .timing import seconds
 
-_RESULTS = Path(__file__).parent / "results"
+_ROUNDS, _QUICK_ROUNDS = 25, 2
+_QUICK = ("RNN 20, T=10, B=1", "banded 16, n=1000")
 # How much slower than the linear one a schedule may be predicted to be, and be run all the same.
 _HOPELESS = 20
 # Threads of a machine that would profit from products, and how many of its schedules are tried.
@@ -95,30 +96,15 @@ def chains() -> dict[str, Callable[[], Chain]]:
             [Pattern.dense((a, b)) for a, b in [(8, 64), (64, 8)] * 32],
             1,
         ),
-        "LeNet-5, B=16": lambda: (_lenet5(), 16),
+        "LeNet-5, B=16": lambda: (
+            Sequential(from_torch(networks.lenet5(), (1, 32, 32))).patterns,
+            16,
+        ),
         "VGG-11, pruned by 97%, B=1": lambda: (workloads.vgg11(0.97).patterns, 1),
         "VGG-11, pruned by 97%, B=16": lambda: (workloads.vgg11(0.97).patterns, 16),
         "VGG-11 at 8×8, B=1": lambda: (workloads.vgg11(0.0, 8, 4).patterns, 1),
     }
     return chain_by_name
-
-
-def _lenet5() -> list[Pattern]:
-    layers: list[Any] = [
-        Conv2d(1, 6, 5, padding=2, input_shape=(1, 28, 28)),
-        ReLU(input_shape=(6, 28, 28)),
-        MaxPool2d(2, input_shape=(6, 28, 28)),
-        Conv2d(6, 16, 5, input_shape=(6, 14, 14)),
-        ReLU(input_shape=(16, 10, 10)),
-        MaxPool2d(2, input_shape=(16, 10, 10)),
-        Flatten(input_shape=(16, 5, 5)),
-        Linear(400, 120),
-        ReLU(input_shape=(120,)),
-        Linear(120, 84),
-        ReLU(input_shape=(84,)),
-        Linear(84, 10),
-    ]
-    return [layer.pattern for layer in reversed(layers)]
 
 
 def schedules(patterns: list[Pattern], batch: int) -> list[Schedule]:
@@ -141,46 +127,30 @@ def schedules(patterns: list[Pattern], batch: int) -> list[Schedule]:
     return chosen
 
 
-def measure(make: Callable[[], Chain], rounds: int, device: str) -> dict[str, Any]:
+def measure(make: Callable[[], Chain], quick: bool) -> Results:
     """Time all schedules of one chain, and ``auto``."""
     patterns, batch = make()
     grad = np.random.default_rng(2).standard_normal((batch, patterns[0].shape[1])).astype("f4")
     values = made_up(patterns, grad.dtype, batch)
     # Samples share large steps.
     values = [v[0] if v.size > _SHARED * batch else v for v in values]
-    if device == "cuda":
-        import cupy
-
-        grad, values = cupy.asarray(grad), [cupy.asarray(array) for array in values]
-
-    def scan(plan: sparsescan.ScanPlan) -> None:
-        plan.exclusive_scan(grad, values)
-        if device == "cuda":
-            cupy.cuda.get_current_stream().synchronize()
-
-    options = {"batch": batch, "dtype": np.float32, "device": device}
-    contenders = {"auto": sparsescan.plan(patterns, **options)}
-    linear = None
-    for schedule in schedules(patterns, batch):
+    options = {"batch": batch, "dtype": np.float32}
+    plans = {"auto": sparsescan.plan(patterns, **options)}
+    linear, *others = schedules(patterns, batch)
+    plans[repr(linear)] = first = sparsescan.plan(patterns, schedule=linear, **options)
+    for schedule in others:
         plan = sparsescan.plan(patterns, schedule=schedule, **options)
-        predicted = _predicted(plan)
-        linear = predicted if linear is None else linear
-        if predicted <= _HOPELESS * linear:
-            contenders[repr(schedule)] = plan
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
+        if _predicted(plan) <= _HOPELESS * _predicted(first):
+            plans[repr(schedule)] = plan
+    samples: dict[str, list[float]] = {name: [] for name in plans}
     rng = np.random.default_rng(3)
-    for turn in range(rounds + 1):
+    for _ in range(_QUICK_ROUNDS if quick else _ROUNDS):
         # In another order each time: what comes first follows the slowest, and is slower for it.
-        for name in rng.permutation(list(contenders)).tolist():
-            plan = contenders[name]
-            scan(plan)
-            start = time.perf_counter()
-            scan(plan)
-            if turn:
-                samples[name].append(time.perf_counter() - start)
+        for name in rng.permutation(list(plans)).tolist():
+            samples[name] += seconds(partial(plans[name].exclusive_scan, grad, values), 1)
     return {
-        "auto is": repr(contenders["auto"].schedule),
-        "predicted_seconds": {name: _predicted(plan) for name, plan in contenders.items()},
+        "auto is": repr(plans["auto"].schedule),
+        "predicted_seconds": {name: _predicted(plan) for name, plan in plans.items()},
         "median_seconds": {name: median(times) for name, times in samples.items()},
         "samples_seconds": samples,
     }
@@ -220,37 +190,52 @@ def ranked(result: dict[str, Any]) -> tuple[int, int]:
     return sum(pairs), len(pairs)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m bench.grid", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--output", type=Path, default=_RESULTS, help="folder for the JSON file")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--only", default="", help="chains whose name contains this")
-    options = parser.parse_args(arguments)
-    machine.pin()
-    commit = machine.commit()
-    results: dict[str, Any] = {}
-    right = pairs = 0
-    print(f"{'chain':<36}{'linear ms':>10}{'auto/linear':>13}{'auto/best':>11}  best")
+# -- The experiment -------------------------------------------------------------------------------
+
+
+def _pieces(quick: bool) -> Iterable[Piece]:
     for name, make in chains().items():
-        if options.only not in name:
-            continue
-        result = results[name] = measure(make, options.rounds, options.device)
-        times = result["median_seconds"]
-        ordered, clear = ranked(result)
+        if name in _QUICK or not quick:
+            yield Piece(name, partial(measure, make, quick))
+
+
+def _about(quick: bool) -> Results:
+    return {"rounds": _QUICK_ROUNDS if quick else _ROUNDS, "dtype": "float32"}
+
+
+def _rows(results: Results) -> list[Row]:
+    """Return all schedules beside the linear one."""
+    return [
+        Row(f"{chain}, by {name}", linear, medians[linear], medians[name])
+        for chain, piece in results["pieces"].items()
+        for medians in (piece["median_seconds"],)
+        for linear in [name for name in medians if name.startswith("Schedule.linear")][:1]
+        for name in medians
+        if name != linear
+    ]
+
+
+def _tables(results: Results) -> list[Table]:
+    rows, right, pairs = [], 0, 0
+    for name, piece in results["pieces"].items():
+        medians, relative = piece["median_seconds"], ratios(piece["samples_seconds"])
+        ordered, clear = ranked(piece)
         right, pairs = right + ordered, pairs + clear
-        ratio = ratios(result["samples_seconds"])
-        print(
-            f"{name:<36}{1e3 * times[ratio['linear']]:>10.3f}{ratio['auto/linear']:>13.2f}"
-            f"{ratio['auto/best']:>11.2f}  {ratio['best']}",
-            flush=True,
-        )
-    print(f"{right} of {pairs} pairs of schedules are predicted in their order")
-    everything = {"pairs_in_order": [right, pairs], "chains": results}
-    gpu = machine.describe_gpu() if options.device == "cuda" else None
-    print(machine.write(options.output, "grid", "bench.grid", commit, everything, gpu))
-    return 0
+        which = relative["linear"], "auto", relative["best"]
+        times = [significant(1e3 * medians[each]) for each in which]
+        times += [f"{significant(relative[f'auto/{each}'])}×" for each in ("linear", "best")]
+        names = [_short(each) for each in (piece["auto is"], relative["best"])]
+        rows.append([name, *times, *names, f"{ordered} of {clear}"])
+    rows.append(["all", *[""] * 7, f"{right} of {pairs}"])
+    numbers = ["linear, ms", "auto, ms", "best, ms", "auto/linear", "auto/best"]
+    order = "pairs, a fifth or more apart, that predictions rank as medians do"
+    return [Table(["chain", *numbers, "auto is", "best is", order], rows, numbers)]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _short(name: str) -> str:
+    """Without what all have in common, on one line, and cut where a tree is long."""
+    short = name.removeprefix("Schedule.").replace(" ", "\xa0")
+    return short if len(short) <= 30 else short[:29] + "…"
+
+
+EXPERIMENT = Experiment("grid", "Schedules", _pieces, _about, rows=_rows, tables=_tables)

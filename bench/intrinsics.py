@@ -1,17 +1,14 @@
-"""``python -m bench.intrinsics``: what code written in LLVM's language gains over Numba's loops.
+"""Kernels in LLVM's language beside the same arithmetic as plain Numba loops.
 
-Each line times a kernel of the engine beside the same arithmetic as plain Numba loops, on one
-thread and on data that stays in a cache, in turns. Writes a JSON file.
+They run on one thread and on data that stays in a cache, in turns. ``python -m bench.intrinsics``
+is ``python -m bench intrinsics``.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numba
@@ -20,35 +17,13 @@ from numpy.typing import NDArray
 
 from sparsescan.jacobians._kernels.pooling import mark_in_tiles
 from sparsescan.kernels.cpu.matvec import csr_matvec
-from sparsescan.kernels.cpu.memory import dot_two_rows
 
-from . import machine
-from .machine import RESULTS
-from .timing import seconds
+from .experiment import Experiment, Piece, Results, Table
+from .page import significant
+from .timing import seconds, take_rounds
 
 _CALLS, _ROUNDS = 200, 15
 _SAMPLES = 8
-
-
-@numba.njit(fastmath={"reassoc", "contract"})
-def _rows_in_pairs(m: Any, x: Any, y: Any, times: int) -> None:
-    rows, cols = np.uint64(len(y)), np.uint64(len(x))
-    for _ in range(times):
-        i = row = np.uint64(0)
-        while i < rows:
-            dot_two_rows(m, row, cols, x, y, i)
-            i += np.uint64(2)
-            row += np.uint64(2) * cols
-
-
-@numba.njit(fastmath={"reassoc", "contract"})
-def _rows_one_by_one(m: Any, x: Any, y: Any, times: int) -> None:
-    for _ in range(times):
-        for i in range(len(y)):
-            total = m.dtype.type(0)
-            for j in range(len(x)):
-                total += m[np.uint64(i * len(x) + j)] * x[np.uint64(j)]
-            y[i] = total
 
 
 @numba.njit
@@ -109,11 +84,6 @@ def cases(
 ) -> Iterator[tuple[str, NDArray[Any], dict[str, Callable[..., None]], tuple[Any, ...]]]:
     """Yield a name, the array of the result, both kernels by name, and their arguments."""
     for dtype in (np.float32, np.float64):
-        for size in (8, 20, 32, 64, 128):
-            m, x = rng.random(size * size).astype(dtype), rng.random(size).astype(dtype)
-            y = np.empty(size, dtype)
-            kernels = {"intrinsic": _rows_in_pairs, "loops": _rows_one_by_one}
-            yield f"dense {size}×{size}, {y.dtype}", y, kernels, (m, x, y)
         for size, nnz in ((1000, 3), (1000, 20)):
             indptr = np.arange(0, size * nnz + 1, nnz, dtype=np.int32)
             columns = np.argsort(rng.random((size, size)), axis=1)[:, :nnz]
@@ -129,32 +99,50 @@ def cases(
         yield f"max-pooling 64×32×32, {marks.dtype}", marks, kernels, (images, marks)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m bench.intrinsics", description=__doc__)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file")
-    options = parser.parse_args(arguments)
-    commit, results = machine.commit(), []
-    for name, y, kernels, given in cases(np.random.default_rng(0)):
-        answers = []
-        for kernel in kernels.values():
-            kernel(*given, 1)
-            answers.append(y.copy())
-        np.testing.assert_allclose(*answers, rtol=1e3 * np.finfo(y.dtype).eps)
-        taken: dict[str, list[float]] = {which: [] for which in kernels}
-        for _ in range(_ROUNDS):
-            for which, kernel in kernels.items():
-                taken[which] += seconds(partial(kernel, *given, _CALLS), 1)
-        medians = {which: median(times) / _CALLS for which, times in taken.items()}
-        ratio = medians["loops"] / medians["intrinsic"]
-        results.append({"name": name, "median_seconds": medians, "ratio": ratio})
-        print(f"{name:<45}{1e9 * medians['intrinsic']:>12.0f} ns{ratio:>8.2f} times", flush=True)
-    print(
-        machine.write(
-            options.output, "intrinsics", "bench.intrinsics", commit, {"intrinsics": results}
-        )
-    )
-    return 0
+# -- The experiment -------------------------------------------------------------------------------
+
+
+def _measure(
+    y: NDArray[Any], kernels: dict[str, Callable[..., None]], given: tuple[Any, ...], rounds: int
+) -> Results:
+    answers = []
+    for kernel in kernels.values():
+        kernel(*given, 1)
+        answers.append(y.copy())
+    np.testing.assert_allclose(*answers, rtol=1e3 * np.finfo(y.dtype).eps)
+    taken: dict[str, list[float]] = {which: [] for which in kernels}
+
+    def take(_: list[float]) -> None:
+        for which, kernel in kernels.items():
+            taken[which] += seconds(partial(kernel, *given, _CALLS), 1)
+
+    take_rounds(take, rounds)
+    medians = {which: float(np.median(times)) / _CALLS for which, times in taken.items()}
+    return {"median_seconds": medians, "ratio": medians["loops"] / medians["intrinsic"]}
+
+
+def _pieces(quick: bool) -> Iterable[Piece]:
+    for name, *case in list(cases(np.random.default_rng(0)))[: 1 if quick else None]:
+        yield Piece(name, partial(_measure, *case, 2 if quick else _ROUNDS))
+
+
+def _about(quick: bool) -> Results:
+    return {"kernels": "of the engine, on one thread, beside the same arithmetic in Numba's loops"}
+
+
+def _tables(results: Results) -> list[Table]:
+    rows = []
+    for name, case in results["pieces"].items():
+        times = [significant(1e6 * case["median_seconds"][w]) for w in ("loops", "intrinsic")]
+        rows.append([name, *times, f"{significant(case['ratio'])}×"])
+    numbers = ["loops, µs", "LLVM's language, µs", "ratio"]
+    return [Table(["kernel", *numbers], rows, numbers)]
+
+
+EXPERIMENT = Experiment("intrinsics", "Code in LLVM's language", _pieces, _about, tables=_tables)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from .__main__ import main
+
+    sys.exit(main(["intrinsics", *sys.argv[1:]]))

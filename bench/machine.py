@@ -11,7 +11,6 @@ import platform
 import re
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from functools import cache
@@ -25,24 +24,10 @@ from numpy.typing import NDArray
 
 from .timing import THREADS, Call, Ceilings, seconds
 
-_LIBRARIES = [
-    "numpy",
-    "scipy",
-    "numba",
-    "llvmlite",
-    "mkl",
-    "sparse_dot_mkl",
-    "librosa",
-    "jax",
-    "jaxlib",
-    "torch",
-    "torchrecurrent",
-    "snntorch",
-    "xlstm",
-    "onnxruntime",
-    "stable-baselines3",
-    "sb3-contrib",
-]
+_LIBRARIES = (
+    *("numpy", "scipy", "numba", "llvmlite", "mkl", "sparse_dot_mkl", "jax", "jaxlib", "torch"),
+    *("torchrecurrent", "snntorch", "xlstm", "onnxruntime", "stable-baselines3", "sb3-contrib"),
+)
 _GPU_LIBRARIES = ["numba-cuda"] + [
     name.format(cuda)
     for name in ("cupy-cuda{}x", "jax-cuda{}-plugin", "nvidia-cudnn-cu{}")
@@ -65,12 +50,11 @@ def describe() -> dict[str, Any]:
     """CPU, memory, system and library versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     info = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
+    keys = "cpu family", "model", "stepping"
     return {
         "device": {
             "cpu": info.get("model name", platform.processor()).strip(),
-            "family, model, stepping": [
-                info.get(key, "").strip() for key in ("cpu family", "model", "stepping")
-            ],
+            "family, model, stepping": [info.get(key, "").strip() for key in keys],
             "cores": os.cpu_count(),
             "cores used": THREADS,
             "cache": info.get("cache size", "").strip(),
@@ -87,6 +71,8 @@ def describe_gpu() -> dict[str, Any]:
 
     runtime, device = cupy.cuda.runtime, cupy.cuda.Device()
     properties = runtime.getDeviceProperties(device.id)
+    cuda = [runtime.driverGetVersion(), runtime.runtimeGetVersion()]
+    state = _nvidia_smi("clocks.sm,clocks.mem,temperature.gpu,power.draw")
     return {
         "device": {
             "gpu": properties["name"].decode(),
@@ -95,13 +81,8 @@ def describe_gpu() -> dict[str, Any]:
             "memory bytes": properties["totalGlobalMem"],
             "L2 bytes": properties["l2CacheSize"],
             "driver": _nvidia_smi("driver_version"),
-            "CUDA versions of driver and runtime": [
-                runtime.driverGetVersion(),
-                runtime.runtimeGetVersion(),
-            ],
-            "clocks, temperature, power": _nvidia_smi(
-                "clocks.sm,clocks.mem,temperature.gpu,power.draw"
-            ),
+            "CUDA versions of driver and runtime": cuda,
+            "clocks, temperature, power": state,
         },
         "versions": {library: _version(library) for library in _GPU_LIBRARIES},
     }
@@ -163,20 +144,6 @@ def save(path: Path, results: dict[str, Any]) -> None:
     new = path.with_suffix(".new")
     new.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     new.replace(path)
-
-
-def others() -> float:
-    """CPU seconds since an arbitrary moment, on all CPUs, that this process did not use.
-
-    Other processes used them, or the host of a virtual machine took them; 0 where Linux does not
-    say.
-    """
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0.0
-    user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text().split()[1:9])
-    busy = user + nice + system + irq + softirq + steal
-    return busy / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 class Cpu:

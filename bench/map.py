@@ -14,12 +14,10 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from sparsescan.torch.calibrate import keep_memory
 
-from . import machine, map_drawings
-from .experiment import Drawing, Experiment, Options, Piece, Results, Table, as_text, cpu_only
+from . import map_drawings
+from .experiment import Drawing, Experiment, Piece, Results, Table
 from .map_races import (
     INFERENCE,
     INPUTS,
@@ -37,12 +35,8 @@ from .map_races import (
 )
 from .page import significant
 from .peers import MissingPeerError
-from .recurrent import call_for
-from .step import SMALLEST
-from .timing import PAUSE
-from .turns import quiet
-
-__all__ = ["EXPERIMENT", "Group", "Ratio", "groups", "measure", "median_of", "ratios", "summary"]
+from .races import apart
+from .timing import call_for, counting, quiet, sleep, take_rounds
 
 OURS, THEIRS = "sparsescan", "peer"
 PYTORCH_KERNEL = "pytorch"  # as `explain` calls it
@@ -93,8 +87,6 @@ _PATIENCE = 2
 # Calls of ours before any that is timed, and the seconds after which there is no other: a module
 # records a call when its shape has come a few times.
 _FIRST, _PREPARING = 6, 1.0
-# A pause ends once all threads of this process sleep.
-_LOOK, _ASLEEP = 0.002, 0.25
 # How far outputs and gradients may be apart, relative to their norms: rounding may decide on which
 # side of a kink of a ReLU a number is.
 _BOUND = 1e-2
@@ -114,7 +106,7 @@ class _Runner:
     samples: dict[str, list[float | None]] = field(default_factory=lambda: {OURS: [], THEIRS: []})
 
 
-def measure(points: Sequence[Point], most: int, *, quick: bool) -> Results:
+def measure(points: Sequence[Point], most: int, quick: bool) -> Results:
     """Time ours and the peer at all points, which take turns.
 
     Returns
@@ -139,10 +131,10 @@ def measure(points: Sequence[Point], most: int, *, quick: bool) -> Results:
                 likely = runner.about["variants"]
             except MissingPeerError as error:
                 missing["peer"] = str(error)
-    others = _take_turns(runners, _QUICK_TURN if quick else _TURN)
+    used = _take_turns(runners, _QUICK_TURN if quick else _TURN)
     return {
         "points": {name: {"samples": each.samples, **each.about} for name, each in runners.items()},
-        "cores_others_used": others,
+        "cores_others_used": used,
         "missing": missing,
         "left out": left_out,
     }
@@ -158,7 +150,9 @@ def _runner(race: Race, likely: Mapping[str, str], quick: bool) -> _Runner:
         results[who], seconds = _tried(contender, likely.get(who), may_prepare=who == OURS)
         variants[who] = min(seconds, key=lambda name: seconds[name])
         ways[who], taken[who] = contender.ways[variants[who]], seconds[variants[who]]
-    about = {"variants": variants, "difference": _difference(results[OURS], results[THEIRS])}
+    assert results[OURS].keys() == results[THEIRS].keys()
+    difference = max(apart(results[OURS], results[THEIRS], _BOUND).values())
+    about: Results = {"variants": variants, "difference": difference}
     with ways[OURS].within():
         explained = race.explained()
     if explained is not None:
@@ -179,7 +173,7 @@ def _tried(
     seconds: dict[str, float] = {}
     for name in sorted(contender.ways, key=lambda name: name != likely):
         way = contender.ways[name]
-        _sleep()
+        sleep()
         with way.within():
             way.clear()
             start = time.perf_counter()
@@ -204,57 +198,31 @@ def _tried(
     return result, seconds
 
 
-def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
-    """How far arrays are apart; AssertionError if rounding does not explain it."""
-    assert ours.keys() == theirs.keys(), (ours.keys(), theirs.keys())
-    apart = {}
-    for name, right in theirs.items():
-        size = max(float(np.linalg.norm(right)), SMALLEST)
-        apart[name] = float(np.linalg.norm(ours[name] - right)) / size
-        if not apart[name] < _BOUND:
-            raise AssertionError(f"{name}: the relative difference is {apart[name]:.1e}")
-    return max(apart.values())
-
-
 def _take_turns(runners: Mapping[str, _Runner], turn: float) -> list[float]:
     """Add rounds, more of them if other programs use the cores; how many cores those used."""
-    others: list[float] = []
     wanted = max((each.rounds for each in runners.values()), default=0)
-    while sum(quiet(others)) < wanted and len(others) < _PATIENCE * wanted:
-        start, others_start = time.perf_counter(), machine.others()
-        order = (OURS, THEIRS) if len(others) % 2 else (THEIRS, OURS)
+
+    def take(used: list[float]) -> None:
+        order = (OURS, THEIRS) if len(used) % 2 else (THEIRS, OURS)
         for each in runners.values():
-            is_due = sum(one is not None for one in each.samples[OURS]) < _PATIENCE * each.rounds
-            is_due &= _calm_turns(each, others) < each.rounds
+            # Points that have had their rounds wait for the others.
+            had = [one is not None for one in each.samples[OURS]]
+            calm = sum(one and is_calm for one, is_calm in zip(had, quiet(used), strict=True))
+            is_due = calm < each.rounds and sum(had) < _PATIENCE * each.rounds
             for who in order:
                 each.samples[who].append(_turn(each.ways[who], turn) if is_due else None)
-        others.append((machine.others() - others_start) / (time.perf_counter() - start))
-    return others
 
-
-def _calm_turns(runner: _Runner, others: list[float]) -> int:
-    calm = quiet(others)
-    return sum(c and s is not None for c, s in zip(calm, runner.samples[OURS], strict=True))
+    return take_rounds(take, wanted, _PATIENCE)
 
 
 def _turn(way: Way, length: float) -> float:
     """Return the median seconds of the calls of a turn."""
-    _sleep()
+    sleep()
     with way.within():
         taken = call_for(way.call, length / 2, way.clear)
         if taken[0] < length:  # else it counts: what takes long warms up within a call
             taken = call_for(way.call, length, way.clear)
     return round(median(taken), 9)
-
-
-def _sleep() -> None:
-    """Wait until all threads of this process sleep, as those of the contender before soon do."""
-    stop = time.perf_counter() + PAUSE
-    while time.perf_counter() < stop:
-        cpu = time.process_time()
-        time.sleep(_LOOK)
-        if time.process_time() - cpu < _ASLEEP * _LOOK:
-            return
 
 
 # -- The experiment -------------------------------------------------------------------------------
@@ -313,15 +281,13 @@ def _most(quick: bool) -> int:
     return _QUICK_MOST if quick else _MOST
 
 
-def _pieces(options: Options) -> Iterable[Piece]:
-    cpu_only("map", options)
-    quick = options.quick
+def _pieces(quick: bool) -> Iterable[Piece]:
     for group in groups(quick):
-        yield Piece(group.key, partial(measure, group.points, _most(quick), quick=quick))
+        yield Piece(group.key, partial(measure, group.points, _most(quick), quick))
 
 
-def _about(options: Options) -> Results:
-    counts = [each.work > _most(options.quick) for g in groups(options.quick) for each in g.points]
+def _about(quick: bool) -> Results:
+    counts = [each.work > _most(quick) for group in groups(quick) for each in group.points]
     return {
         "training": "forward pass, and backward pass from a gradient of all outputs, into all "
         "parameters and the input (in JAX the first state, too); gradients are None before; "
@@ -340,19 +306,22 @@ def _about(options: Options) -> Results:
         "a time": "the median over rounds of the median of a turn; rounds in which others used the "
         "cores do not count",
         "left out": f"{sum(counts)} of {len(counts):,} points: calls of more than "
-        f"{_most(options.quick):,} multiply-adds, which are B·T·H·(H + {INPUTS})·gates, "
+        f"{_most(quick):,} multiply-adds, which are B·T·H·(H + {INPUTS})·gates, "
         "and three times that in training",
     }
 
 
-class Ratio(NamedTuple):
-    """A ratio of the map."""
+# -- What is shown --------------------------------------------------------------------------------
 
-    group: Group
+
+class Ratio(NamedTuple):
+    """The times of a point, ours and the peer's."""
+
+    group: Any
     point: str
     ours: float
     theirs: float
-    is_pytorch: bool  # whether PyTorch's own kernel ran
+    kernel: str  # that ran, where a module can tell
 
     @property
     def ratio(self) -> float:
@@ -360,145 +329,103 @@ class Ratio(NamedTuple):
         return self.theirs / self.ours
 
     @property
-    def is_below(self) -> bool:
-        return self.ratio < LIMITS[self.group.part]
+    def is_pytorch(self) -> bool:
+        """Whether PyTorch's own kernel ran."""
+        return self.kernel == PYTORCH_KERNEL
 
 
-def ratios(results: Results) -> Iterator[Ratio]:
-    """Yield all ratios there are, in the order of pieces."""
-    for group in groups(results["quick"]):
+def ratios(results: Results, every: Iterable[Any]) -> list[Ratio]:
+    """Return all ratios there are of some groups, in their order."""
+    found = []
+    for group in every:
         piece = results["pieces"].get(group.key, {"points": {}})
         for name, point in piece["points"].items():
             calm = quiet(piece["cores_others_used"])
-            ours, theirs = (median_of(point["samples"][who], calm) for who in (OURS, THEIRS))
-            yield Ratio(group, name, ours, theirs, point.get("kernel") == PYTORCH_KERNEL)
+            both = (median(counting(point["samples"][who], calm)) for who in (OURS, THEIRS))
+            found.append(Ratio(group, name, *both, point.get("kernel", "")))
+    return found
 
 
-def median_of(turns: list[float | None], calm: list[bool]) -> float:
-    """Return the median of turns in calm rounds, or of all if there are none."""
-    kept = [each for each, is_calm in zip(turns, calm, strict=True) if is_calm and each]
-    return median(kept or [each for each in turns if each])
+def summed_up(peer: str, name: str, own: Sequence[Ratio], limit: float) -> list[str]:
+    """Return the line of a table: medians, ends, and how many are below a limit."""
+    values = [each.ratio for each in own]
+    numbers = [f"{value:.2f}" for value in (median(values), min(values), max(values))]
+    below = sum(value < limit for value in values)
+    kernels = sum(each.is_pytorch for each in own)
+    return [f"beside {peer}", name, *numbers, f"{below} of {len(own)}", f"{limit:g}", f"{kernels}"]
 
 
-def _medians(every: list[Ratio]) -> Table:
-    """Return the table of medians, and of how many points are too slow."""
-    rows = []
-    for part, limit in LIMITS.items():
-        own = [each for each in every if each.group.part == part]
-        names = dict.fromkeys(each.group.name for each in own)
-        for mode in MODES:
-            for name in (None, *names) if part in (MAP, JAX) else (None,):
-                of = [r for r in own if r.group.mode == mode and name in (None, r.group.name)]
-                if of:
-                    values = [each.ratio for each in of]
-                    rows.append(
-                        [
-                            f"beside {_PEERS[part]}",
-                            name or "all",
-                            mode,
-                            f"{median(values):.2f}",
-                            f"{min(values):.2f}",
-                            f"{max(values):.2f}",
-                            f"{sum(each.is_below for each in of)} of {len(of)}",
-                            f"{limit:g}",
-                            str(sum(each.is_pytorch for each in of)) if part == MAP else "",
-                        ]
-                    )
-    numbers = ["median", "least", "most", "below", "the limit", "PyTorch's kernel"]
-    return Table(["peer", "network", "mode", *numbers], rows, numbers)
+SUMMED_UP = ["median", "least", "most", "below", "the limit", "PyTorch's kernel"]
 
 
-def _worst(every: list[Ratio]) -> Table:
-    """Return the table of all points that are too slow, and of others that come next."""
-    shown = sorted(every, key=lambda each: each.ratio / LIMITS[each.group.part])
-    count = max(_SHOWN, sum(each.is_below for each in shown))
+def worst(shown: Sequence[tuple[Ratio, float]], count: int) -> list[Table]:
+    """Return the table of all ratios that are below a limit, and of others that come next."""
+    in_order = sorted(shown, key=lambda each: each[0].ratio / each[1])
+    count = max(count, sum(each.ratio < limit for each, limit in shown))
     rows = [
         [
-            "the worst points",
-            f"{each.group.key}, {each.point}",
-            f"{each.ratio:.2f}",
-            significant(1e3 * each.theirs),
-            significant(1e3 * each.ours),
-            "below" if each.is_below else "",
-            "PyTorch's kernel" if each.is_pytorch else "",
+            *("the worst points", f"{each.group.key}, {each.point}", f"{each.ratio:.2f}"),
+            *(significant(1e3 * taken) for taken in (each.theirs, each.ours)),
+            *("below" * (each.ratio < limit), each.kernel),
         ]
-        for each in shown[:count]
+        for each, limit in in_order[:count]
     ]
     numbers = ["ratio", "theirs, ms", "ours, ms"]
-    return Table(["points", "call", *numbers, "the limit", "ran"], rows, numbers)
+    return [Table(["points", "call", *numbers, "the limit", "ran"], rows, numbers)] if rows else []
 
 
-def _others(every: list[Ratio]) -> list[Table]:
-    """Return the tables of what is in no picture: stacks and linear recurrences."""
-    tables = []
-    for part in (STACKS, AFFINE):
-        rows: dict[str, dict[str, str]] = {}
-        for each in every:
-            if each.group.part == part:
-                rows.setdefault(each.group.key, {})[each.point] = f"{each.ratio:.2f}"
-        heads = list(dict.fromkeys(head for row in rows.values() for head in row))
-        lines = [
-            [f"beside {_PEERS[part]}", key, *(row.get(head, "") for head in heads)]
-            for key, row in rows.items()
-        ]
-        if lines:
-            tables.append(Table(["peer", "call", *heads], lines, heads))
-    return tables
+def grid_of(peer: str, own: Sequence[Ratio], name: Callable[[Any], str]) -> list[Table]:
+    """Return the table of ratios, with a line for each group."""
+    rows: dict[str, dict[str, str]] = {}
+    for each in own:
+        rows.setdefault(name(each.group), {})[each.point] = f"{each.ratio:.2f}"
+    heads = list(dict.fromkeys(each.point for each in own))
+    lines = [
+        [f"beside {peer}", key, *(row.get(head, "") for head in heads)] for key, row in rows.items()
+    ]
+    return [Table(["peer", "call", *heads], lines, heads)] if lines else []
 
 
 def _tables(results: Results) -> list[Table]:
-    every = list(ratios(results))
-    return [_medians(every), _worst(every), *_others(every)] if every else []
+    every = ratios(results, groups(results["quick"]))
+    rows = []
+    for part, limit in LIMITS.items():
+        own = [each for each in every if each.group.part == part]
+        names = dict.fromkeys(each.group.name for each in own) if part in (MAP, JAX) else {}
+        for mode in MODES:
+            for name in ("all", *names):
+                of = [r for r in own if r.group.mode == mode and name in ("all", r.group.name)]
+                if of:
+                    rows.append(summed_up(_PEERS[part], f"{name}, {mode}", of, limit))
+    shown = worst([(each, LIMITS[each.group.part]) for each in every], _SHOWN)
+    for part in (STACKS, AFFINE):
+        own = [each for each in every if each.group.part == part]
+        shown += grid_of(_PEERS[part], own, lambda group: group.key)
+    return [Table(["peer", "calls", *SUMMED_UP], rows, SUMMED_UP), *shown] if rows else []
 
 
 def _drawings(results: Results) -> list[Drawing]:
-    every = list(ratios(results))
     drawings = []
-    for part in (MAP, JAX):
-        limit = LIMITS[part]
-        own = [each for each in every if each.group.part == part]
-        if not own:
+    for part, limit in ((part, LIMITS[part]) for part in (MAP, JAX)):
+        own = [group for group in groups(results["quick"]) if group.part == part]
+        cells = [_cell(each.group, each.point, each) for each in ratios(results, own)]
+        if not cells:
             continue
-        cells = [
-            map_drawings.Cell(
-                each.group.name,
-                each.group.mode,
-                *(each.group.hidden, each.group.batch, int(each.point.removeprefix("T="))),
-                each.ratio,
-                each.is_pytorch,
-            )
-            for each in own
-        ]
-        left_out = [
-            map_drawings.Cell(
-                group.name,
-                group.mode,
-                *(group.hidden, group.batch, int(name.removeprefix("T="))),
-                None,
-            )
-            for group in groups(results["quick"])
-            if group.part == part
-            for name in results["pieces"].get(group.key, {}).get("left out", ())
-        ]
-        shown = [*cells, *left_out]
-        said = map_drawings.caption(_CAPTIONS[part], limit, shown)
-        figure = map_drawings.draw(shown, limit)
+        for group in own:
+            left_out = results["pieces"].get(group.key, {}).get("left out", ())
+            cells += [_cell(group, point, None) for point in left_out]
+        said = map_drawings.caption(_CAPTIONS[part], limit, cells)
+        figure = map_drawings.draw(cells, limit)
         drawings.append(Drawing(f"All sizes beside {_PEERS[part]}", said, figure))
     return drawings
 
 
-def summary(results: Results) -> str:
-    """Return the tables as text, and what was left out."""
-    return f"left out: {results['about']['left out']}\n\n{as_text(_tables(results))}"
+def _cell(group: Group, point: str, of: Ratio | None) -> map_drawings.Cell:
+    sizes = group.hidden, group.batch, int(point.removeprefix("T="))
+    ratio, is_pytorch = (None, False) if of is None else (of.ratio, of.is_pytorch)
+    return map_drawings.Cell(group.name, group.mode, *sizes, ratio, is_pytorch)
 
 
 EXPERIMENT = Experiment(
-    name="map",
-    title="All sizes of recurrent calls",
-    pieces=_pieces,
-    about=_about,
-    drawings=_drawings,
-    rows=lambda results: [],
-    tables=_tables,
-    summary=summary,
+    "map", "All sizes of recurrent calls", _pieces, _about, _drawings, tables=_tables
 )

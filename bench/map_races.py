@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,31 +22,13 @@ from torch import Tensor, nn
 
 import sparsescan.torch
 from sparsescan import Pattern
-from sparsescan.recurrent import Cell, GRUCell, LSTMCell, RNNCell
 from sparsescan.torch import affine_scan
 
-from . import cell_contenders, cell_scan, peers
+from . import cell_scan, peers
 from .cell_contenders import ONE_CORE, Given, on_one_core
-from .step_networks import prune_smallest
+from .networks import prune_smallest
+from .step import CELLS
 from .timing import THREADS, Call
-
-__all__ = [
-    "GATES",
-    "INFERENCE",
-    "INPUTS",
-    "KINDS",
-    "TORCHRECURRENT",
-    "TRAINING",
-    "Affine",
-    "Contender",
-    "InJax",
-    "Point",
-    "Race",
-    "Recurrent",
-    "Stack",
-    "Way",
-    "on_threads",
-]
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
@@ -59,7 +41,6 @@ GATES = {"RNN": 1, "GRU": 3, "LSTM": 4, "MGU": 2, "LiGRU": 2}
 KINDS = tuple(GATES)
 # Those whose peers are loops over steps.
 TORCHRECURRENT = ("MGU", "LiGRU")
-_CELLS: dict[str, type[Cell]] = {"RNN": RNNCell, "GRU": GRUCell, "LSTM": LSTMCell}
 _UNROLLS = 1, 4, 16
 # Multiply-adds of a training step, in those of a forward pass.
 _OF_TRAINING = 3
@@ -133,37 +114,29 @@ def on_threads(count: int) -> Iterator[None]:
         numba.config.NUMBA_NUM_THREADS = before[1]
 
 
-def _of_tensors(
+def called(
     mode: str,
     run: Callable[..., Tensor],
-    inputs: Mapping[str, Tensor],
-    params: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    leaves: Sequence[Tensor],
     grad: Tensor,
-) -> dict[str, Way]:
-    """Return calls of a function of inputs with one thread, and with as many as there are cores.
-
-    The leaves of training are the inputs and the parameters.
-    """
-    given = list(inputs.values())
-    leaves = [*given, *params.values()]
+) -> tuple[Call, Call]:
+    """Return what clears gradients of leaves, and a call of a function of inputs in a mode."""
 
     def clear() -> None:
         for leaf in leaves:
             leaf.grad = None
 
     def train() -> Tensor:
-        output = run(*given)
+        output = run(*inputs)
         output.backward(grad)
         return output
 
     def infer() -> Tensor:
         with torch.inference_mode():
-            return run(*given)
+            return run(*inputs)
 
-    call = train if mode == TRAINING else infer
-    for each in given:
-        each.requires_grad_(mode == TRAINING)
-    return {f"{n} threads": Way(call, clear, partial(on_threads, n)) for n in (1, THREADS)}
+    return clear, train if mode == TRAINING else infer
 
 
 def _contender(
@@ -183,7 +156,11 @@ def _contender(
         assert len(found) == len(leaves), f"no gradients in {leaves.keys() - found.keys()}"
         return {"output": output.detach().numpy(), **found}
 
-    return Contender(_of_tensors(mode, run, own, params, grad), read)
+    for each in own.values():
+        each.requires_grad_(mode == TRAINING)
+    clear, call = called(mode, run, [*own.values()], [*own.values(), *params.values()], grad)
+    ways = {f"{n} threads": Way(call, clear, partial(on_threads, n)) for n in (1, THREADS)}
+    return Contender(ways, read)
 
 
 def _of_modules(
@@ -201,11 +178,8 @@ def _of_modules(
         return _contender(mode, lambda given: run(module(given)), {"x": x}, params, grad)
 
     def explained() -> Any:
-        explain = getattr(sparsescan.torch, "explain", None)
-        if explain is None:
-            return None
         with torch.inference_mode(mode == INFERENCE):
-            return explain(ours, x.clone().requires_grad_(mode == TRAINING))
+            return sparsescan.torch.explain(ours, x.clone().requires_grad_(mode == TRAINING))
 
     return Race(contender(ours), contender(theirs), explained)
 
@@ -261,7 +235,8 @@ class Stack:
     def race(self) -> Race:
         ours, theirs = self._stack(), self._stack()
         x = torch.randn(self.batch, self.widths[0])
-        return _of_modules(self.mode, ours, theirs, x, _same)._replace(explained=_nothing)
+        race = _of_modules(self.mode, ours, theirs, x, lambda out: out)
+        return race._replace(explained=nothing)
 
     def _stack(self) -> nn.Sequential:
         """Return the stack, with the same weights every time: it cannot be copied."""
@@ -272,10 +247,6 @@ class Stack:
         stack = nn.Sequential(*layers[:-1])
         prune_smallest(stack, 1 - self.kept)
         return stack
-
-
-def _same(output: Tensor) -> Tensor:
-    return output
 
 
 # -- Linear recurrences ---------------------------------------------------------------------------
@@ -317,7 +288,7 @@ class Affine:
 
         loop = _diagonal_loop if self.is_diagonal else _dense_loop
         ours, theirs = (_contender(self.mode, run, inputs, {}, grad) for run in (scan, loop))
-        return Race(ours, theirs, _nothing)
+        return Race(ours, theirs, nothing)
 
 
 def _diagonal_loop(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
@@ -336,7 +307,7 @@ def _dense_loop(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     return torch.stack(states)
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Explain nothing: there is one kernel."""
 
 
@@ -352,7 +323,7 @@ class InJax(Recurrent):
         from sparsescan.jax import recurrent
 
         rng = np.random.default_rng(0)
-        cell = _CELLS[self.kind](INPUTS, self.hidden, rng=0)
+        cell = CELLS[self.kind](INPUTS, self.hidden, rng=0)
         lead = self.steps, self.batch
         given = Given(
             cell,
@@ -374,14 +345,14 @@ class InJax(Recurrent):
         def scan(unroll: int, is_packed: bool) -> Call:
             return jitted(cell_scan.outputs(cell, unroll, is_packed))
 
-        name, fastest = cell_contenders.fastest_scan(scan, [n for n in _UNROLLS if n <= self.steps])
+        name, fastest = cell_scan.fastest(scan, [n for n in _UNROLLS if n <= self.steps])
         ours = jitted(outputs)
-        mine = {f"{n} threads": Way(ours, _nothing, partial(on_threads, n)) for n in (1, THREADS)}
+        mine = {f"{n} threads": Way(ours, nothing, partial(on_threads, n)) for n in (1, THREADS)}
         theirs = {
-            name: Way(fastest, _nothing, partial(on_one_core, False)),
-            f"{name}, {ONE_CORE}": Way(fastest, _nothing, partial(on_one_core, True)),
+            name: Way(fastest, nothing, partial(on_one_core, False)),
+            f"{name}, {ONE_CORE}": Way(fastest, nothing, partial(on_one_core, True)),
         }
-        return Race(Contender(mine, self._read), Contender(theirs, self._read), _nothing)
+        return Race(Contender(mine, self._read), Contender(theirs, self._read), nothing)
 
     def _read(self, output: Any) -> Arrays:
         if self.mode == INFERENCE:

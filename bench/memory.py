@@ -1,15 +1,18 @@
-"""``python -m bench.memory``: what plans and runs really take, beside their ``memory_limit``.
+"""What plans and runs really take, beside their ``memory_limit``.
 
 Every line is a process of its own, which first makes Jacobians and compiles kernels, and then notes
 by how much its resident memory is larger at the peak of planning and of two runs. The gradients
-that are returned are no part of that. Linux only. Writes a JSON file.
+that are returned are no part of that. Linux only.
 """
 
 from __future__ import annotations
 
-import argparse
+import ctypes
+import gc
 import json
 import sys
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,17 @@ import sparsescan
 from sparsescan.execution.threads import thread_count
 from sparsescan.plan.measure import made_up
 
-from . import children, grid, machine
-from .machine import RESULTS
-from .resident import GIVE_BACK, MIB, growth
+from . import children, grid
+from .experiment import Experiment, Piece, Results, Table
+from .page import significant
 
+MIB = 1 << 20
+# The environment in which freed memory goes back at once; else peaks would hold it.
+GIVE_BACK = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+    "NUMPY_MADVISE_HUGEPAGE": "0",
+}
 # Chain of the grid, schedule, threads, and limit in MiB.
 CASES: list[tuple[str, str, int, float]] = [
     ("VGG-11, pruned by 97%, B=1", "auto", 2, 1),
@@ -37,7 +47,25 @@ CASES: list[tuple[str, str, int, float]] = [
 ]
 
 
-def measure(name: str, schedule: str, limit: float) -> dict[str, Any]:
+def growth(call: Callable[[], Any]) -> tuple[int, Any]:
+    """Call; by how many bytes resident memory grew at the peak, and the result."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+    before = _status("VmRSS")
+    result = call()
+    return _status("VmHWM") - before, result
+
+
+def _status(key: str) -> int:
+    """Bytes of this process, such as ``VmRSS``."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {key}")
+
+
+def measure(name: str, schedule: str, limit: float) -> Results:
     """Measure one case, in this process."""
     patterns, batch = grid.chains()[name]()
     n, dtype = len(patterns), np.dtype(np.float32)
@@ -80,38 +108,42 @@ def _warm_up(dtype: np.dtype[Any]) -> None:
             plan.exclusive_scan(np.ones((batch, size), scanned), made_up(patterns, scanned, batch))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m bench.memory", description=__doc__)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file")
-    parser.add_argument("--only", default="", help="chains whose name contains this")
-    parser.add_argument("--case", nargs=3, metavar=("NAME", "SCHEDULE", "MIB"), help="just measure")
-    options = parser.parse_args(arguments)
-    if options.case:
-        name, schedule, limit = options.case
-        print(json.dumps(measure(name, schedule, float(limit))))
-        return 0
-    commit, results, over = machine.commit(), [], 0
-    line = "{:<30}{:<24}{:>8}{:>12}{:>12}{:>12}"
-    print(line.format("chain", "schedule", "threads", "limit MiB", "counted", "taken"))
-    for name, schedule, threads, limit in CASES:
-        if options.only not in name:
-            continue
-        command = [sys.executable, "-m", "bench.memory", "--case", name, schedule, str(limit)]
-        answer = children.run(command, {"NUMBA_NUM_THREADS": str(threads)} | GIVE_BACK)
-        case = {"chain": name, "asked": schedule} | json.loads(answer)
-        case["taken_bytes"] = case["peak_bytes"] - case["gradient_bytes"]
-        case["within_limit"] = case["taken_bytes"] <= case["limit_bytes"]
-        over += not case["within_limit"]
-        results.append(case)
-        numbers = [limit, case["workspace_bytes"] / MIB, case["taken_bytes"] / MIB]
-        print(
-            line.format(name, case["schedule"][9:], threads, *(f"{x:.2f}" for x in numbers)),
-            "" if case["within_limit"] else "over",
-            flush=True,
-        )
-    print(machine.write(options.output, "memory", "bench.memory", commit, {"cases": results}))
-    return over
+# -- The experiment -------------------------------------------------------------------------------
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _in_child(name: str, schedule: str, threads: int, limit: float) -> Results:
+    """Measure a case in a process of its own."""
+    code = "import json; from bench import memory; "
+    code += f"print(json.dumps(memory.measure({name!r}, {schedule!r}, {limit!r})))"
+    environment = GIVE_BACK | {"NUMBA_NUM_THREADS": str(threads)}
+    case: Results = json.loads(children.run([sys.executable, "-c", code], environment))
+    taken = case["peak_bytes"] - case["gradient_bytes"]
+    return case | {"chain": name, "taken_bytes": taken}
+
+
+def _pieces(quick: bool) -> Iterable[Piece]:
+    for name, schedule, threads, limit in CASES[:1] if quick else CASES:
+        run = partial(_in_child, name, schedule, threads, limit)
+        yield Piece(f"{name}, {schedule}, {threads} threads, {limit:g} MiB", run)
+
+
+def _about(quick: bool) -> Results:
+    return {
+        "taken": "what planning and two runs take at their peak, beside the Jacobians and the "
+        "gradients that are returned",
+        "counted": "what the plan says that it needs",
+    }
+
+
+def _tables(results: Results) -> list[Table]:
+    rows = []
+    for case in results["pieces"].values():
+        sizes = [case[f"{what}_bytes"] / MIB for what in ("limit", "workspace", "taken")]
+        schedule = case["schedule"].removeprefix("Schedule.")
+        over = "over the limit" * (sizes[2] > sizes[0])
+        rows.append([case["chain"], schedule, str(case["threads"]), *map(significant, sizes), over])
+    numbers = ["threads", "limit, MiB", "counted, MiB", "taken, MiB"]
+    return [Table(["chain", "schedule", *numbers, ""], rows, numbers)]
+
+
+EXPERIMENT = Experiment("memory", "Memory", _pieces, _about, tables=_tables)

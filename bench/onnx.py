@@ -7,12 +7,11 @@ and are timed as those of the map. All contenders are given the same threads.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,16 +21,11 @@ from torch import Tensor, nn
 
 import sparsescan.torch
 
-from . import drawing, peers
-from .drawing import BLUE, GREEN, ORANGE, PINK, SKY
-from .experiment import Drawing, Experiment, Options, Piece, Results, Table, as_text, cpu_only
-from .map import OURS, THEIRS, measure, median_of
-from .map_races import GATES, Contender, Race, Way, on_threads
-from .page import significant
+from . import peers
+from .experiment import Experiment, Piece, Results, Table
+from .map import SUMMED_UP, Ratio, grid_of, measure, ratios, summed_up, worst
+from .map_races import GATES, Contender, Race, Way, nothing, on_threads
 from .timing import THREADS
-from .turns import quiet
-
-__all__ = ["EXPERIMENT", "PEERS", "RUNTIME", "Group", "Ratio", "Sequence", "groups", "ratios"]
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
@@ -42,16 +36,14 @@ PEERS = RUNTIME, PYTORCH
 _SIZES = (1, 40), (40, 128), (32, 64), (32, 256), (32, 512)
 _KINDS, _BATCHES, _STEPS = ("LSTM", "GRU", "RNN"), (1, 16), (1, 16, 64, 256, 1000)
 _QUICK_KINDS, _QUICK_STEPS = ("LSTM", "GRU"), (1, 64)
-# The least number of steps at which something is asked: of each ratio, and of their median.
-_LONG, _EACH, _MEDIAN = 64, 1.0, 1.5
+# The least number of steps at which something is asked, and what of each ratio.
+_LONG, _EACH = 64, 1.0
 _SHOWN = 20
 # The order of gates in ONNX, by their places in PyTorch.
 _GATES = {"RNN": (0,), "GRU": (1, 0, 2), "LSTM": (0, 3, 1, 2)}
 # Versions that every ONNX Runtime of the last years reads.
 _OPSET, _IR = 14, 8
 _HINT = "pip install onnxruntime onnx"
-_COLORS = dict(zip(_SIZES, (SKY, GREEN, BLUE, ORANGE, PINK), strict=True))
-_STYLES = {1: "o-", 16: "s--"}
 
 
 # -- Contenders -----------------------------------------------------------------------------------
@@ -98,7 +90,7 @@ class Sequence:
             with torch.no_grad():
                 return module(x)
 
-        way = Way(call, _nothing, partial(on_threads, self.threads))
+        way = Way(call, nothing, partial(on_threads, self.threads))
         return Contender({"no_grad": way}, _of_tensors)
 
     def _runtime(self, module: nn.Module, x: Tensor) -> Contender:
@@ -122,7 +114,7 @@ class Sequence:
             return [*arrays.values()]
 
         calls = {"io binding": bound, "run": lambda: session.run(None, given)}
-        ways = {name: Way(call, _nothing, nullcontext) for name, call in calls.items()}
+        ways = {name: Way(call, nothing, nullcontext) for name, call in calls.items()}
         return Contender(ways, _of_outputs)
 
 
@@ -171,10 +163,6 @@ def graph_of(
     return data
 
 
-def _nothing() -> None:
-    """Make ready for a call: nothing is left from the one before."""
-
-
 def _of_tensors(output: Any) -> Arrays:
     outputs, states = output
     states = states if isinstance(states, tuple) else (states,)
@@ -196,24 +184,23 @@ def _named(arrays: Iterable[Array]) -> Arrays:
 class Group(NamedTuple):
     """Calls that differ in their lengths, which are measured together."""
 
-    kind: str
-    inputs: int
-    hidden: int
-    batch: int
-    threads: int
-    peer: str
     points: tuple[Sequence, ...]
+
+    @property
+    def of(self) -> Sequence:
+        """What all have in common."""
+        return self.points[0]
 
     @property
     def call(self) -> str:
         """Name what is called, without the peer."""
-        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
-        return f"{self.kind}({self.inputs}, {self.hidden}), B={self.batch}, {threads}"
+        threads = f"{self.of.threads} thread{'s' * (self.of.threads > 1)}"
+        return f"{self.of.kind}({self.of.inputs}, {self.of.hidden}), B={self.of.batch}, {threads}"
 
     @property
     def key(self) -> str:
         """Name the piece."""
-        return f"{self.call}, {self.peer}"
+        return f"{self.call}, {self.of.peer}"
 
 
 def groups(quick: bool) -> Iterator[Group]:
@@ -222,18 +209,16 @@ def groups(quick: bool) -> Iterator[Group]:
     sizes, batches = (_SIZES[:1], _BATCHES[:1]) if quick else (_SIZES, _BATCHES)
     for peer, kind, size, batch, threads in product(PEERS, kinds, sizes, batches, (1, THREADS)):
         own = kind, *size, batch, threads, peer
-        yield Group(*own, tuple(Sequence(*own, count) for count in steps))
+        yield Group(tuple(Sequence(*own, count) for count in steps))
 
 
-def _pieces(options: Options) -> Iterable[Piece]:
-    cpu_only("onnx", options)
-    for group in groups(options.quick):
+def _pieces(quick: bool) -> Iterable[Piece]:
+    for group in groups(quick):
         most = max(each.work for each in group.points)
-        run = partial(measure, group.points, most, quick=options.quick)
-        yield Piece(group.key, run)
+        yield Piece(group.key, partial(measure, group.points, most, quick))
 
 
-def _about(options: Options) -> Results:
+def _about(quick: bool) -> Results:
     return {
         "a call": "the forward pass through B sequences of T steps, float32, states begin as "
         "zeros; outputs of all steps and last states",
@@ -246,186 +231,36 @@ def _about(options: Options) -> Results:
         "threads": "one or two for each contender: torch.set_num_threads, intra_op_num_threads",
         "a time": "the median over rounds of the median of a turn; rounds in which others used the "
         "cores do not count",
-        "asked": f"of T ≥ {_LONG}, beside {RUNTIME}: {_EACH:g}× each, median {_MEDIAN:g}×",
+        "asked": f"of T ≥ {_LONG}, beside {RUNTIME}: {_EACH:g}× each",
     }
 
 
-class Ratio(NamedTuple):
-    """The times of a call, ours and the peer's."""
-
-    group: Group
-    steps: int
-    ours: float
-    theirs: float
-    kernel: str
-
-    @property
-    def ratio(self) -> float:
-        """The peer's time over ours."""
-        return self.theirs / self.ours
-
-    @property
-    def call(self) -> str:
-        return f"{self.group.call}, T={self.steps}"
-
-    @property
-    def is_asked(self) -> bool:
-        return self.steps >= _LONG and self.group.peer == RUNTIME
-
-
-def ratios(results: Results) -> Iterator[Ratio]:
-    """Yield all ratios there are, in the order of pieces."""
-    for group in groups(results["quick"]):
-        piece = results["pieces"].get(group.key, {"points": {}})
-        for each in group.points:
-            if point := piece["points"].get(each.name):
-                calm = quiet(piece["cores_others_used"])
-                both = (median_of(point["samples"][who], calm) for who in (OURS, THEIRS))
-                yield Ratio(group, each.steps, *both, point.get("kernel", ""))
-
-
-def _asked(every: list[Ratio]) -> list[Table]:
-    """Return the table of what is asked, and whether it is so."""
-    own = [each for each in every if each.is_asked]
-    if not own:
-        return []
-    least, middle = min(own, key=lambda each: each.ratio), median(each.ratio for each in own)
-    below = sum(each.ratio < _EACH for each in own)
-    missed = f"{below} of {len(own)} missed" if below else "met"
-    met = "met" if middle >= _MEDIAN else "missed"
-    work = f"T ≥ {_LONG}, beside {RUNTIME}"
-    rows = [
-        [work, f"{_EACH:g}× each", f"{least.ratio:.2f}× ({least.call})", missed],
-        [work, f"median {_MEDIAN:g}×", f"{middle:.2f}×", met],
-    ]
-    return [Table(["calls", "asked", "measured", ""], rows, [])]
-
-
-def _medians(every: list[Ratio]) -> Table:
-    """Return the table of medians by peer, by network, by length and by threads."""
-    parts: dict[str, Callable[[Ratio], bool]] = {
-        "all": lambda each: True,
-        **{kind: partial(_is_of, "kind", kind) for kind in _KINDS},
-        **{f"B={batch}": partial(_is_of, "batch", batch) for batch in _BATCHES},
-        **{f"{n} thread{'s' * (n > 1)}": partial(_is_of, "threads", n) for n in (1, THREADS)},
-        **{f"T={steps}": lambda each, steps=steps: each.steps == steps for steps in _STEPS},
-    }
-    rows = []
-    for peer in PEERS:
-        for name, is_part in parts.items():
-            own = [each.ratio for each in every if each.group.peer == peer and is_part(each)]
-            if own:
-                numbers = [f"{value:.2f}" for value in (median(own), min(own), max(own))]
-                below = f"{sum(ratio < _EACH for ratio in own)} of {len(own)}"
-                rows.append([f"beside {peer}", name, *numbers, below])
-    numbers = ["median", "least", "most", "below 1"]
-    return Table(["peer", "calls", *numbers], rows, numbers)
-
-
-def _is_of(name: str, value: Any, ratio: Ratio) -> bool:
-    return bool(getattr(ratio.group, name) == value)
-
-
-def _worst(every: list[Ratio]) -> Table:
-    """Return the table of the calls of which something is asked that come off worst."""
-    own = sorted((each for each in every if each.is_asked), key=lambda each: each.ratio)
-    count = max(_SHOWN, sum(each.ratio < _EACH for each in own))
-    rows = [
-        [
-            f"the worst calls beside {RUNTIME}",
-            each.call,
-            f"{each.ratio:.2f}",
-            *(significant(1e3 * taken) for taken in (each.theirs, each.ours)),
-            each.kernel,
-        ]
-        for each in own[:count]
-    ]
-    numbers = ["ratio", "theirs, ms", "ours, ms"]
-    return Table(["", "call", *numbers, "our kernel"], rows, numbers)
-
-
-def _whole(every: list[Ratio]) -> Table:
-    """Return the table of all ratios."""
-    heads = [f"T={steps}" for steps in sorted({each.steps for each in every})]
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    for each in every:
-        row = rows.setdefault((f"beside {each.group.peer}", each.group.call), {})
-        row[f"T={each.steps}"] = f"{each.ratio:.2f}"
-    lines = [[*key, *(row.get(head, "") for head in heads)] for key, row in rows.items()]
-    return Table(["peer", "call", *heads], lines, heads)
+def _steps(ratio: Ratio) -> int:
+    return int(ratio.point.removeprefix("T="))
 
 
 def _tables(results: Results) -> list[Table]:
-    every = list(ratios(results))
-    made = [*_asked(every), _medians(every), _worst(every), _whole(every)]
-    return [table for table in made if table.rows]
-
-
-def _drawings(results: Results) -> list[Drawing]:
-    every = list(ratios(results))
-    return [
-        _drawing(peer, own)
+    every = ratios(results, groups(results["quick"]))
+    asked = [each for each in every if _steps(each) >= _LONG and each.group.of.peer == RUNTIME]
+    parts = {"all": every}
+    for attribute, values in (("kind", _KINDS), ("batch", _BATCHES), ("threads", (1, THREADS))):
+        for value in values:
+            parts[f"{attribute} {value}"] = [
+                each for each in every if getattr(each.group.of, attribute) == value
+            ]
+    parts |= {f"T={steps}": [r for r in every if _steps(r) == steps] for steps in _STEPS}
+    rows = [
+        summed_up(peer, name, own, _EACH)
         for peer in PEERS
-        if (own := [r for r in every if _is_of("peer", peer, r)])
+        for name, part in parts.items()
+        if (own := [each for each in part if each.group.of.peer == peer])
     ]
+    tables = [Table(["peer", "calls", *SUMMED_UP], rows, SUMMED_UP)] if rows else []
+    tables += worst([(each, _EACH) for each in asked], _SHOWN)
+    for peer in PEERS:
+        own = [each for each in every if each.group.of.peer == peer]
+        tables += grid_of(peer, own, lambda group: group.call)
+    return tables
 
 
-def _drawing(peer: str, every: list[Ratio]) -> Drawing:
-    """Draw ratios over lengths: a panel for each kind and number of threads."""
-    kinds = [kind for kind in _KINDS if any(each.group.kind == kind for each in every)]
-    counts = 1, THREADS
-    figure, panels = drawing.panels(
-        len(counts), len(kinds), 3.3 * len(kinds) + 0.8, 6.4, sharex=True, sharey=True
-    )
-    for (row, threads), (column, kind) in product(enumerate(counts), enumerate(kinds)):
-        axes = panels[row, column]
-        lines: dict[tuple[int, int, int], dict[int, float]] = {}
-        for each in every:
-            group = each.group
-            if (group.kind, group.threads) == (kind, threads):
-                line = lines.setdefault((group.inputs, group.hidden, group.batch), {})
-                line[each.steps] = each.ratio
-        for (inputs, hidden, batch), line in lines.items():
-            color, label = _COLORS[inputs, hidden], f"({inputs}, {hidden}), B={batch}"
-            axes.plot(
-                *zip(*line.items(), strict=True),
-                _STYLES[batch],
-                color=color,
-                ms=4,
-                lw=1.2,
-                label=label,
-            )
-        axes.axhline(_EACH, color="black", lw=0.8, ls=":")
-        axes.set(xscale="log", yscale="log", title=f"{kind}, {threads} thread{'s' * (threads > 1)}")
-        drawing.numbers(axes.xaxis)
-        drawing.decades(axes.yaxis, "{:g}")
-        drawing.plain(axes, "y")
-    for axes in panels[-1]:
-        axes.set(xlabel="steps of a sequence")
-    for axes in panels[:, 0]:
-        axes.set(ylabel="time over ours")
-    drawing.legend(figure, panels.flat, 5)
-    below = sum(each.ratio < _EACH for each in every)
-    caption = (
-        f"Inference of sequences: the time of {peer} over ours, by the number of steps. Networks "
-        "are (entries of an input, units); the dotted line is where both take as long. "
-        f"{below} of {len(every)} calls are below it."
-    )
-    return Drawing(f"Inference beside {peer}", caption, figure)
-
-
-def summary(results: Results) -> str:
-    """Return the tables as text."""
-    return as_text(_tables(results))
-
-
-EXPERIMENT = Experiment(
-    name="onnx",
-    title="Inference beside ONNX Runtime",
-    pieces=_pieces,
-    about=_about,
-    drawings=_drawings,
-    rows=lambda results: [],
-    tables=_tables,
-    summary=summary,
-)
+EXPERIMENT = Experiment("onnx", "Inference beside ONNX Runtime", _pieces, _about, tables=_tables)

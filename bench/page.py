@@ -14,6 +14,7 @@ from io import BytesIO
 from itertools import groupby
 from math import floor, log10
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 from .experiment import Drawing
@@ -21,86 +22,7 @@ from .experiment import Drawing
 # Bytes of an SVG above which a picture of its pixels is the smaller one.
 _LARGE = 1_000_000
 
-_STYLE = """
-:root {
-  color-scheme: light dark;
-  --paper: #fdfdfb; --ink: #1e2126; --soft: #5c636e; --rule: #d8dbe0; --link: #1d5c8a;
-  --warn: #9a3b00;
-}
-@media screen and (prefers-color-scheme: dark) {
-  :root {
-    --paper: #15171a; --ink: #e2e4e7; --soft: #9ba2ad; --rule: #373b42; --link: #8fbfe3;
-    --warn: #f0a36a;
-  }
-  img { filter: invert(1) hue-rotate(180deg); }
-}
-* { box-sizing: border-box; }
-html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
-body {
-  margin: 0 auto; padding: 2.5rem 1.25rem 5rem; max-width: 62rem;
-  background: var(--paper); color: var(--ink);
-  font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
-}
-h1, h2, h3 { line-height: 1.25; font-weight: 600; text-wrap: balance; }
-h1 { margin: 0 0 .75rem; font-size: 1.9rem; letter-spacing: -.01em; }
-h2 { margin: 3.5rem 0 .75rem; padding-top: 1.1rem; border-top: 1px solid var(--rule);
-     font-size: 1.35rem; }
-h3 { margin: 2rem 0 .5rem; font-size: 1.05rem; }
-p, dl, ul { margin: .6rem 0; max-width: 44rem; }
-ul { padding-left: 1.2rem; }
-li { margin: .15rem 0; }
-a { color: var(--link); text-underline-offset: .15em; text-decoration-thickness: 1px; }
-nav a { display: inline-block; margin-right: 1.1rem; }
-code { font: .88em/1.4 ui-monospace, "SF Mono", Menlo, Consolas, monospace;
-       overflow-wrap: anywhere; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; font-size: .9rem; }
-dt { color: var(--soft); }
-dd { margin: 0; overflow-wrap: anywhere; }
-.soft { max-width: none; color: var(--soft); font-size: .9rem; }
-.warn { color: var(--warn); font-weight: 600; }
-.wide { overflow-x: auto; margin: 1rem 0; }
-table { border-collapse: collapse; font-size: .9rem; line-height: 1.4;
-        font-variant-numeric: tabular-nums lining-nums; }
-th { padding: .3rem 1.1rem .35rem 0; text-align: left; vertical-align: bottom;
-     color: var(--soft); font-weight: 500; border-bottom: 1px solid var(--soft); }
-td { padding: .26rem 1.1rem .26rem 0; vertical-align: top; border-top: 1px solid var(--rule); }
-th:last-child, td:last-child { padding-right: 0; }
-tbody tr:first-child td, tr.group + tr td { border-top: 0; }
-.group th { padding-top: 1rem; color: var(--ink); font-weight: 600; border-bottom: 0; }
-.group th > span { position: sticky; left: 0; display: inline-block;
-                   max-width: calc(min(100vw, 62rem) - 2.5rem); }
-.group .soft { font-weight: 400; }
-.tight { white-space: nowrap; }
-.number { text-align: right; white-space: nowrap; }
-td i::after { content: attr(data-pad); visibility: hidden; font-style: normal; }
-details { margin: 1rem 0; }
-summary { cursor: pointer; font-weight: 600; }
-figure { margin: 1.75rem 0; }
-figure .wide { margin: 0; }
-img { display: block; max-width: 100%; height: auto; }
-figcaption { margin-top: .5rem; max-width: 44rem; color: var(--soft); font-size: .9rem; }
-figcaption b { color: var(--ink); font-weight: 600; }
-@media (max-width: 40rem) {
-  body { padding-top: 1.5rem; }
-  h1 { font-size: 1.55rem; }
-  dl { grid-template-columns: 1fr; }
-  dd { margin-bottom: .3rem; }
-  td, th { padding-right: .7rem; }
-  td:first-child { min-width: 7rem; }
-  img { max-width: max(100%, 40rem); }
-}
-@media print {
-  :root { color-scheme: light; }
-  body { max-width: none; padding: 0; font-size: 9.5pt; }
-  nav { display: none; }
-  a { color: inherit; text-decoration: none; }
-  h2, h3 { break-after: avoid; }
-  figure, tr { break-inside: avoid; }
-  .group { break-after: avoid; }
-  .wide { overflow: visible; }
-  td, th { padding-right: .8rem; }
-}
-"""
+_STYLE = "\n" + (Path(__file__).parent / "page.css").read_text()
 
 
 class Html(str):

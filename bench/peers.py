@@ -113,43 +113,51 @@ def scipy_batch_loops(
     """Back-propagation of a batch: as a list of vectors, or as a matrix ``(d, batch)``.
 
     A Jacobian that the samples share takes all columns of the matrix at once; one that they do not
-    share takes them one by one, or is one block-diagonal matrix. Diagonal ones may be multiplied as
-    plain arrays. Matrices are made beforehand, but no copy of values that differ between samples
-    and so change on every iteration: they are not transposed, and explicit zeros stay.
+    share takes them one by one, or is one block-diagonal matrix; a diagonal one is a plain array.
+    Matrices are made beforehand, but no copy of values that differ between samples and so change on
+    every iteration: they are not transposed, and explicit zeros stay.
     """
-    listed, matrix = list(grad), np.ascontiguousarray(grad.T)
-    by_sample, by_block = (
-        f"csr_array @ (d, batch), others {how}" for how in ("by sample", "block-diagonal")
-    )
-    # The first gradient, and what makes a step of a Jacobian that is shared, one that is not, and
-    # one that is diagonal.
-    forms: dict[str, tuple[Any, _MakeStep, _MakeStep, _MakeStep]] = {
-        "by sample": (listed, _vectors, _vectors, _vectors),
-        "by sample, ReLU elementwise": (listed, _vectors, _vectors, _scaled_vectors),
-        by_sample: (matrix, _matrix, _columns, _columns),
-        f"{by_sample}, ReLU elementwise": (matrix, _matrix, _columns, _scaled_matrix),
-        by_block: (matrix, _matrix, _blocks, _blocks),
-        f"{by_block}, ReLU elementwise": (matrix, _matrix, _blocks, _scaled_matrix),
-    }
+    batch = len(grad)
 
-    def make_step(
-        jacobian: sp.csr_array | BatchedCSR, shared: _MakeStep, own: _MakeStep, diagonal: _MakeStep
-    ) -> _Step:
+    def by_sample(jacobian: sp.csr_array | BatchedCSR) -> _Step:
+        if _is_diagonal(jacobian):
+            rows = list(jacobian.data)
+            return lambda xs: [row * x for row, x in zip(rows, xs, strict=True)]
+        own = [of_sample(jacobian, b) for b in range(batch)]
+        return lambda xs: [matrix @ x for matrix, x in zip(own, xs, strict=True)]
+
+    def columns(jacobian: sp.csr_array | BatchedCSR) -> _Step:
         if not isinstance(jacobian, BatchedCSR):
-            return shared(jacobian, len(grad))
-        return (diagonal if _is_diagonal(jacobian) else own)(jacobian, len(grad))
+            return lambda x: jacobian @ x
+        if _is_diagonal(jacobian):
+            return lambda x: jacobian.data.T * x
+        step = by_sample(jacobian)
+        return lambda x: np.stack(step(x.T), axis=1)
 
+    def blocks(jacobian: sp.csr_array | BatchedCSR) -> _Step:
+        if not isinstance(jacobian, BatchedCSR) or _is_diagonal(jacobian):
+            return columns(jacobian)
+        matrix = sp.block_diag([jacobian[b] for b in range(batch)], "csr")
+        return lambda x: (matrix @ x.T.reshape(-1)).reshape(batch, -1).T
+
+    listed, matrix = list(grad), np.ascontiguousarray(grad.T)
+    forms: dict[str, tuple[Any, Callable[[Any], _Step]]] = {
+        "by sample": (listed, by_sample),
+        "csr_array @ (d, batch), others by sample": (matrix, columns),
+        "csr_array @ (d, batch), others block-diagonal": (matrix, blocks),
+    }
     return {
-        name: loop(first, [make_step(jacobian, *makers) for jacobian in jacobians[:-1]])
-        for name, (first, *makers) in forms.items()
+        name: loop(first, [make(jacobian) for jacobian in jacobians[:-1]])
+        for name, (first, make) in forms.items()
     }
 
 
 _Step = Callable[[Any], Any]
-_MakeStep = Callable[[Any, int], _Step]
 
 
-def _is_diagonal(jacobian: BatchedCSR) -> bool:
+def _is_diagonal(jacobian: sp.csr_array | BatchedCSR) -> bool:
+    if not isinstance(jacobian, BatchedCSR):
+        return False
     rows, cols = jacobian.shape
     return (
         rows == cols
@@ -158,54 +166,21 @@ def _is_diagonal(jacobian: BatchedCSR) -> bool:
     )
 
 
-def _vectors(jacobian: sp.csr_array | BatchedCSR, batch: int) -> _Step:
-    matrices = [of_sample(jacobian, b) for b in range(batch)]
-    return lambda xs: [matrix @ x for matrix, x in zip(matrices, xs, strict=True)]
-
-
-def _scaled_vectors(jacobian: BatchedCSR, batch: int) -> _Step:
-    diagonals = list(jacobian.data)
-    return lambda xs: [diagonal * x for diagonal, x in zip(diagonals, xs, strict=True)]
-
-
-def _matrix(jacobian: sp.csr_array, batch: int) -> _Step:
-    return lambda x: jacobian @ x
-
-
-def _columns(jacobian: BatchedCSR, batch: int) -> _Step:
-    step = _vectors(jacobian, batch)
-    return lambda x: np.stack(step(x.T), axis=1)
-
-
-def _blocks(jacobian: BatchedCSR, batch: int) -> _Step:
-    matrix = sp.block_diag([jacobian[b] for b in range(batch)], "csr")
-    return lambda x: (matrix @ x.T.reshape(-1)).reshape(batch, -1).T
-
-
-def _scaled_matrix(jacobian: BatchedCSR, batch: int) -> _Step:
-    diagonals = jacobian.data.T
-    return lambda x: diagonals * x
-
-
 def numpy_loops(grad: NDArray[Any], jacobians: NDArray[Any]) -> dict[str, Call]:
     """Back-propagation through dense steps, into one array."""
-    n = len(jacobians)
 
-    def matmul() -> NDArray[Any]:
-        gradients = np.empty((n, *grad.shape, 1), grad.dtype)
-        gradients[0, ..., 0] = grad
-        for k in range(n - 1):
-            np.matmul(jacobians[k], gradients[k], out=gradients[k + 1])
-        return gradients[..., 0]
+    def loop_of(multiply: Any, *columns: int) -> Call:
+        def run() -> NDArray[Any]:
+            gradients = np.empty((len(jacobians), *grad.shape, *columns), grad.dtype)
+            gradients[0] = grad.reshape(gradients.shape[1:])
+            for k in range(len(jacobians) - 1):
+                multiply(jacobians[k], gradients[k], out=gradients[k + 1])
+            return gradients.reshape(-1, *grad.shape)
 
-    def matvec() -> NDArray[Any]:
-        gradients = np.empty((n, *grad.shape), grad.dtype)
-        gradients[0] = grad
-        for k in range(n - 1):
-            np.matvec(jacobians[k], gradients[k], out=gradients[k + 1])
-        return gradients
+        return run
 
-    return {"matmul": matmul} | ({"matvec": matvec} if hasattr(np, "matvec") else {})
+    matvec = {"matvec": loop_of(np.matvec)} if hasattr(np, "matvec") else {}
+    return {"matmul": loop_of(np.matmul, 1)} | matvec
 
 
 def jax_scans(grad: NDArray[Any], jacobians: NDArray[Any]) -> dict[str, Call]:
@@ -308,51 +283,28 @@ def load_mkl() -> ModuleType:
     return sparse_dot_mkl
 
 
-def torch_columns(
-    module: Any, x: NDArray[Any], columns: NDArray[np.int64], way: str
-) -> dict[str, Call]:
-    """Return some columns of the transposed Jacobian of a layer.
-
-    One at a time, kept without their zeros ("csr") or as they are and then forgotten ("column"); or
-    all at once ("vmap").
-    """
+def torch_columns(module: Any, x: NDArray[Any], columns: NDArray[np.int64]) -> dict[str, Call]:
+    """Return some columns of the transposed Jacobian of a layer, one at a time, without zeros."""
     torch = load_torch()
     x_torch = torch.from_numpy(x)[None].requires_grad_()
     y = module(x_torch)
     unit = torch.zeros_like(y)
-    flat = unit.view(-1)
-
-    def column(j: int) -> Any:
-        flat[j] = 1
-        (grad,) = torch.autograd.grad(y, x_torch, unit, retain_graph=True)
-        flat[j] = 0
-        return grad
-
-    def one_at_a_time() -> list[Any]:
-        return [column(j) for j in columns.tolist()]
+    above = unit.view(-1)
 
     def as_csr() -> tuple[NDArray[Any], ...]:
         """Return data, indices and indptr of the Jacobian, whose rows are these columns."""
         places, entries, ends = [], [], [0]
-        for grad in map(column, columns.tolist()):
+        for j in columns.tolist():
+            above[j] = 1
+            (grad,) = torch.autograd.grad(y, x_torch, unit, retain_graph=True)
+            above[j] = 0
             flat = grad.view(-1)
-            place = flat.nonzero().squeeze(1)
-            places.append(place)
-            entries.append(flat[place])
-            ends.append(ends[-1] + len(place))
+            places.append(flat.nonzero().squeeze(1))
+            entries.append(flat[places[-1]])
+            ends.append(ends[-1] + len(places[-1]))
         return torch.cat(entries).numpy(), torch.cat(places).numpy(), np.array(ends)
 
-    def by_vmap() -> NDArray[Any]:
-        units = torch.zeros(len(columns), *y.shape)
-        units.view(len(columns), -1)[torch.arange(len(columns)), torch.from_numpy(columns)] = 1
-        _, pullback = torch.func.vjp(module, x_torch.detach())
-        return np.asarray(torch.func.vmap(pullback)(units)[0])
-
-    return {
-        "csr": {"autograd.grad, nonzero": as_csr},
-        "column": {"autograd.grad": one_at_a_time},
-        "vmap": {"vmap of vjp": by_vmap},
-    }[way]
+    return {"autograd.grad, nonzero": as_csr}
 
 
 def load_jax() -> Any:

@@ -21,22 +21,18 @@ from torch import Tensor, nn
 
 import sparsescan.torch
 
-from . import peers, recurrent, step
-from .drawing import BLUE, GREEN, SKY
-from .experiment import Drawing, Experiment, Options, Piece, Results, Row, Table, as_text, cpu_only
+from . import peers, races
+from .experiment import Drawing, Experiment, Piece, Results, Row, Table
 from .page import significant
+from .races import OURS
 from .timing import THREADS, Call
 
-__all__ = ["CASES", "EXPERIMENT", "Case", "at_starts", "with_resets"]
-
-OURS, PEER = step.OURS, "sb3-contrib"
+PEER = "sb3-contrib"
 WINDOWS, AT_STARTS = "sparsescan, whole windows", "PyTorch, states begun anew at starts"
 _HINT = "pip install --no-deps sb3-contrib stable-baselines3 gymnasium cloudpickle "
 _HINT += "farama-notifications"
 _OBSERVED, _ACTIONS, _ENVIRONMENTS = 8, 4, 8
 _SHORTEST, _LONGEST = 20, 100  # steps of an episode
-# How far gradients may be apart, relative to their norms.
-_BOUND = float(np.sqrt(np.finfo(np.float32).eps))
 
 Process = Callable[[Tensor, Any, Tensor, Any], tuple[Tensor, Any]]
 
@@ -60,7 +56,6 @@ CASES = tuple(
     for *network, wanted in (("LSTM", 256, 3), ("LSTM", 64, 5), ("GRU", 64, 5))
     for steps in (128, 256)
 )
-_QUICK = CASES[:1]
 
 
 # -- How sequences are processed ------------------------------------------------------------------
@@ -258,21 +253,16 @@ def _cut_alike() -> None:
 def _differences(calls: dict[str, Call]) -> dict[str, float]:
     """How far gradients are from the peer's; AssertionError if rounding does not explain it."""
     found: dict[str, float] = {}
-    expected = {name: grad.clone() for name, grad in calls[PEER]().items()} if calls else {}
-    for who, call in calls.items():
-        result = call() if who != PEER else {}
-        for name, grad in result.items():
-            right = expected[name]
-            size = max(float(right.norm()), step.SMALLEST)
-            apart = float((grad.reshape(right.shape) - right).norm()) / size
-            found[f"{name}, {who}"] = apart
-            if not apart < _BOUND:
-                raise AssertionError(f"{name}, {who}: the relative difference is {apart:.1e}")
+    if PEER in calls:
+        expected = {name: grad.numpy().copy() for name, grad in calls[PEER]().items()}
+        for who in calls.keys() - {PEER}:
+            apart = races.apart(calls[who](), expected)
+            found |= {f"{name}, {who}": each for name, each in apart.items()}
     return found
 
 
-def measure(case: Case, *, quick: bool) -> Results:
-    """Return the times of updates, as :func:`bench.step.timed` does.
+def measure(case: Case, quick: bool) -> Results:
+    """Return the times of updates, as :func:`bench.races.timed` does.
 
     Beside them are the ``differences`` of each gradient from the peer's, by the 2-norm, relative to
     it, and the ``sequences`` of each contender: how many, and of how many steps.
@@ -280,20 +270,19 @@ def measure(case: Case, *, quick: bool) -> Results:
     race = _Race(case)
     who = OURS, WINDOWS, PEER, AT_STARTS
     makers = {name: partial(race.variants, name) for name in who}
-    piece = step.timed(makers, {PEER: case.wanted}, quick, _differences, few=True)
+    piece = races.timed(makers, {PEER: case.wanted}, quick, _differences, few=True)
     return {**piece, "sequences": race.sequences()}
 
 
 # -- The experiment -------------------------------------------------------------------------------
 
 
-def _pieces(options: Options) -> Iterable[Piece]:
-    cpu_only("ppo", options)
-    for case in _QUICK if options.quick else CASES:
-        yield Piece(case.name, partial(measure, case, quick=options.quick))
+def _pieces(quick: bool) -> Iterable[Piece]:
+    for case in CASES[:1] if quick else CASES:
+        yield Piece(case.name, partial(measure, case, quick))
 
 
-def _about(options: Options) -> Results:
+def _about(quick: bool) -> Results:
     return {
         "an update": "RecurrentPPO.train of sb3-contrib: one epoch over the whole rollout as one "
         "batch; forward pass, losses, backward pass and Adam's step, with a learning rate of 0, so "
@@ -314,15 +303,10 @@ def _about(options: Options) -> Results:
     }
 
 
-def _races(results: Results) -> Results:
-    """Return the pieces with all contenders."""
-    return {key: piece for key, piece in step.races(results).items() if piece["samples"]}
-
-
 def _tables(results: Results) -> list[Table]:
     numbers = ["ms", "over ours", "asked"]
     rows = []
-    for key, piece in _races(results).items():
+    for key, piece in races.races(results).items():
         medians = {name: median(taken) for name, taken in piece["samples"].items()}
         for name, taken in medians.items():
             ratio, wanted = taken / medians[OURS], piece["wanted"].get(name)
@@ -342,37 +326,13 @@ def _tables(results: Results) -> list[Table]:
 
 
 def _rows(results: Results) -> list[Row]:
-    return [
-        row
-        for key, piece in _races(results).items()
-        for peer in (PEER, AT_STARTS)
-        if (row := recurrent.row(f"Update of recurrent PPO: {key}", piece, peer, OURS))
-    ]
+    return races.rows("Update of recurrent PPO", races.races(results), hidden=(WINDOWS,))
 
 
 def _drawings(results: Results) -> list[Drawing]:
-    colors = {PEER: BLUE, AT_STARTS: SKY, WINDOWS: GREEN}
-    return step.draw_races("Updates of recurrent PPO", _races(results), colors)
-
-
-def summary(results: Results) -> str:
-    """Return the table as text, and why there is none."""
-    missing = {
-        f"{peer}: {why}"
-        for piece in results["pieces"].values()
-        for peer, why in piece.get("missing", {}).items()
-        if peer == PEER
-    }
-    return "\n".join([as_text(_tables(results)), *sorted(missing)]).strip()
+    return races.draw("Updates of recurrent PPO", races.races(results))
 
 
 EXPERIMENT = Experiment(
-    name="ppo",
-    title="Updates of recurrent PPO",
-    pieces=_pieces,
-    about=_about,
-    drawings=_drawings,
-    rows=_rows,
-    tables=_tables,
-    summary=summary,
+    "ppo", "Updates of recurrent PPO", _pieces, _about, _drawings, _rows, _tables
 )

@@ -26,7 +26,6 @@ from sparsescan.strategies import (
     Machine,
     PerLayer,
     Pipeline,
-    Prediction,
     Strategy,
     build,
     load_machine,
@@ -34,11 +33,9 @@ from sparsescan.strategies import (
 )
 from sparsescan.strategies.pipeline.schedule import Placement
 
-from .drawing import panels, plain
-from .experiment import Drawing, Experiment, Options, Piece, Results, cpu_only
-from .timing import seconds
-
-__all__ = ["EXPERIMENT"]
+from .experiment import Experiment, Piece, Results, Table
+from .page import significant
+from .timing import rounded, seconds
 
 # Integrated parallelism: samples of a step; the processors of Cori, and the network of Table 1. The
 # rate is the one that the published totals of Figures 6 and 7 have in common: a step of four images
@@ -76,8 +73,7 @@ _MEASURED = {"lenet5": (1, 2, 4, 8, 16, 32, 64, 128), "resnet-20": (1, 2, 4, 8, 
 _QUICK_MEASURED = {"lenet5": (1, 8)}
 
 
-def _pieces(options: Options) -> list[Piece]:
-    quick = options.quick
+def _pieces(quick: bool) -> list[Piece]:
     networks = _NETWORKS[:1] if quick else _NETWORKS
     depths = _DEPTHS[:2] if quick else _DEPTHS
     measured = _QUICK_MEASURED if quick else _MEASURED
@@ -99,7 +95,7 @@ def _pieces(options: Options) -> list[Piece]:
 
 
 def _step(strategy: Strategy, graph: Graph, machine: Machine, workers: int, batch: int) -> Results:
-    predicted: Prediction = strategy.predict(graph, machine, workers, batch)
+    predicted = strategy.predict(graph, machine, workers, batch)
     sending = sum(
         predicted.nanoseconds.get(part, 0.0) for part in ("weights", "activations", "halo")
     )
@@ -130,7 +126,7 @@ def _measured(name: str, sizes: Sequence[int]) -> Results:
         def call(x: Any = x) -> Any:
             return step.backward(step.forward(x), needs_input_grad=False)
 
-        samples[str(size)] = [round(taken, 9) for taken in seconds(call, 15)]
+        samples[str(size)] = rounded(seconds(call, 15))
     return {"network": name, "seconds": samples}
 
 
@@ -241,8 +237,7 @@ def _memory(depths: Sequence[int]) -> Results:
 # -- What is shown --------------------------------------------------------------------------------
 
 
-def _about(options: Options) -> Results:
-    cpu_only("published", options)
+def _about(quick: bool) -> Results:
     return {
         "predicted": "by the model of sparsescan.strategies, from figures of the machines",
         "machines": {one.name: vars(one) | {"network": vars(one.network)} for one in (_CORI, _K80)},
@@ -251,65 +246,37 @@ def _about(options: Options) -> Results:
     }
 
 
-def _drawings(results: Results) -> list[Drawing]:
+def _tables(results: Results) -> list[Table]:
+    """Return times over the batch size, and images a second, with overlap and without."""
     pieces = results["pieces"]
-    drawings = [_batches(pieces)] if "time by batch size, predicted" in pieces else []
-    rates = [
-        (title, [one for key, one in pieces.items() if key.startswith(title)])
-        for title in ("16 GPUs", "P100 in nodes of four")
-    ]
-    return [*drawings, *(_rates(title, parts) for title, parts in rates if parts)]
-
-
-def _batches(pieces: Results) -> Drawing:
-    predicted = pieces["time by batch size, predicted"]
-    figure, ((left, right),) = panels(1, 2, 11, 4)
-    for name, each in predicted["nanoseconds of a sample"].items():
-        left.plot(predicted["sizes"], np.divide(each, min(each)), "o-", ms=3, label=name)
+    rows, predicted = [], pieces.get("time by batch size, predicted", {})
+    for name, each in predicted.get("nanoseconds of a sample", {}).items():
+        of = dict(zip(map(str, predicted["sizes"]), np.divide(each, min(each)), strict=True))
+        rows.append((f"{name}, predicted", of))
     for piece in pieces.values():
         if "seconds" in piece:
-            sizes = [int(size) for size in piece["seconds"]]
-            each = [median(taken) / int(size) for size, taken in piece["seconds"].items()]
-            right.plot(sizes, np.divide(each, min(each)), "o-", ms=3, label=piece["network"])
-    for axes, title in ((left, "predicted"), (right, "measured on this machine")):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set(xlabel="samples of a step", ylabel="time of a sample over the least", title=title)
-        axes.legend(frameon=False, fontsize="small")
-        plain(axes, "both")
-    caption = (
-        "Figure 4 of integrated parallelism: a sample takes longer in a small batch, since layers "
-        "take time beside their arithmetic and read their weights once in a step. A micro-batch of "
-        "one sample is not free."
-    )
-    return Drawing("Time over the batch size", caption, figure)
-
-
-def _rates(title: str, parts: list[Results]) -> Drawing:
-    figure, (every,) = panels(1, len(parts), 3.7 * len(parts), 3.6)
-    for axes, piece in zip(every, parts, strict=True):
-        counts, rates = zip(*piece["images a second"].items(), strict=True)
-        for name in _WAYS:
-            for key, style in (("overlap", "o-"), ("no overlap", "o:")):
-                shown = [rate[key][name] for rate in rates]
-                color = f"C{list(_WAYS).index(name)}"
-                label = name if key == "overlap" else None
-                axes.plot(range(len(counts)), shown, style, ms=3, color=color, label=label)
-        axes.set_xticks(range(len(counts)), counts)
-        axes.set(title=piece["network"], ylabel="images a second", ylim=(0, None))
-        axes.set_xlabel("images of a step" if title == "16 GPUs" else "GPUs, 32 images each")
-        plain(axes, "y")
-    every[0].legend(frameon=False, fontsize="small")
-    figures = "Figures 7 and 13" if title == "16 GPUs" else "Figure 14"
-    caption = f"DeePa, {figures}, by the model: with overlap, and without it (dotted)."
-    return Drawing(f"Images a second: {title}", caption, figure)
+            each = {size: median(taken) / int(size) for size, taken in piece["seconds"].items()}
+            least = min(each.values())
+            of = {size: taken / least for size, taken in each.items()}
+            rows.append((f"{piece['network']}, measured", of))
+    sizes = list(map(str, _SIZES))
+    lines = [
+        [name, *(f"{of[size]:.2f}" if size in of else "" for size in sizes)] for name, of in rows
+    ]
+    tables = [Table(["time of a sample over the least, batch", *sizes], lines, sizes)]
+    for title, counted in (("16 GPUs", "images of a step"), ("P100", "GPUs, 32 images each")):
+        lines = [
+            [f"{key}: images a second", count, f"{way}, {overlap}", significant(rate)]
+            for key, piece in pieces.items()
+            if key.startswith(title)
+            for count, rates in piece["images a second"].items()
+            for overlap, ways in rates.items()
+            for way, rate in ways.items()
+        ]
+        tables.append(Table(["model", counted, "strategy", "rate"], lines, [counted, "rate"]))
+    return [table for table in tables if table.rows]
 
 
 EXPERIMENT = Experiment(
-    name="published",
-    title="Strategies beside what their papers publish",
-    pieces=_pieces,
-    about=_about,
-    drawings=_drawings,
-    rows=lambda results: [],
+    "published", "Strategies beside what their papers publish", _pieces, _about, tables=_tables
 )

@@ -8,67 +8,43 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from . import page, sections
+from . import compare, gpu_table, page
 from .experiment import NAMES, Drawing, Results, Row, Table, load
 from .files import File, has_all_parts, lines, newest, read, together
-from .page import Html, join, listed, table, tag
+from .page import Html, exactly, join, listed, significant, table, tag
 
 _PAPER = "https://arxiv.org/abs/1907.10134"
-_MAKERS = {
-    "grid": sections.of_grid,
-    "memory": sections.of_memory,
-    "intrinsics": sections.of_intrinsics,
-}
-_TITLES = {
-    "engine": "The engine",
-    "grid": "Schedules",
-    "memory": "Memory",
-    "intrinsics": "Code in LLVM's language",
-    "gpu": "On a GPU",
-}
-_COMMANDS = {
-    "engine": "python -m bench.compare",
-    "grid": "python -m bench.grid",
-    "memory": "python -m bench.memory",
-    "intrinsics": "python -m bench.intrinsics",
-    "gpu": "bash bench/gpu.sh OUTDIR",
-}
-# Claims that only a run on a GPU can show; those of experiments are the paper's.
-_ON_A_GPU = {
-    "rnn": (
-        "RNN: the sweeps of Figure 8. The backward pass 16 times as fast as PyTorch's at T=1,000, "
-        "B=16, and 108 times at best; the whole training 2.75 times at best.",
-    ),
-    "gru": (
-        "GRU: Figure 9. The backward pass 13.4 times as fast as PyTorch's, the whole training 2.36 "
-        "times, at best.",
-    ),
-    "vgg11": ("Pruned VGG-11: the times of the steps in Figure 10 beside cuSPARSE.",),
-    "gpu": (
-        "The CUDA kernels, which have run in Numba's simulator, and as compiled code on a CPU.",
-        "CuPy itself, CUDA graphs, cuBLAS and several streams.",
-    ),
-    "by hand": (
-        join(
-            "Neither command runs these: several devices, ranks with a GPU each, and ",
-            tag("code", "sparsescan calibrate --device cuda"),
-            ".",
-        ),
-    ),
-}
+_TITLES = {"engine": "The engine", "gpu": "On a GPU"}
+_COMMANDS = {"engine": "python -m bench.compare", "gpu": "bash bench/gpu.sh OUTDIR"}
+# Claims that only a run on a GPU can show.
+_ON_A_GPU = (
+    "RNN: the sweeps of the paper's Figure 8. The backward pass 16 times as fast as PyTorch's at "
+    "T=1,000, B=16, and 108 times at best; the whole training 2.75 times at best.",
+    "GRU: the paper's Figure 9. The backward pass 13.4 times as fast as PyTorch's, the whole "
+    "training 2.36 times, at best.",
+    "Products and sweeps of a pruned VGG-11 (the paper's Figure 10) beside cuSPARSE.",
+    "The CUDA kernels, which have run in Numba's simulator, and as compiled code on a CPU.",
+    "CuPy itself, CUDA graphs, cuBLAS and several streams.",
+)
+_BY_HAND = join(
+    "No command runs these: several devices, ranks with a GPU each, and ",
+    tag("code", "sparsescan calibrate --device cuda"),
+    ".",
+)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A file of an experiment and what its module makes of it, or why it cannot."""
+    """What is shown of a file of an experiment, or why it cannot be."""
 
     file: File
-    rows: list[Row]
-    tables: list[Table]
-    drawings: list[Drawing]
+    rows: list[Row] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    drawings: list[Drawing] = field(default_factory=list)
     broken: str = ""
 
 
@@ -100,24 +76,16 @@ def _sections(results: Path) -> dict[str, Html]:
     of: dict[str, list[File]] = {kind: [] for kind in (*NAMES, *_TITLES)}
     for file in sorted(newest(files).values(), key=lambda file: (file.on_gpu, file.device)):
         of[file.kind].append(file)
-    engine, startups = lines(files, "engine"), lines(files, "startup")
-    of["engine"] = list(dict.fromkeys(file for file, _ in engine + startups))
-    titles = {
-        name: of[name][0].results["title"] if of[name] else load(name).title for name in NAMES
-    }
-    titles |= _TITLES
-
+    engine = {key: lines(files, key) for key in ("engine", "startup")}
+    of["engine"] = list(dict.fromkeys(file for found in engine.values() for file, _ in found))
+    titles = {name: load(name).title for name in NAMES} | _TITLES
     runs = {name: [_run(file) for file in of[name]] for name in NAMES}
     bodies = {name: _experiment(runs[name]) for name in NAMES}
-    bodies["engine"] = sections.of_engine(engine, startups)
-    for kind, make in _MAKERS.items():
-        bodies[kind] = join(
-            *(part for file in of[kind] for part in (sections.origin(file), make(file.results)))
-        )
-    bodies["gpu"] = sections.of_gpu(of["gpu"])
+    bodies["engine"] = _engine(of["engine"], *engine.values())
+    bodies["gpu"] = _gpu(of["gpu"])
     whole = {
         "Overview": _overview(titles, of),
-        "Unproven": _unproven(of),
+        "Unproven": _unproven(of["gpu"]),
         "Beside the paper": _beside_the_paper(runs.values()),
         **{titles[kind]: said or _not_yet(kind) for kind, said in bodies.items()},
         "Files": _files(files, {file for shown in of.values() for file in shown}, unread, titles),
@@ -143,7 +111,7 @@ def _overview(titles: dict[str, str], of: dict[str, list[File]]) -> Html:
     for kind, title in titles.items():
         for file in of[kind]:
             day = tag("span", file.day, kind="tight")
-            rows.append([title, sections.state(file), file.place, day, file.commit])
+            rows.append([title, _state(file), file.place, day, file.commit])
         if not of[kind]:
             rows.append([title, "not run yet", "", "", ""])
     return table(["what", "state", "on", "date", "commit"], rows)
@@ -155,18 +123,13 @@ def _not_yet(kind: str) -> Html:
     return tag("p", "Not run yet: ", tag("code", command), f" measures it{where}.")
 
 
-def _unproven(of: dict[str, list[File]]) -> Html:
+def _unproven(files: list[File]) -> Html:
     """List the claims that no full run of committed code on a GPU has shown."""
-    proven = {kind for kind, files in of.items() if any(f.on_gpu and not f.marks for f in files)}
-    clean = together(file for file in of["gpu"] if not file.marks)
-    proven = proven - {"gpu"} | ({"gpu"} if any(map(has_all_parts, clean)) else set())
-    open_ = [line for kind, said in _ON_A_GPU.items() if kind not in proven for line in said]
-    if not open_:
-        return Html("")
-    experiments, engine = tag("code", "python -m bench NAME --device cuda"), _COMMANDS["gpu"]
+    clean = together(file for file in files if not file.marks)
+    if any(map(has_all_parts, clean)):
+        return listed([_BY_HAND])
     why = "No full run of committed code on a GPU has shown these yet ("
-    said = tag("p", why, experiments, ", ", tag("code", engine), "):")
-    return join(said, listed(open_))
+    return join(tag("p", why, tag("code", _COMMANDS["gpu"]), "):"), listed([*_ON_A_GPU, _BY_HAND]))
 
 
 # -- Experiments ----------------------------------------------------------------------------------
@@ -179,7 +142,7 @@ def _run(file: File) -> _Run:
     except Exception as error:
         why = f"{file.path.name} cannot be shown: {type(error).__name__}: {error}"
         print(why, file=sys.stderr)
-        return _Run(file, [], [], [], why)
+        return _Run(file, broken=why)
 
 
 def _beside_the_paper(runs: Iterable[list[_Run]]) -> Html:
@@ -196,36 +159,113 @@ def _beside_the_paper(runs: Iterable[list[_Run]]) -> Html:
         "The paper's RNN and GRU ran on an RTX 2070 or an RTX 2080 Ti, its Table 1 on a Ryzen "
         "Threadripper 1950X, with PyTorch 1.1 or 1.2; the last column is where ours did."
     )
-    return join(tag("p", said), sections.row_table(rows))
+    return join(tag("p", said), _row_table(rows))
 
 
 def _experiment(runs: list[_Run]) -> Html:
     parts = []
     for run in runs:
         results = run.file.results
-        about = results["about"].items()
-        terms = (join(tag("dt", key), tag("dd", sections.plain(value))) for key, value in about)
+        terms = {key: plain(value) for key, value in results["about"].items()}
         if len(runs) > 1:
             parts.append(tag("h3", f"On {run.file.place}"))
-        parts += [sections.origin(run.file), tag("dl", *terms)]
+        parts += [_origin(run.file), _terms(terms)]
         if run.broken:
             parts.append(tag("p", run.broken, kind="warn"))
         parts += map(page.figure, run.drawings)
-        parts.append(sections.row_table([(row, "") for row in run.rows]))
-        parts += [table(one.heads, one.rows, one.numbers, grouped=True) for one in run.tables]
-        parts.append(sections.missing_peers(_missing(results["pieces"])))
+        parts += [_row_table([(row, "") for row in run.rows]), *_tables(run.tables)]
+        parts.append(_missing(results["pieces"]))
     return join(*parts)
 
 
-def _missing(pieces: Results) -> list[tuple[str, str, str]]:
-    return [
-        (peer, why, key)
-        for key, piece in pieces.items()
-        for peer, why in piece.get("missing", {}).items()
+def _missing(pieces: Results) -> Html:
+    """List missing peers, why, and where."""
+    places: dict[str, list[str]] = {}
+    for key, piece in pieces.items():
+        for peer, why in piece.get("missing", {}).items():
+            places.setdefault(f"{peer}: {why}", []).append(key)
+    said = [f"{peer} ({'; '.join(where)})" for peer, where in places.items()]
+    return join(tag("p", "Missing:"), listed(said)) if said else Html("")
+
+
+def _engine(
+    files: list[File], engine: list[tuple[File, Results]], startups: list[tuple[File, Results]]
+) -> Html:
+    shown = [line | {"work": f"{line['work']} · commit {file.commit}"} for file, line in engine]
+    skipped = {
+        line["work"]: {
+            "missing": {p: r["skipped"] for p, r in line["ratios"].items() if r["skipped"]}
+        }
+        for line in shown
+    }
+    tables = compare.tables(shown, [line for _, line in startups])
+    figures = map(page.figure, compare.drawings([line for _, line in engine]))
+    return join(*map(_origin, files), *figures, *_tables(tables), _missing(skipped))
+
+
+def _gpu(files: list[File]) -> Html:
+    """Show runs; calls with the parts of one run are shown as one."""
+    runs = together(files)
+    shown = []
+    for run in runs:
+        if len(runs) > 1:
+            shown.append(tag("h3", f"On {run[0].place}, commit {run[0].commit}"))
+        races = list(
+            {race["name"]: race for file in run for race in file.results["races"]}.values()
+        )
+        parts = {what: part for file in run for what, part in file.results["parts"].items()}
+        skipped = {race["name"]: {"missing": race.get("skipped", {})} for race in races}
+        shown += [*map(_origin, run), *map(page.figure, gpu_table.drawings(races))]
+        shown += [_terms(gpu_table.WORDS) if races else Html("")]
+        shown += [*_tables(gpu_table.tables(races, parts)), _missing(skipped)]
+    return join(*shown)
+
+
+# -- Parts of all sections ------------------------------------------------------------------------
+
+
+def _origin(file: File) -> Html:
+    """Return the line that says where numbers come from."""
+    said = f"{file.place} · {file.day} · commit {file.commit} · "
+    marks = join(" · ", _state(file)) if file.marks or file.only else ""
+    return tag("p", said, tag("code", file.path.name), marks, kind="soft")
+
+
+def _state(file: File) -> Html:
+    """Say what is wrong with a run, or that it is complete; and which parts it has, if not all."""
+    said = tag("span", ", ".join(file.marks), kind="warn") if file.marks else Html("complete")
+    return join(said, " · ", tag("code", file.only, kind="tight")) if file.only else said
+
+
+def _row_table(rows: list[tuple[Row, str]]) -> Html:
+    """Ours beside the peers, and where that was measured."""
+    cells = [
+        [
+            *(row.work, row.peer, f"{significant(row.theirs / row.ours)}×", exactly(row.paper)),
+            *(significant(1e3 * taken) for taken in (row.theirs, row.ours)),
+            where,
+        ]
+        for row, where in rows
     ]
+    numbers = ["ratio", "the paper's", "theirs, ms", "ours, ms"]
+    return table(["work", "against", *numbers, "on"], cells, numbers, grouped=True)
 
 
-# -- Files ----------------------------------------------------------------------------------------
+def _tables(tables: Iterable[Table]) -> list[Html]:
+    return [table(one.heads, one.rows, one.numbers, grouped=len(one.heads) > 1) for one in tables]
+
+
+def _terms(terms: dict[str, str]) -> Html:
+    return tag("dl", *(join(tag("dt", key), tag("dd", said)) for key, said in terms.items()))
+
+
+def plain(value: Any) -> str:
+    """Write a value from a JSON file for people."""
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {plain(x)}" for key, x in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(plain, value))
+    return f"{value:,.6g}" if isinstance(value, float) else str(value)
 
 
 def _files(
@@ -238,19 +278,19 @@ def _files(
         about = file.results["device"] | file.results["versions"]
         setup = setups.setdefault(_setup(about), len(setups) + 1)
         state = "shown" if file in shown else "superseded"
-        marks = join("; ", sections.state(file)) if file.marks else ""
+        marks = join("; ", _state(file)) if file.marks else ""
         name = tag("code", file.path.name)
         rows.append([name, join(state, marks), titles[file.kind], str(setup)])
     rows += [[tag("code", name), "not shown", why, ""] for name, why in unread.items()]
     if not rows:
         return Html("")
-    terms = (join(tag("dt", f"Setup {k}"), tag("dd", said)) for said, k in setups.items())
+    terms = {f"Setup {k}": said for said, k in setups.items()}
     heads = ["file", "state", "what", "setup"]
-    return join(table(heads, rows), tag("h3", "Machines and versions"), tag("dl", *terms))
+    return join(table(heads, rows), tag("h3", "Machines and versions"), _terms(terms))
 
 
 def _setup(about: Results) -> str:
     """Describe a machine and the libraries on it; those that are missing come last."""
-    there = [f"{key} {sections.plain(value)}" for key, value in about.items() if value is not None]
+    there = [f"{key} {plain(value)}" for key, value in about.items() if value is not None]
     missing = [key for key, value in about.items() if value is None]
     return "; ".join(there) + (f"; without {', '.join(missing)}" if missing else "")

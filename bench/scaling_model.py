@@ -103,13 +103,6 @@ def curves(
     return curves_of_networks
 
 
-def logarithm(ranks: Sequence[int], seconds: Sequence[float]) -> dict[str, float]:
-    """Fit ``a + b·log2 p`` by least squares, and say how far it is off at most, relatively."""
-    logs, y = np.log2(ranks), np.asarray(seconds)
-    b, a = np.polyfit(logs, y, 1)
-    return {"a": float(a), "b": float(b), "off": float(np.abs((a + b * logs) / y - 1).max())}
-
-
 def main(file: str, options: str) -> None:
     asked = json.loads(options)
     ranks = [2**k for k in range(0, asked["most"].bit_length(), asked["stride"])]
@@ -119,18 +112,11 @@ def main(file: str, options: str) -> None:
         for name, n in asked["strong"]
         for curve in curves(name, [n] * len(ranks), ranks, networks)
     ]
-    few = asked["few"]
-    beyond = curves("dense", [few] * len(ranks), ranks, networks)
-    first = ranks.index(few)
-    for curve in beyond:
-        curve["fit"] = logarithm(ranks[first:], curve["products"][first:])
-    weak = curves("dense", [asked["each"] * p for p in ranks], ranks, networks)
     predicted = {
         "machine": asdict(load_cpu()),
         "networks": [asdict(network) for network in networks],
         "strong": strong,
-        "weak": weak,
-        "beyond": beyond,
+        "weak": curves("dense", [asked["each"] * p for p in ranks], ranks, networks),
     }
     Path(file).write_text(json.dumps(predicted))
 

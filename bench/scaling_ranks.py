@@ -1,20 +1,17 @@
-"""On the ranks of :mod:`bench.scaling`: what scans take, and the memory that each rank needs.
+"""On the ranks of :mod:`bench.scaling`: what scans take.
 
-``mpiexec -n RANKS python -m mpi4py -m bench.scaling_ranks OUT.json {times,memory} JSON``: rank 0
-writes the file. A rank makes its own part of a chain from a seed for each step, so that none holds
-the whole.
+``mpiexec -n RANKS python -m mpi4py -m bench.scaling_ranks OUT.json JSON``: rank 0 writes the
+file. A rank makes its own part of a chain from a seed for each step, so that none holds the whole.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import resource
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,10 +22,8 @@ from numpy.typing import NDArray
 
 import sparsescan
 from sparsescan import CSRChain, parallel
-from sparsescan.parallel.communicator import Fault
 from sparsescan.plan.costs.cpu import load_cpu
 
-from .resident import growth, status
 from .scaling_model import ALONE, CHAINS
 
 WORLD = MPI.COMM_WORLD
@@ -178,80 +173,9 @@ def _meet() -> None:
         time.sleep(1e-3)
 
 
-# -- Memory ---------------------------------------------------------------------------------------
-
-
-def memory(size: int, n: int, limit: int) -> dict[str, Any]:
-    """Peak memory of every rank, with at most `limit` bytes for each, and without where that fails.
-
-    The memory is what is resident at the peak beside what was before the part of the chain was
-    made.
-    """
-    steps = parallel.Grid(WORLD.size).steps(WORLD.rank, n)
-    expected = WORLD.bcast(_one_by_one(size, n) if WORLD.rank == 0 else None)[steps].copy()
-    schedules = ("vectors", "products") if WORLD.size > 1 else ("vectors",)
-    for schedule in schedules:  # all is compiled then
-        _solve(size, slice(8 * WORLD.rank, 8 * WORLD.rank + 8), schedule)
-    return {
-        "limit_bytes": limit,
-        "chain_bytes": 8 * n * size * size,
-        "runs": [_within(size, steps, schedule, limit, expected) for schedule in schedules],
-    }
-
-
-def _within(
-    size: int, steps: slice, schedule: str, limit: int, expected: NDArray[Any]
-) -> dict[str, Any]:
-    solve = partial(_solve, size, steps, schedule)
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    refused = None
-    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + limit, hard))
-    try:
-        peak, (predicted, grads) = growth(solve)
-    except MemoryError as error:
-        refused = f"{type(error).__name__}: {error}"
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-    if refused:
-        peak, (predicted, grads) = growth(solve)
-    wrong = WORLD.allreduce(difference(grads, expected), MPI.MAX)
-    if not wrong < _WRONG:
-        raise AssertionError(f"gradients differ by {wrong:.1e}")
-    return {
-        "schedule": schedule,
-        "refused": refused,
-        "peak_bytes": WORLD.allgather(peak),
-        "predicted_bytes": list(predicted),
-        "difference": wrong,
-    }
-
-
-def _solve(size: int, steps: slice, schedule: str) -> tuple[tuple[int, ...], NDArray[Any]]:
-    """Make this rank's part and scan it; what every rank was predicted to hold, and gradients."""
-    fault, mine = Fault(), None
-    with fault:
-        mine = np.empty((steps.stop - steps.start, size, size))
-        for matrix, step in zip(mine, range(steps.start, steps.stop), strict=True):
-            matrix[...] = _dense(step, (size, size))
-    parallel.Communicator.of(WORLD).agree(fault.error)
-    plan = parallel.plan(WORLD, mine, schedule=schedule)
-    grads = plan.exclusive_scan(_gradient(size) if WORLD.rank == 0 else None, mine)
-    return plan.forecast.memory, np.asarray(grads)
-
-
-def _one_by_one(size: int, n: int) -> NDArray[np.float64]:
-    """Return the linear scan, for which no more than one step is held."""
-    y, gradients = _gradient(size), np.empty((n, size))
-    for k in range(n):
-        gradients[k] = y
-        y = _dense(k, (size, size)) @ y
-    return gradients
-
-
-def main(file: str, what: str, options: str) -> None:
-    measure = {"times": times, "memory": memory}[what]
+def main(file: str, options: str) -> None:
     results = {"ranks": WORLD.size, "MPI": MPI.Get_library_version().splitlines()[0]}
-    results |= measure(**json.loads(options))
+    results |= times(**json.loads(options))
     if WORLD.rank == 0:
         Path(file).write_text(json.dumps(results))
 

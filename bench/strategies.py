@@ -19,14 +19,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from sparsescan.strategies import Machine, Prediction, Scan, build, compare
+from sparsescan.strategies import Machine, Prediction, build, compare
 from sparsescan.strategies.compare import draw_over_workers, styles
 
 from . import drawing
-from .experiment import Drawing, Experiment, Options, Piece, Results, Row
-from .scaling import _call, _on_ranks, cores, missing
-
-__all__ = ["EXPERIMENT"]
+from .experiment import Drawing, Experiment, Piece, Results, Table
+from .page import significant
+from .scaling import call, cores, missing, on_ranks
 
 # Networks and their samples of a step; of the recurrent ones as in the other experiments.
 NETWORKS = {
@@ -41,39 +40,27 @@ NETWORKS = {
 _QUICK_NETWORKS = ("lenet5", "rnn:1000")
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _QUICK_WORKERS = (1, 4, 64)
-# Those that the tables show.
-_SHOWN = (4, 64)
 # Networks that are measured, with so many samples, on so many ranks.
 MEASURED = {"lenet5": 64, "resnet-8": 16, "rnn:100": 16}
 _QUICK_MEASURED = ("lenet5", "rnn:100")
 RANKS = (1, 2, 4)
-_NAMES = {
-    "lenet5": "LeNet-5",
-    "vgg11": "VGG-11",
-    "vgg16": "VGG-16",
-    "resnet-8": "ResNet-8",
-    "resnet-110": "ResNet-110",
-    "inception-v3": "Inception-v3",
-}
-_FILLS = {"lenet5": "none", "resnet-8": "left", "rnn:100": "full"}
 
 
 def _title(network: str) -> str:
     kind, _, steps = network.partition(":")
-    return f"{kind.upper()}, T={int(steps):,}" if steps else _NAMES[network]
+    return f"{kind.upper()}, T={int(steps):,}" if steps else network.upper()
 
 
 # -- Pieces ---------------------------------------------------------------------------------------
 
 
-def _pieces(options: Options) -> list[Piece]:
-    networks: Iterable[str] = _QUICK_NETWORKS if options.quick else NETWORKS
-    counts = _QUICK_WORKERS if options.quick else WORKERS
-    measured = _QUICK_MEASURED if options.quick else tuple(MEASURED)
-    return [
-        *(Piece(f"predicted, {name}", partial(_predict, name, counts)) for name in networks),
-        *(Piece(f"measured, P={count}", partial(_measure, count, measured)) for count in RANKS),
-    ]
+def _pieces(quick: bool) -> Iterable[Piece]:
+    for name in _QUICK_NETWORKS if quick else NETWORKS:
+        run = partial(_predict, name, _QUICK_WORKERS if quick else WORKERS)
+        yield Piece(f"predicted, {name}", run)
+    for count in RANKS:
+        run = partial(_measure, count, _QUICK_MEASURED if quick else tuple(MEASURED))
+        yield Piece(f"measured, P={count}", run)
 
 
 def _predict(name: str, counts: Sequence[int]) -> Results:
@@ -101,7 +88,7 @@ def _plain(prediction: Prediction) -> Results:
 def _measure(ranks: int, networks: tuple[str, ...]) -> Results:
     with tempfile.TemporaryDirectory() as name:
         folder, file = Path(name), Path(name) / "results.json"
-        _call([*_on_ranks(ranks), "bench.strategies", str(file), *networks], folder)
+        call([*on_ranks(ranks), "bench.strategies", str(file), *networks], folder)
         results: Results = json.loads(file.read_text())
     return results | {"cores": cores()}
 
@@ -131,9 +118,7 @@ def _on_rank(path: str, *networks: str) -> None:
         Path(path).write_text(json.dumps(known))
 
 
-def _about(options: Options) -> Results:
-    if options.device != "cpu":
-        raise SystemExit("strategies is of the CPU: run it without --device")
+def _about(quick: bool) -> Results:
     why = missing()
     if why:
         raise SystemExit(f"strategies {why}")
@@ -154,11 +139,25 @@ def _about(options: Options) -> Results:
 
 
 def _drawings(results: Results) -> list[Drawing]:
-    pieces = results["pieces"].values()
-    predicted = [piece for piece in pieces if "comparisons" in piece]
-    measured = [piece for piece in pieces if "runs" in piece]
-    drawings = [_over_workers(predicted)] if predicted else []
-    return drawings + ([_beside(measured)] if measured else [])
+    predicted = [piece for piece in results["pieces"].values() if "comparisons" in piece]
+    return [_over_workers(predicted)] if predicted else []
+
+
+def _tables(results: Results) -> list[Table]:
+    """Return what steps took on the ranks of this machine, beside what was predicted."""
+    rows = [
+        [
+            f"{_title(run['network'])}, B={run['batch']}, {piece['ranks']} ranks",
+            one["strategy"],
+            *(significant(one[key] / 1e6) for key in ("total", "measured_nanoseconds")),
+            *(f"{one[key]:,}" for key in ("bytes", "measured_bytes")),
+        ]
+        for piece in results["pieces"].values()
+        for run in piece.get("runs", ())
+        for one in run["measured"]
+    ]
+    numbers = ["predicted, ms", "measured, ms", "predicted bytes", "sent by the busiest rank"]
+    return [Table(["step", "strategy", *numbers], rows, numbers)] if rows else []
 
 
 def _over_workers(pieces: list[Results]) -> Drawing:
@@ -185,90 +184,8 @@ def _over_workers(pieces: list[Results]) -> Drawing:
     return Drawing("Which way to parallelise", caption, figure)
 
 
-def _beside(pieces: list[Results]) -> Drawing:
-    """Measured over predicted, one panel for each number of ranks."""
-    figure, panels = drawing.panels_in_rows(len(pieces), len(pieces), 4 * len(pieces))
-    for axes, piece in zip(panels, pieces, strict=True):
-        both = []
-        for run in piece["runs"]:
-            for one in run["measured"]:
-                if one["strategy"] not in styles():
-                    # Batch parallelism by a scan, which earlier runs have beside it.
-                    continue
-                x, y = one["total"] / 1e6, one["measured_nanoseconds"] / 1e6
-                style = styles()[one["strategy"]] | {"fillstyle": _FILLS[run["network"]], "ls": ""}
-                axes.plot(x, y, ms=8, label=one["strategy"], **style)
-                both += [x, y]
-        ends = [0.7 * min(both), 1.4 * max(both)]
-        axes.plot(ends, ends, "k:", lw=1)
-        axes.set(xscale="log", yscale="log", xlabel="predicted, ms", ylabel="measured, ms")
-        for axis in (axes.xaxis, axes.yaxis):
-            drawing.decades(axis, "{:g}")
-        axes.set_title(f"{piece['ranks']} rank{'s' * (piece['ranks'] > 1)}", fontsize="medium")
-        drawing.plain(axes, "both")
-    drawing.legend(figure, panels, order=styles())
-    caption = (
-        "A training step on the ranks of this machine, measured beside predicted; hollow: LeNet-5 "
-        "with 64 samples, half full: ResNet-8 with 16, full: an RNN of 100 steps with 16. On the "
-        "dotted line both are equal. "
-        f"{_bytes_said(pieces)} {_order_said(pieces)}"
-    )
-    return Drawing("Strategies on the ranks of this machine", caption, figure)
-
-
-def _bytes_said(pieces: list[Results]) -> str:
-    every = [one for piece in pieces for run in piece["runs"] for one in run["measured"]]
-    equal = sum(one["bytes"] == one["measured_bytes"] for one in every)
-    return f"The busiest rank sent as many bytes as predicted in {equal} of {len(every)} cases."
-
-
-def _order_said(pieces: list[Results]) -> str:
-    """Describe the order by number of ranks: more than there are cores are harder to predict."""
-    said = []
-    for piece in pieces:
-        right, pairs = (sum(run["pairs"][k] for run in piece["runs"]) for k in (0, 1))
-        off = [
-            abs(one["measured_nanoseconds"] / one["total"] - 1)
-            for run in piece["runs"]
-            for one in run["measured"]
-        ]
-        said.append(f"P={piece['ranks']}: {right} of {pairs} pairs, and {max(off):.0%} off at most")
-    return f"Strategies that differ by more than 15%, in the order predicted: {'; '.join(said)}."
-
-
-def _rows(results: Results) -> list[Row]:
-    """Return the scan beside the best of the others that fit, be it faster or slower."""
-    rows = []
-    for piece in results["pieces"].values():
-        for one in piece.get("comparisons", ()):
-            if one["workers"] in _SHOWN:
-                what = f"{_title(piece['network'])}, B={piece['batch']}, {one['workers']} workers"
-                rows += _beside_scan(f"{what}, predicted", one["predictions"], "total")
-        for run in piece.get("runs", ()):
-            if piece["ranks"] > 1:
-                what = f"{_title(run['network'])}, B={run['batch']}, {piece['ranks']} ranks"
-                shared = f" on {piece['cores']} cores" * (piece["ranks"] > piece["cores"])
-                work = f"{what}{shared}, measured"
-                rows += _beside_scan(work, run["measured"], "measured_nanoseconds")
-    return rows
-
-
-def _beside_scan(work: str, runs: list[Results], key: str) -> list[Row]:
-    times = {one["strategy"]: one[key] / 1e9 for one in runs if one.get("fits", True)}
-    scan = times.pop(Scan.name, None)
-    if scan is None or not times:
-        return []
-    best = min(times, key=lambda name: times[name])
-    return [Row(work, best, times[best], scan)]
-
-
 EXPERIMENT = Experiment(
-    name="strategies",
-    title="Which way to parallelise",
-    pieces=_pieces,
-    about=_about,
-    drawings=_drawings,
-    rows=_rows,
+    "strategies", "Which way to parallelise", _pieces, _about, _drawings, tables=_tables
 )
 
 

@@ -1,14 +1,14 @@
 """Table 1 of the paper: making the Jacobians of VGG-11's first layers on 32×32 images.
 
 The peer is PyTorch's autograd, one column at a time. Its columns are kept without their zeros, as
-the Jacobian is wanted in CSR; dense, it would take 17 GB. Two more contenders keep nothing, one of
-which takes all columns at once. A call makes :data:`COLUMNS` columns of one sample, and its time is
-multiplied. The floor is measured as one more contender, which writes the array of values once.
+the Jacobian is wanted in CSR; dense, it would take 17 GB. A call makes :data:`COLUMNS` columns of
+one sample, and its time is multiplied. The floor is measured as one more contender, which writes
+the array of values once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -18,22 +18,18 @@ from numpy.typing import NDArray
 
 from sparsescan.jacobians import Conv2d, MaxPool2d, Operator, ReLU
 
-from . import turns
+from . import contests, races
 from .contests import OURS, Contest, Work
-from .drawing import BLUE, GREEN, ORANGE, SKY, legend, panels, rows_of_bars
-from .experiment import Drawing, Experiment, Options, Piece, Results, Row, cpu_only
+from .experiment import Drawing, Experiment, Piece, Results, Row
 from .peers import torch_columns
 from .timing import Call
 
 COLUMNS = 64
 WRITING = "writing the values once"
 AUTOGRAD = "PyTorch autograd by column, as CSR"
-FORGOTTEN = "the same, columns not kept"
-BATCHED = "PyTorch vmap, not kept"
 
-# The published speedups over AUTOGRAD, and sparsities.
+# The published speedups over AUTOGRAD.
 PAPER = {"conv": 8.3e3, "relu": 1.2e6, "maxpool": 1.5e5}
-SPARSITY = {"conv": 0.99157, "relu": 0.99998, "maxpool": 0.99994}
 _SIDE = 32
 
 
@@ -65,31 +61,23 @@ def _contest(name: str, work: str, batch: int = 1) -> Contest:
         def answer(contender: str, result: Any) -> NDArray[Any]:
             if contender == OURS:
                 return op.jacobian(sample)[:, columns].toarray().T
-            if contender == AUTOGRAD:
-                return sp.csr_array(result, shape=(COLUMNS, op.shape[0])).toarray()
-            return np.stack([np.asarray(column).reshape(-1) for column in result])
+            return sp.csr_array(result, shape=(COLUMNS, op.shape[0])).toarray()
 
-        def torch(way: str) -> Callable[[], dict[str, Call]]:
-            return lambda: torch_columns(_module(name, op), sample, columns, way)
-
-        repeats = batch * op.shape[1] / COLUMNS
         return Work(
             contenders={
                 OURS: ours,
-                AUTOGRAD: torch("csr"),
-                FORGOTTEN: torch("column"),
-                BATCHED: torch("vmap"),
+                AUTOGRAD: lambda: torch_columns(_module(name, op), sample, columns),
                 WRITING: writing,
             },
             bytes=values.nbytes,
             flops=0,
             answer=answer,
-            repeats=dict.fromkeys((AUTOGRAD, FORGOTTEN, BATCHED), repeats),
+            repeats={AUTOGRAD: batch * op.shape[1] / COLUMNS},
             unchecked=(WRITING,),
         )
 
     # Twice the floor at most.
-    required = {AUTOGRAD: PAPER[name], FORGOTTEN: None, BATCHED: None, WRITING: 0.5}
+    required = {AUTOGRAD: PAPER[name], WRITING: 0.5}
     return Contest(f"table1-{name}-B={batch}", f"{work}, batch {batch}", make, required)
 
 
@@ -120,40 +108,32 @@ CONTESTS = (
 # -- The experiment -------------------------------------------------------------------------------
 
 _ROUNDS, _QUICK_ROUNDS = 15, 3
-_STYLES: dict[str, dict[str, Any]] = {
-    AUTOGRAD: {"color": BLUE, "marker": "o"},
-    FORGOTTEN: {"color": SKY, "marker": "s"},
-    BATCHED: {"color": GREEN, "marker": "D"},
-}
-_LINES: dict[str, dict[str, Any]] = {
-    "ours": {"color": ORANGE, "lw": 1.5},
-    "published": {"color": "grey", "ls": "--"},
-    f"the floor: {WRITING}": {"color": "black", "ls": ":"},
-}
 
 
-def _pieces(options: Options) -> list[Piece]:
-    cpu_only("table1", options, ", as in the paper")
-    return [Piece(contest.name, partial(_piece, contest, options.quick)) for contest in CONTESTS]
+def _pieces(quick: bool) -> Iterable[Piece]:
+    for contest in CONTESTS:
+        yield Piece(contest.name, partial(_measure, contest, quick))
 
 
-def _piece(contest: Contest, quick: bool) -> Results:
-    rounds = {"rounds": _QUICK_ROUNDS, "patience": 1} if quick else {"rounds": _ROUNDS}
-    line = turns.measure(contest, reduced=False, **rounds)
+def _measure(contest: Contest, quick: bool) -> Results:
+    line = contests.measure(
+        contest,
+        _QUICK_ROUNDS if quick else _ROUNDS,
+        reduced=False,
+        **({"patience": 1} if quick else {}),
+    )
     name = contest.name.split("-")[1]
-    op = _operator(name, False)
     ratios = line["ratios"].items()
     return line | {
         "operator": name,
-        "sparsity": 1 - op.nnz / (op.shape[0] * op.shape[1]),
         "missing": {peer: ratio["skipped"] for peer, ratio in ratios if ratio["skipped"]},
     }
 
 
-def _about(options: Options) -> dict[str, Any]:
+def _about(quick: bool) -> Results:
     return {
         "columns that a call of PyTorch makes": COLUMNS,
-        "rounds": _QUICK_ROUNDS if options.quick else _ROUNDS,
+        "rounds": _QUICK_ROUNDS if quick else _ROUNDS,
         "dtype": "float32",
         "the paper's CPU": "Ryzen Threadripper 1950X",
     }
@@ -161,81 +141,28 @@ def _about(options: Options) -> dict[str, Any]:
 
 def _drawings(results: Results) -> list[Drawing]:
     """How long autograd and the floor take, in multiples of our time."""
-    pieces = list(results["pieces"].values())
-    if not pieces:
-        return []
-    figure, [[axes]] = panels(1, 1, 9, 0.9 + 0.75 * len(pieces))
-    for y, piece in enumerate(pieces):
-        _ratios(axes, y, piece)
-    for peer, style in _STYLES.items():
-        axes.plot([], [], ls="", ms=6, label=peer, **style)
-    for label, style in _LINES.items():
-        axes.plot([], [], label=label, **style)
-    axes.set_yticks(range(len(pieces)), [_label(piece) for piece in pieces])
-    axes.set(xscale="log", ylim=(len(pieces) - 0.4, -0.6), xlabel="time over ours")
-    _multiples(axes)
-    rows_of_bars(axes)
-    legend(figure, [axes], 3, loc="outside upper center")
-    return [Drawing("Making Jacobians", _caption(pieces), figure)]
-
-
-def _ratios(axes: Any, y: int, piece: Results) -> None:
-    """Draw a row of the picture."""
-    medians, counts = piece["median_seconds"], piece["rounds_that_count"]
-    counts = counts if any(counts) else [True] * len(counts)
-    for k, (peer, style) in enumerate(_STYLES.items()):
-        if peer not in medians:
-            continue
-        at = y + 0.24 * (k - 1)
-        samples = turns.counting(piece["samples_seconds"][peer], counts)
-        ratios = np.array(samples) / medians[OURS]
-        axes.plot(ratios, np.full(len(ratios), at), "|", color=style["color"], alpha=0.15)
-        axes.plot(medians[peer] / medians[OURS], at, ls="", ms=6, **style)
-    places = 1.0, PAPER[piece["operator"]], medians[WRITING] / medians[OURS]
-    for x, style in zip(places, _LINES.values(), strict=True):
-        axes.vlines(x, y - 0.42, y + 0.42, **style | {"lw": 1.5})
-
-
-def _multiples(axes: Any) -> None:
-    from matplotlib.ticker import EngFormatter
-
-    axes.xaxis.set_major_formatter(EngFormatter("×", sep=""))
-
-
-def _caption(pieces: list[Results]) -> str:
-    caption = (
+    pieces = {
+        f"{piece['operator']}, batch {piece['name'].rpartition('=')[2]}": races.of_line(
+            piece, {AUTOGRAD: PAPER[piece["operator"]]}
+        )
+        for piece in results["pieces"].values()
+    }
+    more = (
         "Values of the Jacobians of VGG-11's first layers on 32×32 images, made from the pattern "
-        "that is known, against PyTorch's autograd (the paper's Table 1). The grey dashed lines "
-        "are the published speedups over autograd by column, the dotted ones what it takes to "
-        "write the values once. Autograd's times are those of a part of the columns, multiplied. "
-        "Ticks are single samples. Sparsity: "
+        "that is known, against PyTorch's autograd (the paper's Table 1, whose speedups the ticks "
+        "are), and against writing the values once. Autograd's times are those of a part of the "
+        "columns, multiplied."
     )
-    caption += ", ".join(
-        f"{name} {piece['sparsity']:.5f} (published: {SPARSITY[name]})"
-        for name, piece in {piece["operator"]: piece for piece in pieces}.items()
-    )
-    return f"{caption}."
-
-
-def _label(piece: Results) -> str:
-    return f"{piece['operator']}, batch {piece['name'].rpartition('=')[2]}"
+    return races.draw("Making Jacobians", pieces, more)
 
 
 def _rows(results: Results) -> list[Row]:
     rows = []
     for piece in results["pieces"].values():
-        medians = piece["median_seconds"]
-        for peer, paper in ((AUTOGRAD, PAPER[piece["operator"]]), (WRITING, None)):
-            if peer in medians:
-                rows.append(Row(piece["work"], peer, medians[peer], medians[OURS], paper))
+        race = races.of_line(piece, {})
+        rows += races.row(piece["work"], race, AUTOGRAD, OURS, PAPER[piece["operator"]])
+        rows += races.row(piece["work"], race, WRITING)
     return rows
 
 
-EXPERIMENT = Experiment(
-    name="table1",
-    title="Table 1: making Jacobians",
-    pieces=_pieces,
-    about=_about,
-    drawings=_drawings,
-    rows=_rows,
-)
+EXPERIMENT = Experiment("table1", "Table 1: making Jacobians", _pieces, _about, _drawings, _rows)

@@ -1,10 +1,10 @@
-"""The contenders for training steps of pruned and convolutional networks."""
+"""Pruned and convolutional networks in PyTorch, and the contenders for their training steps."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch.nn.utils import prune
 
 from sparsescan.jacobians import Flatten, Operator, Residual, Sequential, from_torch
 
-from . import vgg11
+from .peers import PYTORCH, Variants
+from .races import OURS
 from .timing import THREADS, Call
-
-__all__ = ["NETWORKS", "NetworkCase", "prune_smallest"]
+from .workloads import VGG11_WIDTHS
 
 Array = NDArray[Any]
 
@@ -53,15 +53,11 @@ class NetworkCase:
 
     @property
     def wanted(self) -> dict[str, float]:
-        return {"PyTorch": self.pytorch}
+        return {PYTORCH: self.pytorch}
 
     def race(self) -> _Race:
         """Return the contenders."""
         return _Race(self)
-
-    def small(self) -> NetworkCase:
-        """Return the same with less to do, for what only the first call does."""
-        return replace(self, batch=1)
 
 
 NETWORKS = (
@@ -78,8 +74,6 @@ NETWORKS = (
 class _Race:
     """Functions that make the variants of each contender."""
 
-    jax = None
-
     def __init__(self, case: NetworkCase) -> None:
         self.case, rng = case, np.random.default_rng(0)
         torch.manual_seed(0)
@@ -94,6 +88,15 @@ class _Race:
         self.x = rng.standard_normal((case.batch, *shape), np.float32)
         outputs = self.module(torch.tensor(self.x)).shape
         self.grad = rng.standard_normal(tuple(outputs), np.float32) / case.batch
+        self.masks = {
+            _ours(name.removesuffix("_mask")): mask.numpy()
+            for name, mask in self.module.named_buffers()
+            if name.endswith("_mask")
+        }
+
+    def makers(self) -> dict[str, Variants]:
+        """Return the contenders by name."""
+        return {OURS: self.ours, PYTORCH: self.theirs}
 
     def ours(self) -> dict[str, Call]:
         """Return our training step."""
@@ -108,23 +111,19 @@ class _Race:
 
         return {"training step": call}
 
-    def pytorch(self) -> dict[str, Call]:
+    def theirs(self) -> dict[str, Call]:
         """Return PyTorch's: dense with zeros for pruned weights, and with its pruning."""
-        dense = _without_masks(self.module)
+        ways = {"dense": _without_masks(self.module), "its pruning": self.module}
+        if self.case.kept is None:
+            del ways["its pruning"]
         calls: dict[str, Call] = {}
-        for way, module in (("dense", dense), ("its pruning", self.module)):
-            if way == "its pruning" and self.case.kept is None:
-                continue
+        for way, module in ways.items():
             for form in self._forms():
-                own = (
-                    module
-                    if form is torch.contiguous_format
-                    else _copied(module).to(memory_format=form)
-                )
+                changed = form is not torch.contiguous_format
+                own = copied(module).to(memory_format=form) if changed else module
                 for threads in {THREADS, 1}:
-                    calls[f"{way}, {str(form)[6:]}, {threads} threads"] = partial(
-                        self._torch_step, own, form, threads
-                    )
+                    key = f"{way}, {str(form)[6:]}, {threads} threads"
+                    calls[key] = partial(self._torch_step, own, form, threads)
         return calls
 
     def _forms(self) -> tuple[torch.memory_format, ...]:
@@ -134,14 +133,6 @@ class _Race:
         whole = any(isinstance(layer, nn.BatchNorm2d) for layer in self.module.modules())
         first = (torch.contiguous_format,)
         return (*first, torch.channels_last) if images and not whole else first
-
-    def kept(self) -> dict[str, Array]:
-        """Return the masks of the pruned weights by our names."""
-        return {
-            _ours(name.removesuffix("_mask")): mask.numpy()
-            for name, mask in self.module.named_buffers()
-            if name.endswith("_mask")
-        }
 
     def _torch_step(self, module: nn.Module, form: Any, threads: int) -> dict[str, Array]:
         torch.set_num_threads(threads)
@@ -169,14 +160,14 @@ class _Block(nn.Module):
         super().__init__()
         stride = wide // narrow
         self.body = nn.Sequential(
-            *_normalised(nn.Conv2d(narrow, wide, 3, stride, 1, bias=False)),
+            *normalised(nn.Conv2d(narrow, wide, 3, stride, 1, bias=False)),
             nn.ReLU(),
-            *_normalised(nn.Conv2d(wide, wide, 3, 1, 1, bias=False)),
+            *normalised(nn.Conv2d(wide, wide, 3, 1, 1, bias=False)),
         )
         self.shortcut = nn.Sequential()
         if stride > 1:
             self.shortcut = nn.Sequential(
-                *_normalised(nn.Conv2d(narrow, wide, 1, stride, bias=False))
+                *normalised(nn.Conv2d(narrow, wide, 1, stride, bias=False))
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -184,17 +175,28 @@ class _Block(nn.Module):
         return around
 
 
-def _normalised(conv: nn.Conv2d) -> tuple[nn.Module, nn.Module]:
+def normalised(conv: nn.Conv2d) -> tuple[nn.Module, nn.Module]:
     return conv, nn.BatchNorm2d(conv.out_channels)
 
 
-def _vgg11() -> nn.Sequential:
-    features, *rest = vgg11.network(narrow=1).children()
-    return nn.Sequential(*features.children(), *rest)
+def vgg11() -> nn.Sequential:
+    """Return VGG-11 for 32×32 images: its convolutional part, and one linear layer."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width in VGG11_WIDTHS:
+        if isinstance(width, str):
+            layers.append(nn.MaxPool2d(2))
+            continue
+        conv = nn.Conv2d(channels, width, 3, padding=1)
+        nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
+        nn.init.zeros_(conv.bias)
+        layers += [conv, nn.ReLU()]
+        channels = width
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, 10))
 
 
 def _resnet20() -> nn.Sequential:
-    layers: list[nn.Module] = [*_normalised(nn.Conv2d(3, 16, 3, padding=1, bias=False)), nn.ReLU()]
+    layers: list[nn.Module] = [*normalised(nn.Conv2d(3, 16, 3, padding=1, bias=False)), nn.ReLU()]
     channels = 16
     for width in _RESNET:
         for _ in range(3):
@@ -209,28 +211,20 @@ def _mlp() -> nn.Sequential:
     )
 
 
-def _lenet5() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(400, 120),
-        nn.ReLU(),
-        nn.Linear(120, 84),
-        nn.ReLU(),
-        nn.Linear(84, 10),
-    )
+def lenet5(
+    activation: type[nn.Module] = nn.ReLU, pool: Callable[[int], nn.Module] = nn.MaxPool2d
+) -> nn.Sequential:
+    """Return LeNet-5 for images of 32×32 (LeCun et al., 1998)."""
+    features = nn.Conv2d(1, 6, 5), activation(), pool(2), nn.Conv2d(6, 16, 5), activation(), pool(2)
+    linear = nn.Linear(400, 120), activation(), nn.Linear(120, 84), activation(), nn.Linear(84, 10)
+    return nn.Sequential(*features, nn.Flatten(), *linear)
 
 
 _MODULES: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
-    "VGG-11": (_vgg11, (3, 32, 32)),
+    "VGG-11": (vgg11, (3, 32, 32)),
     "ResNet-20": (_resnet20, (3, 32, 32)),
     "MLP": (_mlp, (784,)),
-    "LeNet-5": (_lenet5, (1, 32, 32)),
+    "LeNet-5": (lenet5, (1, 32, 32)),
 }
 
 
@@ -246,7 +240,7 @@ def prune_smallest(module: nn.Module, share: float) -> None:
         prune.l1_unstructured(layer, "weight", share)
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def copied(module: nn.Module) -> nn.Module:
     # Weights of a pruned layer are no leaves, which cannot be copied, until they are made again.
     for layer in _weighted(module):
         if prune.is_pruned(layer):
@@ -256,7 +250,7 @@ def _copied(module: nn.Module) -> nn.Module:
 
 def _without_masks(module: nn.Module) -> nn.Module:
     """Return a copy whose pruned weights are 0 and no longer masked."""
-    dense = _copied(module)
+    dense = copied(module)
     for layer in _weighted(dense):
         if prune.is_pruned(layer):
             prune.remove(layer, "weight")

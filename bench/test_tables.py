@@ -1,0 +1,334 @@
+"""Every table: its contenders compute the same, and a quick run makes a file and a page."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import sparsescan.torch
+from sparsescan import BatchedCSR
+from sparsescan.jacobians import from_torch
+from sparsescan.recurrent import catalogue
+from sparsescan.strategies.architectures import build
+from sparsescan.strategies.pipeline.schedule import Placement
+from sparsescan.strategies.pipeline.simulation import Simulation
+from sparsescan.strategies.stage import Stage
+
+from . import (
+    cell_contenders,
+    cell_scan,
+    cells,
+    compare,
+    contests,
+    doors,
+    gru,
+    lenet5,
+    networks,
+    onnx,
+    peers,
+    pipeline,
+    ppo,
+    races,
+    recurrent,
+    report,
+    rnn,
+    scaling,
+    step,
+    vgg11,
+)
+from .cliff_steps import QUICK_STEPS, RANDOM, STEPS, inputs
+from .experiment import NAMES, Results, load, run
+from .map_races import INFERENCE, KINDS, TRAINING, Affine, InJax, Point, Recurrent, Stack
+
+# With several stages, transposes, states that are not read, and spikes.
+SOME_CELLS = ("MGU", "AntisymmetricRNN", "TGRU", "Leaky")
+FAST = ("wide", "intrinsics", "grid")
+
+
+@pytest.fixture(autouse=True)
+def _few_variants_and_no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """JAX takes seconds to compile a loop that is unrolled; and nobody looks at the times."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("bench.timing.PAUSE", 0)
+    monkeypatch.setattr(step, "_UNROLLS", (1,))
+    monkeypatch.setattr(cell_contenders, "UNROLLS", (1,))
+    yield
+    torch.set_num_threads(threads)
+
+
+def slow_but(fast: Any, every: Any) -> list[Any]:
+    return [pytest.param(one, marks=() if one in fast else pytest.mark.slow) for one in every]
+
+
+# -- Runs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", slow_but(FAST, NAMES))
+def test_a_quick_run_makes_a_file_and_a_page(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeping_ranks: None
+) -> None:
+    """Of some pieces, without JAX, which compiles for seconds."""
+    if name in ("scaling", "strategies"):
+        if why := scaling.missing():
+            pytest.skip(why)
+        monkeypatch.setattr(f"bench.{name}.RANKS", (1, 2))
+        (cache := tmp_path / "cache").mkdir()
+        # Costs are those of a table: measuring takes minutes.
+        monkeypatch.setattr(scaling, "_calibrated", lambda: nullcontext(cache))
+
+    def missing() -> Any:
+        raise peers.MissingPeerError("left out")
+
+    monkeypatch.setattr(peers, "load_jax", missing)
+    monkeypatch.setattr("bench.cells.measure_start", lambda kind, rounds: {"seconds": {}})
+    monkeypatch.setattr("bench.machine.commit", lambda: ("0123456789abcdef", False))
+    experiment = load(name)
+    quick, full = (list(experiment.pieces(is_quick)) for is_quick in (True, False))
+    keys = [piece.key for piece in full]
+    assert len(keys) == len(set(keys)) >= len(quick)
+    some = [quick[k] for k in sorted({0, len(quick) // 2, len(quick) - 1})]
+    path = run(replace(experiment, pieces=lambda _: some), True, tmp_path)
+    results: Results = json.loads(path.read_text())
+    assert list(results["pieces"]) == [piece.key for piece in some]
+    shown = [*experiment.rows(results), *experiment.tables(results)]
+    lacks = [piece for piece in results["pieces"].values() if piece.get("missing")]
+    assert shown or experiment.drawings(results) or lacks
+    text = report.write(tmp_path, tmp_path / "page.html").read_text()
+    assert "cannot be shown" not in text
+    assert path.name in text
+    none = results | {"pieces": {}}
+    assert experiment.rows(none) == experiment.drawings(none) == []
+    assert not [row for table in experiment.tables(none) for row in table.rows[1:]]
+
+
+@pytest.mark.slow
+def test_a_reduced_comparison_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--reduced", "--only", "vgg11", "--output", str(tmp_path)]
+    assert compare.main(arguments) == 0
+    assert capsys.readouterr().out.count("SciPy loop") == 2
+    assert not list(tmp_path.iterdir())
+
+
+# -- Contenders -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", slow_but(SOME_CELLS, catalogue.__all__))
+def test_cells_of_peers_compute_what_ours_do(kind: str) -> None:
+    pytest.importorskip("jax")
+    tasks = {task.peer: task.case for task in cells.TASKS if task.case.kind == kind}
+    for peer, case in tasks.items():
+        given = replace(case, hidden=5, inputs=3, batch=2, steps=7).given()
+        ours = next(iter(cell_contenders.ours(given).values()))
+        if peer == races.JAX:
+            theirs = [cell_contenders.jitted(given, 2, packed) for packed in (False, True)]
+        elif peer == cells.XLSTM:
+            continue
+        else:
+            theirs = [*cells._MAKERS[peer](given).values()]
+        for one in theirs:
+            apart = cells.differences(given, ours, one)
+            assert {"output", "input", *given.cell.params} <= apart.keys()
+
+
+POINTS = [
+    *(Recurrent(kind, mode, 5, 3, 7) for kind in KINDS for mode in (TRAINING, INFERENCE)),
+    *(Stack((20, 30, 10), 0.1, mode, 4) for mode in (TRAINING, INFERENCE)),
+    *(Affine(is_diagonal, 3, TRAINING, 2, 5) for is_diagonal in (True, False)),
+    *(InJax(kind, TRAINING, 5, 3, 7) for kind in ("RNN", "GRU", "LSTM")),
+    *(onnx.Sequence(kind, 3, 5, 2, 1, onnx.RUNTIME, 4) for kind in onnx._KINDS),
+]
+
+
+@pytest.mark.parametrize("point", slow_but([POINTS[2], *POINTS[11:14]], POINTS), ids=repr)
+def test_points_of_the_map_are_races_of_equals(point: Point) -> None:
+    results = []
+    try:
+        race = point.race()
+    except peers.MissingPeerError as missing:
+        pytest.skip(str(missing))
+    for contender in (race.ours, race.theirs):
+        *_, way = contender.ways.values()
+        with way.within():
+            for _ in range(2):  # gradients are None before a call
+                way.clear()
+                output = way.call()
+            results.append(contender.read(output))
+    assert results[0].keys() == results[1].keys()
+    assert max(races.apart(*results).values()) < 1e-4
+    assert getattr(race.explained(), "kernel", "sparsescan") in ("sparsescan", "pytorch")
+
+
+CASES = [
+    *step.Case("GRU", 2, 5, 3, 7).both(),
+    step.Case("LSTM", 2, 5, 3, 7, kept=0.1),
+    networks.NetworkCase("LeNet-5", 3, None, 1),
+    networks.NetworkCase("MLP", 2, 0.02, 1),
+    networks.NetworkCase("ResNet-20", 2, 0.05, 1),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(CASES[:1], CASES), ids=repr)
+def test_training_steps_are_compared(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    piece = step.measure(case, True)
+    assert set(piece["wanted"]) <= piece["samples"].keys() | piece["missing"].keys()
+    peers_there = {name.split(", ", 1)[1] for name in piece["differences"]}
+    assert peers_there == piece["samples"].keys() - {races.OURS}
+    race = type(case).race(case)
+    (ours,) = race.ours().values()
+    result = {name: 1.5 * np.asarray(each) for name, each in ours().items()}
+    monkeypatch.setattr(type(race), "ours", lambda race: {"wrong": lambda: result})
+    with pytest.raises(AssertionError, match="the relative difference is"):
+        step.measure(case, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [rnn._MODEL, recurrent.Model("GRU", 38, 11, 1e-3)])
+def test_the_scan_gives_autograds_gradients(model: Any) -> None:
+    data = rnn.bitstreams(9, 4) if model.kind == "RNN" else gru.clips("S", 2)
+    piece = recurrent.measure(model, *data, True)
+    assert {"weight_hh_l0", "bias_ih_l0"} <= piece["differences"].keys()
+    ours, theirs = (model.classifier(data[0].shape[:2]), model.classifier())
+    for one in (ours, theirs):
+        nn.functional.cross_entropy(one(data[0]), data[1]).backward()
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_one_call_with_resets_computes_what_the_loop_of_ppo_does(kind: str) -> None:
+    torch.manual_seed(0)
+    theirs = nn.LSTM(3, 5) if kind == "LSTM" else ppo._AsLSTM(3, 5)
+    ours = copy.deepcopy(theirs)
+    sparsescan.torch.convert(ours.gru if kind == "GRU" else ours)
+    features, states = torch.randn(4 * 9, 3), tuple(torch.randn(2, 1, 4, 5))
+    starts = torch.zeros(4, 9)
+    starts[1:3, 0] = starts[0, 4] = starts[1, 7] = starts[3, 8] = 1
+    found, _ = ppo.with_resets(features, states, starts.flatten(), ours)
+    outputs, now = [], states
+    for x, start in zip(features.reshape(4, 9, 3).swapaxes(0, 1), starts.T, strict=True):
+        kept = (1 - start).view(1, 4, 1)
+        output, now = theirs(x[None], tuple(kept * state for state in now))
+        outputs.append(output)
+    torch.testing.assert_close(found, torch.cat(outputs).transpose(0, 1).flatten(0, 1))
+    with pytest.raises(AssertionError, match="an episode starts inside a sequence"):
+        ppo.at_starts(features, states, starts.flatten(), theirs)
+
+
+@pytest.mark.parametrize("is_diagonal", slow_but([True], [True, False]))
+def test_linear_recurrences_of_doors_are_the_same(is_diagonal: bool) -> None:
+    pytest.importorskip("jax")
+    one = doors.Recurrence(9, 3, 2, is_diagonal, {})
+    a, b, y, loss = (torch.tensor(each, requires_grad=True) for each in one.arrays())
+    states, begin = [], y
+    for t in range(one.steps):
+        y = (a[t] * y if is_diagonal else (a[t] @ y[..., None])[..., 0]) + b[t]
+        states.append(y)
+    expected = torch.autograd.grad((torch.stack(states) * loss).sum(), (a, b, begin))
+    calls = [*one.ours().values(), *one.jax(False).values(), *one.jax(True).values()]
+    found = [call()[1] for call in calls]
+    found += [call() for call in one.doubling().values()] if is_diagonal else []
+    for grads in found:
+        for own, right in zip(grads, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(own), right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("given_step", slow_but([*QUICK_STEPS.values()], STEPS.values()), ids=repr)
+def test_special_inputs_have_the_shapes_of_random_ones(given_step: Any) -> None:
+    def arrays(numbers: Any) -> list[Any]:
+        every = [numbers.x, numbers.initial, numbers.grads, *numbers.weights.values()]
+        return [each for each in [*every, *numbers.biases.values()] if each is not None]
+
+    given = inputs(given_step)
+    random = arrays(given[RANDOM])
+    assert all(np.isfinite(array).all() for array in random)
+    for again, array in zip(arrays(given_step.numbers()), random, strict=True):
+        np.testing.assert_array_equal(again, array)  # nothing has changed them
+    tiny = np.finfo(given[RANDOM].dtype).tiny
+    for name, numbers in given.items():
+        for array, like in zip(arrays(numbers), random, strict=True):
+            assert (array.shape, array.dtype) == (like.shape, like.dtype), name
+    assert (np.abs(given["subnormal"].grads) < tiny).all()
+    assert not given["zeros"].grads.any()
+    assert np.isnan([array.sum() for array in given["NaN in a weight"].weights.values()]).all()
+    if "loss at the last step" in given:
+        last = given["loss at the last step"].grads
+        assert last[-1].all()
+        assert not last[:-1].any()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_wrong_gradient_of_the_engine_is_noticed(batch: int) -> None:
+    work = contests.vgg11(batch)(True)
+    for contender, make in work.contenders.items():
+        for call in make().values():
+            work.check(contender, call())
+    right = work.contenders[races.OURS]()["plan"]()
+    for k, gradient in enumerate(right):
+        wrong = [*right]
+        # One entry, by a thousandth of the largest.
+        wrong[k] = gradient.copy()
+        wrong[k].flat[-1] += 1e-3 * np.abs(gradient).max()
+        with pytest.raises(AssertionError, match="sparsescan is wrong"):
+            work.check(races.OURS, wrong)
+
+
+def test_loops_of_scipy_are_back_propagation() -> None:
+    rng = np.random.default_rng()
+    grad = rng.standard_normal((3, 4), np.float32)
+    values = rng.standard_normal((4, 3, 4), np.float32)
+    diagonal = [BatchedCSR(each, np.arange(4), np.arange(5), (4, 4)) for each in values]
+    expected = [grad, values[0] * grad, values[1] * values[0] * grad, values[2] * values[1]]
+    expected[3] = values[2] * expected[2]
+    for name, call in peers.scipy_batch_loops(grad, diagonal).items():
+        call()
+        for own, right in zip(call(), expected, strict=True):
+            by_sample = np.stack(own) if isinstance(own, list) else own.T
+            np.testing.assert_allclose(by_sample, right, rtol=1e-5, err_msg=name)
+
+
+def test_networks_are_those_of_the_papers() -> None:
+    for name, module in (
+        ("lenet5", lenet5.lenet5(pipeline.TANH)),
+        ("resnet-20", pipeline.resnet20(0)),
+    ):
+        assert sum(p.numel() for p in module.parameters()) == build(name).weights
+    assert len(vgg11.network()) == vgg11.STEPS
+    assert len(vgg11.operators(vgg11.network())) == vgg11.STEPS
+    parts = pipeline.folds(lenet5.load_digits(), 3)
+    assert sum(len(part.test) for part in parts) == len(parts[0].train) + len(parts[0].test)
+
+
+@pytest.mark.slow
+def test_stages_of_pytorch_learn_what_the_operators_do() -> None:
+    module, placement = lenet5.lenet5(pipeline.TANH), Placement(12, pipeline.GROUPS)
+    ops = from_torch(module, (1, 32, 32))
+    ours, theirs = (
+        Simulation(stages, pipeline.BATCH, pipeline.RATE)
+        for stages in (
+            [Stage(ops[part]) for part in placement.parts],
+            pipeline.stages_of(module, placement, 0.0),
+        )
+    )
+    given = pipeline.batches(lenet5.load_digits(), 12, 0)
+    losses = [[one.step(*batch) for batch in given][4:] for one in (ours, theirs)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_sums_of_one_vector_are_one_product_in_jax() -> None:
+    """As ``W h - Wᵀ h``, for which JAX gets one matrix."""
+    jax = pytest.importorskip("jax")
+    cell = catalogue.AntisymmetricRNN(3, 5, rng=0)
+    made = cell_scan._Step(jax, cell, dict(cell.params), False)
+    assert sorted(weights.shape for _, weights in made.weights.values()) == [(3, 5), (5, 5)]
