@@ -73,6 +73,11 @@ def slow_but(fast: Any, every: Any) -> list[Any]:
 # -- Runs -----------------------------------------------------------------------------------------
 
 
+def _named(case: Any) -> str:
+    """Return what a case is called, in any process."""
+    return str(case.name)
+
+
 @pytest.mark.parametrize("name", slow_but(FAST, NAMES))
 def test_a_quick_run_makes_a_file_and_a_page(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeping_ranks: None
@@ -151,7 +156,7 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize("point", slow_but([POINTS[2], *POINTS[11:14]], POINTS), ids=repr)
+@pytest.mark.parametrize("point", slow_but([POINTS[2], *POINTS[11:14]], POINTS), ids=_named)
 def test_points_of_the_map_are_races_of_equals(point: Point) -> None:
     results = []
     try:
@@ -179,7 +184,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_but(CASES[:1], CASES), ids=repr)
+@pytest.mark.parametrize("case", slow_but(CASES[:1], CASES), ids=_named)
 def test_training_steps_are_compared(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     piece = step.measure(case, True)
     assert set(piece["wanted"]) <= piece["samples"].keys() | piece["missing"].keys()
@@ -244,7 +249,9 @@ def test_linear_recurrences_of_doors_are_the_same(is_diagonal: bool) -> None:
             np.testing.assert_allclose(np.asarray(own), right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("given_step", slow_but([*QUICK_STEPS.values()], STEPS.values()), ids=repr)
+@pytest.mark.parametrize(
+    "given_step", slow_but([*QUICK_STEPS.values()], STEPS.values()), ids=_named
+)
 def test_special_inputs_have_the_shapes_of_random_ones(given_step: Any) -> None:
     def arrays(numbers: Any) -> list[Any]:
         every = [numbers.x, numbers.initial, numbers.grads, *numbers.weights.values()]
