@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsescan.execution.cuda.chunks import H100, chunk_count
+from sparsescan.execution.cuda.chunks import H100, ChunkForm, chunk_count, in_one_launch
 
 from . import files, gpu, gpu_chains, gpu_device, gpu_parts, gpu_processes, gpu_races, gpu_table
 from .contests import OURS
@@ -174,7 +174,9 @@ def test_other_bits_and_wrong_values_are_seen():
 
 def test_the_long_chain_has_more_blocks_than_a_device_runs_at_once():
     report = gpu_chains.chained(Host(), 0)  # it is not run
-    assert report["blocks"] == chunk_count(30_000, 16, 20, H100, terms=1) * 16 >= 1200
+    form = ChunkForm(20, 20, terms=1)
+    assert report["blocks"] == chunk_count(30_000, 16, form, H100) * 16 >= 1200
+    assert in_one_launch(form, np.dtype(np.float32), 30_000, 16, 400)
 
 
 @pytest.mark.slow
