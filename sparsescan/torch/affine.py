@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..kernels.addresses import address_of
 from ..recurrent.step_pool import StepPool
 from ..symbolic.pattern import Pattern
 from ._arrays import array_of, here, tensor_of
-from ._direct import is_direct, is_eager, is_mapped, is_transformed
+from ._direct import is_direct, is_eager, is_forward_twice, is_mapped, is_transformed
 from ._once import over_maps
 from ._recorded import ResultTensor, Room, give_scratch, run, take_scratch
 
@@ -122,6 +121,8 @@ def affine_scan(
         direct: Tensor = _Scan.apply(matrices, offsets, initial, pattern, transposed, call)
         return direct
     given = matrices, offsets, initial
+    if is_forward_twice():
+        return _by_steps(*given, pattern, transposed)
     if is_transformed() and is_eager(*given):
         transformed: Tensor = _Transformed.apply(*given, pattern, transposed)
         return transformed
@@ -242,37 +243,17 @@ def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
         indptr, indices = _tensors_of(ctx.pattern)
     about = indptr, indices, ctx.transposed
     if is_mapped(grads):
-        backward = partial(_on_all, _pattern(indptr, indices), about)
+        backward = partial(_differentiable_backward, _pattern(indptr, indices), about)
         gradients = over_maps(backward, [grads, states, matrices, initial])
     elif torch.is_grad_enabled():
-        gradients = _on_all(ctx.pattern, about, grads, states, matrices, initial)
+        given = grads, states, matrices, initial
+        gradients = _differentiable_backward(ctx.pattern, about, *given)
     else:
         is_plain = is_direct(grads, states, matrices, initial)
         call = _backward if is_plain else _affine_scan_backward
         gradients = call(grads, states, matrices, initial, *about, needs_matrices)
     in_matrices = gradients[2] if needs_matrices else None
     return (*_shared(ctx, initial, in_matrices, *gradients[:2]), None, None, None)
-
-
-def _on_all(
-    pattern: Pattern | None,
-    about: tuple[Any, ...],
-    grads: Tensor,
-    states: Tensor,
-    matrices: Tensor,
-    initial: Tensor | None,
-) -> list[Tensor]:
-    """Return the gradients by functions that have derivatives."""
-    indptr, indices, _ = about
-
-    def scan(matrices: Tensor, offsets: Tensor, initial: Tensor, transposed: bool) -> Tensor:
-        if is_transformed():
-            result: Tensor = _Transformed.apply(matrices, offsets, initial, pattern, transposed)
-        else:
-            result = _affine_scan(matrices, offsets, initial, indptr, indices, transposed)
-        return result
-
-    return _differentiable_backward(scan, grads, states, matrices, initial, *about)
 
 
 def _shared(
@@ -339,18 +320,8 @@ class _Transformed(torch.autograd.Function):
         matrices, initial, states = ctx.saved_tensors
         about = *_tensors_of(ctx.pattern), ctx.transposed
         given = grads, states, matrices, initial
-        in_offsets, in_initial, in_matrices = _on_all(ctx.pattern, about, *given)
-        if ctx.offsets_dim is not None and ctx.offsets_dim < in_offsets.dim():
-            in_offsets = in_offsets.sum(1)
-        if initial is not None and initial.dim() < in_initial.dim():
-            in_initial = in_initial.sum(0)
-        return (
-            in_matrices,
-            None if ctx.offsets_dim is None else in_offsets,
-            None if initial is None else in_initial,
-            None,
-            None,
-        )
+        in_offsets, in_initial, in_matrices = _differentiable_backward(ctx.pattern, about, *given)
+        return (*_shared(ctx, initial, in_matrices, in_offsets, in_initial), None, None)
 
     @staticmethod
     def jvp(
@@ -367,8 +338,7 @@ class _Transformed(torch.autograd.Function):
             wide = in_offsets.dim() == states.dim()
             added = added + (in_offsets if wide else in_offsets.unsqueeze(1))
         if in_matrices is not None and len(states):
-            begin = states.new_zeros(states.shape[1:]) if initial is None else initial
-            before = torch.cat([begin.expand(states.shape[1:])[None], states[:-1]])
+            before = _before(initial, states)
             added = added + _applied(in_matrices, before, ctx.pattern, ctx.transposed)
         slope: Tensor = _Transformed.apply(matrices, added, in_initial, ctx.pattern, ctx.transposed)
         return slope
@@ -449,24 +419,59 @@ def _applied(
     return torch.zeros_like(vectors).index_add(-1, to, products)
 
 
+def _by_steps(
+    matrices: Tensor,
+    offsets: Tensor | None,
+    initial: Tensor | None,
+    pattern: Pattern | None,
+    transposed: bool,
+) -> Tensor:
+    """Return the states step by step, by PyTorch's own operations."""
+    size = matrices.shape[-1] if pattern is None else pattern.shape[0]
+    batch, _ = affine.check_shapes(
+        *(tuple(matrices.shape), None if offsets is None else tuple(offsets.shape)),
+        *(None if initial is None else tuple(initial.shape), pattern),
+    )
+    y = matrices.new_zeros(*batch, size)
+    y = y if initial is None else y + initial
+    states = []
+    for t in range(len(matrices)):
+        y = _applied(matrices[t : t + 1], y[None], pattern, transposed)[0]
+        y = y if offsets is None else y + offsets[t]
+        states.append(y)
+    return torch.stack(states) if states else y.expand(0, *y.shape)
+
+
+def _before(initial: Tensor | None, states: Tensor) -> Tensor:
+    """Return the state before each step."""
+    begin = states.new_zeros(states.shape[1:]) if initial is None else initial
+    return torch.cat([begin.expand(states.shape[1:])[None], states[:-1]])
+
+
 def _differentiable_backward(
-    scan: Callable[[Tensor, Tensor, Tensor, bool], Tensor],
+    pattern: Pattern | None,
+    about: tuple[Tensor | None, Tensor | None, bool],
     grads: Tensor,
     states: Tensor,
     matrices: Tensor,
     initial: Tensor | None,
-    indptr: Tensor | None,
-    indices: Tensor | None,
-    transposed: bool,
 ) -> list[Tensor]:
-    """Return what the operator for backward does, by operators that have derivatives."""
+    """Return what the operator for backward does, by functions that have derivatives.
+
+    `about` are the pattern as the operators take it, and whether steps apply transposed matrices;
+    `pattern` is only needed under transforms.
+    """
+    indptr, indices, transposed = about
     if not len(grads):
         return [grads, grads.new_zeros(grads.shape[1:]), torch.zeros_like(matrices)]
     later = torch.cat([grads[:-1].flip(0), torch.zeros_like(grads[:1])])
-    back = scan(matrices.flip(0), later, grads[-1], not transposed)
+    given = matrices.flip(0), later, grads[-1]
+    if is_transformed():
+        back: Tensor = _Transformed.apply(*given, pattern, not transposed)
+    else:
+        back = _affine_scan(*given, indptr, indices, not transposed)
     in_offsets = torch.cat([back[:-1].flip(0), grads[-1:]])
-    begin = grads.new_zeros(grads.shape[1:]) if initial is None else initial
-    before = torch.cat([begin.expand(grads.shape[1:])[None], states[:-1]])
+    before = _before(initial, states)
     left, right = (before, in_offsets) if transposed else (in_offsets, before)
     if indptr is None or indices is None:
         in_matrices = left[..., :, None] * right[..., None, :]

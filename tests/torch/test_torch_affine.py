@@ -201,6 +201,7 @@ def maps(f: Any, inputs: list[Tensor], many: list[Tensor], along: list[Tensor]) 
         *one,
         *jacfwd(f, every)(*inputs),
         *jvp(f, tuple(inputs), tuple(along)),
+        jvp(lambda *given: jvp(f, given, tuple(along))[1], tuple(inputs), tuple(along))[1],
         *jvp(grad(lambda *given: f(*given).square().sum(), every), tuple(inputs), tuple(along)),
         vmap(f)(*many),
         vmap(f, some)(many[0], *inputs[1:]),
