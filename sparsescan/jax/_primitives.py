@@ -226,6 +226,11 @@ def _gradients_of(kept: Any, *given: Any, form: _Form, maps: int) -> list[Any]:
     return [*sums(factors, _parted(x, maps)), in_x, in_state]
 
 
+def _nothing_kept() -> Any:
+    """Return what stands for the memory of a pass if that has to be run again."""
+    return jnp.zeros(0, np.uint8)
+
+
 def _merge(array: Any, is_mapped: bool, count: int, axis: int) -> Any:
     """Return an array whose axis of samples has those of all maps, which are in front."""
     if not is_mapped:
@@ -235,11 +240,11 @@ def _merge(array: Any, is_mapped: bool, count: int, axis: int) -> Any:
     return array.reshape(*array.shape[:axis], samples, *array.shape[axis + 2 :])
 
 
-def _parted(array: Any, count: int) -> Any:
-    """Return results with an axis of maps before all others."""
-    samples = array.shape[1] // count
-    apart = array.reshape(array.shape[0], count, samples, *array.shape[2:])
-    return jnp.moveaxis(apart, 1, 0)
+def _parted(array: Any, count: int, axis: int = 1) -> Any:
+    """Return an array with an axis of maps before all others, which its samples were of."""
+    samples = array.shape[axis] // count
+    apart = array.reshape(*array.shape[:axis], count, samples, *array.shape[axis + 1 :])
+    return jnp.moveaxis(apart, axis, 0)
 
 
 # -- Derivatives -----------------------------------------------------------------------------------
@@ -344,41 +349,33 @@ class _TangentLayer(NamedTuple):
         *params, x, state = numbers
         *param_slopes, x_slope, state_slope = slopes
         masks, size = self._masks(), len(self.about.names)
-        values, turns = (
-            [p if m is None else jnp.where(m, p, 0) for p, m in zip(each, masks, strict=True)]
-            for each in (params, param_slopes)
-        )
+        values, turns = (_masked(each, masks) for each in (params, param_slopes))
+        identity = functools.partial(jnp.eye, 2 * self.cells[0].hidden_size, dtype=x.dtype)
         whole: list[Any] = []
         for k in range(0, len(values), size):
-            others = []
-            for name, value, turn in zip(
-                self.about.names, values[k : k + size], turns[k : k + size], strict=True
-            ):
-                if name in self.about.inputs:
-                    zeros = jnp.zeros_like(value)
-                    whole.append(jnp.block([[value, zeros], [turn, value]]))
-                else:
-                    whole.append(value)
-                    others.append(turn)
-            if self.about.reads_units:
-                whole.append(jnp.eye(2 * self.cells[0].hidden_size, dtype=x.dtype))
-            whole += others
+            whole += self.about.joined(values[k : k + size], turns[k : k + size], _block, identity)
         both = [jnp.concatenate([x, x_slope], -1), jnp.concatenate([state_slope, state], -1)]
         return [*whole, *both]
 
     def parted(self, grads: Sequence[Any]) -> list[Any]:
         """Return the gradients in the numbers of the other layer."""
         *params, x, state = grads
-        masks, found = iter(self._masks()), []
+        found: list[Any] = []
         size = len(params) // len(self.cells)
         for k in range(0, len(params), size):
-            for name, grad in zip(self.about.names, params[k : k + size], strict=False):
-                if name in self.about.inputs:
-                    rows, columns = (each // 2 for each in grad.shape)
-                    grad = grad[:rows, :columns] + grad[rows:, columns:]
-                mask = next(masks)
-                found.append(grad if mask is None else jnp.where(mask, grad, 0))
+            found += self.about.parted(params[k : k + size])
+        found = _masked(found, self._masks())
         return [*found, x[..., : x.shape[-1] // 2], state[..., state.shape[-1] // 2 :]]
+
+
+def _masked(arrays: Sequence[Any], masks: Sequence[Any]) -> list[Any]:
+    """Return arrays that are 0 where a weight is pruned."""
+    pairs = zip(arrays, masks, strict=True)
+    return [each if mask is None else jnp.where(mask, each, 0) for each, mask in pairs]
+
+
+def _block(param: Any, slope: Any) -> Any:
+    return jnp.block([[param, jnp.zeros_like(param)], [slope, param]])
 
 
 @functools.lru_cache(maxsize=256)
@@ -563,42 +560,31 @@ def _jvp_of_gradients(given: Any, slopes: Any, *, form: _Form, maps: int) -> Any
     return results, _slope_of_gradients.bind(*given[1:], *own, form=form)
 
 
+def _apart(maps: int, args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
+    """Return arguments whose samples, at these axes, are those of each map, which are in front."""
+    pairs = zip(args, axes, strict=True)
+    return [each if axis is None else _parted(each, maps, axis) for each, axis in pairs]
+
+
 def _each_map(kept: Any, *given: Any, form: _Form, maps: int) -> Any:
     """Return the gradients of each map by itself."""
     axes = [1, 1, *form.axes]
-    own = [
-        each if axis is None else _unmerged(each, maps, axis)
-        for each, axis in zip(given, axes, strict=True)
-    ]
-    none = jnp.zeros(0, np.uint8)
-    function = functools.partial(_gradients.bind, none, form=form, maps=0)
-    results, _ = _one_by_one(function, own, [None if axis is None else 0 for axis in axes])
-    *params, x, state = results
+    function = functools.partial(_gradients.bind, _nothing_kept(), form=form, maps=0)
+    dims = [None if axis is None else 0 for axis in axes]
+    (*params, x, state), _ = _one_by_one(function, _apart(maps, given, axes), dims)
     return [*params, *(_merge(each, True, maps, 1) for each in (x, state))]
-
-
-def _unmerged(array: Any, count: int, axis: int) -> Any:
-    shape = *array.shape[:axis], count, array.shape[axis] // count, *array.shape[axis + 1 :]
-    return jnp.moveaxis(array.reshape(shape), axis, 0)
 
 
 def _transpose_gradients(slopes: Any, kept: Any, *given: Any, form: _Form, maps: int) -> Any:
     above, numbers = given[:2], given[2:]
     directions = [ad.instantiate_zeros(each) for each in slopes]
     if maps:
-        axes = form.axes
-        own = [
-            each if axis is None else _unmerged(each, maps, axis)
-            for each, axis in zip(numbers, axes, strict=True)
-        ]
-        each = [
-            *directions[: form.network.count],
-            *(_unmerged(one, maps, 1) for one in directions[form.network.count :]),
-        ]
-        none = jnp.zeros(0, np.uint8)
-        function = functools.partial(_slope.bind, none, form=form)
-        dims = [*(None if axis is None else 0 for axis in axes), *(0 for _ in each)]
-        results, _ = _one_by_one(function, [*own, *each], dims)
+        # Directions of parameters have an axis of maps, and no samples.
+        axes = [*form.axes, *(None for _ in range(form.network.count)), 1, 1]
+        own = _apart(maps, [*numbers, *directions], axes)
+        dims = [*(None if axis is None else 0 for axis in form.axes), *(0 for _ in directions)]
+        function = functools.partial(_slope.bind, _nothing_kept(), form=form)
+        results, _ = _one_by_one(function, own, dims)
         along = [_merge(one, True, maps, 1) for one in results]
     else:
         along = _slope.bind(kept, *numbers, *directions, form=form)
@@ -614,7 +600,7 @@ def _map_gradients(args: Any, dims: Any, *, form: _Form, maps: int) -> Any:
     count, (kept, *given) = _size_of(args, dims), args
     own = _merged(count, given, dims[1:], [1, 1, *form.axes])
     # Memory that is mapped is of single maps; that of all has these samples, or others.
-    kept = jnp.zeros(0, np.uint8) if dims[0] is not None else kept
+    kept = _nothing_kept() if dims[0] is not None else kept
     *params, x, state = _gradients.bind(kept, *own, form=form, maps=count * max(maps, 1))
     if maps:
         params = [each.reshape(count, maps, *each.shape[1:]) for each in params]
@@ -632,8 +618,7 @@ def _compute_slope_of_gradients(*given: Any, form: _Form) -> list[Any]:
     count = 2 + form.size
     own, slopes = given[:-count], given[-count:]
     along = _gradients_along(form, own[:2], own[2:], slopes[2:])
-    none = jnp.zeros(0, np.uint8)
-    more = _gradients.bind(none, *slopes[:2], *own[2:], form=form, maps=0)
+    more = _gradients.bind(_nothing_kept(), *slopes[:2], *own[2:], form=form, maps=0)
     return [a + b for a, b in zip(along, more, strict=True)]
 
 
@@ -648,9 +633,8 @@ def _transpose_slope_of_gradients(slopes: Any, *given: Any, form: _Form) -> Any:
     count = 2 + form.size
     (*above,), numbers, own = given[:2], given[2:-count], given[-count:]
     directions = [ad.instantiate_zeros(each) for each in slopes]
-    none = jnp.zeros(0, np.uint8)
     grads = [
-        *_slope.bind(none, *numbers, *directions, form=form),
+        *_slope.bind(_nothing_kept(), *numbers, *directions, form=form),
         *_gradients_along(form, above, numbers, directions),
     ]
     needed = [g if ad.is_undefined_primal(s) else None for g, s in zip(grads, own, strict=True)]

@@ -9,6 +9,7 @@ cell that is made of it in turn gives third ones.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .cell import Cell
@@ -43,6 +44,43 @@ class Tangent(NamedTuple):
     names: tuple[str, ...]
     inputs: frozenset[str]
     reads_units: bool
+
+    def joined(
+        self,
+        params: Sequence[Any],
+        slopes: Sequence[Any],
+        block: Callable[[Any, Any], Any],
+        identity: Callable[[], Any],
+    ) -> list[Any]:
+        """Return the parameters of one cell, from those of the other and a direction.
+
+        Parameters
+        ----------
+        params, slopes : sequence of array
+            The parameters of the other cell, of NumPy or of a framework, and their derivatives.
+        block : callable
+            ``block(W, Ẇ)`` is ``[[W, 0], [Ẇ, W]]``.
+        identity : callable
+            It returns the identity matrix.
+        """
+        own, others = [], []
+        for name, param, slope in zip(self.names, params, slopes, strict=True):
+            if name in self.inputs:
+                own.append(block(param, slope))
+            else:
+                own.append(param)
+                others.append(slope)
+        return [*own, *([identity()] if self.reads_units else []), *others]
+
+    def parted(self, grads: Sequence[Any]) -> list[Any]:
+        """Return gradients in the parameters of the other cell, from those in all of these."""
+        found = []
+        for name, grad in zip(self.names, grads, strict=False):
+            if name in self.inputs:
+                rows, columns = grad.shape[-2] // 2, grad.shape[-1] // 2
+                grad = grad[..., :rows, :columns] + grad[..., rows:, columns:]
+            found.append(grad)
+        return found
 
 
 _lock = threading.Lock()

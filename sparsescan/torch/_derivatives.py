@@ -115,7 +115,17 @@ def _run_layers(
     return x, torch.cat(lasts)
 
 
-class _Layer(torch.autograd.Function):
+class _OfLayer(torch.autograd.Function):
+    """A function of a shape and of tensors, whose derivatives in both modes read all of these."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.shape, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+
+class _Layer(_OfLayer):
     """A layer, for members with parameters of their own.
 
     It takes lengths and resets, the inputs ``(members, T, batch, inputs)``, the initial states
@@ -126,12 +136,6 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(shape: Shape, *tensors: Any) -> tuple[Tensor, ...]:
         return _passes_of(shape, tensors, has_backward=False).run(tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.shape, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> Any:
@@ -153,19 +157,13 @@ class _Layer(torch.autograd.Function):
         return (output.unflatten(2, (count, -1)), last.unflatten(2, (count, -1))), (2, 2)
 
 
-class _Gradients(torch.autograd.Function):
+class _Gradients(_OfLayer):
     """The gradients of :class:`_Layer` in all tensors, from those in both of its results."""
 
     @staticmethod
     def forward(shape: Shape, *tensors: Any) -> tuple[Tensor, ...]:
         above, given = tensors[:2], tensors[2:]
         return _passes_of(shape, given, has_backward=True).run(given, above)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.shape, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Any:
@@ -249,9 +247,10 @@ class _Tangent(NamedTuple):
         x_slope, state_slope, *param_slopes = slopes
         mode, about = _mode_of(shape.mode, shape.has_bias)
         whole, size = [], len(about.names)
+        identity = partial(_identity, x, 2 * shape.hidden_size)
         for k in range(0, len(params), size):
             pairs = params[k : k + size], param_slopes[k : k + size]
-            whole += _joined(about, shape.hidden_size, x, *pairs)
+            whole += about.joined(*pairs, _block, identity)
         made = shape._replace(mode=mode, input_size=2 * shape.input_size, has_bias=True)
         begin = torch.cat([state_slope, state], -1)
         return cls(made, [lengths, resets, torch.cat([x, x_slope], -1), begin, *whole], shape)
@@ -268,30 +267,19 @@ class _Tangent(NamedTuple):
         _, about = _mode_of(self.other.mode, self.other.has_bias)
         size, found = len(params) // self.other.directions, []
         for k in range(0, len(params), size):
-            for name, grad in zip(about.names, params[k : k + size], strict=False):
-                if name in about.inputs:
-                    rows, columns = grad.shape[-2] // 2, grad.shape[-1] // 2
-                    grad = grad[..., :rows, :columns] + grad[..., rows:, columns:]
-                found.append(grad)
+            found += about.parted(params[k : k + size])
         return x[..., : x.shape[-1] // 2], state[..., state.shape[-1] // 2 :], *found
 
 
-def _joined(
-    about: Tangent, units: int, x: Tensor, params: Sequence[Tensor], slopes: Sequence[Tensor]
-) -> list[Tensor]:
-    """Return the parameters of a cell for the derivatives of another one."""
-    own, others = [], []
-    for name, param, slope in zip(about.names, params, slopes, strict=True):
-        if name in about.inputs:
-            rows = torch.cat([param, torch.zeros_like(param)], -1)
-            own.append(torch.cat([rows, torch.cat([slope, param], -1)], -2))
-        else:
-            own.append(param)
-            others.append(slope)
-    if about.reads_units:
-        one = torch.eye(2 * units, dtype=x.dtype, device=x.device)
-        own.append(one.expand(len(x), *one.shape))
-    return [*own, *others]
+def _block(param: Tensor, slope: Tensor) -> Tensor:
+    rows = torch.cat([param, torch.zeros_like(param)], -1)
+    return torch.cat([rows, torch.cat([slope, param], -1)], -2)
+
+
+def _identity(x: Tensor, size: int) -> Tensor:
+    """Return the identity matrix for each member."""
+    one = torch.eye(size, dtype=x.dtype, device=x.device)
+    return one.expand(len(x), *one.shape)
 
 
 def _mode_of(mode: str, has_bias: bool) -> tuple[str, Tangent]:
@@ -343,14 +331,16 @@ class _MemberPasses:
         given = [_rows(each) for each in (x, first, lengths, flags, *rest) if each is not None]
         grads = list(map(_rows, above))
         results, found = (self._results(each, len(x)) for each in (self._forward, self._backward))
+        forward = [*given, *map(_Rows.of, results.values())]
+        backward = [*grads, *map(_Rows.of, found.values())]
 
         def run_one(k: int) -> None:
             room = self._rooms.take()
-            addresses = [each.address(k) for each in (*given, *map(_Rows.of, results.values()))]
+            addresses = [each.address(k) for each in forward]
             self._forward.run_at([room.address, *addresses])
             if self._backward is not None:
                 scratch = take_scratch(self._back_nbytes)
-                addresses = [each.address(k) for each in (*grads, *map(_Rows.of, found.values()))]
+                addresses = [each.address(k) for each in backward]
                 self._backward.run_at([room.address, address_of(scratch), *addresses])
                 give_scratch(scratch)
             self._rooms.give_back(room)

@@ -27,7 +27,7 @@ from ..recurrent.step_pool import StepPool
 from ._direct import has_saving_hooks, is_direct, is_transformed
 from ._recorded import ResultTensor, Room, give_scratch, run, take_scratch
 from ._recurrent_op import forget_steps, gradients
-from ._shapes import Shape, network_of
+from ._shapes import network_of
 from ._times import Key, predict
 
 __all__ = ["find", "is_left", "key_of", "leave", "left_key", "only", "prepare", "run_often"]
@@ -52,9 +52,7 @@ def key_of(module: Any, given: Any, hx: Any, weights: list[Any]) -> tuple[Any, .
         or (dtype := given.dtype) not in _DTYPES
         or not given.is_cpu
         or given.is_neg()
-        or module._forward_pre_hooks
-        or module.proj_size
-        or (module.dropout > 0 and module.training)
+        or not _is_plain(module)
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
@@ -75,6 +73,13 @@ def key_of(module: Any, given: Any, hx: Any, weights: list[Any]) -> tuple[Any, .
         *(module.mode, module.input_size, module.hidden_size, module.num_layers),
         *(module.bias, module.bidirectional, module.batch_first, dtype, given.shape),
         *(hx is not None, has_graph and torch.is_grad_enabled(), torch.get_num_threads()),
+    )
+
+
+def _is_plain(module: Any) -> bool:
+    """Return whether a module is what its sizes say: not pruned, no dropout, no projections."""
+    return not (
+        module._forward_pre_hooks or module.proj_size or (module.dropout > 0 and module.training)
     )
 
 
@@ -132,7 +137,7 @@ class Prepared:
     """
 
     def __init__(self, key: Key) -> None:
-        self.key, self.used, shape = key, _turn(), Shape(*key[:6])
+        self.key, self.used, shape = key, _turn(), key.shape
         steps, batch = key.sizes
         self._turns = len(key.x) == 3 and key.is_batch_first and steps > 1 and batch > 1
         network = network_of(shape)
@@ -327,8 +332,8 @@ _left: set[tuple[Any, ...]] = set()
 
 
 def left_key(module: Any, given: Any, hx: Any) -> tuple[Any, ...] | None:
-    """Return what :func:`is_left` finds a call by; None for what is no plain tensor."""
-    if type(given) is not Tensor or is_transformed():
+    """Return what :func:`is_left` finds a call by; None if anything about that is special."""
+    if type(given) is not Tensor or is_transformed() or not _is_plain(module):
         return None
     return (
         *(module.mode, module.hidden_size, module.num_layers, module.bidirectional),
@@ -403,7 +408,7 @@ def run_often(
 def _is_large(key: Key) -> bool:
     """Return whether a call takes longer than to record it."""
     steps, batch = key.sizes
-    slots = len(Shape(*key[:6]).program.slots)
+    slots = len(key.shape.program.slots)
     a_step = slots * key.hidden_size * (key.hidden_size + key.input_size)
     return steps * batch * key.num_layers * a_step >= _LARGE
 
@@ -411,7 +416,7 @@ def _is_large(key: Key) -> bool:
 def _made(key: Key) -> Prepared:
     """Return a call that is prepared, and let go the memory of those before."""
     call = Prepared(key)
-    forget_steps(Shape(*key[:6]), key.dtype)
+    forget_steps(key.shape, key.dtype)
     return call
 
 

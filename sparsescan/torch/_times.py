@@ -18,12 +18,14 @@ from typing import NamedTuple
 import torch
 
 from ..plan.costs.constants import file_to_write, machine_file
+from ._shapes import Shape
 
 __all__ = [
     "INPUTS",
     "KINDS",
     "Key",
     "Prediction",
+    "Seconds",
     "Table",
     "name_of",
     "predict",
@@ -34,6 +36,33 @@ __all__ = [
 
 KINDS = {"RNN_TANH": "RNN", "RNN_RELU": "RNN", "GRU": "GRU", "LSTM": "LSTM"}
 INPUTS = 32  # the length of inputs with which times are measured
+
+
+class Seconds(NamedTuple):
+    """What a call takes, in seconds, by one thread, where no table tells: a sum over its parts.
+
+    Attributes
+    ----------
+    call : float
+        For each call.
+    operation : float
+        For each elementwise operation and product of a step.
+    weight, kept, product : float
+        For each weight, each that is kept, and each multiply-add.
+    """
+
+    call: float = 0.0
+    operation: float = 0.0
+    weight: float = 0.0
+    kept: float = 0.0
+    product: float = 0.0
+
+    def of(
+        self, *, operations: int = 0, weights: int = 0, kept: int = 0, products: int = 0
+    ) -> float:
+        """Return the seconds of a call with so many parts."""
+        counts = 1, operations, weights, kept, products
+        return sum(each * count for each, count in zip(self, counts, strict=True))
 
 
 class Key(NamedTuple):
@@ -67,6 +96,11 @@ class Key(NamedTuple):
     has_state: bool
     has_backward: bool
     threads: int
+
+    @property
+    def shape(self) -> Shape:
+        """The kind and the sizes of the network."""
+        return Shape(*self[:6])
 
     @property
     def sizes(self) -> tuple[int, int]:

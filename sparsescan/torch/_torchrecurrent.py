@@ -23,6 +23,7 @@ from ._recurrent_op import has_kernels, run
 from ._resets import check_resets
 from ._shapes import kind_of, register
 from ._structure import is_pruning
+from ._times import Seconds
 
 __all__ = ["is_layer", "is_replacement", "replacement_of", "why_not"]
 
@@ -201,18 +202,13 @@ def _is_slower(layer: Any, inp: Any, resets: Any) -> bool:
     return _is_slower_step(layer.kind.ours, *about)
 
 
-class _Seconds(NamedTuple):
-    """What one step takes, by one thread: each call, each operation of it, and each weight."""
-
-    call: float
-    operation: float
-    weight: float
-
-
 # By kernels here and by torchrecurrent, without gradients and with a backward pass: `python -m
 # bench map` measured them on a Xeon with AVX-512.
-_OURS = _Seconds(90e-6, 0.0, 0.7e-9), _Seconds(200e-6, 0.0, 3.7e-9)
-_THEIRS = _Seconds(0.0, 8e-6, 0.15e-9), _Seconds(0.0, 25e-6, 0.8e-9)
+_OURS = Seconds(call=90e-6, weight=0.7e-9), Seconds(call=200e-6, weight=3.7e-9)
+_THEIRS = (
+    Seconds(operation=8e-6, weight=0.15e-9),
+    Seconds(operation=25e-6, weight=0.8e-9),
+)
 
 
 @functools.lru_cache(maxsize=256)
@@ -225,8 +221,7 @@ def _is_slower_step(
     first, others = (sum(map(math.prod, each.values())) for each in shapes)
     weights = first + (layers - 1) * others
     ours, theirs = (
-        each.call + each.operation * operations + each.weight * weights
-        for each in (_OURS[has_backward], _THEIRS[has_backward])
+        each[has_backward].of(operations=operations, weights=weights) for each in (_OURS, _THEIRS)
     )
     return ours > theirs
 

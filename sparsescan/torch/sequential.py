@@ -36,6 +36,7 @@ from ._structure import (
     read,
 )
 from ._team import pytorchs_threads
+from ._times import Seconds
 
 __all__ = ["Sequential", "why_not"]
 
@@ -50,27 +51,16 @@ _MOST_NEW = 4
 _AGAIN = 64
 
 
-class _Seconds(NamedTuple):
-    """What a call of a stack of linear layers takes, in seconds, by one thread.
-
-    Attributes
-    ----------
-    call : float
-        For each call.
-    weight, kept, product : float
-        For each weight, those that are read, and each multiply-add of one.
-    """
-
-    call: float
-    weight: float
-    kept: float
-    product: float
-
-
 # By kernels here and by PyTorch, without gradients and with a backward pass: `python -m bench map`
 # measured them on a Xeon with AVX-512.
-_OURS = _Seconds(450e-6, 0.42e-9, 3.7e-9, 2.2e-11), _Seconds(950e-6, 1.25e-9, 8.5e-9, 4.4e-11)
-_THEIRS = _Seconds(40e-6, 0.46e-9, 0.0, 1.0e-11), _Seconds(220e-6, 1.25e-9, 0.0, 2.8e-11)
+_OURS = (
+    Seconds(call=450e-6, weight=0.42e-9, kept=3.7e-9, product=2.2e-11),
+    Seconds(call=950e-6, weight=1.25e-9, kept=8.5e-9, product=4.4e-11),
+)
+_THEIRS = (
+    Seconds(call=40e-6, weight=0.46e-9, product=1.0e-11),
+    Seconds(call=220e-6, weight=1.25e-9, product=2.8e-11),
+)
 
 
 class Sequential(nn.Sequential):
@@ -119,6 +109,7 @@ class Sequential(nn.Sequential):
         if torch.compiler.is_compiling():
             return super().forward(input)
         known = _known_of(self)
+        known.runs_here = False
         if known.leaves(input):
             return super().forward(input)
         call = _prepare(self, known, input) if _takes(input) else None
@@ -199,11 +190,8 @@ def _is_slower(structure: Structure, kept: Sequence[Kept], x: Tensor) -> bool:
         dense += size
         read += size if each.mask is None else next(following).count
     samples, has_backward = x.numel() // x.shape[-1], torch.is_grad_enabled()
-    seconds = [
-        each.call + each.weight * dense + (each.kept + each.product * samples) * count
-        for each, count in ((_OURS[has_backward], read), (_THEIRS[has_backward], dense))
-    ]
-    return seconds[0] > seconds[1]
+    ours = _OURS[has_backward].of(weights=dense, kept=read, products=samples * read)
+    return ours > _THEIRS[has_backward].of(weights=dense, products=samples * dense)
 
 
 # -- Networks --------------------------------------------------------------------------------------
@@ -289,18 +277,13 @@ class _Stack:
 
     def leaves(self, x: Any) -> bool:
         """Return whether this call is one of those."""
-        self.runs_here = False
         if not self._left or not isinstance(x, Tensor):
             return False
         key = x.shape, torch.is_grad_enabled()
-        count = self._left.get(key, 0)
-        if count == 0:
-            return False
+        count = self._left.pop(key, 0)
         if count > 1:
             self._left[key] = count - 1
-        else:
-            self._left.pop(key, None)
-        return True
+        return count > 0
 
     def network(self, structure: Structure, kept: Sequence[Kept]) -> _Network | None:
         """Return the network of a structure; None if there is no operator for something in it."""

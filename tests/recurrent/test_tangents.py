@@ -21,16 +21,13 @@ def derivative_cell(cell: Cell, slopes: dict[str, np.ndarray]) -> Any:
     """Return the cell for the derivative of another one in a direction."""
     about = tangent_of(type(cell), cell.options, cell.bias)
     made = about.cell(2 * cell.input_size, cell.hidden_size, dtype=np.float64)
-    own, others = [], []
-    for name in about.names:
-        value, slope = cell.params[name], slopes[name]
-        if name in about.inputs:
-            own.append(np.block([[value, np.zeros_like(value)], [slope, value]]))
-        else:
-            own.append(value)
-            others.append(slope)
-    units = [np.eye(2 * cell.hidden_size)] * about.reads_units
-    for name, each in zip(made.shapes, [*own, *units, *others], strict=True):
+    params = about.joined(
+        list(cell.params.values()),
+        [slopes[name] for name in cell.params],
+        lambda value, slope: np.block([[value, np.zeros_like(value)], [slope, value]]),
+        lambda: np.eye(2 * cell.hidden_size),
+    )
+    for name, each in zip(made.shapes, params, strict=True):
         setattr(made, name, each)
     return made
 

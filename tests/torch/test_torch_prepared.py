@@ -471,3 +471,19 @@ def test_memory_of_calls_that_were_not_prepared_is_let_go() -> None:
         assert prepared_calls()
     shape = _shapes.Shape("GRU", 3, 7, 1, True, False)
     assert not [key for key in _recurrent_op._steps if key[0] == shape]
+
+
+def test_what_is_left_to_pytorch_is_left_for_plain_modules_alone() -> None:
+    """Dropout draws the same numbers, and pruned weights are not read, whatever ran before."""
+    _, plain = pair("GRU", 3, 7, num_layers=2)
+    _, other = pair("GRU", 3, 7, num_layers=2, dropout=0.5)
+    x, outputs = torch.randn(4, 2, 3), []
+    for kernels in ("sparsescan", "pytorch"):
+        with only(kernels):
+            plain(x)
+            assert _prepared.is_left(_prepared.left_key(plain, x, None)) == (kernels == "pytorch")
+            torch.manual_seed(0)
+            outputs.append(other(x)[0])
+    assert torch.equal(*outputs)
+    nn.utils.prune.random_unstructured(plain, "weight_hh_l0", 0.5)
+    assert _prepared.left_key(plain, x, None) is None
