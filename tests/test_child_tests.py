@@ -188,7 +188,7 @@ def test_the_rest_repeats_no_examples_of_hypothesis(tmp_path: Path) -> None:
     for options in ((), ("--rest",), ("--all",)):
         printed = run_pytest(tmp_path, "-q", *options)
         lines = (tmp_path / "noted").read_text().splitlines()
-        for name, counts in (("default", (10, 20, 30)), ("usual", (8, 16, 24))):
+        for name, counts in (("default", (8, 12, 20)), ("usual", (6, 10, 16))):
             values = [line for line in lines if line.startswith(name)]
             assert len(values) == counts[len(noted)], printed
         noted[options] = set(lines)

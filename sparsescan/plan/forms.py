@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product as every
+import functools
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +62,34 @@ def choose_forms(program: Program, model: Model) -> frozenset[tuple[int, int]]:
     )
 
 
+# Many products have the same ways: they share one tuple, and one table.
+@functools.cache
+def _ways(
+    lefts: tuple[int, ...], rights: tuple[int, ...], left: str, right: str, out: str
+) -> tuple[_Forms, ...]:
+    """Return the ways to make a product: forms of its operands, and kinds of all three patterns."""
+    ways: list[_Forms] = []
+    for a, b in itertools.product(lefts, rights):
+        # A product by a diagonal matrix is stored as the other operand is.
+        if right == "diagonal":
+            ways.append(_Forms(a, b, a))
+        elif left == "diagonal":
+            ways.append(_Forms(a, b, b))
+        else:
+            ways += [_Forms(a, b, c) for c in ((_OWN, _DENSE) if out == "general" else (_OWN,))]
+    return tuple(ways)
+
+
+@functools.cache
+def _disagreement(
+    made: tuple[_Forms, ...], read: tuple[_Forms, ...], side: str
+) -> NDArray[np.float64]:
+    """Return infinity where a product is read in another form than it was made in, else zero."""
+    outputs = np.array([way.out for way in made])
+    taken = np.array([getattr(way, side) for way in read])
+    return np.where(outputs[:, None] == taken, 0.0, np.inf)
+
+
 class _Graph:
     """The products of a program, in the order in which they are made, and the ways to make them."""
 
@@ -69,28 +97,17 @@ class _Graph:
         self._program = program
         self.rows = np.flatnonzero(program.ops[:-1, Op.VECTOR] == 0)
         self.patterns = program.patterns[program.n :]
-        self.ways: list[list[_Forms]] = []
+        self.ways: list[tuple[_Forms, ...]] = []
         for row in self.rows.tolist():
-            self.ways.append(self._ways(*program.ops[row, 1:].tolist()))
+            left, right, out = program.ops[row, 1:].tolist()
+            kinds = (program.patterns[node].kind for node in (left, right, out))
+            self.ways.append(_ways(self._forms(left), self._forms(right), *kinds))
 
-    def _ways(self, left: int, right: int, out: int) -> list[_Forms]:
-        patterns, ways = self._program.patterns, []
-        own = (_OWN, _DENSE) if patterns[out].kind == "general" else (_OWN,)
-        for a, b in every(self._forms(left), self._forms(right)):
-            # A product by a diagonal matrix is stored as the other operand is.
-            if patterns[right].kind == "diagonal":
-                ways.append(_Forms(a, b, a))
-            elif patterns[left].kind == "diagonal":
-                ways.append(_Forms(a, b, b))
-            else:
-                ways += [_Forms(a, b, c) for c in own]
-        return ways
-
-    def _forms(self, node: int) -> Sequence[int]:
+    def _forms(self, node: int) -> tuple[int, ...]:
         """Return the forms in which a node can be read."""
         if node < self._program.n:
             return (_OWN,)
-        return sorted({way.out for way in self.ways[node - self._program.n]})
+        return tuple(sorted({way.out for way in self.ways[node - self._program.n]}))
 
     def _pattern(self, node: int, form: int) -> Pattern:
         pattern = self._program.patterns[node]
@@ -131,9 +148,6 @@ class _Graph:
         for p, row in enumerate(self.rows.tolist()):
             for side, node in zip(("left", "right"), self._program.ops[row, 1:3], strict=True):
                 if node >= n:
-                    outputs = np.array([way.out for way in self.ways[node - n]])
-                    taken = np.array([getattr(way, side) for way in self.ways[p]])
-                    tables.append(
-                        (int(node) - n, p, np.where(outputs[:, None] == taken, 0.0, np.inf))
-                    )
+                    disagree = _disagreement(self.ways[node - n], self.ways[p], side)
+                    tables.append((int(node) - n, p, disagree))
         return tables
