@@ -455,7 +455,9 @@ class _Affine(Step):
             states = sparsescan.affine_scan(matrices, numbers.x, initial, pattern=pattern)
 
         def backward() -> None:
-            sparsescan.affine_scan_vjp(matrices, initial, states, numbers.grads, pattern=pattern)
+            sparsescan.affine_scan_vjp(
+                matrices, initial=initial, states=states, grads=numbers.grads, pattern=pattern
+            )
 
         return Passes(lambda: None, {"forward": forward, "backward": backward})
 

@@ -252,7 +252,7 @@ class Recurrence:
 
         def call() -> Any:
             y = affine_scan(a, b, y0, pattern=self._pattern)
-            return affine_scan_vjp(a, y0, y, loss, pattern=self._pattern)
+            return affine_scan_vjp(a, initial=y0, states=y, grads=loss, pattern=self._pattern)
 
         return {"NumPy": call}
 

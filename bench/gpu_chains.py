@@ -339,7 +339,7 @@ def _recurrence_fault(
     matrices /= np.sqrt(size, dtype=np.float32)
     a, b, start, above = map(gpu.put, (matrices, offsets, initial, loss))
     y = sparsescan.affine_scan(a, b, start)
-    grads = sparsescan.affine_scan_vjp(a, start, y, above)
+    grads = sparsescan.affine_scan_vjp(a, initial=start, states=y, grads=above)
     actual = [gpu.get(each) for each in (y, grads.matrices, grads.offsets, grads.initial)]
 
     states, within = [initial.astype(np.float64)], np.zeros((steps + 1, batch, size))
