@@ -73,11 +73,12 @@ class Network:
 
 
 class _Form(NamedTuple):
-    """A network, and which marks there are."""
+    """A network, which marks there are, and bytes for the memory of a pass, if limited."""
 
     network: Network
     has_lengths: bool
     has_resets: bool
+    memory_limit: int | None
 
     @property
     def size(self) -> int:
@@ -98,10 +99,16 @@ class _Form(NamedTuple):
 
 
 def run(
-    network: Network, params: Sequence[Any], x: Any, state: Any, lengths: Any, resets: Any
+    network: Network,
+    memory_limit: int | None,
+    params: Sequence[Any],
+    x: Any,
+    state: Any,
+    lengths: Any,
+    resets: Any,
 ) -> tuple[Any, Any]:
     """Return outputs and last states."""
-    form = _Form(network, lengths is not None, resets is not None)
+    form = _Form(network, lengths is not None, resets is not None, memory_limit)
     marks = [each for each in (lengths, resets) if each is not None]
     output, last = _run.bind(*params, x, state, *marks, form=form, keeps="")
     return output, last
@@ -132,6 +139,7 @@ def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str) -> _St
         has_resets=form.has_resets,
         has_backward=keeps != "",
         keeps_samples=keeps == "each",
+        memory_limit=form.memory_limit if keeps == "all" else None,
     )
     about = form, steps, batch, dtype, keeps
     forward, backward = key_of("forward", *about), key_of("backward", *about)

@@ -13,6 +13,7 @@ from ..arrays.arrays import check_no_mask
 from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
 from ..recurrent.step import OneCell, RecurrentLike, check_resets
+from ..symbolic.schedule import check_count
 from ._calls import as_float, check_platform, together
 from ._primitives import Network, run
 
@@ -28,6 +29,8 @@ def recurrent(
     state: Any = None,
     lengths: Any = None,
     resets: Any = None,
+    *,
+    memory_limit: int | None = None,
 ) -> tuple[Any, Any]:
     """Return the outputs and the last states of a recurrent network.
 
@@ -55,6 +58,8 @@ def recurrent(
         True where the state of a sample begins anew, with zeros, before a step, such as the first
         of an episode. A direction that runs backward in time begins anew when it goes from such a
         step to the one before.
+    memory_limit : int, optional
+        Bytes that may be kept for the backward pass; gates that do not fit are computed again.
 
     Returns
     -------
@@ -67,6 +72,8 @@ def recurrent(
     ------
     InputError, InputTypeError
         If an argument is wrong, when it is traced.
+    MemoryLimitError
+        If a backward pass needs more than `memory_limit`, when it is traced.
     jax.errors.JaxRuntimeError
         If lengths are known only when a program runs, and one of them is not from 0 to T.
     DeviceError
@@ -93,6 +100,8 @@ def recurrent(
             f"network is {short(network)}; expected an RNN, GRU or LSTM, another Recurrent, or a "
             "Cell"
         )
+    if memory_limit is not None:
+        memory_limit = check_count("memory_limit", memory_limit, 0)
     net: RecurrentLike = OneCell(network) if isinstance(network, Cell) else network
     known = net.params
     if not isinstance(params, Mapping) or set(params) != set(known):
@@ -126,7 +135,8 @@ def recurrent(
     if not is_batched:
         inputs, begin = inputs[:, None], begin[:, None]
         resets = None if resets is None else resets[:, None]
-    output, last = run(Network(net), *together((own, inputs, begin, lengths, resets)))
+    given = together((own, inputs, begin, lengths, resets))
+    output, last = run(Network(net), memory_limit, *given)
     return (output, last) if is_batched else (output[:, 0], last[:, 0])
 
 

@@ -15,7 +15,7 @@ from .definition import declared
 from .operations import Node, node
 from .packing import Direction, Product
 from .program import Program
-from .step import RecurrentLike, memory_on_host
+from .step import RecurrentLike, check_limit, memory_on_host, segments
 
 __all__ = [
     "Group",
@@ -61,6 +61,7 @@ def record(
     has_resets: bool = False,
     has_backward: bool = True,
     keeps_samples: bool = False,
+    memory_limit: int | None = None,
 ) -> RecordedStep:
     """Record the training step of a network.
 
@@ -83,14 +84,26 @@ def record(
         each direction the gradients in slots, ``products``, and what they are multiplied by,
         ``states``, ``arguments`` and, above the first layer, ``input``, of all steps and samples;
         and the gradients in ``rows`` of parameters, of all samples. See :class:`Parameters`.
+    memory_limit : int, optional
+        Bytes of the memory; gates that do not fit are computed again by the backward pass.
+
+    Raises
+    ------
+    MemoryLimitError
+        If the memory is larger all the same.
     """
-    passes = Passes(
-        *(network, steps, batch, dtype),
-        lengths=lengths,
-        has_backward=has_backward,
-        keeps_samples=keeps_samples,
-        has_resets=has_resets,
-    )
+    for segment in segments(steps):
+        passes = Passes(
+            *(network, steps, batch, dtype),
+            lengths=lengths,
+            has_backward=has_backward,
+            segment=segment,
+            keeps_samples=keeps_samples,
+            has_resets=has_resets,
+        )
+        if memory_limit is None or passes.nbytes <= memory_limit:
+            break
+    check_limit(memory_limit, passes.nbytes, steps, batch)
     backward, back_nbytes = passes.backward() if has_backward else (None, 0)
     return RecordedStep(passes.forward, backward, passes.nbytes, back_nbytes)
 
@@ -102,6 +115,9 @@ class Passes:
     ----------
     network, steps, batch, dtype, lengths, has_backward, keeps_samples, has_resets
         As for :func:`record`.
+    segment : int, optional
+        Steps whose gates are kept at once for a backward pass, which computes the others again; by
+        default all.
     has_state : bool, default True
         Whether initial states are given; otherwise they are zeros, and no array.
     states_apart : bool, default False
@@ -126,6 +142,7 @@ class Passes:
         *,
         lengths: DTypeLike | None = None,
         has_backward: bool = True,
+        segment: int | None = None,
         keeps_samples: bool = False,
         has_resets: bool = False,
         has_state: bool = True,
@@ -142,7 +159,7 @@ class Passes:
         x = recorder.array(1, (steps, batch, network.input_size), dtype)
         self._memory = memory = memory_on_host(
             *(network, x, recorder),
-            has_backward=has_backward,
+            segment=(segment or max(1, steps)) if has_backward else 0,
             keeps_samples=keeps_samples,
             has_resets=has_resets,
         )

@@ -38,8 +38,10 @@ __all__ = [
     "OneCell",
     "RecurrentLike",
     "TrainingStep",
+    "check_limit",
     "check_resets",
     "memory_on_host",
+    "segments",
     "unroll",
 ]
 
@@ -299,15 +301,11 @@ class TrainingStep:
         key = x.dtype, on_host, _sample_rows(self.network, x) if on_host else 0
         if self._made_for != key:
             self._made_for, self._directions = key, _directions_of(self.network, x)
-        for segment in dict.fromkeys((max(steps, 1), max(1, min(steps, _SEGMENT)))):
+        for segment in segments(steps):
             memory = _memory_for(self.network, self._directions, x, segment, has_resets)
             if self.memory_limit is None or memory.nbytes <= self.memory_limit:
                 break
-        if self.memory_limit is not None and memory.nbytes > self.memory_limit:
-            raise MemoryLimitError(
-                f"memory_limit is {exact_bytes(self.memory_limit)}; {steps} steps of {batch} "
-                f"samples need {exact_bytes(memory.nbytes)}"
-            )
+        check_limit(self.memory_limit, memory.nbytes, steps, batch)
         memory.allocate()
         return memory
 
@@ -445,6 +443,20 @@ class OneCell:
         return repr(self.cells[0][0])
 
 
+def segments(steps: int) -> list[int]:
+    """Return how many steps may have their gates kept: all, or as many as are computed at once."""
+    return list(dict.fromkeys((max(steps, 1), max(1, min(steps, _SEGMENT)))))
+
+
+def check_limit(limit: int | None, nbytes: int, steps: int, batch: int) -> None:
+    """Raise if a training step takes more bytes than it may."""
+    if limit is not None and nbytes > limit:
+        raise MemoryLimitError(
+            f"memory_limit is {exact_bytes(limit)}; {steps} steps of {batch} samples need "
+            f"{exact_bytes(nbytes)}"
+        )
+
+
 def unroll(cell: CellLike, x: Array, state: Array) -> Array:
     """Return the states ``s_0, …, s_T`` of a cell, ``(T + 1, batch, state_size)``.
 
@@ -453,8 +465,7 @@ def unroll(cell: CellLike, x: Array, state: Array) -> Array:
     steps = len(x)
     with streams.place("x", x, None, None):
         network = OneCell(cell)
-        segment = max(1, min(steps, _SEGMENT))
-        memory = _memory_for(network, _directions_of(network, x), x, segment)
+        memory = _memory_for(network, _directions_of(network, x), x, segments(steps)[-1])
         memory.allocate()
         with memory.here():
             memory.read(x, state[None], None)
@@ -520,17 +531,16 @@ def memory_on_host(
     x: Array,
     calls: Calls,
     *,
-    has_backward: bool,
+    segment: int,
     keeps_samples: bool = False,
     has_resets: bool = False,
 ) -> HostMemory:
     """Return memory for inputs like `x`, and calls of kernels that others may make, or note.
 
-    If it `keeps_samples`, a backward pass returns what gradients of parameters are sums of. If it
-    `has_resets`, states may begin anew in the middle.
+    It keeps the gates of `segment` steps. If it `keeps_samples`, a backward pass returns what
+    gradients of parameters are sums of. If it `has_resets`, states may begin anew in the middle.
     """
     steps, batch, _ = x.shape
-    segment = max(1, steps) if has_backward else 0
     directions = _directions_of(network, x)
     about = steps, batch, segment, calls, keeps_samples, has_resets
     memory = HostMemory(network, directions, *about)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..errors import InputTypeError, short
+from ..symbolic.schedule import check_count
 from . import _torchrecurrent as torchrecurrent
 from .recurrent import GRU, LSTM, RNN
 from .sequential import Sequential, why_not
@@ -36,7 +37,7 @@ class Conversion(NamedTuple):
         return "\n".join(lines) or "no recurrent modules, and no stacks of pruned layers"
 
 
-def convert(model: nn.Module) -> Conversion:
+def convert(model: nn.Module, *, memory_limit: int | None = None) -> Conversion:
     """Replace the recurrent modules of a model, and its stacks of pruned layers, in place.
 
     Each :class:`torch.nn.RNN`, ``GRU`` and ``LSTM`` becomes one of this package, and so does each
@@ -58,6 +59,9 @@ def convert(model: nn.Module) -> Conversion:
     ----------
     model : torch.nn.Module
         The model, or one of those modules.
+    memory_limit : int, optional
+        Bytes that a call of a recurrent module of PyTorch may keep for its backward pass, beside
+        input and output; see :class:`RNN`. Gates that do not fit are computed again.
 
     Returns
     -------
@@ -68,6 +72,8 @@ def convert(model: nn.Module) -> Conversion:
     ------
     InputTypeError
         If `model` is no module.
+    InputError
+        If `memory_limit` is no count of bytes.
 
     Examples
     --------
@@ -79,6 +85,8 @@ def convert(model: nn.Module) -> Conversion:
     """
     if not isinstance(model, nn.Module):
         raise InputTypeError(f"model is {short(model)}; expected a torch.nn.Module")
+    if memory_limit is not None:
+        check_count("memory_limit", memory_limit, 0)
     replaced, left, inside = list[str](), dict[str, str](), set[nn.Module]()
     for name, module in model.named_modules():
         kind = _KINDS.get(type(module))
@@ -91,6 +99,8 @@ def convert(model: nn.Module) -> Conversion:
                 left[name] = why
         elif kind is not None and not module.proj_size:
             module.__class__ = kind
+            if memory_limit is not None:
+                module.memory_limit = memory_limit
             replaced.append(name)
         elif kind is not None:
             left[name] = "proj_size has no kernel"

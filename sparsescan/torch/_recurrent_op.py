@@ -49,7 +49,8 @@ def has_kernels(mode: str, hidden_size: int, x: Tensor, has_bias: bool = True) -
 
 
 def _make(shape: Shape, kept: Sequence[NDArray[np.bool_] | None]) -> TrainingStep:
-    return network_of(shape, kept).training_step()
+    limit = shape.memory_limit
+    return network_of(shape, kept).training_step(memory_limit=None if limit < 0 else limit)
 
 
 class _Steps(StepPool[TrainingStep]):
@@ -132,7 +133,10 @@ def _forget(address: int, _: Any) -> None:
 
 # -- The operators --------------------------------------------------------------------------------
 
-_ABOUT = "str mode, int hidden_size, int num_layers, bool has_bias, bool bidirectional"
+_ABOUT = (
+    "str mode, int hidden_size, int num_layers, bool has_bias, bool bidirectional, int memory_limit"
+)
+_COUNT = 6  # of these
 _GIVEN = "Tensor x, Tensor? state, Tensor? lengths, Tensor[] params, Tensor?[] masks"
 _library = torch.library.Library("sparsescan", "FRAGMENT")
 for _name in ("recurrent", "recurrent_forward"):
@@ -163,7 +167,7 @@ def run(
     """Compute what the operators do, by the one that a graph needs, or by none."""
     operators: tuple[Callable[..., Any], ...] = _recurrent_forward, _recurrent
     without, with_graph = (_forward, _with_graph) if is_direct(x, *params) else operators
-    call = with_graph if about[5] else without
+    call = with_graph if about[_COUNT] else without
     more = {} if resets is None else {"resets": resets}
     results: tuple[Tensor, Tensor, Tensor] = call(x, state, lengths, params, masks, *about, **more)
     return results
@@ -178,12 +182,12 @@ def _forward(
     *about: Any,
     resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    steps = _steps_of(Shape.of(x, about[:5]), x, params, masks)
+    steps = _steps_of(Shape.of(x, about[:_COUNT]), x, params, masks)
     with here(x):
         step, *arrays = steps.run(x, state, lengths, params, resets)
         output, last = map(tensor_of, arrays)
     token = x.new_zeros(1)
-    if about[5]:
+    if about[_COUNT]:
         address = token.data_ptr()
         _waiting[address] = _Waiting(steps, step, weakref.ref(token, partial(_forget, address)))
     else:
@@ -208,12 +212,12 @@ def _backward(
     with here(x):
         if waiting is None:
             # Another backward pass has used it, or another tensor stands for it.
-            steps = _steps_of(Shape.of(x, about[:5]), x, params, masks)
+            steps = _steps_of(Shape.of(x, about[:_COUNT]), x, params, masks)
             step, _, _ = steps.run(x, state, lengths, params, resets)
         else:
             steps, step, _ = waiting
         above = map(array_of, (grad_output, grad_state))
-        grads = step.backward(*above, needs_input_grad=about[5])
+        grads = step.backward(*above, needs_input_grad=about[_COUNT])
         arrays = [grads.state, *grads.params.values()]
         if grads.input is not None:
             arrays.append(grads.input)
@@ -225,7 +229,7 @@ def _backward(
 def _fake_forward(
     x: Tensor, state: Any, lengths: Any, params: Any, masks: Any, *about: Any, resets: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape, (steps, batch, _) = Shape.of(x, about[:5]), x.shape
+    shape, (steps, batch, _) = Shape.of(x, about[:_COUNT]), x.shape
     output = x.new_empty((steps, batch, shape.directions * shape.hidden_size))
     last = x.new_empty((shape.num_layers * shape.directions, batch, shape.state_size))
     return output, last, x.new_empty(1)
@@ -243,10 +247,10 @@ def _fake_backward(
     *about: Any,
     resets: Any = None,
 ) -> list[Tensor]:
-    shape = Shape.of(x, about[:5])
+    shape = Shape.of(x, about[:_COUNT])
     last = shape.num_layers * shape.directions, x.shape[1], shape.state_size
     grads = [x.new_empty(last), *(param.new_empty(param.shape) for param in params)]
-    return [*grads, x.new_empty(x.shape)] if about[5] else grads
+    return [*grads, x.new_empty(x.shape)] if about[_COUNT] else grads
 
 
 class _Recurrent(torch.autograd.Function):
@@ -261,7 +265,7 @@ class _Recurrent(torch.autograd.Function):
         given = _Recurrent.given(counts, tensors)
         call = _forward if is_direct(x, *tensors) else _recurrent_forward
         output: tuple[Tensor, ...] = call(x, *given, *about, resets=tensors[-2])
-        ctx.about, ctx.counts = about[:5], counts
+        ctx.about, ctx.counts = about[:_COUNT], counts
         ctx.save_for_backward(output[2], x, *tensors)
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
@@ -349,7 +353,7 @@ def _with_graph(
     *about: Any,
     resets: Any = None,
 ) -> Any:
-    if not about[5]:
+    if not about[_COUNT]:
         with torch.no_grad():
             return _recurrent_forward(x, state, lengths, params, masks, *about, resets=resets)
     own = probe if is_direct(x, *params) else None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import InputError, InputTypeError, short
+from ..symbolic.schedule import check_count
 from ._derivatives import run_differentiable
 from ._direct import is_recorded, is_transformed
 from ._prepared import find, is_left, key_of, leave, left_key, prepare
@@ -35,6 +36,9 @@ class Sequences:
         What the operators know its cells by.
     states : int
         How many states a cell has; if there are several, those of a call are a tuple of tensors.
+    memory_limit : int or None
+        Bytes that a call may keep for its backward pass, beside input and output; None, the
+        default, for no limit. Gates that do not fit are computed again by the backward pass.
     """
 
     _theirs: ClassVar[Any] = None
@@ -55,6 +59,17 @@ class Sequences:
     _parameters: dict[str, Any]
     _flat_weights_names: list[str]
     _forward_pre_hooks: Any
+
+    _memory_limit: int | None = None
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes that a call may keep for its backward pass; None if there is no limit."""
+        return self._memory_limit
+
+    @memory_limit.setter
+    def memory_limit(self, limit: int | None) -> None:
+        self._memory_limit = None if limit is None else check_count("memory_limit", limit, 0)
 
     def forward(
         self,
@@ -86,9 +101,13 @@ class Sequences:
         ------
         InputError, InputTypeError
             If resets have another shape, or are no bools.
+        MemoryLimitError
+            If a call needs more than `memory_limit`.
         """
         key = left = None
-        if resets is None and not torch.compiler.is_compiling():
+        is_limited = self.memory_limit is not None and torch.is_grad_enabled()
+        is_usual = resets is None and not is_limited
+        if is_usual and not torch.compiler.is_compiling():
             if self._theirs is not None:
                 left = left_key(self, input, hx)
                 if is_left(left):
@@ -237,9 +256,10 @@ class Sequences:
             begin = None if state is None else state[call * states : (call + 1) * states]
             given = [x, *weights[own], *([] if begin is None else [begin])]
             keeps = torch.is_grad_enabled() and any(each.requires_grad for each in given)
+            limit = self.memory_limit if keeps and self.memory_limit is not None else -1
             x, last, _ = run(
                 *(x, begin, lengths, weights[own], masks[own], self.mode, self.hidden_size),
-                *(self.num_layers // calls, *flags, keeps),
+                *(self.num_layers // calls, *flags, limit, keeps),
                 resets=resets,
             )
             lasts.append(last)

@@ -70,6 +70,8 @@ class Shape(NamedTuple):
         :func:`register` returned.
     has_bias, bidirectional : bool
         As in PyTorch.
+    memory_limit : int
+        Bytes for what the backward pass needs; -1 if there is no limit.
     """
 
     mode: str
@@ -78,6 +80,7 @@ class Shape(NamedTuple):
     num_layers: int
     has_bias: bool
     bidirectional: bool
+    memory_limit: int = -1
 
     @classmethod
     def of(cls, x: Tensor, about: tuple[Any, ...]) -> Shape:

@@ -42,6 +42,8 @@ class CellModule(Sequences, nn.Module):
         Whether each layer has two directions.
     device, dtype : optional
         Of the parameters.
+    memory_limit : int, optional
+        Bytes that a call may keep for its backward pass, beside input and output; see :class:`RNN`.
     **options
         Options of the cells.
 
@@ -64,9 +66,12 @@ class CellModule(Sequences, nn.Module):
         bidirectional: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        memory_limit: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
+        self.memory_limit = memory_limit
         # Which checks all of them.
         net = Recurrent(
             *(self.cell, input_size, hidden_size, num_layers, bias),
@@ -173,9 +178,9 @@ def module(cell: type[Cell]) -> type[CellModule]:
     """Return the class of modules of a class of recurrent cells.
 
     They are made as PyTorch's recurrent modules are: ``module(MGU)(12, 20, num_layers=1, bias=True,
-    batch_first=False, dropout=0.0, bidirectional=False, device=None, dtype=None)``, and with the
-    options of the cell. Parameters have the names that they have in a
-    :class:`~sparsescan.recurrent.Recurrent`, in the order of the cell's: ``weight_ih_l0``, ….
+    batch_first=False, dropout=0.0, bidirectional=False, device=None, dtype=None,
+    memory_limit=None)``, and with the options of the cell. Parameters have the names that they have
+    in a :class:`~sparsescan.recurrent.Recurrent`, in the order of the cell's: ``weight_ih_l0``, ….
 
     Inputs are ``(T, batch, input_size)``, with `batch_first` ``(batch, T, input_size)``, ``(T,
     input_size)`` or a `PackedSequence`. Initial and last states are a tensor ``(num_layers ·
