@@ -11,17 +11,18 @@ from .api import inclusive_scan
 from .arrays.arrays import contiguous, namespace, output, read_array
 from .arrays.streams import place
 from .chains.containers import CSRChain
-from .errors import Allocating, InputError, InputTypeError, short
+from .chains.sparse_steps import SparseSteps, is_sparse_steps
+from .errors import Allocating, InputError, InputTypeError
 from .execution.calls import Calls
 from .execution.recurrence import Matrices, write_outer_products, write_states
 from .execution.threads import thread_count
+from .readings import Reading, check_vectors, one_batch, read_shapes
 from .symbolic.pattern import Pattern, indptr_of, rows_of, trusted
 from .symbolic.schedule import Schedule, check_flag, read_schedule
 
-__all__ = ["AffineGrads", "affine_scan", "affine_scan_vjp", "check_shapes"]
+__all__ = ["AffineGrads", "affine_scan", "affine_scan_vjp"]
 
 Array = NDArray[Any]
-Shape = tuple[int, ...]
 
 # Entries of the matrices of a step from which the rows of one sample are worth sharing out.
 _LARGE = 1 << 17
@@ -32,16 +33,16 @@ class AffineGrads(NamedTuple):
 
     Attributes
     ----------
-    matrices : ndarray or None
-        In the form of `matrices`: ``(T, …)``, with a batch axis if those have one, else summed over
-        the samples. None if they were not asked for.
+    matrices : ndarray, CSR matrix, list of CSR matrices, or None
+        In the form of `matrices`, summed over the steps and the samples that share them. None if
+        they were not asked for.
     offsets : ndarray, shape (T, size) or (T, batch, size)
         In ``b_1, …, b_T``; of the shape of the states.
     initial : ndarray, shape (size,) or (batch, size)
         In ``y_0``; of the shape of a state.
     """
 
-    matrices: Array | None
+    matrices: Any
     offsets: Array
     initial: Array
 
@@ -61,20 +62,27 @@ def affine_scan(
 
     Parameters
     ----------
-    matrices : array_like or CSRChain
-        The matrices ``A_1, …, A_T``, all square and of one pattern: dense, ``(T, size, size)`` or
-        ``(T, batch, size, size)``; or their values in the order of `pattern`, ``(T, nnz)`` or
-        ``(T, batch, nnz)``; or both in a :class:`CSRChain`, which here is in the order of time.
-        Samples share matrices without a batch axis. Any strides will do: steps that share a matrix
-        come as ``np.broadcast_to(A, (T, size, size))``. All arrays may be CuPy's, as the result
-        then is.
+    matrices : array_like, CSRChain, CSR matrix or list of CSR matrices
+        The matrices ``A_1, …, A_T``, all square and of one size, in one of these forms:
+
+        - dense, ``(T, size, size)`` or ``(T, batch, size, size)``;
+        - diagonals, ``(T, size)`` or ``(T, batch, size)``;
+        - a number for each step, ``(T,)``, ``(T, 1)`` or ``(T, batch, 1)``;
+        - one for all steps, of which there are as many as offsets: a matrix ``(size, size)``, a
+          diagonal ``(size,)``, a number, or any other form with a first axis of one;
+        - sparse: a list of SciPy's CSR matrices, or one for all steps; values in the order of
+          `pattern`, ``(T, nnz)``, ``(T, batch, nnz)`` or ``(nnz,)``; or both in a
+          :class:`CSRChain`, which here is in the order of time.
+
+        Samples share matrices without a batch axis. Any strides will do. All arrays may be CuPy's,
+        as the result then is.
     offsets : array_like, shape (T, size) or (T, batch, size), optional
         The terms ``b_1, …, b_T``; zeros by default.
     initial : array_like, shape (size,) or (batch, size), optional
         The state ``y_0``; zeros by default.
     pattern : Pattern, optional
-        The pattern of the matrices, if their values are given: ``Pattern.diagonal(size)`` for
-        diagonals.
+        The pattern of the matrices, if their values are given; or, where shapes leave two readings,
+        ``Pattern.diagonal(size)`` for diagonals and ``Pattern.dense((size, size))`` for dense ones.
     transposed : bool, default False
         Whether a step applies ``A_tᵀ`` in place of ``A_t``, which takes no copy in host memory.
     schedule : Schedule or str, default "auto"
@@ -86,14 +94,17 @@ def affine_scan(
     Returns
     -------
     ndarray, shape (T, size) or (T, batch, size)
-        The states ``y_1, …, y_T``, in the dtype that all input promotes to.
+        The states ``y_1, …, y_T``, in the dtype that all input promotes to: float32, float64, or in
+        host memory complex64 or complex128.
 
     Raises
     ------
     InputError
-        If a shape, a size or an option is wrong.
+        If a shape, a size or an option is wrong, or if shapes leave two readings: ``(n, n, n)``
+        with samples, ``(n, n)`` and ``(n,)`` for `n` steps.
     InputTypeError
-        If a type or a dtype is not supported.
+        If a type or a dtype is not supported. Complex numbers have no schedules but ``"auto"`` and
+        ``"linear"``.
     DeviceError
         If arrays are not in one place.
 
@@ -114,33 +125,29 @@ def affine_scan(
     A leaky sum, and two coupled ones:
 
     >>> import numpy as np, sparsescan
-    >>> decay = sparsescan.Pattern.diagonal(1)
-    >>> sparsescan.affine_scan(np.full((4, 1), 0.5), np.ones((4, 1)), pattern=decay)
+    >>> sparsescan.affine_scan(0.5, np.ones((4, 1)))
     array([[1.   ],
            [1.5  ],
            [1.75 ],
            [1.875]])
-    >>> turn = np.broadcast_to([[0.0, -1.0], [1.0, 0.0]], (3, 2, 2))
-    >>> sparsescan.affine_scan(turn, initial=[1.0, 0.0])
+    >>> turn = np.array([[0.0, -1.0], [1.0, 0.0]])
+    >>> sparsescan.affine_scan(turn, np.zeros((3, 2)), [1.0, 0.0])
     array([[ 0.,  1.],
            [-1.,  0.],
            [ 0., -1.]])
     """
-    given = _Given.read(matrices, pattern, transposed).matrices
-    steps, size = given.steps, given.size
-    b = None if offsets is None else _read_vectors("offsets", offsets, steps, size)
-    y0 = None if initial is None else _read_vectors("initial", initial, None, size)
+    b = None if offsets is None else _read_vectors("offsets", offsets)
+    y0 = None if initial is None else _read_vectors("initial", initial)
+    form = _Given.read(matrices, pattern, transposed, b, y0)
+    given, steps = form.matrices, form.matrices.steps
     xp = namespace(given.values, b, y0)
-    batch = _batch_of(
-        matrices=given.batch,
-        offsets=() if b is None else b.shape[1:-1],
-        initial=() if y0 is None else y0.shape[:-1],
-    )
     chosen = read_schedule(schedule, steps)
     dtype = np.result_type(*(each.dtype for each in (given.values, b, y0) if each is not None))
+    _check_schedule(chosen, dtype, steps)
     with place("matrices", given.values, None, None), Allocating("the scan"):
-        states: Array = output(xp, None, (steps, *batch, size), dtype, what="the states")
-        begin = xp.zeros(size, dtype) if y0 is None else _converted(y0, dtype)
+        shape = (steps, *form.reading.batch, given.size)
+        states: Array = output(xp, None, shape, dtype, what="the states")
+        begin = xp.zeros(given.size, dtype) if y0 is None else _converted(y0, dtype)
         added = None if b is None else _converted(b, dtype)
         _recur(_in_dtype(given, dtype), added, begin, states, chosen)
     return states
@@ -148,10 +155,10 @@ def affine_scan(
 
 def affine_scan_vjp(
     matrices: Any,
-    initial: ArrayLike | None,
+    *,
+    initial: ArrayLike | None = None,
     states: ArrayLike,
     grads: ArrayLike,
-    *,
     pattern: Pattern | None = None,
     transposed: bool = False,
     schedule: Schedule | str = "auto",
@@ -165,7 +172,9 @@ def affine_scan_vjp(
         g_t = l_t + A_{t+1}ᵀ g_{t+1},    ∂A_t = g_t y_{t-1}ᵀ,    ∂b_t = g_t,    ∂y_0 = A_1ᵀ g_1
 
     of which only the entries in the pattern are computed. A step that applies ``A_tᵀ`` has ``A_t``
-    in place of ``A_tᵀ``, and ``∂A_t = y_{t-1} g_tᵀ``.
+    in place of ``A_tᵀ``, and ``∂A_t = y_{t-1} g_tᵀ``. What several steps or samples share has the
+    sum. Gradients in complex numbers are PyTorch's, ``∂L/∂Re + i ∂L/∂Im``: with conjugates of
+    ``A_{t+1}`` and ``y_{t-1}``.
 
     Parameters
     ----------
@@ -194,23 +203,17 @@ def affine_scan_vjp(
     >>> a, b = np.full((3, 1, 1), 0.5), np.ones((3, 1))
     >>> y = sparsescan.affine_scan(a, b)
     >>> loss_grads = np.array([[0.0], [0.0], [1.0]])  # of a loss that is the last state
-    >>> grads = sparsescan.affine_scan_vjp(a, None, y, loss_grads)
+    >>> grads = sparsescan.affine_scan_vjp(a, states=y, grads=loss_grads)
     >>> grads.matrices.ravel(), grads.offsets.ravel(), grads.initial
     (array([0. , 0.5, 1.5]), array([0.25, 0.5 , 1.  ]), array([0.125]))
     """
-    form = _Given.read(matrices, pattern, transposed)
-    given = form.matrices
-    steps, size = given.steps, given.size
-    y = _read_vectors("states", states, steps, size)
-    loss = _read_vectors("grads", grads, steps, size)
-    y0 = None if initial is None else _read_vectors("initial", initial, None, size)
+    y, loss = _read_vectors("states", states), _read_vectors("grads", grads)
+    y0 = None if initial is None else _read_vectors("initial", initial)
+    form = _Given.read(matrices, pattern, transposed, y, y0, "states")
+    given, steps, size = form.matrices, form.matrices.steps, form.matrices.size
+    check_vectors("grads", loss.shape, (steps,), size)
     xp = namespace(given.values, y, loss, y0)
-    batch = _batch_of(
-        matrices=given.batch,
-        initial=() if y0 is None else y0.shape[:-1],
-        states=y.shape[1:-1],
-        grads=loss.shape[1:-1],
-    )
+    batch = one_batch(matrices=form.reading.batch, grads=loss.shape[1:-1])
     for name, array in (("states", y), ("grads", loss)):
         if array.shape != (steps, *batch, size):
             raise InputError(
@@ -220,6 +223,7 @@ def affine_scan_vjp(
     chosen = read_schedule(schedule, steps)
     read = (given.values, y, loss, y0)
     dtype = np.result_type(*(each.dtype for each in read if each is not None))
+    _check_schedule(chosen, dtype, steps)
     with place("matrices", given.values, None, None), Allocating("the gradients"):
         given, y, loss = _in_dtype(given, dtype), _converted(y, dtype), _converted(loss, dtype)
         begin = xp.zeros(size, dtype) if y0 is None else _converted(y0, dtype)
@@ -227,7 +231,7 @@ def affine_scan_vjp(
         in_initial = xp.zeros((1, *batch, size), dtype)
         if steps:
             in_offsets[-1] = loss[-1]
-            back = given.adjoint()
+            back = given.adjoint(conjugated=True)
             if chosen is None and xp is np:
                 _recur(back.part(0, -1), loss[-2::-1], loss[-1], in_offsets[-2::-1], None)
                 _recur(back.part(-1, None), None, in_offsets[0], in_initial, None)
@@ -241,121 +245,93 @@ def affine_scan_vjp(
         return AffineGrads(in_matrices, in_offsets, in_initial[0])
 
 
-def check_shapes(
-    matrices: Shape, offsets: Shape | None, initial: Shape | None, pattern: Pattern | None
-) -> tuple[Shape, int]:
-    """Return the batch axis, if there is one, and the size of the states; raise for wrong shapes.
-
-    Parameters
-    ----------
-    matrices, offsets, initial : tuple of int
-        The shapes of what :func:`affine_scan` takes; None for what is not given.
-    pattern : Pattern or None
-        As there.
-    """
-    size = _check_matrices(matrices, pattern)
-    if offsets is not None:
-        _check_vectors("offsets", offsets, matrices[0], size)
-    if initial is not None:
-        _check_vectors("initial", initial, None, size)
-    batch = _batch_of(
-        matrices=matrices[1 : -2 if pattern is None else -1],
-        offsets=(offsets or ())[1:-1],
-        initial=(initial or ())[:-1],
-    )
-    return batch, size
-
-
-def _check_matrices(shape: Shape, pattern: Any) -> int:
-    """Return the size of the states; raise for a wrong shape."""
-    if pattern is None:
-        if len(shape) not in (3, 4) or shape[-1] != shape[-2]:
-            raise InputError(
-                f"matrices has shape {shape}; expected (T, size, size) or (T, batch, size, size), "
-                "or values and their pattern"
-            )
-        return shape[-1]
-    if not isinstance(pattern, Pattern):
-        raise InputTypeError(f"pattern is {short(pattern)}; expected a Pattern")
-    if pattern.shape[0] != pattern.shape[1]:
-        raise InputError(f"pattern has shape {pattern.shape}; expected a square one")
-    if len(shape) not in (2, 3) or shape[-1] != pattern.nnz:
-        raise InputError(
-            f"matrices has shape {shape}; expected (T, nnz) or (T, batch, nnz) with nnz = "
-            f"{pattern.nnz}, as pattern says"
+def _check_schedule(chosen: Schedule | None, dtype: np.dtype[Any], steps: int) -> None:
+    if dtype.kind == "c" and chosen not in (None, Schedule.linear(steps)):
+        raise InputTypeError(
+            f"schedule is {chosen!r}, for {dtype}; expected 'auto' or 'linear', which complex "
+            "numbers have"
         )
-    return pattern.shape[0]
-
-
-def _check_vectors(name: str, shape: Shape, steps: int | None, size: int) -> None:
-    """Raise unless vectors have this size, and there are so many, maybe for each sample."""
-    lead = () if steps is None else (steps,)
-    depth = len(lead)
-    fits = len(shape) in (depth + 1, depth + 2)
-    if not fits or (*shape[:depth], shape[-1]) != (*lead, size):
-        plain = ", ".join(map(str, (*lead, size))) + ("" if lead else ",")
-        with_batch = ", ".join(map(str, (*lead, "batch", size)))
-        raise InputError(f"{name} has shape {shape}; expected ({plain}) or ({with_batch})")
-
-
-def _batch_of(**batches: Shape) -> Shape:
-    """Return the one batch axis that some arguments have, or none."""
-    known = {name: batch for name, batch in batches.items() if batch}
-    for name, (batch,) in known.items():
-        first, (expected,) = next(iter(known.items()))
-        if batch != expected:
-            raise InputError(f"{name} has {batch} samples; expected {expected}, as {first} has")
-    return next(iter(known.values()), ())
 
 
 class _Given(NamedTuple):
-    """Matrices in the form of the array that the caller has passed.
+    """Matrices in the form in which the caller has passed them.
 
     Attributes
     ----------
     matrices : Matrices
         What they are.
+    reading : Reading
+        What their shape was taken for.
     shape : tuple of int
-        The shape of the array.
+        The shape of the array, if it is one.
     turned : bool
         Whether these matrices are its transposed ones.
+    sparse : SparseSteps or None
+        The sparse matrices that came in its place.
     """
 
     matrices: Matrices
+    reading: Reading
     shape: tuple[int, ...]
     turned: bool
+    sparse: SparseSteps | None
 
     @classmethod
-    def read(cls, matrices: Any, pattern: Pattern | None, transposed: bool) -> _Given:
-        """Return what the caller has given, checked; a view wherever one can be."""
-        transposed = check_flag("transposed", transposed)
-        if isinstance(matrices, CSRChain):
-            if pattern is not None:
-                raise InputError("pattern is given for a CSRChain, which has one; expected None")
-            pattern, matrices = matrices.pattern, matrices.read()
-        array = read_array("matrices", matrices)
-        size = _check_matrices(array.shape, pattern)
-        if pattern is not None:
-            return cls(Matrices(pattern, _walkable(array), transposed), array.shape, False)
-        # Matrices stored column by column are transposed ones, stored row by row.
-        turned = array.strides[-2] < array.strides[-1]
-        rows = array.swapaxes(-1, -2) if turned else array
-        values = _walkable(rows.reshape(*array.shape[:-2], size * size))
-        pattern = Pattern.dense((size, size))
-        return cls(Matrices(pattern, values, transposed != turned), array.shape, turned)
+    def read(
+        cls,
+        matrices: Any,
+        pattern: Pattern | None,
+        transposed: bool,
+        offsets: Array | None,
+        initial: Array | None,
+        name: str = "offsets",
+    ) -> _Given:
+        """Return what the caller has given, checked; a view wherever one can be.
 
-    def as_given(self, values: Array) -> Array:
+        `name` is what errors call the offsets.
+        """
+        transposed, sparse = check_flag("transposed", transposed), None
+        if isinstance(matrices, CSRChain) or is_sparse_steps(matrices):
+            if pattern is not None:
+                kind = "a CSRChain" if isinstance(matrices, CSRChain) else "sparse matrices"
+                which = "has" if isinstance(matrices, CSRChain) else "have"
+                raise InputError(f"pattern is given for {kind}, which {which} one; expected None")
+            if isinstance(matrices, CSRChain):
+                pattern, matrices = matrices.pattern, matrices.read()
+            else:
+                sparse = SparseSteps.read(matrices)
+                pattern, matrices = sparse.pattern, sparse.values
+        array = read_array("matrices", matrices, is_complex=True)
+        shapes = [None if each is None else each.shape for each in (offsets, initial)]
+        reading = read_shapes(array.shape, *shapes, pattern, name)
+        whole = namespace(array).broadcast_to(array.reshape(reading.axes), reading.shape)
+        own, steps = reading.pattern(pattern), reading.steps
+        if reading.kind != "dense":
+            given = Matrices(own, _walkable(whole), transposed, steps)
+            return cls(given, reading, array.shape, False, sparse)
+        # Matrices stored column by column are transposed ones, stored row by row.
+        turned = whole.strides[-2] < whole.strides[-1]
+        rows = whole.swapaxes(-1, -2) if turned else whole
+        values = _walkable(rows.reshape(*whole.shape[:-2], own.nnz))
+        given = Matrices(own, values, transposed != turned, steps)
+        return cls(given, reading, array.shape, turned, sparse)
+
+    def as_given(self, values: Array) -> Any:
         """Return values of this pattern in the form that the caller has given."""
+        if self.sparse is not None:
+            return self.sparse.like(values)
         if self.turned:
-            return values.reshape(self.shape).swapaxes(-1, -2)
+            axes = self.reading.axes
+            return values.reshape(axes).swapaxes(-1, -2).reshape(self.shape)
+        if self.reading.is_number:
+            values = values.sum(-1)
         return values.reshape(self.shape)
 
 
-def _read_vectors(name: str, given: ArrayLike, steps: int | None, size: int) -> Array:
+def _read_vectors(name: str, given: ArrayLike) -> Array:
     """Return vectors, of every step or of none."""
-    array = read_array(name, given)
-    _check_vectors(name, array.shape, steps, size)
-    return _walkable(array)
+    array = read_array(name, given, is_complex=True)
+    return _walkable(array) if array.ndim else array
 
 
 def _walkable(array: Array) -> Array:
@@ -391,7 +367,7 @@ def _recur(
         return
     samples = out.shape[1] if out.ndim == 3 else 1
     is_large = given.pattern.kind != "diagonal" and given.pattern.nnz >= _LARGE
-    few = samples < thread_count() and is_large
+    few = out.dtype.kind != "c" and samples < thread_count() and is_large
     if few if schedule is None else schedule != Schedule.linear(given.steps):
         _recur_by_plan(given, offsets, start, out, schedule)
         return
@@ -403,6 +379,7 @@ def _recur_by_plan(
 ) -> None:
     """Write all states by the scan of a plan, which takes matrices that are not transposed."""
     pattern, values, xp = given.pattern, given.values, namespace(out)
+    values = xp.broadcast_to(values, (given.steps, *values.shape[1:]))
     if given.transposed and pattern.kind != "diagonal":
         pattern, order = _transposed(pattern)
         values = values.take(xp.asarray(order), axis=-1)
@@ -425,7 +402,7 @@ def _transposed(pattern: Pattern) -> tuple[Pattern, Array]:
     return trusted(indptr, rows_of(pattern)[order], pattern.shape[::-1]), order
 
 
-def _outer(form: _Given, matrices: Matrices, grads: Array, states: Array, start: Array) -> Array:
+def _outer(form: _Given, matrices: Matrices, grads: Array, states: Array, start: Array) -> Any:
     """Return the gradients in the matrices, in the form of the caller's."""
     if namespace(grads) is not np:
         return form.as_given(_outer_on_device(matrices, grads, states, start))
@@ -433,7 +410,7 @@ def _outer(form: _Given, matrices: Matrices, grads: Array, states: Array, start:
     out = output(np, None, shape, grads.dtype, what="the gradients in the matrices")
     if not grads.size:
         out[...] = 0
-    write_outer_products(Calls(), matrices, grads, states, start, out)
+    write_outer_products(Calls(), matrices, grads, states, start, out, conjugated=True)
     return form.as_given(out)
 
 
@@ -444,6 +421,13 @@ def _outer_on_device(given: Matrices, grads: Array, states: Array, start: Array)
     before = before[: given.steps]  # none if there are no steps
     left, right = (before, grads) if given.transposed else (grads, before)
     is_shared = grads.ndim == 3 > given.values.ndim
+    if given.is_one:
+        # Steps are as many more samples.
+        if is_shared or grads.ndim == 2:
+            left, right = (each.reshape(1, -1, given.size) for each in (left, right))
+        else:
+            left, right = (each.swapaxes(0, 1) for each in (left, right))
+        is_shared = True
     in_matrices: Array
     if pattern.kind == "dense" and is_shared:
         in_matrices = xp.matmul(left.swapaxes(1, 2), right)
@@ -455,4 +439,4 @@ def _outer_on_device(given: Matrices, grads: Array, states: Array, start: Array)
             right = right.take(xp.asarray(pattern.indices), axis=-1)
         products = left * right
         in_matrices = products.sum(axis=1) if is_shared else products
-    return in_matrices
+    return in_matrices.reshape(*given.values.shape[:-1], pattern.nnz)

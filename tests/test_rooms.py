@@ -24,6 +24,7 @@ ROOMS = (
     "execution",
     "plan",
     "api",
+    "readings",
     "affine",
     "__init__",
     "parameters",

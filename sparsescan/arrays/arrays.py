@@ -46,6 +46,7 @@ __all__ = [
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _FLOATS = (_FLOAT32, _FLOAT64)
+_NUMBERS = (*_FLOATS, np.dtype(np.complex64), np.dtype(np.complex128))
 # Arrays smaller than this are made without asking how much memory there is.
 _SMALL = 1 << 26
 _INSTALL = "pip install 'sparsescan[cuda13]', or [cuda12]"
@@ -325,26 +326,46 @@ def check_array(name: str, array: Any) -> Any:
         return _check_on_host(name, array)
     array = on_device(array, name)
     if array.dtype not in _FLOATS:
-        raise InputTypeError(f"{name} has dtype {array.dtype}; expected float32 or float64")
+        raise _unsupported(name, array.dtype)
     if array.data.ptr % array.itemsize or any(step % array.itemsize for step in array.strides):
         raise InputError(f"{name} is not aligned; expected multiples of {array.itemsize} bytes")
     return array
 
 
-def read_array(name: str, array: Any) -> Any:
+def read_array(name: str, array: Any, *, is_complex: bool = False) -> Any:
     """Return what :func:`check_array` does, as an array whose form nobody else can change.
 
     Another thread may set shape, strides or dtype of a caller's array, between a check and a kernel
     that trusts it; of a view of NumPy's it cannot. (Its values may change, which harms nothing.)
+    With `is_complex`, arrays in host memory may be of complex numbers, too.
     """
-    return check_array(name, array.view() if type(array) is np.ndarray else array)
+    array = array.view() if type(array) is np.ndarray else array
+    if is_complex and not is_on_device(array):
+        return _check_on_host(name, array, _NUMBERS)
+    return check_array(name, array)
 
 
-def _check_on_host(name: str, array: ArrayLike) -> NDArray[np.floating[Any]]:
+def _unsupported(
+    name: str, dtype: np.dtype[Any], dtypes: Sequence[np.dtype[Any]] = _FLOATS
+) -> InputTypeError:
+    """Return the error for numbers of a type that kernels do not compute with."""
+    expected = " or ".join([", ".join(map(str, dtypes[:-1])), str(dtypes[-1])])
+    hint = ""
+    if dtype.kind == "c" and dtypes is _FLOATS:
+        hint = (
+            ": sparsescan.affine_scan takes complex numbers in host memory; elsewhere write each "
+            "a + bi as the block [[a, -b], [b, a]]"
+        )
+    return InputTypeError(f"{name} has dtype {dtype}; expected {expected}{hint}")
+
+
+def _check_on_host(
+    name: str, array: ArrayLike, dtypes: Sequence[np.dtype[Any]] = _FLOATS
+) -> NDArray[Any]:
     array = host_array(name, array)
     dtype = array.dtype.newbyteorder("=")
-    if dtype not in _FLOATS:
-        raise InputTypeError(f"{name} has dtype {array.dtype}; expected float32 or float64")
+    if dtype not in dtypes:
+        raise _unsupported(name, array.dtype, dtypes)
     with Allocating(f"a copy of {name}, of shape {array.shape},"):
         return array.astype(dtype, copy=False)
 

@@ -130,14 +130,19 @@ def _is_sparse(matrix: Any) -> bool:
     return sp.issparse(matrix) or str(type(matrix).__module__).startswith("cupyx.scipy.sparse")
 
 
-def split(name: str, jacobian: Any, expected: Pattern | None) -> tuple[Pattern, Any]:
-    """Return pattern and values, shape ``(nnz,)`` or ``(batch, nnz)``, of one Jacobian."""
+def split(
+    name: str, jacobian: Any, expected: Pattern | None, *, is_complex: bool = False
+) -> tuple[Pattern, Any]:
+    """Return pattern and values, shape ``(nnz,)`` or ``(batch, nnz)``, of one Jacobian.
+
+    With `is_complex` a CSR matrix may be of complex numbers.
+    """
     if type(jacobian) is np.ndarray:
         return split_dense(name, jacobian, 0, expected)
     if isinstance(jacobian, (*ONE_STEP, FactorWeights)):
         pattern, values = jacobian.pattern, jacobian.read()
     elif _is_sparse(jacobian) and jacobian.format == "csr":
-        pattern, values = _split_csr(name, jacobian)
+        pattern, values = _split_csr(name, jacobian, is_complex)
     elif isinstance(jacobian, Pattern):
         raise InputTypeError(f"{name} is a Pattern, which has no values; expected a Jacobian")
     elif _is_sparse(jacobian):
@@ -202,10 +207,10 @@ def _flat(name: str, array: Any, nnz: int) -> Any:
     return array.reshape(shape)
 
 
-def _split_csr(name: str, jacobian: Any) -> tuple[Pattern, Any]:
+def _split_csr(name: str, jacobian: Any, is_complex: bool) -> tuple[Pattern, Any]:
     shape = check_shape(name, jacobian.shape)
     order = canonical_order(name, jacobian.indptr, jacobian.indices, shape)
-    values = read_array(name, jacobian.data)
+    values = read_array(name, jacobian.data, is_complex=is_complex)
     if values.shape != (order.size,):
         raise InputError(
             f"{name} has data of shape {values.shape}; expected {(order.size,)}, as its indices"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ..kernels.cpu import complex_recurrence as complex_kernels
 from ..kernels.cpu import recurrence as kernels
 from ..kernels.cpu.copies import copy_into
 from ..kernels.cpu.recurrence import Stack, Steps
@@ -37,19 +38,20 @@ class Matrices(NamedTuple):
     pattern : Pattern
         The pattern of each.
     values : ndarray, shape (T, nnz) or (T, batch, nnz)
-        Their values; the last axis is contiguous.
+        Their values; the last axis is contiguous. The first is 1 if all steps share a matrix.
     transposed : bool
         Whether a step applies the transposed matrix.
+    steps : int
+        How many steps there are.
+    conjugated : bool
+        Whether a step applies the conjugate matrix.
     """
 
     pattern: Pattern
     values: Array
     transposed: bool
-
-    @property
-    def steps(self) -> int:
-        """How many there are."""
-        return len(self.values)
+    steps: int
+    conjugated: bool = False
 
     @property
     def size(self) -> int:
@@ -57,17 +59,22 @@ class Matrices(NamedTuple):
         return self.pattern.shape[0]
 
     @property
-    def batch(self) -> tuple[int, ...]:
-        """The batch axis, if there is one."""
-        return self.values.shape[1:-1]
+    def is_one(self) -> bool:
+        """Whether there is one matrix, for more steps than one."""
+        return len(self.values) == 1 != self.steps
 
-    def adjoint(self) -> Matrices:
+    def adjoint(self, *, conjugated: bool) -> Matrices:
         """Return what gradients go through: from the last step to the first, and transposed."""
-        return self._replace(values=self.values[::-1], transposed=not self.transposed)
+        return self._replace(
+            values=self.values[::-1],
+            transposed=not self.transposed,
+            conjugated=self.conjugated != conjugated,
+        )
 
     def part(self, begin: int | None, end: int | None) -> Matrices:
         """Return some steps."""
-        return self._replace(values=self.values[begin:end])
+        values = self.values if self.is_one else self.values[begin:end]
+        return self._replace(values=values, steps=len(range(self.steps)[begin:end]))
 
 
 # -- Sweeps ----------------------------------------------------------------------------------------
@@ -97,10 +104,17 @@ def write_states(
     steps = _steps(matrices, offsets, start, out)
     work = matrices.steps * samples * matrices.pattern.nnz
     threads = max(1, min(thread_count(), work // _GRAIN))
+    is_complex, signs = out.dtype.kind == "c", _signs(out.dtype, conjugated=matrices.conjugated)
     if matrices.pattern.kind == "diagonal":
         steps, samples = _flattened(steps, samples)
-        kernel = partial(calls.launch, kernels.sweep_columns, steps, samples)
+        if is_complex:
+            kernel = partial(calls.launch, complex_kernels.sweep_columns, steps, signs, samples)
+        else:
+            kernel = partial(calls.launch, kernels.sweep_columns, steps, samples)
         _share(calls, kernel, steps.size, threads, 16)
+    elif is_complex:
+        kernel = partial(calls.launch, complex_kernels.sweep, steps, signs)
+        _share(calls, kernel, samples, threads, 1)
     elif matrices.values.ndim == 2 and samples > 1:
 
         def sweep_part(first: int, last: int) -> None:
@@ -110,12 +124,20 @@ def write_states(
 
         _share(calls, sweep_part, samples, threads, LANES)
     else:
-        threads = min(threads, abs(steps.values.step) // _PIECE)
+        own = matrices.values[0].nbytes
+        threads = min(threads, own // _PIECE)
         _share(calls, partial(calls.launch, kernels.sweep, steps), samples, threads, 1)
 
 
 def write_outer_products(
-    calls: Calls, matrices: Matrices, grads: Array, states: Array, start: Array, out: Array
+    calls: Calls,
+    matrices: Matrices,
+    grads: Array,
+    states: Array,
+    start: Array,
+    out: Array,
+    *,
+    conjugated: bool,
 ) -> None:
     """Write the gradients in the matrices: outer products of vectors, where the pattern is.
 
@@ -130,7 +152,10 @@ def write_outer_products(
     start : ndarray, shape (size,) or (batch, size)
         The state ``y_0``.
     out : ndarray, shape (T, nnz) or (T, batch, nnz)
-        What is written, in the form of the values; summed over samples that share the matrices.
+        What is written, in the form of the values; summed over samples, and steps, that share the
+        matrices.
+    conjugated : bool
+        Whether products are with the conjugates of the states.
     """
     samples = grads.shape[1] if grads.ndim == 3 else 1
     if out.size == 0 or samples == 0:
@@ -138,10 +163,22 @@ def write_outer_products(
     steps = _steps(matrices, None, start, states)
     work = grads.size // max(matrices.size, 1) * matrices.pattern.nnz
     threads = max(1, min(thread_count(), work // _GRAIN))
-    kernel = partial(
-        calls.launch, kernels.outer_products, steps, _stack(grads), _stack(out), samples
-    )
-    _share(calls, kernel, matrices.steps, threads, 1)
+    arguments: tuple[Any, ...] = steps, _stack(grads), _stack(out), samples
+    module: Any = kernels
+    if grads.dtype.kind == "c":
+        module = complex_kernels
+        arguments = steps, _signs(grads.dtype, conjugated=conjugated), *arguments[1:]
+    if matrices.is_one:
+        kernel = partial(calls.launch, module.outer_sums, *arguments)
+        _share(calls, kernel, matrices.size, threads, 1)
+    else:
+        kernel = partial(calls.launch, module.outer_products, *arguments)
+        _share(calls, kernel, matrices.steps, threads, 1)
+
+
+def _signs(dtype: np.dtype[Any], *, conjugated: bool) -> Array:
+    """Return what the kernels multiply imaginary parts by."""
+    return np.array([-1 if conjugated else 1], np.float32 if dtype.itemsize == 8 else np.float64)
 
 
 def _steps(matrices: Matrices, offsets: Array | None, start: Array, out: Array) -> Steps:
@@ -151,6 +188,7 @@ def _steps(matrices: Matrices, offsets: Array | None, start: Array, out: Array) 
     # Read-only as a pattern's: no other kernels are compiled for it.
     none = np.empty(0, np.int32)
     none.flags.writeable = False
+    values = _stack(matrices.values)
     return Steps(
         count=matrices.steps,
         size=matrices.size,
@@ -159,7 +197,7 @@ def _steps(matrices: Matrices, offsets: Array | None, start: Array, out: Array) 
         transposed=int(matrices.transposed),
         indptr=pattern.indptr if is_csr else none,
         indices=pattern.indices if is_csr else none,
-        values=_stack(matrices.values),
+        values=values._replace(step=0) if matrices.is_one else values,
         offsets=Stack(0, 0, 0) if offsets is None else _stack(offsets),
         states=_stack(out),
         start=_stack(start[None]),
@@ -220,8 +258,9 @@ def record_states(
 ) -> Recorded:
     """Record :func:`write_states` for arrays of some shapes, of at least one step.
 
-    Arrays of a replay are the memory, values of matrices, offsets, the initial state, and the
-    result ``states``.
+    If the values have one step, and offsets have more, all steps share the matrix. Arrays of a
+    replay are the memory, values of matrices, offsets, the initial state, and the result
+    ``states``.
 
     Parameters
     ----------
@@ -241,8 +280,9 @@ def record_states(
     b = None if offsets is None else next(arrays)
     y0 = recorder.zeros(pattern.shape[0], dtype) if initial is None else next(arrays)
     batch = max((values[1:-1], (offsets or ())[1:-1], (initial or ())[:-1]), key=len)
-    states = recorder.result("states", (len(a), *batch, pattern.shape[0]), dtype)
-    write_states(recorder, Matrices(pattern, a, transposed), b, y0, states)
+    steps = values[0] if offsets is None else offsets[0]
+    states = recorder.result("states", (steps, *batch, pattern.shape[0]), dtype)
+    write_states(recorder, Matrices(pattern, a, transposed, steps), b, y0, states)
     return Recorded(recorder.recording(), space.nbytes)
 
 
@@ -253,6 +293,8 @@ def record_gradients(
     states: Shape,
     initial: Shape | None,
     dtype: DTypeLike,
+    *,
+    conjugated: bool = True,
 ) -> Recorded:
     """Record the gradients in all that enters a recurrence, for arrays of some shapes.
 
@@ -269,19 +311,23 @@ def record_gradients(
     initial : tuple of int or None
         The shape of the initial state. If it is None, the gradients in matrices are not computed,
         and no initial state and states enter.
+    conjugated : bool, default True
+        Whether gradients in complex numbers are those of PyTorch, ``∂L/∂Re + i ∂L/∂Im``; JAX has
+        the conjugates of these.
     """
     space = Space(0)
     recorder = Recorder(space, 3 if initial is None else 5)
     a, loss = recorder.array(1, values, dtype), recorder.array(2, states, dtype)
-    matrices = Matrices(pattern, a, transposed)
+    matrices = Matrices(pattern, a, transposed, states[0])
     in_matrices = None if initial is None else recorder.result("matrices", values, dtype)
     in_offsets = recorder.result("offsets", states, dtype)
     in_initial = recorder.result("initial", states[1:], dtype)
     recorder.launch(copy_into, in_offsets[-1].ravel(), loss[-1].ravel())
-    back = matrices.adjoint()
+    back = matrices.adjoint(conjugated=conjugated)
     write_states(recorder, back.part(0, -1), loss[-2::-1], loss[-1], in_offsets[-2::-1])
     write_states(recorder, back.part(-1, None), None, in_offsets[0], in_initial[None])
     if initial is not None and in_matrices is not None:
         y0, y = recorder.array(3, initial, dtype), recorder.array(4, states, dtype)
-        write_outer_products(recorder, matrices, in_offsets, y, y0, in_matrices)
+        vectors = in_offsets, y, y0
+        write_outer_products(recorder, matrices, *vectors, in_matrices, conjugated=conjugated)
     return Recorded(recorder.recording(), space.nbytes)

@@ -6,12 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..arrays.arrays import check_no_mask
 from ..errors import DeviceError, InputTypeError, short
 
-__all__ = ["as_float", "check_platform", "together", "vary", "varying"]
+__all__ = ["as_float", "as_number", "check_platform", "together", "vary", "varying"]
 
 
 def check_platform() -> None:
@@ -26,13 +25,23 @@ def check_platform() -> None:
 
 def as_float(name: str, given: Any) -> Any:
     """Return an array of JAX, or of a trace, of float32 or float64."""
+    return _as_array(name, given, ("float32", "float64"))
+
+
+def as_number(name: str, given: Any) -> Any:
+    """Return an array of JAX, or of a trace, of real or complex numbers."""
+    return _as_array(name, given, ("float32", "float64", "complex64", "complex128"))
+
+
+def _as_array(name: str, given: Any, dtypes: tuple[str, ...]) -> Any:
     check_no_mask(name, given)
     try:
         array = jnp.asarray(given)
     except Exception as error:  # of a caller's own class
         raise InputTypeError(f"{name} is {short(given)}, no array: {error}") from None
-    if array.dtype not in (np.float32, np.float64):
-        raise InputTypeError(f"{name} has dtype {array.dtype}; expected float32 or float64")
+    if array.dtype not in dtypes:
+        expected = " or ".join([", ".join(dtypes[:-1]), dtypes[-1]])
+        raise InputTypeError(f"{name} has dtype {array.dtype}; expected {expected}")
     return array
 
 

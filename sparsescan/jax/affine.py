@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from ..affine import check_shapes
 from ..execution.recurrence import record_gradients, record_states
+from ..readings import read_shapes
 from ..symbolic.pattern import Pattern, rows_of
-from ._calls import as_float, check_platform, together, vary, varying
+from ._calls import as_number, check_platform, together, vary, varying
 from ._programs import add, call, key_of
 
 __all__ = ["affine_scan"]
@@ -37,16 +37,18 @@ def affine_scan(
     Parameters
     ----------
     matrices : array_like
-        The matrices ``A_1, …, A_T``: dense, ``(T, size, size)`` or ``(T, batch, size, size)``, or
-        their values in the order of `pattern`, ``(T, nnz)`` or ``(T, batch, nnz)``. Samples share
-        matrices without a batch axis.
+        The matrices ``A_1, …, A_T``: dense, ``(T, size, size)`` or ``(T, batch, size, size)``;
+        diagonals, ``(T, size)`` or ``(T, batch, size)``; a number for each step, ``(T,)``; values
+        in the order of `pattern`, ``(T, nnz)`` or ``(T, batch, nnz)``; or one of these for all
+        steps, without the first axis or with one of length one. Samples share matrices without a
+        batch axis.
     offsets : array_like, shape (T, size) or (T, batch, size), optional
         The terms ``b_1, …, b_T``; zeros by default.
     initial : array_like, shape (size,) or (batch, size), optional
         The state ``y_0``; zeros by default.
     pattern : Pattern, optional
-        The pattern of the matrices, if their values are given: ``Pattern.diagonal(size)`` for
-        diagonals.
+        The pattern of the matrices, if their values are given; or, where shapes leave two readings,
+        ``Pattern.diagonal(size)`` for diagonals and ``Pattern.dense((size, size))`` for dense ones.
     transposed : bool, default False
         Whether a step applies ``A_tᵀ`` in place of ``A_t``.
 
@@ -58,7 +60,7 @@ def affine_scan(
     Raises
     ------
     InputError
-        If a shape or a size is wrong, when it is traced.
+        If a shape or a size is wrong, or if shapes leave two readings, when it is traced.
     InputTypeError
         If a type is not supported.
     DeviceError
@@ -66,28 +68,28 @@ def affine_scan(
 
     Examples
     --------
-    >>> import jax, jax.numpy as jnp, sparsescan
+    >>> import jax, jax.numpy as jnp
     >>> from sparsescan.jax import affine_scan
-    >>> decay = sparsescan.Pattern.diagonal(1)
     >>> def last(a):
-    ...     return affine_scan(a, jnp.ones((4, 1)), pattern=decay)[-1, 0]
+    ...     return affine_scan(a, jnp.ones((4, 1)))[-1, 0]
     >>> value, grad = jax.jit(jax.value_and_grad(last))(jnp.full((4, 1), 0.5))
     >>> float(value), grad.ravel().tolist()
     (1.875, [0.0, 0.25, 0.75, 1.75])
     """
     check_platform()
-    a = as_float("matrices", matrices)
-    b = None if offsets is None else as_float("offsets", offsets)
-    y0 = None if initial is None else as_float("initial", initial)
-    _, size = check_shapes(
-        a.shape, None if b is None else b.shape, None if y0 is None else y0.shape, pattern
-    )
+    a = as_number("matrices", matrices)
+    b = None if offsets is None else as_number("offsets", offsets)
+    y0 = None if initial is None else as_number("initial", initial)
+    shapes = (None if each is None else each.shape for each in (b, y0))
+    reading = read_shapes(a.shape, *shapes, pattern)
+    size, pattern = reading.size, reading.pattern(pattern)
+    a = jnp.broadcast_to(a.reshape(reading.axes), reading.shape)
     # There is one form of the call: what is not given is zeros, and values have a pattern.
-    b = jnp.zeros((len(a), size), a.dtype) if b is None else b
+    b = jnp.zeros((reading.steps, size), a.dtype) if b is None else b
     y0 = jnp.zeros(size, a.dtype) if y0 is None else y0
     dtype = jnp.result_type(a, b, y0)
-    if pattern is None:
-        a, pattern = a.reshape(*a.shape[:-2], size * size), Pattern.dense((size, size))
+    if reading.kind == "dense":
+        a = a.reshape(*a.shape[:-2], pattern.nnz)
     given = tuple(each.astype(dtype) for each in (a, b, y0))
     return _functions(pattern, bool(transposed)).states(*together(given))
 
@@ -134,7 +136,8 @@ def _functions(pattern: Pattern, transposed: bool) -> _Functions:
             vectors = jax.vmap(run_vectors, (None, _axis(mapped[3])), axis_size=count)
             in_b, in_y0 = vectors(a, loss)
             axes = 0, _axis(mapped[1]), _axis(mapped[2])
-            in_a = jax.vmap(functools.partial(_in_matrices, how, True), axes)(in_b, y0, y)
+            in_matrices = functools.partial(_in_matrices, how, a)
+            in_a = jax.vmap(in_matrices, axes)(in_b, y0, y)
             return (in_a, in_b, in_y0), (True, True, True)
         fold = _Fold(count, (a, y0, y, loss), mapped, (2, 1, 2, 2))
         whole = [fold.folded(k, whole=True) for k in range(4)]
@@ -193,16 +196,22 @@ _How = tuple[Pattern, bool]
 def _differentiable_gradients(how: _How, a: Any, y0: Any, y: Any, loss: Any) -> Any:
     """Return the gradients by functions that have derivatives."""
     pattern, transposed = how
-    if not len(a):
+    if not len(loss):
         return jnp.zeros_like(a), loss, jnp.zeros_like(y, shape=y.shape[1:])
     later = jnp.concatenate([loss[:-1][::-1], jnp.zeros_like(loss[:1])])
     back = _functions(pattern, not transposed).states(a[::-1], later, loss[-1])
     in_b = jnp.concatenate([back[:-1][::-1], loss[-1:]])
-    return _in_matrices(how, a.ndim == 2, in_b, y0, y), in_b, back[-1]
+    return _in_matrices(how, a, in_b, y0, y), in_b, back[-1]
 
 
-def _in_matrices(how: _How, is_shared: bool, in_b: Any, y0: Any, y: Any) -> Any:
-    """Return the gradients in values, summed over samples that share them."""
+def _in_matrices(how: _How, a: Any, in_b: Any, y0: Any, y: Any) -> Any:
+    """Return the gradients in values, summed over samples, and steps, that share them."""
+    products = _products(how, a.ndim == 2, in_b, y0, y)
+    return products.sum(0, keepdims=True) if len(a) == 1 else products
+
+
+def _products(how: _How, is_shared: bool, in_b: Any, y0: Any, y: Any) -> Any:
+    """Return the gradients in values of every step."""
     pattern, transposed = how
     before = jnp.concatenate([jnp.broadcast_to(y0, y.shape[1:])[None], y[:-1]])
     left, right = (before, in_b) if transposed else (in_b, before)
@@ -276,7 +285,7 @@ def _run_states(how: _How, a: Any, b: Any, y0: Any) -> Any:
     """Return the states of all steps and samples."""
     shapes = a.shape, b.shape, y0.shape
     batch = max((a.shape[1:-1], b.shape[1:-1], y0.shape[:-1]), key=len)
-    states = len(a), *batch, y0.shape[-1]
+    states = len(b), *batch, y0.shape[-1]
     return _results(record_states, how, shapes, [a, b, y0], [states])[0]
 
 
@@ -285,7 +294,11 @@ def _run_gradients(how: _How, a: Any, y0: Any, y: Any, loss: Any) -> Any:
     shapes = a.shape, loss.shape, None if y0 is None else y0.shape
     given = [a, loss] if y0 is None else [a, loss, y0, y]
     results = [] if y0 is None else [a.shape]
-    return _results(record_gradients, how, shapes, given, [*results, loss.shape, loss.shape[1:]])
+    return _results(_record_gradients, how, shapes, given, [*results, loss.shape, loss.shape[1:]])
+
+
+# JAX's gradients in complex numbers are no conjugates.
+_record_gradients = functools.partial(record_gradients, conjugated=False)
 
 
 def _results(
@@ -293,7 +306,7 @@ def _results(
 ) -> tuple[Any, ...]:
     """Return the results of a recording."""
     dtype = given[0].dtype
-    if 0 in results[-1] or not len(given[0]):  # no kernel runs
+    if 0 in results[-1] or 0 in given[1].shape:  # no kernel runs
         return tuple(vary([jnp.zeros(shape, dtype) for shape in results], varying(given)))
     key, nbytes = _program(record, how, shapes, dtype.name, len(given))
     kinds = [*((shape, dtype) for shape in results), ((nbytes,), np.uint8)]
@@ -306,6 +319,6 @@ def _program(record: Any, how: _How, shapes: Any, dtype: str, arguments: int) ->
     pattern, transposed = how
     recording, nbytes = record(pattern, transposed, *shapes, dtype)
     results = len(recording.results)
-    key = key_of(record.__name__, pattern.key, transposed, shapes, dtype)
+    key = key_of(record is record_states, pattern.key, transposed, shapes, dtype)
     add(key, recording, [-1 - results, *range(arguments), *range(-1, -1 - results, -1)])
     return key, nbytes

@@ -28,7 +28,7 @@ def array_of(tensor: Tensor | None) -> Any:
     """Return a tensor's memory as an array of NumPy or CuPy."""
     if tensor is None:
         return None
-    own = tensor.detach().resolve_neg()
+    own = tensor.detach().resolve_conj().resolve_neg()
     return own.numpy() if own.is_cpu else on_device(own)
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import affine
-from ..errors import DeviceError, InputError, InputTypeError, short
+from ..errors import DeviceError, InputTypeError, short
 from ..execution.recurrence import Recorded, record_gradients, record_states
 from ..kernels.addresses import address_of
+from ..readings import Reading, read_shapes
 from ..recurrent.step_pool import StepPool
 from ..symbolic.pattern import Pattern
 from ._arrays import array_of, here, tensor_of
@@ -23,7 +24,7 @@ from ._recorded import ResultTensor, Room, give_scratch, run, take_scratch
 
 __all__ = ["affine_scan"]
 
-_DTYPES = (torch.float32, torch.float64)
+_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def affine_scan(
@@ -45,16 +46,18 @@ def affine_scan(
     Parameters
     ----------
     matrices : Tensor
-        The matrices ``A_1, …, A_T``: dense, ``(T, size, size)`` or ``(T, batch, size, size)``, or
-        their values in the order of `pattern`, ``(T, nnz)`` or ``(T, batch, nnz)``. Samples share
-        matrices without a batch axis.
+        The matrices ``A_1, …, A_T``: dense, ``(T, size, size)`` or ``(T, batch, size, size)``;
+        diagonals, ``(T, size)`` or ``(T, batch, size)``; a number for each step, ``(T,)``; values
+        in the order of `pattern`, ``(T, nnz)`` or ``(T, batch, nnz)``; or one of these for all
+        steps, without the first axis or with one of length one. Samples share matrices without a
+        batch axis.
     offsets : Tensor, shape (T, size) or (T, batch, size), optional
         The terms ``b_1, …, b_T``; zeros by default.
     initial : Tensor, shape (size,) or (batch, size), optional
         The state ``y_0``; zeros by default.
     pattern : Pattern, optional
-        The pattern of the matrices, if their values are given: ``Pattern.diagonal(size)`` for
-        diagonals.
+        The pattern of the matrices, if their values are given; or, where shapes leave two readings,
+        ``Pattern.diagonal(size)`` for diagonals and ``Pattern.dense((size, size))`` for dense ones.
     transposed : bool, default False
         Whether a step applies ``A_tᵀ`` in place of ``A_t``.
 
@@ -66,25 +69,75 @@ def affine_scan(
     Raises
     ------
     InputError
-        If a shape or a size is wrong.
+        If a shape or a size is wrong, or if shapes leave two readings.
     InputTypeError
-        If a type is not supported, or dtypes differ.
+        If a type or a layout is not supported, or dtypes differ. Complex numbers are scanned in
+        host memory alone.
     DeviceError
         If the tensors are not all in host memory or on one CUDA device, or that cannot be used.
 
     Examples
     --------
-    >>> import torch, sparsescan
+    >>> import torch
     >>> from sparsescan.torch import affine_scan
     >>> decay = torch.full((4, 1), 0.5, requires_grad=True)
-    >>> y = affine_scan(decay, torch.ones(4, 1), pattern=sparsescan.Pattern.diagonal(1))
+    >>> y = affine_scan(decay, torch.ones(4, 1))
     >>> y.flatten().tolist()
     [1.0, 1.5, 1.75, 1.875]
     >>> y[-1].backward()
     >>> decay.grad.flatten().tolist()
     [0.0, 0.25, 0.75, 1.75]
     """
-    tensors = {"matrices": matrices, "offsets": offsets, "initial": initial}
+    is_own = is_direct(matrices, offsets, initial)
+    if is_own:
+        call = _known(matrices, offsets, initial, pattern, transposed)
+        if call is not None:
+            return _run(call, matrices, offsets, initial, call.pattern, transposed)
+    _check(matrices=matrices, offsets=offsets, initial=initial)
+    given = matrices, offsets, initial
+    whole, reading = _read(*given, pattern)
+    if not is_own and not is_forward_twice() and not (is_transformed() and is_eager(*given)):
+        # Compilers do not follow how patterns are made.
+        about: _About = reading.kind, None, None, transposed
+        if reading.kind == "sparse":
+            about = _about(pattern, transposed)
+        states: Tensor = _affine_scan(whole, offsets, initial, *about)
+        return states
+    own = None if reading.kind == "dense" else reading.pattern(pattern)
+    if is_own:
+        # With this pattern it would be read so, too.
+        said = pattern if whole is matrices else reading.pattern(pattern)
+        call = None
+        if whole.is_cpu and type(transposed) is bool:
+            call = _recurrence_of(whole, offsets, initial, own, said, transposed)
+        return _run(call, whole, offsets, initial, own, transposed)
+    if is_forward_twice():
+        return _by_steps(whole, offsets, initial, own, transposed)
+    transformed: Tensor = _Transformed.apply(whole, offsets, initial, own, transposed)
+    return transformed
+
+
+def _run(
+    call: _Recurrence | None,
+    matrices: Tensor,
+    offsets: Tensor | None,
+    initial: Tensor | None,
+    pattern: Pattern | None,
+    transposed: bool,
+) -> Tensor:
+    """Return the states by a recording, or by kernels; with a graph if there is to be one."""
+    given = matrices, offsets, initial
+    if call is not None and not (
+        torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
+    ):
+        return call.states(*given)
+    states: Tensor = _Scan.apply(*given, pattern, transposed, call)
+    return states
+
+
+def _check(**tensors: Any) -> None:
+    """Raise for what is no tensor that can be scanned, or for tensors that differ in their kind."""
+    matrices = tensors["matrices"]
     for name, tensor in tensors.items():
         if tensor is None and name != "matrices":
             continue
@@ -92,7 +145,13 @@ def affine_scan(
             raise InputTypeError(f"{name} is {short(tensor)}; expected a tensor")
         if tensor.dtype not in _DTYPES or tensor.dtype != matrices.dtype:
             raise InputTypeError(
-                f"{name} has dtype {tensor.dtype}; expected float32 or float64, one for all tensors"
+                f"{name} has dtype {tensor.dtype}; expected float32, float64, complex64 or "
+                "complex128, one for all tensors"
+            )
+        if tensor.layout is not torch.strided:
+            raise InputTypeError(
+                f"{name} has layout {tensor.layout}; expected a dense tensor ({name}.to_dense()), "
+                "or values and their pattern"
             )
         if tensor.device.type not in ("cpu", "cuda"):
             raise DeviceError(
@@ -104,73 +163,80 @@ def affine_scan(
                 f"{name} is on {tensor.device}, matrices on {matrices.device}; expected all on one "
                 "device"
             )
-    if pattern is not None and not isinstance(pattern, Pattern):
-        raise InputTypeError(f"pattern is {short(pattern)}; expected a Pattern")
-    if pattern is not None and pattern.kind == "dense":
-        # Checked here, since the operator is not told of a pattern.
-        if matrices.dim() not in (2, 3) or matrices.shape[-1] != pattern.nnz:
-            raise InputError(
-                f"matrices has shape {tuple(matrices.shape)}; expected (T, nnz) or (T, batch, nnz) "
-                f"with nnz = {pattern.nnz}, as pattern says"
+        if tensor.is_cuda and tensor.is_complex():
+            raise InputTypeError(
+                f"{name} has dtype {tensor.dtype} on {tensor.device}; expected float32 or float64 "
+                f"there: complex numbers are scanned on the CPU ({name}.cpu())"
             )
-        matrices, pattern = matrices.unflatten(-1, pattern.shape), None
-    if is_direct(matrices, offsets, initial):
-        call = None
-        if matrices.is_cpu and type(transposed) is bool:
-            call = _recurrence_of(matrices, offsets, initial, pattern, transposed)
-        direct: Tensor = _Scan.apply(matrices, offsets, initial, pattern, transposed, call)
-        return direct
+
+
+def _read(
+    matrices: Tensor, offsets: Tensor | None, initial: Tensor | None, pattern: Pattern | None
+) -> tuple[Tensor, Reading]:
+    """Return matrices with an axis of steps and all entries, and what they are."""
     given = matrices, offsets, initial
-    if is_forward_twice():
-        return _by_steps(*given, pattern, transposed)
-    if is_transformed() and is_eager(*given):
-        transformed: Tensor = _Transformed.apply(*given, pattern, transposed)
-        return transformed
-    indptr, indices = _tensors_of(pattern)
-    states: Tensor = _affine_scan(*given, indptr, indices, transposed)
-    return states
+    shapes = tuple(None if each is None else tuple(each.shape) for each in given)
+    # What remembers earlier answers, a compiler cannot follow.
+    read = read_shapes.__wrapped__ if torch.compiler.is_compiling() else read_shapes
+    reading: Reading = read(*shapes, pattern)
+    if reading.axes != shapes[0]:
+        matrices = matrices.reshape(reading.axes)
+    if reading.is_number:
+        matrices = matrices.expand(reading.shape).contiguous()
+    return matrices, reading
 
 
 # -- The operators ---------------------------------------------------------------------------------
 
 _GIVEN = (
-    "Tensor matrices, Tensor? offsets, Tensor? initial, Tensor? indptr, Tensor? indices, "
-    "bool transposed"
+    "Tensor matrices, Tensor? offsets, Tensor? initial, str kind, Tensor? indptr, "
+    "Tensor? indices, bool transposed"
 )
 _library = torch.library.Library("sparsescan", "FRAGMENT")
 _library.define(f"affine_scan({_GIVEN}) -> Tensor")
 _library.define(
     "affine_scan_backward(Tensor grads, Tensor states, Tensor matrices, Tensor? initial, "
-    "Tensor? indptr, Tensor? indices, bool transposed, bool needs_matrices_grad) -> Tensor[]"
+    "str kind, Tensor? indptr, Tensor? indices, bool transposed, bool needs_matrices_grad) "
+    "-> Tensor[]"
 )
 _affine_scan = torch.ops.sparsescan.affine_scan.default
 _affine_scan_backward = torch.ops.sparsescan.affine_scan_backward.default
 
 
-def _pattern(indptr: Tensor | None, indices: Tensor | None) -> Pattern | None:
+# The kind of matrices, the pattern of sparse ones, and whether steps apply transposed matrices.
+_About = tuple[str, Tensor | None, Tensor | None, bool]
+
+
+def _pattern(about: _About, matrices: Tensor) -> Pattern | None:
+    """Return the pattern of matrices; None if they are dense."""
+    kind, indptr, indices, _ = about
+    if kind == "diagonal":
+        return Pattern.diagonal(matrices.shape[-1])
     if indptr is None or indices is None:
         return None
     size = len(indptr) - 1
     return Pattern(indptr.numpy(), indices.numpy(), (size, size))
 
 
-def _tensors_of(pattern: Pattern | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return a pattern as the operators take it."""
+def _kind_of(pattern: Pattern | None) -> str:
+    """Return the kind of matrices, which are dense without a pattern."""
     if pattern is None:
-        return None, None
+        return "dense"
+    return "sparse" if pattern.kind == "general" else "diagonal"
+
+
+def _about(pattern: Pattern | None, transposed: bool) -> _About:
+    """Return a pattern, None for dense matrices, as the operators take it."""
+    if pattern is None or pattern.kind != "general":
+        return _kind_of(pattern), None, None, transposed
     indptr, indices = (each.astype("int64") for each in (pattern.indptr, pattern.indices))
-    return torch.from_numpy(indptr), torch.from_numpy(indices)
+    return "sparse", torch.from_numpy(indptr), torch.from_numpy(indices), transposed
 
 
 def _forward(
-    matrices: Tensor,
-    offsets: Tensor | None,
-    initial: Tensor | None,
-    indptr: Tensor | None,
-    indices: Tensor | None,
-    transposed: bool,
+    matrices: Tensor, offsets: Tensor | None, initial: Tensor | None, *about: Any
 ) -> Tensor:
-    return _scan(matrices, offsets, initial, _pattern(indptr, indices), transposed)
+    return _scan(matrices, offsets, initial, _pattern(about, matrices), about[-1])
 
 
 def _scan(
@@ -182,7 +248,16 @@ def _scan(
 ) -> Tensor:
     with here(matrices):
         given = map(array_of, (matrices, offsets, initial))
+        pattern = _pattern_of(matrices, pattern)
         return tensor_of(affine.affine_scan(*given, pattern=pattern, transposed=transposed))
+
+
+def _pattern_of(matrices: Tensor, pattern: Pattern | None) -> Pattern:
+    """Return the pattern of matrices, which are dense without one."""
+    if pattern is not None:
+        return pattern
+    rows, cols = matrices.shape[-2:]
+    return Pattern.dense((rows, cols))
 
 
 def _backward(
@@ -190,17 +265,18 @@ def _backward(
     states: Tensor,
     matrices: Tensor,
     initial: Tensor | None,
-    indptr: Tensor | None,
-    indices: Tensor | None,
-    transposed: bool,
-    needs_matrices_grad: bool,
+    *about: Any,
 ) -> list[Tensor]:
     """Return the gradients in offsets and initial state, of every sample, and in the matrices."""
+    *own, needs_matrices_grad = about
     with here(matrices):
         gradients = affine.affine_scan_vjp(
-            *map(array_of, (matrices, initial, states, grads)),
-            pattern=_pattern(indptr, indices),
-            transposed=transposed,
+            array_of(matrices),
+            initial=array_of(initial),
+            states=array_of(states),
+            grads=array_of(grads),
+            pattern=_pattern_of(matrices, _pattern(tuple(own), matrices)),
+            transposed=own[-1],
             needs_matrices_grad=needs_matrices_grad,
         )
         arrays = [gradients.offsets, gradients.initial]
@@ -209,13 +285,13 @@ def _backward(
         return [tensor_of(array) for array in arrays]
 
 
-def _fake_forward(
-    matrices: Tensor, offsets: Any, initial: Any, indptr: Any, indices: Any, transposed: bool
-) -> Tensor:
+def _fake_forward(matrices: Tensor, offsets: Any, initial: Any, *about: Any) -> Tensor:
+    kind, indptr, _, _ = about
     size = matrices.shape[-1] if indptr is None else len(indptr) - 1
-    steps, *batch = matrices.shape[: -2 if indptr is None else -1]
-    if offsets is not None and offsets.dim() == 3:
-        batch = [offsets.shape[1]]
+    steps, *batch = matrices.shape[: -2 if kind == "dense" else -1]
+    if offsets is not None:
+        steps, *own = offsets.shape[:-1]
+        batch = own or batch
     if initial is not None and initial.dim() == 2:
         batch = [initial.shape[0]]
     return matrices.new_empty((steps, *batch, size))
@@ -227,7 +303,7 @@ def _fake_backward(grads: Tensor, states: Any, matrices: Tensor, *others: Any) -
 
 
 def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
-    matrices, offsets, initial, indptr, indices, ctx.transposed = inputs
+    matrices, offsets, initial, ctx.kind, indptr, indices, ctx.transposed = inputs
     ctx.offsets_dim = None if offsets is None else offsets.dim()
     ctx.pattern, ctx.call = None, None
     ctx.save_for_backward(matrices, initial, indptr, indices, output)
@@ -238,12 +314,12 @@ def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
     needs_matrices = ctx.needs_input_grad[0]
     if ctx.call is not None and not torch.is_grad_enabled() and is_direct(grads):
         gradients = ctx.call.gradients(matrices, initial, states, grads, needs_matrices)
-        return (*_shared(ctx, initial, *gradients), None, None, None)
-    if indptr is None:
-        indptr, indices = _tensors_of(ctx.pattern)
-    about = indptr, indices, ctx.transposed
+        return (*_shared(ctx, initial, *gradients), None, None, None, None)
+    about = ctx.kind, indptr, indices, ctx.transposed
+    if ctx.kind == "sparse" and indptr is None:
+        about = _about(ctx.pattern, ctx.transposed)
     if is_mapped(grads):
-        backward = partial(_differentiable_backward, _pattern(indptr, indices), about)
+        backward = partial(_differentiable_backward, _pattern(about, matrices), about)
         gradients = over_maps(backward, [grads, states, matrices, initial])
     elif torch.is_grad_enabled():
         given = grads, states, matrices, initial
@@ -253,7 +329,7 @@ def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
         call = _backward if is_plain else _affine_scan_backward
         gradients = call(grads, states, matrices, initial, *about, needs_matrices)
     in_matrices = gradients[2] if needs_matrices else None
-    return (*_shared(ctx, initial, in_matrices, *gradients[:2]), None, None, None)
+    return (*_shared(ctx, initial, in_matrices, *gradients[:2]), None, None, None, None)
 
 
 def _shared(
@@ -288,11 +364,14 @@ class _Scan(torch.autograd.Function):
             states = _scan(matrices, offsets, initial, pattern, transposed)
         else:
             states = call.states(matrices, offsets, initial)
-        _save(ctx, (matrices, offsets, initial, None, None, transposed), states)
+        # The arrays of a pattern are only needed by what is registered.
+        _save(ctx, (matrices, offsets, initial, _kind_of(pattern), None, None, transposed), states)
         ctx.pattern, ctx.call = pattern, call
         return states
 
-    backward = staticmethod(_differentiate)
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> Any:
+        return _differentiate(ctx, grads)[:6]
 
 
 class _Transformed(torch.autograd.Function):
@@ -318,7 +397,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grads: Tensor) -> Any:
         matrices, initial, states = ctx.saved_tensors
-        about = *_tensors_of(ctx.pattern), ctx.transposed
+        about = _about(ctx.pattern, ctx.transposed)
         given = grads, states, matrices, initial
         in_offsets, in_initial, in_matrices = _differentiable_backward(ctx.pattern, about, *given)
         return (*_shared(ctx, initial, in_matrices, in_offsets, in_initial), None, None)
@@ -410,7 +489,9 @@ def _applied(
     if pattern is None:
         matrices = matrices.mT if transposed else matrices
         return (matrices @ vectors.unsqueeze(-1)).squeeze(-1)
-    indptr, indices = _tensors_of(pattern)
+    if pattern.kind == "diagonal":
+        return matrices * vectors
+    _, indptr, indices, _ = _about(pattern, transposed)
     assert indptr is not None
     assert indices is not None
     rows = _rows(indptr, indices)
@@ -427,16 +508,14 @@ def _by_steps(
     transposed: bool,
 ) -> Tensor:
     """Return the states step by step, by PyTorch's own operations."""
-    size = matrices.shape[-1] if pattern is None else pattern.shape[0]
-    batch, _ = affine.check_shapes(
-        *(tuple(matrices.shape), None if offsets is None else tuple(offsets.shape)),
-        *(None if initial is None else tuple(initial.shape), pattern),
-    )
-    y = matrices.new_zeros(*batch, size)
+    shapes = (None if each is None else tuple(each.shape) for each in (offsets, initial))
+    reading = read_shapes(tuple(matrices.shape), *shapes, _pattern_of(matrices, pattern))
+    y = matrices.new_zeros(*reading.batch, reading.size)
     y = y if initial is None else y + initial
     states = []
-    for t in range(len(matrices)):
-        y = _applied(matrices[t : t + 1], y[None], pattern, transposed)[0]
+    for t in range(reading.steps):
+        matrix = matrices if len(matrices) == 1 else matrices[t : t + 1]
+        y = _applied(matrix, y[None], pattern, transposed)[0]
         y = y if offsets is None else y + offsets[t]
         states.append(y)
     return torch.stack(states) if states else y.expand(0, *y.shape)
@@ -450,7 +529,7 @@ def _before(initial: Tensor | None, states: Tensor) -> Tensor:
 
 def _differentiable_backward(
     pattern: Pattern | None,
-    about: tuple[Tensor | None, Tensor | None, bool],
+    about: _About,
     grads: Tensor,
     states: Tensor,
     matrices: Tensor,
@@ -458,28 +537,31 @@ def _differentiable_backward(
 ) -> list[Tensor]:
     """Return what the operator for backward does, by functions that have derivatives.
 
-    `about` are the pattern as the operators take it, and whether steps apply transposed matrices;
     `pattern` is only needed under transforms.
     """
-    indptr, indices, transposed = about
+    kind, indptr, indices, transposed = about
     if not len(grads):
         return [grads, grads.new_zeros(grads.shape[1:]), torch.zeros_like(matrices)]
     later = torch.cat([grads[:-1].flip(0), torch.zeros_like(grads[:1])])
-    given = matrices.flip(0), later, grads[-1]
+    given = matrices.flip(0).conj(), later, grads[-1]
     if is_transformed():
         back: Tensor = _Transformed.apply(*given, pattern, not transposed)
     else:
-        back = _affine_scan(*given, indptr, indices, not transposed)
+        back = _affine_scan(*given, kind, indptr, indices, not transposed)
     in_offsets = torch.cat([back[:-1].flip(0), grads[-1:]])
-    before = _before(initial, states)
+    before = _before(initial, states).conj()
     left, right = (before, in_offsets) if transposed else (in_offsets, before)
-    if indptr is None or indices is None:
+    if kind == "dense":
         in_matrices = left[..., :, None] * right[..., None, :]
+    elif indptr is None or indices is None:
+        in_matrices = left * right
     else:
         rows = _rows(indptr, indices)
         in_matrices = left[..., rows] * right[..., indices]
     if in_matrices.dim() > matrices.dim():
         in_matrices = in_matrices.sum(1)
+    if len(matrices) < len(in_matrices):
+        in_matrices = in_matrices.sum(0, keepdim=True)
     return [in_offsets, back[-1], in_matrices]
 
 
@@ -492,7 +574,13 @@ _lock = threading.Lock()
 
 
 class _Recurrence:
-    """Both passes of a recurrence, for contiguous tensors of some shapes in host memory."""
+    """Both passes of a recurrence, for contiguous tensors of some shapes in host memory.
+
+    Attributes
+    ----------
+    pattern : Pattern or None
+        The pattern of the matrices; None if they are dense.
+    """
 
     def __init__(
         self,
@@ -501,6 +589,7 @@ class _Recurrence:
         dtype: torch.dtype,
         shapes: tuple[Any, ...],
     ) -> None:
+        self.pattern = pattern
         matrices, self._offsets, self._initial = shapes
         self._values = tuple(matrices)
         if pattern is None:  # dense: the values are the matrices' own
@@ -548,7 +637,7 @@ class _Recurrence:
             recorded = record_gradients(*self._about, self._values, shape, begin, self._name)
             results = [ResultTensor.of(each, self._dtype) for each in recorded.recording.results]
             own = self._gradients[needs_matrices] = recorded, results
-        given = [matrices, grads.contiguous()]
+        given = [matrices, grads.resolve_conj().resolve_neg().contiguous()]
         if needs_matrices:
             begin = states.new_zeros(states.shape[-1:]) if initial is None else initial
             given += [begin, states]
@@ -559,36 +648,71 @@ class _Recurrence:
         return [found[0].view(self._shape), *found[1:]]
 
 
-def _recurrence_of(
+def _key(
+    matrices: Tensor,
+    offsets: Tensor | None,
+    initial: Tensor | None,
+    pattern: Pattern | None,
+    transposed: bool,
+) -> Any:
+    """Return what a recording is found by: all that is read of the arguments but numbers."""
+    given = matrices, offsets, initial
+    about = [
+        None if each is None else (each.shape, each.dtype, each.layout, each.is_cpu)
+        for each in given
+    ]
+    return *about, pattern, transposed
+
+
+def _known(
     matrices: Tensor,
     offsets: Tensor | None,
     initial: Tensor | None,
     pattern: Pattern | None,
     transposed: bool,
 ) -> _Recurrence | None:
-    """Return what is recorded for such tensors, once they have come a few times."""
-    shapes = tuple(None if each is None else each.shape for each in (matrices, offsets, initial))
-    key = shapes, matrices.dtype, pattern, transposed
+    """Return what is recorded for such arguments, which then need no check."""
+    if type(transposed) is not bool or not (pattern is None or type(pattern) is Pattern):
+        return None
+    found = _recurrences.get(_key(matrices, offsets, initial, pattern, transposed))
+    is_known = isinstance(found, _Recurrence) and _are_plain(matrices, offsets, initial)
+    return found if is_known else None  # type: ignore[return-value]
+
+
+def _recurrence_of(
+    matrices: Tensor,
+    offsets: Tensor | None,
+    initial: Tensor | None,
+    pattern: Pattern | None,
+    said: Pattern | None,
+    transposed: bool,
+) -> _Recurrence | None:
+    """Return what is recorded for such tensors, once they have come a few times.
+
+    `said` is the pattern that the next call is to come with.
+    """
+    key = _key(matrices, offsets, initial, said, transposed)
     found = _recurrences.get(key, 0)
     if isinstance(found, int):
         with _lock:
             _recurrences[key] = found + 1
             if found >= _OFTEN:
-                _recurrences[key] = _record(key)
+                shapes = tuple(
+                    None if each is None else each.shape for each in (matrices, offsets, initial)
+                )
+                _recurrences[key] = _Recurrence(pattern, transposed, matrices.dtype, shapes)
             while len(_recurrences) > _MOST:
                 _recurrences.popitem(last=False)
         return None
-    given = matrices, offsets, initial
-    if not all(each is None or each.is_contiguous() for each in given):
-        return None
-    return found
+    return found if _are_plain(matrices, offsets, initial) else None
 
 
-def _record(key: Any) -> _Recurrence:
-    shapes, dtype, pattern, transposed = key
-    matrices, offsets, initial = shapes
-    affine.check_shapes(matrices, offsets, initial, pattern)
-    return _Recurrence(pattern, transposed, dtype, shapes)
+def _are_plain(*tensors: Tensor | None) -> bool:
+    """Return whether the memory of tensors is all that there is of them, in one piece each."""
+    return all(
+        each is None or (each.is_contiguous() and not each.is_conj() and not each.is_neg())
+        for each in tensors
+    )
 
 
 for _kind in ("CPU", "CUDA"):

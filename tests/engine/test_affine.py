@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,16 +31,16 @@ class Case(NamedTuple):
     applied: Array  # (T, 1 or batch, size, size)
     batch: int | None
     dtype: np.dtype[Any]
-    kept: Array  # where a matrix has entries
+    as_given: Callable[[Array], Array]  # what gradients (T, batch, size, size) are in its form
 
     def given(self, array: Array | None, shape: tuple[int, ...]) -> Array:
-        """Return an array, or its default, for every sample, in float64."""
-        whole = np.zeros(shape) if array is None else array.astype(np.float64)
+        """Return an array, or its default, for every sample, in double precision."""
+        whole = np.zeros(shape) if array is None else array.astype(self.applied.dtype)
         missing = array is not None and array.ndim < len(shape)
         return np.broadcast_to(whole[..., None, :] if missing else whole, shape)
 
     def inputs(self) -> tuple[Array, Array]:
-        steps, samples, size = len(self.applied), self.batch or 1, self.applied.shape[-1]
+        steps, samples, size = self.steps, self.batch or 1, self.applied.shape[-1]
         offsets, initial = self.offsets, self.initial
         if self.batch is None:
             offsets = None if offsets is None else offsets[:, None]
@@ -49,67 +50,113 @@ class Case(NamedTuple):
             self.given(initial, (samples, size)),
         )
 
+    @property
+    def steps(self) -> int:
+        return len(self.applied)
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    drawn = rng.standard_normal(shape)
+    if dtype.kind == "c":
+        drawn = drawn + 1j * rng.standard_normal(shape)
+    return drawn.astype(dtype)
+
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     steps, size = draw(st.integers(0, 12)), draw(st.integers(1, 20))
     batch = draw(st.sampled_from([None, 1, 2, 3, 7, 8, 9, 17]))
-    dtype = np.dtype(draw(st.sampled_from([np.float32, np.float64])))
-    kind = draw(st.sampled_from(["dense", "diagonal", "general"]))
+    dtype = np.dtype(draw(st.sampled_from(["f4", "f8", "c8", "c16"])))
+    kind = draw(st.sampled_from(["dense", "diagonal", "number", "general"]))
+    size = max(size, 2) if kind == "number" else size
     kept = {
         "dense": np.ones((size, size), bool),
         "diagonal": np.eye(size, dtype=bool),
+        "number": np.eye(size, dtype=bool),
         "general": rng.random((size, size)) < draw(st.sampled_from([0.0, 0.1, 0.5])),
     }[kind]
     has_batch = batch is not None and draw(st.booleans())
-    lead = (steps, batch) if has_batch else (steps,)
-    dense = rng.standard_normal((*lead, size, size)) * kept / np.sqrt(max(kept.sum() / size, 1))
-    dense = dense.astype(dtype)
-    form = draw(st.sampled_from(["rows", "columns", "backwards", "one", "float64"]))
+    form = draw(st.sampled_from(["rows", "columns", "backwards", "broadcast", "double", "one"]))
+    needs_offsets = form == "one" or kind == "number"
+
+    def vectors(lead: tuple[int, ...], *, needed: bool = False) -> Array | None:
+        choice = draw(st.sampled_from(["none", "shared", "each"][needed:]))
+        if choice == "none":
+            return None
+        own = (batch,) if batch is not None and choice == "each" else ()
+        return normal(rng, (*lead, *own, size), dtype)
+
+    offsets, initial = vectors((steps,), needed=needs_offsets), vectors(())
+    # One matrix for all steps of each sample has an axis of steps, too.
+    lead: tuple[int, ...] = (1 if form == "one" else steps,)
+    lead = (*lead, batch) if has_batch and batch is not None else lead
+    if kind == "number":
+        dense = normal(rng, (*lead, 1, 1), dtype) * kept * dtype.type(0.8)
+    else:
+        dense = normal(rng, (*lead, size, size), dtype) * kept
+        dense = (dense / np.sqrt(max(kept.sum() / size, 1))).astype(dtype)
     if form == "columns":
         dense = np.ascontiguousarray(dense.swapaxes(-1, -2)).swapaxes(-1, -2)
     elif form == "backwards":
         dense = np.ascontiguousarray(dense[::-1])[::-1]
-    elif form == "one" and steps:
+    elif form == "broadcast" and steps:
         dense = np.broadcast_to(dense[0], dense.shape)
-    elif form == "float64":
-        dense = dense.astype(np.float64)
+    elif form == "double":
+        dense = dense.astype(np.result_type(dtype, np.float64))
     options: dict[str, Any] = {}
-    matrices: Any = dense
-    if kind != "dense" or draw(st.booleans()):
-        options["pattern"] = of_mask(kept)
-        matrices = dense[..., kept]
-        if form == "one" and steps:
+    matrices, pattern = dense, of_mask(kept)
+    is_values = kind != "dense"
+    if kind == "number":
+        matrices = dense[..., 0, 0]
+        if has_batch or size == 1 or steps == size or draw(st.booleans()):
+            matrices = matrices[..., None]
+    elif kind != "dense" or draw(st.booleans()):
+        is_values, matrices = True, dense[..., kept]
+        if form == "broadcast" and steps:
             matrices = np.broadcast_to(matrices[0], matrices.shape)
-        if draw(st.booleans()):
-            matrices = CSRChain.from_pattern(matrices, options.pop("pattern"))
+        if form == "one" and not has_batch and draw(st.booleans()):
+            matrices = matrices[0]
+        # Shapes say what diagonals are, unless they are square.
+        alike = {steps, batch or 1, size, len(dense)}
+        if kind != "diagonal" or len(alike) < 4 or draw(st.booleans()):
+            options["pattern"] = pattern
+            if matrices.ndim > 1 and form != "one" and draw(st.booleans()):
+                matrices = CSRChain.from_pattern(matrices, options.pop("pattern"))
+    elif form == "one" and not has_batch and size > 1 and draw(st.booleans()):
+        options["pattern"], matrices = pattern, matrices[0]
+    elif size > 1 and (batch == size or draw(st.booleans())):
+        options["pattern"] = pattern
+    shape = getattr(matrices, "data", matrices).shape if is_values else matrices.shape
     transposed = draw(st.booleans())
     if transposed:
         options["transposed"] = True
-    options["schedule"] = draw(st.sampled_from(["auto", "auto", "linear", "blelloch", "chunked:3"]))
+    schedules = ["auto", "auto", "linear", *(["blelloch", "chunked:3"] * (dtype.kind == "f"))]
+    options["schedule"] = draw(st.sampled_from(schedules))
     if steps < 3 and options["schedule"] == "chunked:3":
         del options["schedule"]
 
-    def vectors(lead: tuple[int, ...]) -> Array | None:
-        choice = draw(st.sampled_from(["none", "shared", "each"]))
-        if choice == "none":
-            return None
-        own = (batch,) if batch is not None and choice == "each" else ()
-        drawn: Array = rng.standard_normal((*lead, *own, size)).astype(dtype)
-        return drawn
-
-    offsets, initial = vectors((steps,)), vectors(())
     if not has_batch and batch is not None:
         has = (offsets is not None and offsets.ndim == 3) or (
             initial is not None and initial.ndim == 2
         )
         batch = batch if has else None
-    applied = dense.astype(np.float64)
+    double = np.result_type(dtype, np.float64)
+    applied = dense.astype(double)
     applied = applied if has_batch else applied[:, None]
+    applied = np.broadcast_to(applied, (steps, *applied.shape[1:]))
     applied = applied.swapaxes(-1, -2) if transposed else applied
-    wide = np.float64 if form == "float64" else dtype
-    return Case(matrices, options, offsets, initial, applied, batch, np.dtype(wide), kept)
+
+    def as_given(a: Array) -> Array:
+        a = a.swapaxes(-1, -2) if transposed else a
+        a = a if has_batch else a.sum(1)
+        a = a.sum(0, keepdims=True) if form == "one" else a
+        if kind == "number":
+            return a[..., kept].sum(-1).reshape(shape)
+        return (a[..., kept] if is_values else a).reshape(shape)
+
+    wide = double if form == "double" else dtype
+    return Case(matrices, options, offsets, initial, applied, batch, np.dtype(wide), as_given)
 
 
 def apply(matrices: Array, x: Array) -> Array:
@@ -118,8 +165,10 @@ def apply(matrices: Array, x: Array) -> Array:
 
 
 def close(result: Array, exact: Array, magnitude: Array, case: Case) -> None:
-    terms = 2 * len(case.applied) * (case.applied.shape[-1] + 4)
+    terms = 2 * case.steps * (case.applied.shape[-1] + 4)
     if case.options.get("schedule") not in (None, "auto", "linear"):
+        terms *= 4
+    if case.dtype.kind == "c":
         terms *= 4
     eps, tiny = np.finfo(case.dtype).eps, np.finfo(case.dtype).tiny
     assert result.shape == exact.shape
@@ -141,29 +190,25 @@ def test_states_and_gradients(case: Case, seed: int) -> None:
     result = affine_scan(case.matrices, case.offsets, case.initial, **case.options)
     close(result, squeeze(y[1:]), squeeze(size_of[1:]), case)
 
-    loss = np.random.default_rng(seed).standard_normal((steps, samples, size)).astype(case.dtype)
-    grads = affine_scan_vjp(case.matrices, case.initial, result, squeeze(loss), **case.options)
+    loss = normal(np.random.default_rng(seed), (steps, samples, size), case.dtype)
+    grads = affine_scan_vjp(
+        case.matrices, initial=case.initial, states=result, grads=squeeze(loss), **case.options
+    )
     g, size_of_g = np.zeros((samples, size)), np.zeros((samples, size))
-    in_offsets, sizes = np.zeros((2, steps, samples, size))
-    in_matrices, sizes_of_matrices = np.zeros((2, steps, samples, size, size))
+    in_offsets, sizes = np.zeros((2, steps, samples, size), y.dtype)
+    in_matrices, sizes_of_matrices = np.zeros((2, steps, samples, size, size), y.dtype)
     for t in range(steps)[::-1]:
         in_offsets[t] = g = g + loss[t]
         sizes[t] = size_of_g = size_of_g + np.abs(loss[t])
-        in_matrices[t] = g[:, :, None] * y[t][:, None, :]
+        in_matrices[t] = g[:, :, None] * y[t][:, None, :].conj()
         sizes_of_matrices[t] = size_of_g[:, :, None] * size_of[t][:, None, :]
-        g = apply(case.applied[t].swapaxes(-1, -2), g)
+        g = apply(case.applied[t].swapaxes(-1, -2).conj(), g)
         size_of_g = apply(np.abs(case.applied[t]).swapaxes(-1, -2), size_of_g)
-    close(grads.offsets, squeeze(in_offsets), squeeze(sizes), case)
+    close(grads.offsets, squeeze(in_offsets), squeeze(sizes.real), case)
     close(grads.initial, squeeze(g[None])[0], squeeze(size_of_g[None])[0], case)
-
-    def as_given(a: Array) -> Array:
-        a = a.swapaxes(-1, -2) if "transposed" in case.options else a
-        is_values = isinstance(case.matrices, CSRChain) or "pattern" in case.options
-        values = case.matrices.data if isinstance(case.matrices, CSRChain) else case.matrices
-        a = a[..., case.kept] if is_values else a
-        return a.sum(1) if values.ndim == (2 if is_values else 3) else a
-
-    close(grads.matrices, as_given(in_matrices), as_given(sizes_of_matrices), case)
+    exact, size_of_exact = case.as_given(in_matrices), case.as_given(sizes_of_matrices)
+    many = 1 + steps * samples  # terms of sums over steps and samples
+    close(grads.matrices, exact, many * size_of_exact.real, case)
 
 
 @pytest.mark.parametrize("kind", ["dense", "diagonal", "general"])
@@ -186,7 +231,7 @@ def test_the_same_bits_by_any_number_of_threads(
         monkeypatch.setattr(sparsescan.affine, "thread_count", lambda count=count: count)
         monkeypatch.setattr(threads, "thread_count", lambda count=count: count)
         y = affine_scan(a, b, pattern=pattern)
-        results.append([y, *affine_scan_vjp(a, None, y, b, pattern=pattern)])
+        results.append([y, *affine_scan_vjp(a, states=y, grads=b, pattern=pattern)])
     for other in results[1:]:
         for result, expected in zip(other, results[0], strict=True):
             assert result.tobytes() == expected.tobytes()
@@ -220,13 +265,13 @@ def test_nothing_of_the_callers_is_copied_or_changed(form: str) -> None:
     }[form]
     options = {"transposed": True} if form == "transposed" else {}
     y = affine_scan(matrices, b, **options)
-    affine_scan_vjp(matrices, None, y, b, **options)
+    affine_scan_vjp(matrices, states=y, grads=b, **options)
     tracemalloc.start()
     try:
         affine_scan(matrices, b, **options)
         forward = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
-        affine_scan_vjp(matrices, None, y, b, **options)
+        affine_scan_vjp(matrices, states=y, grads=b, **options)
         back = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -240,7 +285,7 @@ def test_large_states_of_few_samples_run_by_a_plan() -> None:
     size, steps = 400, 4
     a, b = rng.standard_normal((steps, size, size)) / 20, rng.standard_normal((steps, size))
     y, expected = affine_scan(a, b), np.zeros(size)
-    grads = affine_scan_vjp(a, None, y, b)
+    grads = affine_scan_vjp(a, states=y, grads=b)
     for t in range(steps):
         expected = a[t] @ expected + b[t]
         np.testing.assert_allclose(y[t], expected, rtol=1e-11, atol=1e-11)
@@ -248,7 +293,7 @@ def test_large_states_of_few_samples_run_by_a_plan() -> None:
     schedule = sparsescan.Schedule.blelloch(steps)
     named = affine_scan(a, b, schedule=schedule)
     np.testing.assert_allclose(named, y, rtol=1e-11, atol=1e-11)
-    same = affine_scan_vjp(a, None, y, b, schedule=schedule)
+    same = affine_scan_vjp(a, states=y, grads=b, schedule=schedule)
     for result, exact in zip(same, grads, strict=True):
         np.testing.assert_allclose(result, exact, rtol=1e-11, atol=1e-11)
 
@@ -256,8 +301,23 @@ def test_large_states_of_few_samples_run_by_a_plan() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"matrices": np.ones((5, 3))}, r"matrices has shape \(5, 3\); expected \(T, size, size\)"),
-        ({"matrices": np.ones((5, 3, 2))}, r"matrices has shape \(5, 3, 2\); expected"),
+        (
+            {"matrices": np.ones((5, 4, 3, 2))},
+            r"matrices has shape .*; expected matrices \(T, size",
+        ),
+        ({"matrices": np.ones(5)}, r"matrices has shape \(5,\), one diagonal \(size,\) for all st"),
+        (
+            {"offsets": np.ones((5, 3, 3))},
+            r"may be matrices \(T, size, size\) or diagonals \(T, batch, size\); expected pattern=",
+        ),
+        (
+            {"matrices": np.ones((3, 3)), "offsets": np.ones((3, 3))},
+            r"may be one matrix \(size, size\) or diagonals \(T, size\); expected pattern=",
+        ),
+        (
+            {"matrices": np.ones(3), "offsets": np.ones((3, 3))},
+            r"may be a number for each step .* or one diagonal .* shape \(3, 1\) or \(1, 3\)",
+        ),
         ({"pattern": Pattern.diagonal(4)}, r"matrices has shape .* nnz = 4, as pattern says"),
         ({"pattern": Pattern.dense((3, 2))}, r"pattern has shape \(3, 2\); expected a square one"),
         ({"offsets": np.ones((4, 3))}, r"offsets has shape \(4, 3\); expected \(5, 3\) or \(5, ba"),
@@ -278,7 +338,14 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None
     ("change", "message"),
     [
         ({"pattern": "diagonal"}, "pattern is 'diagonal'; expected a Pattern"),
-        ({"matrices": np.ones((5, 3, 3), int)}, "matrices has dtype int64; expected float32 or"),
+        (
+            {"matrices": np.ones((5, 3, 3), int)},
+            "matrices has dtype int64; expected float32, float",
+        ),
+        (
+            {"offsets": 1j * np.ones((5, 3)), "schedule": "blelloch"},
+            "'auto' or 'linear', which comp",
+        ),
         ({"offsets": "b"}, "offsets has dtype"),
     ],
 )
@@ -291,9 +358,9 @@ def test_gradients_need_the_states_of_the_call() -> None:
     a = np.ones((5, 2, 3, 3))
     y = affine_scan(a)
     with pytest.raises(InputError, match=r"grads has 1 samples; expected 2, as matrices has"):
-        affine_scan_vjp(a, None, y, y[:, :1])
+        affine_scan_vjp(a, states=y, grads=y[:, :1])
     with pytest.raises(InputError, match=r"states has shape \(5, 3\); expected \(5, 2, 3\)"):
-        affine_scan_vjp(a, None, y[:, 0], y)
+        affine_scan_vjp(a, states=y[:, 0], grads=y)
     chain = CSRChain.from_pattern(np.ones((4, 3)), Pattern.diagonal(3))
     with pytest.raises(InputError, match="pattern is given for a CSRChain"):
         affine_scan(chain, pattern=Pattern.diagonal(3))
@@ -307,7 +374,7 @@ def test_dense_steps_need_no_kernels_beyond_those_of_sparse_ones() -> None:
         pattern = of_mask(mask)
         a, y0 = rng.standard_normal((9, 2, pattern.nnz)), rng.standard_normal((2, 6))
         states = affine_scan(a, None, y0, pattern=pattern, schedule="linear")
-        affine_scan_vjp(a, y0, states, states, pattern=pattern)
+        affine_scan_vjp(a, initial=y0, states=states, grads=states, pattern=pattern)
     for signature in map(str, [*sweep.signatures, *outer_products.signatures]):
         indices = signature.count("array(int32")
         assert signature.count("readonly array(int32") == indices == 2
@@ -336,8 +403,8 @@ def test_states_that_are_one_number(dtype: Any, has_offsets: bool) -> None:
     a = rng.uniform(-1, 1, (steps, 1)).astype(dtype)[::-1]
     b = rng.standard_normal((steps, 1)).astype(dtype) if has_offsets else None
     y0, loss = rng.standard_normal((1, 1)).astype(dtype), rng.standard_normal((steps, 1, 1))
-    y = affine_scan(a, b, y0, pattern=Pattern.diagonal(1))
-    grads = affine_scan_vjp(a, y0, y, loss.astype(dtype), pattern=Pattern.diagonal(1))
+    y = affine_scan(a, b, y0)
+    grads = affine_scan_vjp(a, initial=y0, states=y, grads=loss.astype(dtype))
     state, states = float(y0[0, 0]), []
     for t in range(steps):
         state = float(a[t, 0]) * state + (float(b[t, 0]) if b is not None else 0.0)

@@ -110,9 +110,11 @@ def test_states_and_gradients(cupy: Any, seed: int) -> None:
     arrays = case.matrices, case.offsets, case.initial, case.loss
     a, b, y0, loss = (None if each is None else cupy.asarray(each) for each in arrays)
     y = affine_scan(a, b, y0, **case.options)
-    grads = affine_scan_vjp(a, y0, y, loss, **case.options)
+    grads = affine_scan_vjp(a, initial=y0, states=y, grads=loss, **case.options)
     agree([y, *grads], case.expected(), case.dtype)
-    some = affine_scan_vjp(a, y0, y, loss, needs_matrices_grad=False, **case.options)
+    some = affine_scan_vjp(
+        a, initial=y0, states=y, grads=loss, needs_matrices_grad=False, **case.options
+    )
     assert some.matrices is None
     np.testing.assert_array_equal(some.offsets.get(), grads.offsets.get())
 
@@ -131,7 +133,7 @@ def test_what_is_mixed_is_refused(cupy: Any) -> None:
         affine_scan(cupy.asarray(a), b)
     y = affine_scan(a, b)
     with pytest.raises(DeviceError, match=r"some arrays are CuPy's and some NumPy's"):
-        affine_scan_vjp(cupy.asarray(a), None, y, b)
+        affine_scan_vjp(cupy.asarray(a), states=y, grads=b)
 
 
 @simulated
@@ -142,7 +144,7 @@ def test_work_is_where_the_matrices_are(cupy: Any, monkeypatch: pytest.MonkeyPat
     with cupy.cuda.Device(1):
         there = cupy.asarray(a), cupy.asarray(b)
     y = affine_scan(*there)
-    grads = affine_scan_vjp(there[0], None, y, there[1])
+    grads = affine_scan_vjp(there[0], states=y, grads=there[1])
     assert {launch.device for launch in launches} == {1}
     assert {each.device.id for each in (y, *grads)} == {1}
     np.testing.assert_allclose(y.get(), affine_scan(a, b), rtol=1e-12)

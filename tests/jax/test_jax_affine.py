@@ -24,29 +24,51 @@ class Case:
     def __init__(self, seed: int, most: int = 8) -> None:
         rng = np.random.default_rng(seed)
         steps, size, batch = (int(rng.integers(1, most)) for _ in range(3))
+        self.is_complex = bool(rng.random() < 0.3)
         kept = rng.random((size, size)) < rng.choice([0.3, 1.0])
-        if rng.random() < 0.3:
+        form = rng.choice(["each", "each", "one", "number"])
+        self.is_number = form == "number" and size > 1
+        self.is_one = bool(form == "one")
+        if self.is_number or rng.random() < 0.3:
             kept = np.eye(size, dtype=bool)
         self.kept, self.transposed = kept, bool(rng.random() < 0.5)
         self.is_dense = bool(kept.all() and rng.random() < 0.7)
-        self.pattern = None if self.is_dense else of_mask(kept)
-        lead = (steps, batch) if rng.random() < 0.5 else (steps,)
+        self.pattern = None if self.is_dense or self.is_number else of_mask(kept)
+        if self.is_dense and size > 1 and (batch == size or rng.random() < 0.5):
+            self.pattern = Pattern.dense((size, size))
+        has_batch = rng.random() < 0.5
+        lead = (1 if self.is_one else steps, *([batch] * has_batch))
         shape = (size, size) if self.is_dense else (int(kept.sum()),)
-        self.inputs: dict[str, Any] = {"matrices": rng.standard_normal((*lead, *shape)) / 2}
+        if self.is_number:
+            shape = (1,) if has_batch or steps == size else ()
+        if self.is_one and not has_batch and self.pattern is not None:
+            lead = ()  # without an axis of steps
+        self.rng = rng
+        self.inputs: dict[str, Any] = {"matrices": self.normal((*lead, *shape)) / 2}
         for name, own in (("offsets", (steps,)), ("initial", ())):
-            choice = rng.integers(3)
+            is_needed = name == "offsets" and (self.is_one or self.is_number)
+            choice = rng.integers(2 if is_needed else 3)
             if choice < 2:
                 shape = (*own, batch, size) if choice else (*own, size)
-                self.inputs[name] = rng.standard_normal(shape)
-        self.rng = rng
+                self.inputs[name] = self.normal(shape)
+
+    def normal(self, shape: tuple[int, ...]) -> Any:
+        drawn = self.rng.standard_normal(shape)
+        return drawn + 1j * self.rng.standard_normal(shape) if self.is_complex else drawn
 
     def run(self, inputs: dict[str, Any]) -> Any:
         return affine_scan(**inputs, pattern=self.pattern, transposed=self.transposed)
 
     def loop(self, inputs: dict[str, Any]) -> Any:
         a, size = jnp.asarray(inputs["matrices"]), len(self.kept)
-        if not self.is_dense:
-            a = jnp.zeros((*a.shape[:-1], size, size)).at[(..., *np.nonzero(self.kept))].set(a)
+        if self.is_number:
+            a = (a if a.ndim > 1 else a[:, None])[..., None] * jnp.eye(size)
+        elif not self.is_dense:
+            zeros = jnp.zeros((*a.shape[:-1], size, size), a.dtype)
+            a = zeros.at[(..., *np.nonzero(self.kept))].set(a)
+        if self.is_one:
+            a = a if a.ndim > 2 else a[None]
+            a = jnp.broadcast_to(a, (len(inputs["offsets"]), *a.shape[1:]))
         a = a.mT if self.transposed else a
         y, states = inputs.get("initial", jnp.zeros(size)), []
         for t in range(len(a)):
@@ -72,16 +94,19 @@ def test_what_numpy_has(seed: int) -> None:
     case = Case(seed)
     options: Any = {"pattern": case.pattern, "transposed": case.transposed}
     expected = sparsescan.affine_scan(**case.inputs, **options)
-    loss = case.rng.standard_normal(expected.shape)
+    loss = case.normal(expected.shape)
     y, back = jax.vjp(case.run, case.inputs)
     assert np.array_equal(y, expected)
     (actual,) = back(loss)
     matrices, initial = case.inputs["matrices"], case.inputs.get("initial")
-    grads = sparsescan.affine_scan_vjp(matrices, initial, expected, loss, **options)
+    grads = sparsescan.affine_scan_vjp(
+        matrices, initial=initial, states=expected, grads=loss.conj(), **options
+    )
     for name, exact in zip(("matrices", "offsets", "initial"), grads, strict=True):
         if name in actual:
             axis = 1 if name == "offsets" else 0
             whole = exact if actual[name].ndim == exact.ndim else exact.sum(axis)
+            whole = whole.conj()  # JAX's gradients are no conjugates
             np.testing.assert_allclose(actual[name], whole, rtol=1e-13, atol=1e-13)
 
 
@@ -90,8 +115,8 @@ def test_jit_and_second_derivatives(seed: int) -> None:
     case = Case(seed, most=4)
 
     def penalty(function: Any, inputs: dict[str, Any]) -> Any:
-        grads = jax.grad(lambda each: jnp.sin(function(each)).sum())(inputs)
-        return sum(jnp.cos(each).sum() for each in jax.tree.leaves(grads))
+        grads = jax.grad(lambda each: jnp.sin(function(each)).sum().real)(inputs)
+        return sum(jnp.cos(each).sum().real for each in jax.tree.leaves(grads))
 
     actual, expected = (
         jax.jit(jax.value_and_grad(penalty, argnums=1), static_argnums=0)(function, case.inputs)

@@ -23,29 +23,42 @@ EPS = torch.finfo(torch.float64).eps
 class Case:
     """Random arguments, of which any may be shared by the samples or not be there."""
 
-    def __init__(self, seed: int, most: int = 9) -> None:
+    def __init__(self, seed: int, most: int = 9, *, may_be_complex: bool = True) -> None:
         rng = np.random.default_rng(seed)
         torch.manual_seed(seed)
         steps, size, batch = (int(rng.integers(1, most)) for _ in range(3))
+        is_complex = may_be_complex and rng.random() < 0.3
+        self.dtype = torch.complex128 if is_complex else torch.float64
         kept = torch.from_numpy(rng.random((size, size)) < rng.choice([0.3, 1.0]))
-        if rng.random() < 0.3:
+        form = rng.choice(["each", "each", "one", "number"])
+        self.is_number = form == "number" and size > 1
+        self.is_one = bool(form == "one")
+        if self.is_number or rng.random() < 0.3:
             kept = torch.eye(size, dtype=torch.bool)
         self.kept = kept
-        lead = (steps, batch) if rng.random() < 0.5 else (steps,)
+        has_batch = rng.random() < 0.5
+        lead = (1 if self.is_one else steps, *([batch] * has_batch))
         self.is_dense = bool(kept.all()) and rng.random() < 0.7
-        self.pattern = None if self.is_dense else of_mask(kept.numpy())
+        self.pattern = None if self.is_dense or self.is_number else of_mask(kept.numpy())
+        if self.is_dense and size > 1 and (batch == size or rng.random() < 0.5):
+            self.pattern = Pattern.dense((size, size))
         shape = (size, size) if self.is_dense else (int(kept.sum()),)
-        self.matrices = (torch.randn(*lead, *shape, dtype=torch.float64) / 2).requires_grad_()
+        if self.is_number:
+            shape = (1,) if has_batch or steps == size else ()
+        if self.is_one and not has_batch and self.pattern is not None:
+            lead = ()  # without an axis of steps
+        self.matrices = (torch.randn(*lead, *shape, dtype=self.dtype) / 2).requires_grad_()
         self.transposed = bool(rng.random() < 0.5)
 
-        def vectors(*lead: int) -> Tensor | None:
-            choice = rng.integers(3)
+        def vectors(*lead: int, needed: bool) -> Tensor | None:
+            choice = rng.integers(2 if needed else 3)
             if choice == 2:
                 return None
             own = (*lead, batch, size) if choice else (*lead, size)
-            return torch.randn(own, dtype=torch.float64).requires_grad_()
+            return torch.randn(own, dtype=self.dtype).requires_grad_()
 
-        self.offsets, self.initial = vectors(steps), vectors()
+        self.offsets = vectors(steps, needed=self.is_one or self.is_number)
+        self.initial = vectors(needed=False)
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -66,11 +79,18 @@ class Case:
         a, *rest = inputs
         offsets = None if self.offsets is None else rest.pop(0)
         initial = rest.pop(0) if rest else None
-        if not self.is_dense:
+        if self.is_number:
+            a = a if a.dim() > 1 else a[:, None]
+            a = a[..., None] * torch.eye(len(self.kept), dtype=a.dtype)
+        elif not self.is_dense:
             places = torch.eye(self.kept.numel(), dtype=a.dtype)[self.kept.flatten()]
             a = torch.einsum("...e,eij->...ij", a, places.reshape(-1, *self.kept.shape))
         product = "...ji,...j->...i" if self.transposed else "...ij,...j->...i"
         size = a.shape[-1]
+        if self.is_one:
+            assert offsets is not None
+            a = a if a.dim() > 2 else a[None]
+            a = a.expand(len(offsets), *a.shape[1:])
         y = a.new_zeros(size) if initial is None else initial
         states = []
         for t in range(len(a)):
@@ -99,7 +119,7 @@ def test_states_and_gradients(runs: int, seed: int) -> None:
         states = case.run()
     expected = case.loop()
     loss = torch.randn_like(expected)
-    results = [torch.autograd.grad((y * loss).sum(), leaves) for y in (states, expected)]
+    results = [torch.autograd.grad((y * loss).sum().real, leaves) for y in (states, expected)]
     tensors = (expected.detach(), *results[1])
     scale = 1 + max(float(each.abs().max()) for each in tensors if each.numel())
     for ours, theirs in zip((states, *results[0]), (expected, *results[1]), strict=True):
@@ -118,19 +138,34 @@ def test_first_and_second_derivatives(runs: int, seed: int) -> None:
 @pytest.mark.parametrize("seed", [1, *slow(0, 2, 3)])
 def test_opcheck(seed: int) -> None:
     case = Case(seed, most=4)
-    indices: tuple[Any, Any] = (None, None)
-    if case.pattern is not None:
+    kind, indices = "diagonal" if case.is_number else "dense", (None, None)
+    matrices = case.matrices.detach().clone()
+    if case.is_number:
+        matrices = matrices.reshape(*matrices.shape[: 2 if matrices.dim() == 3 else 1], 1)
+        matrices = matrices.expand(*matrices.shape[:-1], len(case.kept)).contiguous()
+    elif case.pattern is not None and case.pattern.kind == "diagonal":
+        kind = "diagonal"
+    elif case.pattern is not None and case.pattern.kind == "general":
         arrays = case.pattern.indptr, case.pattern.indices
-        indices = tuple(torch.from_numpy(array.astype(np.int64)) for array in arrays)
-    arguments = case.matrices, case.offsets, case.initial, *indices, case.transposed
+        kind, indices = "sparse", tuple(torch.from_numpy(a.astype(np.int64)) for a in arrays)
+    elif not case.is_dense:
+        matrices = matrices.unflatten(-1, case.kept.shape)
+    if case.is_one and matrices.dim() == (2 if kind == "dense" else 1):
+        matrices = matrices[None]
+    if kind == "dense" and len(case.kept) == 1:
+        kind, matrices = "diagonal", matrices[..., 0]
+    matrices.requires_grad_()
+    arguments = matrices, case.offsets, case.initial, kind, *indices, case.transposed
     torch.library.opcheck(torch.ops.sparsescan.affine_scan.default, arguments)
 
 
-def test_compiled_graphs_stay_whole() -> None:
-    case = Case(5)
+@pytest.mark.parametrize("seed", [5, *slow(*range(6, 20))])
+def test_compiled_graphs_stay_whole(seed: int) -> None:
+    torch._dynamo.reset()  # else so many forms of one function are too many
+    case = Case(seed)
 
     def loss(*inputs: Tensor) -> Tensor:
-        return case.run(*(2 * each for each in inputs)).square().sum()
+        return case.run(*(2 * each for each in inputs)).abs().square().sum()
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for call in (loss, compiled):
@@ -176,6 +211,12 @@ def test_errors() -> None:
         affine_scan(a, torch.rand(5, 3))
     with pytest.raises(DeviceError, match=r"matrices is on meta; .* \(matrices.cpu\(\)\)"):
         affine_scan(a.to("meta"), pattern=Pattern.diagonal(3))
+    with pytest.raises(InputTypeError, match=r"matrices has layout torch.sparse_coo; expected a d"):
+        affine_scan(a[0].to_sparse(), torch.rand(4, 3))
+    with pytest.raises(InputTypeError, match=r"offsets has layout torch._mkldnn; expected a dense"):
+        affine_scan(a, torch.rand(4, 3).to_mkldnn())
+    with pytest.raises(InputError, match=r"may be matrices \(T, size, size\) or diagonals"):
+        affine_scan(a, torch.rand(4, 3, 3))
 
 
 def test_recordings_are_as_many_as_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +256,7 @@ def maps(f: Any, inputs: list[Tensor], many: list[Tensor], along: list[Tensor]) 
 @given(st.integers(0, 2**32))
 def test_transforms(seed: int) -> None:
     """Of all arguments, whether samples share them or not."""
-    case = Case(seed, most=4)
+    case = Case(seed, most=4, may_be_complex=False)
     inputs = [each.detach() for each in case.inputs]
     many = [torch.stack([each, -0.5 * each, each.sin()]) for each in inputs]
     along = [torch.randn_like(each) for each in inputs]
@@ -234,7 +275,7 @@ def test_transforms(seed: int) -> None:
 
 
 def test_batches_of_gradients() -> None:
-    case = Case(3, most=4)
+    case = Case(3, most=4, may_be_complex=False)
     (given, *rest) = case.inputs
 
     def both(f: Any) -> Tensor:

@@ -15,7 +15,15 @@ from .matvec import add_rows, csr_matvec, dense_matvec, dense_matvec_of_eight, i
 from .memory import add_fused_term, array_at, eights_at, store, zero
 from .tables import LANES, ZERO, Kind
 
-__all__ = ["Stack", "Steps", "outer_products", "sweep", "sweep_columns", "sweep_shared"]
+__all__ = [
+    "Stack",
+    "Steps",
+    "outer_products",
+    "outer_sums",
+    "sweep",
+    "sweep_columns",
+    "sweep_shared",
+]
 
 Array = Any
 
@@ -247,6 +255,42 @@ def sweep_columns(s, samples, first, last):
                     y[i] = m[i] * x[i]
 
 
+@njit(inline="always")
+def _operands(s, grads, t, b):
+    """Return the vectors whose outer product is the gradient in the matrix of a step."""
+    g, state = _vector(s, grads, t, b, s.size), _before(s, t, b)
+    return (state, g) if s.transposed else (g, state)
+
+
+@njit
+def _add_outer(s, to, left, right, first, last, adds):
+    """Write, or add, rows `first` to ``last - 1`` of an outer product, where the pattern is."""
+    begin, end, rows = np.uint64(first), np.uint64(last), np.uint64(s.size)
+    if s.kind == Kind.DIAGONAL:
+        for i in range(begin, end):
+            to[i] = left[i] * right[i] + (to[i] if adds else 0)
+        return
+    if s.kind == Kind.DENSE:
+        p = begin * rows
+        for i in range(begin, end):
+            factor = left[i]
+            if adds:
+                for j in range(rows):
+                    to[p + j] += factor * right[j]
+            else:
+                for j in range(rows):
+                    to[p + j] = factor * right[j]
+            p += rows
+        return
+    p = np.uint64(s.indptr[begin])
+    for i in range(begin, end):
+        factor, stop = left[i], np.uint64(s.indptr[i + np.uint64(1)])
+        while p < stop:
+            term = factor * right[np.uint64(s.indices[p])]
+            to[p] = term + to[p] if adds else term
+            p += np.uint64(1)
+
+
 @njit(nogil=True, cache=True)
 def outer_products(s, grads, out, samples, first, last):
     """Write the gradients in the matrices of steps `first` to ``last - 1``.
@@ -255,7 +299,6 @@ def outer_products(s, grads, out, samples, first, last):
     ``g_t[i]·y_{t-1}[j]``, or ``y_{t-1}[i]·g_t[j]`` if a step applies the transposed matrix; the sum
     over samples if they share the matrices, which `out` says.
     """
-    rows = np.uint64(s.size)
     if samples == 1 and s.size == 1 and s.nnz == 1:
         for t in range(first, last):
             g = _vector(s, grads, t, ZERO, 1)[0]
@@ -263,30 +306,19 @@ def outer_products(s, grads, out, samples, first, last):
         return
     for t in range(first, last):
         for b in range(samples):
-            g, state = _vector(s, grads, t, b, s.size), _before(s, t, b)
-            left, right = (state, g) if s.transposed else (g, state)
+            left, right = _operands(s, grads, t, b)
             to = _vector(s, out, t, b, s.nnz)
-            if out.sample == 0 and b == 0:
-                to[:] = 0
-            adds = out.sample == 0
-            if s.kind == Kind.DIAGONAL:
-                for i in range(rows):
-                    to[i] = left[i] * right[i] + (to[i] if adds else 0)
-                continue
-            p = np.uint64(0)
-            for i in range(rows):
-                factor = left[i]
-                if s.kind == Kind.DENSE:
-                    if adds:
-                        for j in range(rows):
-                            to[p + j] += factor * right[j]
-                    else:
-                        for j in range(rows):
-                            to[p + j] = factor * right[j]
-                    p += rows
-                else:
-                    stop = np.uint64(s.indptr[i + np.uint64(1)])
-                    while p < stop:
-                        term = factor * right[np.uint64(s.indices[p])]
-                        to[p] = term + to[p] if adds else term
-                        p += np.uint64(1)
+            _add_outer(s, to, left, right, ZERO, s.size, out.sample == 0 and b > 0)
+
+
+@njit(nogil=True, cache=True)
+def outer_sums(s, grads, out, samples, first, last):
+    """Write rows `first` to ``last - 1`` of the gradients in a matrix that all steps share.
+
+    That is the sum over the steps of what :func:`outer_products` writes.
+    """
+    for t in range(s.count):
+        for b in range(samples):
+            left, right = _operands(s, grads, t, b)
+            to = _vector(s, out, ZERO, b, s.nnz)
+            _add_outer(s, to, left, right, first, last, t > 0 or (out.sample == 0 and b > 0))

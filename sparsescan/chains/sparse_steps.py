@@ -1,0 +1,98 @@
+"""Sparse matrices of SciPy as the steps of a recurrence: one pattern, and values of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from ..errors import InputError, InputTypeError, short
+from ..symbolic.pattern import Pattern, indptr_of, rows_of, trusted
+from .reading import split
+
+__all__ = ["SparseSteps", "is_sparse_steps"]
+
+Array = NDArray[Any]
+
+
+class SparseSteps(NamedTuple):
+    """Sparse matrices on the union of their patterns.
+
+    Attributes
+    ----------
+    pattern : Pattern
+        The union.
+    values : ndarray, shape (T, nnz) or (nnz,)
+        Their values, zeros included; without the first axis if one matrix was given.
+    own : tuple of (Pattern, ndarray)
+        The pattern of each, and where its entries are among those of the union.
+    """
+
+    pattern: Pattern
+    values: Array
+    own: tuple[tuple[Pattern, Array], ...]
+
+    @classmethod
+    def read(cls, matrices: Any) -> SparseSteps:
+        """Return what the caller has given, checked."""
+        is_one = sp.issparse(matrices)
+        given = [matrices] if is_one else list(matrices)
+        read: list[tuple[Pattern, Array]] = []
+        for k, matrix in enumerate(given):
+            name = "matrices" if is_one else f"matrices[{k}]"
+            if not sp.issparse(matrix):
+                raise InputTypeError(f"{name} is {short(matrix)}; expected CSR, as other steps are")
+            pattern, values = split(name, matrix, None, is_complex=True)
+            size = read[0][0].shape[0] if read else pattern.shape[0]
+            if pattern.shape != (size, size):
+                raise InputError(f"{name} has shape {pattern.shape}; expected {(size, size)}")
+            read.append((pattern, values))
+        union = _union([pattern for pattern, _ in read])
+        places = {pattern: _places(pattern, union) for pattern in {each for each, _ in read}}
+        dtype = np.result_type(*(values.dtype for _, values in read))
+        whole = np.zeros((len(read), union.nnz), dtype)
+        for row, (pattern, values) in zip(whole, read, strict=True):
+            row[places[pattern]] = values
+        own = tuple((pattern, places[pattern]) for pattern, _ in read)
+        return cls(union, whole[0] if is_one else whole, own)
+
+    def like(self, values: Array) -> Any:
+        """Return values of the union as the caller has given the matrices."""
+        matrices = [
+            sp.csr_array((row[places], pattern.indices, pattern.indptr), pattern.shape)
+            for row, (pattern, places) in zip(values, self.own, strict=True)
+        ]
+        return matrices if self.values.ndim == 2 else matrices[0]
+
+
+def is_sparse_steps(matrices: Any) -> bool:
+    """Return whether matrices are sparse, or a list in which any is."""
+    if isinstance(matrices, (list, tuple)):
+        return any(map(sp.issparse, matrices))
+    return bool(sp.issparse(matrices))
+
+
+def _keys(pattern: Pattern) -> Array:
+    """Return a number for each entry, in the order of rows and columns."""
+    return rows_of(pattern).astype(np.int64) * pattern.shape[1] + pattern.indices
+
+
+def _union(patterns: Sequence[Pattern]) -> Pattern:
+    different = list(dict.fromkeys(patterns))
+    if len(different) == 1:
+        return different[0]
+    rows, columns = np.divmod(
+        np.unique(np.concatenate([_keys(pattern) for pattern in different])),
+        max(different[0].shape[1], 1),
+    )
+    shape = different[0].shape
+    return trusted(indptr_of(rows, shape[0]), columns, shape)
+
+
+def _places(pattern: Pattern, union: Pattern) -> Array:
+    """Return where the entries of a pattern are among those of a union."""
+    places: Array = np.searchsorted(_keys(union), _keys(pattern))
+    return places
