@@ -111,6 +111,7 @@ class _Runner:
     """A point that is timed: the chosen way of both, and the medians of turns."""
 
     ways: dict[str, Way]
+    usual: dict[str, float]  # seconds of a call of each
     about: Results
     rounds: int
     samples: dict[str, list[float | None]] = field(default_factory=lambda: {OURS: [], THEIRS: []})
@@ -168,7 +169,7 @@ def _runner(race: Race, likely: Mapping[str, str], quick: bool) -> _Runner:
     if explained is not None:
         about |= {"kernel": explained.kernel, "predicted": explained.predicted}
     fit = max(1, int(_SECONDS / sum(taken.values())))
-    return _Runner(ways, about, min(fit, _QUICK_ROUNDS if quick else _ROUNDS))
+    return _Runner(ways, taken, about, min(fit, _QUICK_ROUNDS if quick else _ROUNDS))
 
 
 def _tried(
@@ -222,17 +223,22 @@ def _take_turns(runners: Mapping[str, _Runner], turn: float) -> list[float]:
             calm = sum(one and is_calm for one, is_calm in zip(had, quiet(used), strict=True))
             is_due = calm < each.rounds and sum(had) < _PATIENCE * each.rounds
             for who in order:
-                each.samples[who].append(_turn(each.ways[who], turn) if is_due else None)
+                taken = _turn(each.ways[who], turn, each.usual[who]) if is_due else None
+                each.samples[who].append(taken)
 
     return take_rounds(take, wanted, _PATIENCE)
 
 
-def _turn(way: Way, length: float) -> float:
-    """Return the median seconds of the calls of a turn."""
+def _turn(way: Way, length: float, usual: float) -> float:
+    """Return the median seconds of the calls of a turn.
+
+    Threads of the contender before it may still wait for work, and keep a core, in the first call.
+    """
     sleep()
     with way.within():
         taken = call_for(way.call, length / 2, way.clear)
-        if taken[0] < length:  # else it counts: what takes long warms up within a call
+        # Else it counts: what takes long warms up within a call.
+        if taken[0] < length or taken[0] > _ODD * usual:
             taken = call_for(way.call, length, way.clear)
     return round(median(taken), 9)
 

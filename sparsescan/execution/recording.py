@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numba
@@ -31,6 +33,9 @@ Array = NDArray[Any]
 _SPACE = 1 << 48
 # Bytes behind the end that kernels may read, and do not use: a few tiles of vectors.
 _MARGIN = 1 << 13
+# How many times the usual seconds, and seconds more, a replay takes if threads wait for other
+# programs; and how many of the next have one thread at most.
+_CROWDED, _LATE, _MOST_ALONE = 3, 3e-4, 64
 
 
 class Space:
@@ -118,6 +123,7 @@ class Recording:
         results: Sequence[Result],
     ) -> None:
         self._read, self.results = read, results
+        self._usual, self._alone, self._pause = inf, 0, 1
         strands = [strand for phase in phases for strand in phase]
         calls = [call for strand in strands for call in strand]
         self.width = max(map(len, phases), default=0)
@@ -151,9 +157,27 @@ class Recording:
         self.run_at([address_of(each) for each in arrays])
 
     def run_at(self, addresses: Sequence[int]) -> None:
-        """Make the calls with arrays at addresses."""
-        control = np.empty(self.words, np.int64)
-        replay(self.header, np.array(addresses, np.int64), control, self.threads)
+        """Make the calls with arrays at addresses.
+
+        Where other programs use the cores, threads that wait for each other wait for these, too.
+        After a replay that took much longer than others, the next ones have one thread: twice as
+        many each time that this happens again.
+        """
+        control, parts = np.empty(self.words, np.int64), self.threads
+        if self._alone:
+            self._alone -= 1
+            parts = 1
+        begin = perf_counter()
+        replay(self.header, np.array(addresses, np.int64), control, parts)
+        if parts > 1:
+            taken = perf_counter() - begin
+            if taken > _CROWDED * self._usual + _LATE:
+                self._alone = self._pause
+                self._pause = min(2 * self._pause, _MOST_ALONE)
+            else:
+                self._pause = 1
+            # What was fast once may have been so in better days.
+            self._usual = min(taken, 1.01 * self._usual)
         if control[Control.FAILED]:
             raise RuntimeError("a kernel has failed")
 
