@@ -50,7 +50,7 @@ Array = NDArray[Any]
 # Units up to which samples are lanes where vectors of units would be no faster: in any case, and
 # where there is a group of samples for each core of the machine.
 _FEW_UNITS, _MOST_UNITS = 32, 128
-_SEGMENT = 256  # steps whose gates are computed at once where those of all are not kept
+_SEGMENT = 256  # the fewest steps whose gates are computed at once where not all are kept
 
 
 class RecurrentLike(Layers, Protocol):
@@ -444,8 +444,11 @@ class OneCell:
 
 
 def segments(steps: int) -> list[int]:
-    """Return how many steps may have their gates kept: all, or as many as are computed at once."""
-    return list(dict.fromkeys((max(steps, 1), max(1, min(steps, _SEGMENT)))))
+    """Return how many steps may have their gates kept at once: all, or fewer and fewer."""
+    found = [max(steps, 1)]
+    while found[-1] > _SEGMENT:
+        found.append(max(found[-1] // 2, _SEGMENT))
+    return found
 
 
 def check_limit(limit: int | None, nbytes: int, steps: int, batch: int) -> None:

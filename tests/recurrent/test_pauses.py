@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from sampling import examples, slow
 from scipy.ndimage import maximum_filter1d
 
 import sparsescan
+from sparsescan import MemoryLimitError
 from sparsescan.execution.calls import Calls
 from sparsescan.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell, host
 from sparsescan.recurrent import step as training_step
@@ -167,10 +169,11 @@ def assert_close(
 
 
 def limited(net: Any, x: Array) -> Any:
-    """Return a training step that does not keep the gates of all steps."""
-    step = net.training_step()
-    step.forward(x)
-    step = net.training_step(memory_limit=step.nbytes - 1)
+    """Return a training step that keeps the gates of as few steps as it can."""
+    with pytest.raises(MemoryLimitError) as error:
+        net.training_step(memory_limit=0).forward(x)
+    (least,) = re.findall(r"need .* \(([\d,]+) bytes\)", str(error.value))
+    step = net.training_step(memory_limit=int(least.replace(",", "")))
     step.forward(x)
     assert not step.keeps_gates
     return step
