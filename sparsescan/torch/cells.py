@@ -195,7 +195,8 @@ def module(cell: type[Cell]) -> type[CellModule]:
     :class:`sparsescan.recurrent.TrainingStep`, and so are derivatives of any order and transforms
     of ``torch.func`` on the CPU; see :class:`RNN`. Dtypes other than float32 and float64, devices
     other than the CPU and, with CuPy, CUDA, and autocast are computed step by step, by PyTorch's
-    own operations.
+    own operations. So does ``torch.jit.trace``, whose graph has as many steps as it was traced
+    with: ``torch.export`` keeps one operator, for any number of steps and samples.
 
     Parameters
     ----------

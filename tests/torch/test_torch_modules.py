@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 import sparsescan.torch
 from sparsescan import InputTypeError
+from sparsescan.recurrent.catalogue import MGU
 from sparsescan.torch import _recurrent_op, convert
 from sparsescan.torch._prepared import only
 
@@ -135,6 +136,18 @@ def test_opcheck(kind: str) -> None:
             torch.library.opcheck(torch.ops.sparsescan.recurrent.default, given)
     given = x.detach(), None, lengths, [each.detach() for each in params], [], *about, False
     torch.library.opcheck(torch.ops.sparsescan.recurrent_forward.default, given)
+
+
+@pytest.mark.parametrize("kind", [sparsescan.torch.LSTM, sparsescan.torch.module(MGU)])
+def test_exported_models_take_any_number_of_steps(kind: Any) -> None:
+    """PyTorch's own modules are exported for one."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(kind(3, 4, batch_first=True))
+    dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("steps")}
+    whole = torch.export.export(net, (torch.randn(2, 7, 3),), dynamic_shapes=(dims,)).module()
+    for shape in ((2, 31, 3), (5, 4, 3)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(whole(x), net(x))
 
 
 def test_compiled_models() -> None:
