@@ -23,6 +23,7 @@ from sparsescan import Pattern, affine_scan, affine_scan_vjp
 
 from . import networks, peers, races, step
 from .experiment import Drawing, Experiment, Piece, Results, Row
+from .many import MANY
 from .peers import PYTORCH
 from .races import JAX, OURS
 from .timing import THREADS, Call
@@ -329,7 +330,7 @@ RECURRENCES = (
 
 def _pieces(quick: bool) -> Iterable[Piece]:
     few = *MODULES[:2], RECURRENCES[0]
-    for case in few if quick else (*MODULES, *STACKS, *NETWORKS, *RECURRENCES):
+    for case in few if quick else (*MODULES, *STACKS, *NETWORKS, *RECURRENCES, *MANY):
         yield Piece(case.name, partial(case.measure, quick))
 
 
