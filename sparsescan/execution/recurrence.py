@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 from ..kernels.cpu import complex_recurrence as complex_kernels
 from ..kernels.cpu import recurrence as kernels
 from ..kernels.cpu.copies import copy_into
+from ..kernels.cpu.lanes import lanes
 from ..kernels.cpu.recurrence import Stack, Steps
 from ..kernels.cpu.tables import LANES
 from ..symbolic.pattern import Pattern
@@ -177,8 +178,9 @@ def write_outer_products(
 
 
 def _signs(dtype: np.dtype[Any], *, conjugated: bool) -> Array:
-    """Return what the kernels multiply imaginary parts by."""
-    return np.array([-1 if conjugated else 1], np.float32 if dtype.itemsize == 8 else np.float64)
+    """Return a vector of what the kernels multiply imaginary parts by."""
+    real = np.dtype(np.float32 if dtype.itemsize == 8 else np.float64)
+    return np.full(lanes(real), -1 if conjugated else 1, real)
 
 
 def _steps(matrices: Matrices, offsets: Array | None, start: Array, out: Array) -> Steps:
