@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .api import inclusive_scan
-from .arrays.arrays import contiguous, namespace, output, read_array
+from .arrays.arrays import beside, contiguous, namespace, output, read_array
 from .arrays.streams import place
 from .chains.containers import CSRChain
 from .chains.sparse_steps import SparseSteps, is_sparse_steps
@@ -304,7 +304,8 @@ class _Given(NamedTuple):
         array = read_array("matrices", matrices, is_complex=True)
         shapes = [None if each is None else each.shape for each in (offsets, initial)]
         reading = read_shapes(array.shape, *shapes, pattern, name)
-        whole = namespace(array).broadcast_to(array.reshape(reading.axes), reading.shape)
+        with beside(array):
+            whole = namespace(array).broadcast_to(array.reshape(reading.axes), reading.shape)
         own, steps = reading.pattern(pattern), reading.steps
         if reading.kind != "dense":
             given = Matrices(own, _walkable(whole), transposed, steps)

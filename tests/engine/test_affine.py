@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -235,6 +236,37 @@ def test_the_same_bits_by_any_number_of_threads(
     for other in results[1:]:
         for result, expected in zip(other, results[0], strict=True):
             assert result.tobytes() == expected.tobytes()
+
+
+@given(st.integers(0, 2**32), st.sampled_from(["f4", "f8", "c16"]), st.booleans())
+def test_sparse_matrices_come_in_a_list(seed: int, dtype: str, transposed: bool) -> None:
+    """Or as one; gradients come back so, each on its own pattern."""
+    rng = np.random.default_rng(seed)
+    steps, size = rng.integers(1, 6), rng.integers(1, 9)
+    masks = rng.random((rng.integers(1, 3), size, size)) < rng.choice([0.2, 0.6])
+    kept = masks[rng.integers(len(masks), size=steps)]
+    dense = normal(rng, (steps, size, size), np.dtype(dtype)) * kept
+    b, loss = (normal(rng, (steps, size), np.dtype(dtype)) for _ in range(2))
+    is_one = rng.random() < 0.3
+    given = [sp.csr_array(each) for each in (dense[:1] if is_one else dense)]
+    options = {"transposed": transposed}
+    whole = np.broadcast_to(dense[:1] if is_one else dense, dense.shape)
+    pattern = Pattern.dense((size, size)) if size > 1 else None
+    y = affine_scan(whole, b, pattern=pattern, **options)
+    exact = affine_scan_vjp(whole, states=y, grads=loss, pattern=pattern, **options).matrices
+    matrices = given[0] if is_one else given
+    bound = 100 * size * np.finfo(dtype).eps
+    scale = np.abs(y).max(initial=1)
+    assert np.abs(affine_scan(matrices, b, **options) - y).max() <= bound * scale
+    found = affine_scan_vjp(matrices, states=y, grads=loss, **options).matrices
+    exact = exact.sum(0, keepdims=True) if is_one else exact
+    for one, own, other in zip([found] if is_one else found, given, exact, strict=True):
+        assert sp.issparse(one)
+        assert np.array_equal(one.indices, own.indices)
+        assert np.array_equal(one.indptr, own.indptr)
+        rows, columns = own.nonzero()
+        scale = 1 + np.abs(other).max()
+        assert np.abs(one.toarray() - other)[rows, columns].max(initial=0) <= bound * scale
 
 
 def test_a_sample_that_is_not_finite_leaves_the_others_alone() -> None:

@@ -55,12 +55,15 @@ class Case:
             return None if own is None else self.draw(rng, *own)
 
         self.offsets, self.initial = vectors(steps), vectors()
+        if self.offsets is not None and steps and rng.random() < 0.3:
+            self.matrices = self.matrices[:1]  # one for all steps
         depths = (self.matrices, 2 if self.pattern is None else 1), (self.offsets, 1)
         has_batch = any(each is not None and each.ndim == 2 + depth for each, depth in depths)
         has_batch = has_batch or (self.initial is not None and self.initial.ndim == 2)
         self.batch = (samples,) if has_batch else ()
         self.loss = self.draw(rng, steps, *self.batch, size)
-        self.options: dict[str, Any] = {"pattern": self.pattern, "transposed": self.transposed}
+        said = Pattern.dense((size, size)) if self.pattern is None and size > 1 else self.pattern
+        self.options: dict[str, Any] = {"pattern": said, "transposed": self.transposed}
         self.options["schedule"] = str(rng.choice(["auto", "linear", "blelloch"]))
 
     def draw(self, rng: np.random.Generator, *shape: int) -> Array:
@@ -86,7 +89,7 @@ class Case:
         whole = whole.mT if self.transposed else whole
         states, y = [], y0
         for t in range(steps):
-            y = (whole[t] @ y[..., None])[..., 0] + offsets[t]
+            y = (whole[t if len(whole) > 1 else 0] @ y[..., None])[..., 0] + offsets[t]
             states.append(y)
         result = torch.stack(states) if steps else offsets * 1
         total = (result * torch.from_numpy(self.loss)).sum() + 0 * (matrices.sum() + y0.sum())
