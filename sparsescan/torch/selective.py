@@ -138,8 +138,7 @@ def selective_scan(
     [0.25, 0.327, -0.02, 0.48]
     """
     given = u, delta, A, B, C, D, z, delta_bias
-    _check_types(dict(zip(_NAMES, given, strict=True)))
-    _check_shapes(*given)
+    _check(*given)
     for name, value in (
         ("delta_softplus", delta_softplus),
         ("return_last_state", return_last_state),
@@ -159,8 +158,14 @@ def selective_scan(
     return (out, last_state) if return_last_state else out
 
 
+def _check(*given: Any) -> None:
+    """Raise an error unless the kernels can take what is given."""
+    _check_types(dict(zip(_NAMES, given, strict=True)))
+    _check_shapes(*given)
+
+
 def _check_types(given: dict[str, Any]) -> None:
-    """Raise an error unless the kernels can take such tensors."""
+    """Raise an error unless they can take such tensors."""
     dtype = None
     for name, each in given.items():
         if each is None and name in _OPTIONAL:
@@ -256,6 +261,12 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return tensor_of(out), tensor_of(last_state), tensor_of(kept)
 
 
+def _checked_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Do so for callers of the operator, who may pass anything."""
+    _check(*arguments[: len(_NAMES)])
+    return _forward(*arguments)
+
+
 def _backward(*arguments: Any) -> list[Tensor]:
     """Return the gradients in all tensors; those that are not needed are empty."""
     grads, grads_last, kept, *given, softplus, needs = arguments
@@ -263,6 +274,26 @@ def _backward(*arguments: Any) -> list[Tensor]:
         above = map(array_of, (kept, grads, grads_last))
         found = selective.selective_scan_vjp(_inputs(given, softplus), *above, tuple(needs))
     return [kept.new_empty(0) if each is None else tensor_of(each) for each in found]
+
+
+def _checked_backward(*arguments: Any) -> list[Tensor]:
+    """Do so for callers of the operator, who may pass anything."""
+    grads, grads_last, kept, u, _, A, *_ = arguments
+    _check(*arguments[3 : 3 + len(_NAMES)])
+    (batch, channels, length), states = u.shape, A.shape[1]
+    segments = selective.segments_of(length, states)
+    shapes = {
+        "grads": (grads, (batch, channels, length)),
+        "grads_last": (grads_last, (batch, channels, states)),
+        "kept": (kept, (batch, segments, states, channels)),
+    }
+    for name, (each, shape) in shapes.items():
+        if each is not None and (each.shape != shape or each.dtype != u.dtype):
+            raise InputError(
+                f"{name} has shape {tuple(each.shape)} and dtype {each.dtype}; expected {shape} "
+                f"and {u.dtype}"
+            )
+    return _backward(*arguments)
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -383,8 +414,8 @@ def _mapped(softplus: bool) -> Any:
     return call
 
 
-_library.impl("selective_scan", _forward, "CPU")
-_library.impl("selective_scan_backward", _backward, "CPU")
+_library.impl("selective_scan", _checked_forward, "CPU")
+_library.impl("selective_scan_backward", _checked_backward, "CPU")
 torch.library.register_fake("sparsescan::selective_scan", _fake_forward, lib=_library)
 torch.library.register_fake("sparsescan::selective_scan_backward", _fake_backward, lib=_library)
 torch.library.register_autograd(

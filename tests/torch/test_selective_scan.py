@@ -349,6 +349,18 @@ def test_errors(name: str) -> None:
         selective_scan(**given)
 
 
+def test_operators_check_what_they_are_given() -> None:
+    u, delta, A, B, C, *others = (each.detach() for each in full(length=80))
+    call: Any = torch.ops.sparsescan.selective_scan.default
+    with pytest.raises(InputError, match="delta has shape"):
+        call(u, delta[:, :-1].contiguous(), A, B, C, *others, True, True)
+    # Nothing was kept.
+    out, _, kept = call(u.requires_grad_(), delta, A, B, C, *others, True, False)
+    assert kept.shape[1] == 0
+    with pytest.raises(InputError, match=r"kept has shape .*\(2, 2, 5, 20\)"):
+        out.sum().backward()
+
+
 def test_what_is_saved_must_not_change() -> None:
     u, *rest = (each.detach() for each in full())
     delta, *_ = rest

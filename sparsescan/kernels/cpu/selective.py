@@ -453,10 +453,12 @@ def _states_back(s, n, count, b_at, c_at, into, to, to_own, adds, room):
         if c_varies:
             c = splat(s.c, c_at + t)
         v = t * w
-        grad = fma(c, load(room, 3 * tile + v), carry)
+        decay, read = load(room, decay_at + v), c * load(room, 3 * tile + v)
+        grad = carry + read
         store(room, product_at + v, grad * load(room, tile + v))
         store(room, 4 * tile + v, fma(grad, b, load(room, 4 * tile + v)))
-        carry = grad * load(room, decay_at + v)
+        # As a product of the gradient it would take twice as long to wait for.
+        carry = fma(decay, carry, decay * read)
         in_exponent = carry * load(room, before_at + v)
         store(room, 5 * tile + v, fma(in_exponent, rate, load(room, 5 * tile + v)))
         in_rate = fma(in_exponent, load(room, v), in_rate)
