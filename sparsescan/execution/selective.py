@@ -158,7 +158,7 @@ def selective_scan_vjp(
         bias=zeros((*blocks, width), in_bias),
         width=wide,
     )
-    flat = Gradients(*(each.reshape(-1) for each in own[:-1]), wide)
+    flat = Gradients._make([*(each.reshape(-1) for each in own[:-1]), wide])
     above = np.zeros(u.size, dtype) if grads is None else _flat(grads)
     final = np.empty(0, dtype) if grads_final is None else _flat(grads_final.swapaxes(1, 2))
     states = kept.reshape(-1)
@@ -178,16 +178,18 @@ def selective_scan_vjp(
         each = each.reshape(batch, scan.cells // cells, cells * scan.parts, scan.states, wide)
         return np.ascontiguousarray(each.sum(2)[..., : scan.length]).reshape(like.shape)
 
-    return [
-        own.u if in_u else None,
-        own.delta if in_delta else None,
-        of_channels(own.rates) if in_a else None,
-        in_factor(in_b, scan.b_cells, inputs.b, own.b, own.b_constant),
-        in_factor(in_c, scan.c_cells, inputs.c, own.c, own.c_constant),
-        of_channels(own.skip) if in_skip else None,
-        own.z if in_z else None,
-        of_channels(own.bias) if in_bias else None,
-    ]
+    # Sums may be too large for float32, or not numbers, as those of PyTorch.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return [
+            own.u if in_u else None,
+            own.delta if in_delta else None,
+            of_channels(own.rates) if in_a else None,
+            in_factor(in_b, scan.b_cells, inputs.b, own.b, own.b_constant),
+            in_factor(in_c, scan.c_cells, inputs.c, own.c, own.c_constant),
+            of_channels(own.skip) if in_skip else None,
+            own.z if in_z else None,
+            of_channels(own.bias) if in_bias else None,
+        ]
 
 
 def _of_channels(scan: Scan, sums: Array, dtype: Any) -> Array:
@@ -235,7 +237,9 @@ def _scan(inputs: Inputs) -> Scan:
 
 def _groups(factor: Array) -> int:
     """Return how many groups of channels `B` or `C` has; 0 if it is constant in time."""
-    return {2: 0, 3: 1}.get(factor.ndim, factor.shape[1])
+    if factor.ndim == 4:
+        return int(factor.shape[1])
+    return factor.ndim - 2
 
 
 def _flat(array: Array) -> Array:

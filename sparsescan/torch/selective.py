@@ -217,6 +217,7 @@ def _check_shapes(
             raise InputError(f"{name} has shape {tuple(vector.shape)}; expected ({channels},)")
     for name, factor in (("B", B), ("C", C)):
         constant, shared = (channels, states), (batch, states, length)
+        expected: tuple[int, ...]
         shape = tuple(factor.shape)
         groups = shape[1] if len(shape) == 4 else 1
         expected = constant if len(shape) == 2 else shared
@@ -251,7 +252,7 @@ _selective_scan_backward = torch.ops.sparsescan.selective_scan_backward.default
 
 
 def _inputs(tensors: Any, softplus: bool) -> Inputs:
-    return Inputs(*map(array_of, tensors), softplus)
+    return Inputs._make([*map(array_of, tensors), softplus])
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -271,8 +272,9 @@ def _backward(*arguments: Any) -> list[Tensor]:
     """Return the gradients in all tensors; those that are not needed are empty."""
     grads, grads_last, kept, *given, softplus, needs = arguments
     with here(kept):
-        above = map(array_of, (kept, grads, grads_last))
-        found = selective.selective_scan_vjp(_inputs(given, softplus), *above, tuple(needs))
+        states, above, above_last = map(array_of, (kept, grads, grads_last))
+        inputs = _inputs(given, softplus)
+        found = selective.selective_scan_vjp(inputs, states, above, above_last, tuple(needs))
     return [kept.new_empty(0) if each is None else tensor_of(each) for each in found]
 
 
@@ -329,7 +331,7 @@ def _differentiate(ctx: Any, grads: Any, grads_last: Any, *_: Any) -> tuple[Tens
         elif torch.is_grad_enabled() or (is_transformed() and is_eager(*above, *given)):
             found = _gradients_by_steps(ctx.softplus, above, given)
         else:
-            call = _backward if is_direct(*above, *given) else _selective_scan_backward
+            call = _checked_backward if is_direct(*above, *given) else _selective_scan_backward
             found = call(*above, kept, *given, ctx.softplus, list(needs))
     own = (each if need else None for each, need in zip(found, needs, strict=True))
     return (*own, None, None)
