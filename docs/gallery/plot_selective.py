@@ -84,7 +84,7 @@ wrong = {name: [] for name in models}
 start = time.perf_counter()
 for name, model in models.items():
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(300):
+    for _ in range(120):
         symbols, marks, answers = sequences()
         scores = model(symbols, marks)
         optimiser.zero_grad()
