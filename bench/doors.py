@@ -31,6 +31,7 @@ from .timing import THREADS, Call
 Array = NDArray[Any]
 
 NUMPY = "sparsescan, NumPy calls"
+MAMBAPY = "mambapy.pscan"
 ASSOCIATIVE, DOUBLING = "jax.lax.associative_scan", "PyTorch, by doubling"
 # A jitted call may take 1.15 times as long as calls with NumPy's arrays.
 _AS_NUMPY = 1 / 1.15
@@ -325,12 +326,123 @@ RECURRENCES = (
 )
 
 
+# -- Selective scans ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Selective:
+    """A selective state space model in PyTorch, and the ratios that are asked for.
+
+    Each contender has its inputs in the layout that it is written for.
+    """
+
+    batch: int
+    channels: int
+    states: int
+    steps: int
+    wanted: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        size = f"D={self.channels}, N={self.states}"
+        return f"selective_scan, {size}, B={self.batch}, L={self.steps:,}"
+
+    def tensors(self, channels_last: bool = False) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return `u`, `delta`, `A`, `B`, `C` and `D`, and the gradients in the outputs."""
+        rng = np.random.default_rng(0)
+
+        def normal(*shape: int) -> Array:
+            return rng.standard_normal(shape, np.float32)
+
+        u, delta, loss = (normal(self.batch, self.channels, self.steps) for _ in range(3))
+        b, c = (normal(self.batch, self.states, self.steps) for _ in range(2))
+        a = -np.broadcast_to(
+            np.arange(1, self.states + 1, dtype=np.float32), (self.channels, self.states)
+        )
+        delta = np.log1p(np.exp(delta - 3))
+        in_time = [u, delta, b, c, loss]
+        if channels_last:
+            in_time = [each.swapaxes(1, 2) for each in in_time]
+        u, delta, b, c, loss = (torch.from_numpy(each.copy()) for each in in_time)
+        own = [u, delta, torch.from_numpy(a.copy()), b, c, torch.ones(self.channels)]
+        return [each.requires_grad_() for each in own], loss
+
+    def measure(self, quick: bool) -> Results:
+        """Return the times of forward and backward passes."""
+        makers: dict[str, Callable[[], dict[str, Call]]] = {
+            OURS: self.ours,
+            PYTORCH: self.loops,
+            MAMBAPY: self.mambapy,
+        }
+        return races.timed(makers, self.wanted, quick, few=True)
+
+    def _passes(self, scan: Callable[..., torch.Tensor], last: bool = False) -> dict[str, Call]:
+        given, loss = self.tensors(channels_last=last)
+
+        def call(threads: int) -> Any:
+            torch.set_num_threads(threads)
+            return torch.autograd.grad(scan(*given), given, loss)
+
+        return {f"{n} threads": partial(call, n) for n in (THREADS, 1)}
+
+    def ours(self) -> dict[str, Call]:
+        return self._passes(sparsescan.torch.selective_scan)
+
+    def loops(self) -> dict[str, Call]:
+        """Return loops over steps, of which all are prepared at once, or each by itself."""
+
+        def at_once(u: Any, delta: Any, a: Any, b: Any, c: Any, d: Any) -> torch.Tensor:
+            decays = torch.exp(torch.einsum("bdl,dn->lbdn", delta, a))
+            added = torch.einsum("bdl,bnl->lbdn", delta * u, b)
+            return _outputs(zip(decays.unbind(), added.unbind(), c.unbind(-1), strict=True), u, d)
+
+        def each(u: Any, delta: Any, a: Any, b: Any, c: Any, d: Any) -> torch.Tensor:
+            pushed = (delta * u).unbind(-1)
+            steps = zip(delta.unbind(-1), pushed, b.unbind(-1), c.unbind(-1), strict=True)
+            made = (
+                (torch.exp(size[..., None] * a), push[..., None] * row[:, None], read)
+                for size, push, row, read in steps
+            )
+            return _outputs(made, u, d)
+
+        return {
+            f"{name}, {threads}": call
+            for name, scan in {"all exponentials at once": at_once, "step by step": each}.items()
+            for threads, call in self._passes(scan).items()
+        }
+
+    def mambapy(self) -> dict[str, Call]:
+        pscan = peers.load_mambapy()
+
+        def scan(u: Any, delta: Any, a: Any, b: Any, c: Any, d: Any) -> torch.Tensor:
+            added = (delta * u).unsqueeze(-1) * b.unsqueeze(2)
+            states = pscan(torch.exp(delta.unsqueeze(-1) * a), added)
+            out: torch.Tensor = (states @ c.unsqueeze(-1)).squeeze(3) + d * u
+            return out
+
+        return self._passes(scan, last=True)
+
+
+def _outputs(steps: Iterable[Any], u: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """Return the outputs, from decays, what is added to states, and how they are read."""
+    state: Any = 0.0
+    outputs = []
+    for decay, added, read in steps:
+        state = decay * state + added
+        outputs.append((state @ read.unsqueeze(-1)).squeeze(-1))
+    return torch.stack(outputs, -1) + d[:, None] * u
+
+
+SELECTIVE = (Selective(4, 256, 16, 512, {PYTORCH: 6, MAMBAPY: 4}),)
+
+
 # -- The experiment -------------------------------------------------------------------------------
 
 
 def _pieces(quick: bool) -> Iterable[Piece]:
-    few = *MODULES[:2], RECURRENCES[0]
-    for case in few if quick else (*MODULES, *STACKS, *NETWORKS, *RECURRENCES, *MANY):
+    few = *MODULES[:2], RECURRENCES[0], *SELECTIVE
+    every = *MODULES, *STACKS, *NETWORKS, *RECURRENCES, *MANY, *SELECTIVE
+    for case in few if quick else every:
         yield Piece(case.name, partial(case.measure, quick))
 
 
@@ -356,7 +468,7 @@ def _drawings(results: Results) -> list[Drawing]:
 
 EXPERIMENT = Experiment(
     "doors",
-    "Front doors: modules of PyTorch, networks and linear recurrences of JAX",
+    "Front doors: modules and selective scans of PyTorch, networks and linear recurrences of JAX",
     _pieces,
     _about,
     _drawings,

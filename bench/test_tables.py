@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -247,6 +248,19 @@ def test_linear_recurrences_of_doors_are_the_same(is_diagonal: bool) -> None:
     for grads in found:
         for own, right in zip(grads, expected, strict=True):
             np.testing.assert_allclose(np.asarray(own), right, rtol=1e-4, atol=1e-5)
+
+
+def test_selective_scans_of_doors_are_the_same() -> None:
+    one = doors.Selective(2, 3, 2, 5, {})
+    calls = [*one.ours().values(), *one.loops().values()]
+    others = []
+    if importlib.util.find_spec("mambapy") is not None:
+        others = [*one.mambapy().values()]
+    expected = calls[0]()
+    for call in calls[1:] + others:
+        for k, (own, right) in enumerate(zip(call(), expected, strict=True)):
+            swapped = call in others and k in (0, 1, 3, 4)
+            torch.testing.assert_close(own.mT if swapped else own, right, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

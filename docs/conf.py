@@ -80,6 +80,7 @@ sphinx_gallery_conf = {
             "plot_spiking.py",
             "plot_episodes.py",
             "plot_ensemble.py",
+            "plot_selective.py",
             "plot_pruned_rnn.py",
             "plot_pruned_cnn.py",
             "plot_advection_diffusion.py",

@@ -9,6 +9,7 @@ from ._explain import Explanation, explain
 from .affine import affine_scan
 from .cells import module
 from .recurrent import GRU, LSTM, RNN
+from .selective import selective_scan
 from .sequential import Sequential
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "convert",
     "explain",
     "module",
+    "selective_scan",
 ]

@@ -75,6 +75,7 @@ __all__ = [
     "less_or",
     "load",
     "load_either",
+    "load_full_square",
     "load_pair_square",
     "load_samples",
     "load_some",
@@ -367,17 +368,20 @@ def number(typingctx, like, value):
     return vector(like, value), codegen
 
 
-def _square_loading(size):
-    """Return an intrinsic that loads a square of vectors of so many bytes."""
+def _square_loading(size, height=_SAMPLE_BYTES):
+    """Return an intrinsic that loads as many vectors of a size as numbers have a height, in bytes.
+
+    A vector is meant for each of the samples of one, and in a full square for each of its lanes.
+    """
 
     @intrinsic
     def load_square(typingctx, array, index, step, rows, count):
-        """Return a vector for each of the samples of one, `step` apart from ``array[index]`` on.
+        """Return vectors that are `step` apart from ``array[index]`` on.
 
         Only the first `count` lanes of the first `rows` are read, and all others are 0.
         """
         vector = _Lanes(array.dtype, size)
-        samples = _Lanes(array.dtype, _SAMPLE_BYTES).count
+        samples = _Lanes(array.dtype, height).count
         square = types.UniTuple(vector, samples)
 
         def codegen(context, builder, signature, args):
@@ -399,6 +403,7 @@ def _square_loading(size):
 
 
 load_square, load_pair_square = _square_loading(_SAMPLE_BYTES), _square_loading(_PAIR_BYTES)
+load_full_square = _square_loading(_BYTES, _BYTES)
 
 
 @intrinsic

@@ -1,0 +1,411 @@
+"""Selective scans, beside the loop that defines them, which autograd differentiates in float64."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sampling import slow
+from torch import Tensor
+from torch.func import grad, jacrev, jvp, vmap
+
+from sparsescan import DeviceError, InputError, InputTypeError
+from sparsescan.execution import selective
+from sparsescan.torch import selective_scan
+
+NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
+
+
+def loop(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return outputs and last states by the definition, all states of all steps at once."""
+    batch, channels, length = u.shape
+
+    def wide(factor: Tensor) -> Tensor:
+        if factor.dim() == 2:
+            return factor[None, :, :, None].expand(batch, -1, -1, length)
+        if factor.dim() == 3:
+            factor = factor[:, None]
+        return factor.repeat_interleave(channels // factor.shape[1], 1)
+
+    if delta_bias is not None:
+        delta = delta + delta_bias[:, None]
+    if delta_softplus:
+        delta = torch.nn.functional.softplus(delta)
+    decays = torch.exp(torch.einsum("bdl,dn->lbdn", delta, A))
+    added = torch.einsum("bdl,bdnl->lbdn", delta * u, wide(B))
+    state = u.new_zeros(batch, channels, A.shape[1])
+    y = torch.zeros_like(u)
+    if length:
+        states = []
+        for decay, each in zip(decays, added, strict=True):
+            state = decay * state + each
+            states.append(state)
+        y = torch.einsum("lbdn,bdnl->bdl", torch.stack(states), wide(C))
+    y = y if D is None else y + D[:, None] * u
+    return (y if z is None else y * z * torch.sigmoid(z)), state
+
+
+class Case:
+    """Random arguments; some may be missing, or not be differentiated."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float64, small: bool = False) -> None:
+        rng = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        most = (3, 5, 4, 5) if small else (4, 45, 40, 80)
+        batch, length, states, channels = (int(rng.integers(1, n)) for n in most)
+        if not small:
+            batch, length, states = (n * bool(rng.random() > 0.05) for n in (batch, length, states))
+            length *= int(rng.choice([1, 3]))
+
+        def made(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(shape, dtype=torch.float64) * scale).to(dtype)
+
+        def factor() -> Tensor:
+            kind = rng.integers(3)
+            groups = int(rng.choice([n for n in range(1, channels + 1) if channels % n == 0]))
+            shapes = (channels, states), (batch, states, length), (batch, groups, states, length)
+            return made(*shapes[kind])
+
+        def maybe(*shape: int) -> Tensor | None:
+            return made(*shape) if rng.random() < 0.6 else None
+
+        whole = batch, channels, length
+        # States grow a little in some cases, and not beyond all numbers.
+        self.softplus, grows = bool(rng.random() < 0.5), rng.random() < 0.2
+        delta, bias = made(*whole), maybe(channels)
+        if self.softplus:
+            delta = delta * float(1 if grows else rng.choice([1, 30]))
+        else:
+            delta, bias = delta.abs() / 3, None if bias is None else bias.abs()
+        rates = made(channels, states)
+        rates = rates / 100 if grows else -torch.exp(rates) / 4
+        values = (
+            made(*whole),
+            delta,
+            rates,
+            factor(),
+            factor(),
+            maybe(channels),
+            maybe(*whole),
+            bias,
+        )
+        self.given: list[Tensor | None] = list(values)
+        for each in self.given:
+            if each is not None and rng.random() < 0.8:
+                each.requires_grad_()
+        self.loses = rng.random(2) < 0.75
+        self.odd = bool(rng.random() < 0.3)
+
+    @property
+    def some(self) -> list[Tensor]:
+        return [each for each in self.given if each is not None]
+
+    def run(self, *tensors: Tensor, by: Any = None) -> tuple[Tensor, Tensor]:
+        rest = iter(tensors or self.some)
+        given: list[Any] = [None if each is None else next(rest) for each in self.given]
+        if by is not None:
+            return by(*given, self.softplus)  # type: ignore[no-any-return]
+        out, last = selective_scan(*given, self.softplus, True)
+        return out, last
+
+    def strided(self) -> list[Tensor]:
+        """Return the tensors with their last two axes in the other order in memory."""
+        return [each.mT.contiguous().mT if each.dim() > 1 else each for each in self.some]
+
+
+def gradients(results: Any, weights: Any, leaves: list[Tensor], loses: Any) -> list[Tensor]:
+    """Return the gradients of a weighted sum of some results; zeros for those that it has not."""
+    loss = sum(
+        (each * w).sum() for each, w, is_in in zip(results, weights, loses, strict=True) if is_in
+    )
+    if not leaves or not isinstance(loss, Tensor) or not loss.requires_grad:
+        return [torch.zeros_like(x) for x in leaves]
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(seed=st.integers(0, 2**32))
+def test_outputs_states_and_gradients(dtype: torch.dtype, seed: int) -> None:
+    case = Case(seed, dtype)
+    tensors = case.strided() if case.odd else case.some
+    before = [each.detach().clone() for each in tensors]
+    ours = case.run(*tensors)
+    exact = [each.detach().double().requires_grad_(each.requires_grad) for each in case.some]
+    right = case.run(*exact, by=loop)
+    weights = [torch.randn_like(each) for each in right]
+    leaves, exact_leaves = ([x for x in every if x.requires_grad] for every in (case.some, exact))
+    found = gradients(ours, [w.to(dtype) for w in weights], leaves, case.loses)
+    expected = gradients(right, [w.to(dtype).double() for w in weights], exact_leaves, case.loses)
+    assert len(found) == len(expected)
+    sizes = [
+        float(each.detach().abs().max()) for each in (*right, *expected, *exact) if each.numel()
+    ]
+    scale = max([1.0, *sizes])
+    bound = 500 * torch.finfo(dtype).eps * scale
+    for one, other in zip((*ours, *found), (*right, *expected), strict=True):
+        assert one.dtype == dtype
+        assert one.shape == other.shape
+        assert ((one - other).abs() <= bound).all()
+    assert all(map(torch.equal, tensors, before))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, *slow(*range(4, 12))])
+def test_first_and_second_derivatives(seed: int) -> None:
+    case = Case(seed, small=True)
+    for each in case.some:
+        each.requires_grad_()
+    assert torch.autograd.gradcheck(case.run, case.some)
+    assert torch.autograd.gradgradcheck(case.run, case.some)
+
+
+def full(batch: int = 2, channels: int = 20, length: int = 40, states: int = 5) -> list[Any]:
+    """Return all arguments, each of which requires its gradient."""
+    torch.manual_seed(0)
+    whole, own = (batch, channels, length), (batch, states, length)
+    rates = -torch.rand(channels, states) - 0.1
+    shapes = (whole, whole, None, own, own, (channels,), whole, (channels,))
+    tensors = [rates if shape is None else torch.randn(shape) for shape in shapes]
+    return [each.requires_grad_() for each in tensors]
+
+
+@pytest.mark.parametrize("needed", NAMES)
+def test_only_what_requires_it_has_a_gradient(needed: str) -> None:
+    given = full()
+    expected = torch.autograd.grad(selective_scan(*given, True).square().sum(), given)
+    for name, each in zip(NAMES, given, strict=True):
+        each.requires_grad_(name == needed)
+    selective_scan(*given, True).square().sum().backward()
+    for name, each, right in zip(NAMES, given, expected, strict=True):
+        assert torch.equal(each.grad, right) if name == needed else each.grad is None
+    with torch.no_grad():
+        assert not selective_scan(*given, True).requires_grad
+
+
+def test_gradients_through_the_last_state_alone() -> None:
+    given = full()
+    _, last = selective_scan(*given, True, return_last_state=True)
+    found = torch.autograd.grad(last.square().sum(), given, allow_unused=True)
+    right = torch.autograd.grad(
+        loop(*given, delta_softplus=True)[1].square().sum(), given, allow_unused=True
+    )
+    for name, one, other in zip(NAMES, found, right, strict=True):
+        assert one is not None
+        expected = torch.zeros_like(one) if other is None else other
+        torch.testing.assert_close(one, expected, msg=name)
+
+
+def test_one_tensor_may_be_given_twice() -> None:
+    u, delta, A, B, *_ = full()
+    found = torch.autograd.grad(selective_scan(u, delta, A, B, B, z=u).sum(), (u, B))
+    right = torch.autograd.grad(loop(u, delta, A, B, B, z=u)[0].sum(), (u, B))
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+
+
+# -- Threads, and memory ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads")
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selective, "_GRAIN", 1)
+    given = full(channels=70, length=75, states=9)
+    results = []
+    for threads, turns in ((1, 1), (2, 4), (3, 50)):
+        torch.set_num_threads(threads)
+        monkeypatch.setattr(selective, "_TURNS", turns)
+        out, last = selective_scan(*given, True, True)
+        grads = torch.autograd.grad(out.square().sum() + last.sum(), given)
+        results.append([out, last, *grads])
+    for others in results[1:]:
+        assert all(map(torch.equal, results[0], others))
+
+
+@pytest.mark.parametrize(("length", "states"), [(1, 16), (512, 16), (300, 3), (300, 70)])
+def test_no_more_is_kept_than_an_input(length: int, states: int) -> None:
+    given = full(1, 33, length, states)
+    own = {each.data_ptr() for each in given}
+    kept = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        selective_scan(*given, True)
+    assert sum(kept) <= given[0].numel()
+
+
+def test_passes_take_memory_of_a_few_inputs() -> None:
+    given = full(1, 64, 1024, 64)
+    nbytes = given[0].numel() * 4
+    for _ in range(2):  # the first call compiles
+        tracemalloc.start()
+        out = selective_scan(*given, True)
+        forward = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        out.sum().backward()
+        backward = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert forward < 3 * nbytes
+    # Three gradients, what is kept, and four sums for each of B and C.
+    assert backward < 18 * nbytes < 64 * nbytes
+
+
+# -- Compilers and transforms ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 4, *slow(2, 3)])
+def test_opcheck(seed: int) -> None:
+    case = Case(seed, small=True)
+    operator: Any = torch.ops.sparsescan.selective_scan.default
+    torch.library.opcheck(operator, (*case.given, case.softplus, True))
+
+
+@pytest.mark.parametrize("dynamic", [False, *slow(True)])
+def test_compiled_graphs_stay_whole(dynamic: bool) -> None:
+    given = full()
+
+    def loss(*given: Tensor) -> Tensor:
+        out = selective_scan(*(2 * each for each in given), delta_softplus=True)
+        assert isinstance(out, Tensor)
+        return out.square().mean()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    results = [torch.autograd.grad(call(*given), given) for call in (loss, compiled)]
+    torch.testing.assert_close(*results)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*given), loss(*given))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms() -> None:
+    u, delta, A, B, C, D, *_ = (each.detach().double() for each in full(2, 3, 4, 2))
+
+    def ours(u: Tensor, A: Tensor) -> Tensor:
+        return selective_scan(u, delta, A, B, C, D)
+
+    def right(u: Tensor, A: Tensor) -> Tensor:
+        return loop(u, delta, A, B, C, D)[0]
+
+    many = torch.stack([A, 2 * A])
+    for change in (
+        lambda f: grad(lambda *each: f(*each).square().sum(), argnums=(0, 1))(u, A),
+        lambda f: vmap(f, (None, 0))(u, many),
+        lambda f: jacrev(f, 1)(u, A),
+        lambda f: jvp(f, (u, A), (u + 1, A - 1)),
+    ):
+        torch.testing.assert_close(change(ours), change(right))
+    out, expected = ours(u.requires_grad_(), A), right(u, A)
+    above = torch.randn(3, *out.shape, dtype=u.dtype)
+    found = [torch.autograd.grad(y, u, above, is_grads_batched=True) for y in (out, expected)]
+    torch.testing.assert_close(*found)
+
+
+# -- Errors ----------------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no tensor": ({"u": np.ones((2, 20, 40))}, InputTypeError, "u is array.* expected a tensor"),
+    "nothing": ({"B": None}, InputTypeError, "B is None; expected a tensor"),
+    "complex": (
+        {"A": torch.ones(20, 5, dtype=torch.complex64)},
+        InputTypeError,
+        "A is complex, torch.complex64; .*affine_scan",
+    ),
+    "half": ({"u": torch.ones(2, 20, 40).half()}, InputTypeError, "u has dtype torch.float16"),
+    "another": ({"D": torch.ones(20).double()}, InputTypeError, "D has dtype torch.float64"),
+    "axes": ({"u": torch.ones(20, 40)}, InputError, r"u has shape \(20, 40\); .*length"),
+    "delta": ({"delta": torch.ones(2, 20, 1)}, InputError, r"delta has shape .*\(2, 20, 40\)"),
+    "z": ({"z": torch.ones(2, 40, 20)}, InputError, r"z has shape \(2, 40, 20\)"),
+    "A": ({"A": torch.ones(5, 20)}, InputError, r"A has shape \(5, 20\); .*20 channels"),
+    "B": ({"B": torch.ones(2, 4, 40)}, InputError, r"B has shape \(2, 4, 40\); .*\(2, 5, 40\)"),
+    "C": ({"C": torch.ones(2, 40)}, InputError, r"C has shape \(2, 40\); .*\(20, 5\)"),
+    "one number": ({"C": torch.ones(())}, InputError, r"C has shape \(\)"),
+    "groups": ({"B": torch.ones(2, 3, 5, 40)}, InputError, "B has 3 groups; .*20 channels"),
+    "no groups": ({"B": torch.ones(2, 0, 5, 40)}, InputError, "B has shape"),
+    "D": ({"D": torch.ones(21)}, InputError, r"D has shape \(21,\); expected \(20,\)"),
+    "bias": ({"delta_bias": torch.ones(20, 1)}, InputError, "delta_bias has shape"),
+    "flag": ({"delta_softplus": 2}, InputTypeError, "delta_softplus is 2; expected True or False"),
+    "device": ({"z": torch.ones(2, 20, 40, device="meta")}, DeviceError, "z is on meta; .*mamba"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name: str) -> None:
+    change, kind, message = WRONG[name]
+    given = dict(zip(NAMES, full(), strict=True)) | change
+    with pytest.raises(kind, match=message):
+        selective_scan(**given)
+
+
+def test_operators_check_what_they_are_given() -> None:
+    u, delta, A, B, C, *others = (each.detach() for each in full(length=80))
+    call: Any = torch.ops.sparsescan.selective_scan.default
+    with pytest.raises(InputError, match="delta has shape"):
+        call(u, delta[:, :-1].contiguous(), A, B, C, *others, True, True)
+    # Nothing was kept.
+    out, _, kept = call(u.requires_grad_(), delta, A, B, C, *others, True, False)
+    assert kept.shape[1] == 0
+    with pytest.raises(InputError, match=r"kept has shape .*\(2, 2, 5, 20\)"):
+        out.sum().backward()
+
+
+def test_what_is_saved_must_not_change() -> None:
+    u, *rest = (each.detach() for each in full())
+    delta, *_ = rest
+    out = selective_scan(u, delta.requires_grad_(), *rest[1:])
+    u.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+# -- Numbers ---------------------------------------------------------------------------------------
+
+
+def test_fast_decay_and_not_a_number() -> None:
+    given = full(1, 17, 70, 3)
+    with torch.no_grad():
+        given[1].abs_()
+        given[2].mul_(1e4)
+        given[0][0, 3, 50] = math.nan
+    out = selective_scan(*given[:5])
+    right, _ = loop(*(each.double() for each in given[:5]))
+    torch.testing.assert_close(out, right.float(), equal_nan=True, rtol=1e-3, atol=1e-3)
+    assert out[0, 3, 50:].isnan().all()
+    assert out.isnan().sum() == 20
+
+
+def test_a_step_twice_beyond_the_bound_of_softplus() -> None:
+    given = [each.detach().double() for each in full(1, 4, 6, 2)]
+    given[1] = torch.linspace(19, 21, 24, dtype=torch.float64).view(1, 4, 6).requires_grad_()
+    given[2] *= 1e-3
+    run = partial(selective_scan, *given[:5], delta_softplus=True)
+    own = torch.autograd.grad(run().sum(), given[1])
+    right = torch.autograd.grad(loop(*given[:5], delta_softplus=True)[0].sum(), given[1])
+    torch.testing.assert_close(own, right, rtol=1e-12, atol=1e-12)
