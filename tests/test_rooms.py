@@ -25,6 +25,7 @@ ROOMS = (
     "plan",
     "api",
     "affine",
+    "filters",
     "__init__",
     "parameters",
     "recurrent",

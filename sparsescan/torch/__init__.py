@@ -8,6 +8,7 @@ from ._convert import Conversion, convert
 from ._explain import Explanation, explain
 from .affine import affine_scan
 from .cells import module
+from .filters import lfilter, sosfilt
 from .recurrent import GRU, LSTM, RNN
 from .sequential import Sequential
 
@@ -21,5 +22,7 @@ __all__ = [
     "affine_scan",
     "convert",
     "explain",
+    "lfilter",
     "module",
+    "sosfilt",
 ]
