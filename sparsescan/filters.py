@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ def filter_samples_vjp(
     x: Array,
     y: Array,
     starts: int = 0,
-    needs: tuple[bool, bool, bool, bool] = (True, True, True, True),
+    needs: Sequence[bool] = (True, True, True, True),
 ) -> FilterGrads:
     """Return the gradients in all that enters :func:`filter_samples`.
 
@@ -104,7 +105,7 @@ def filter_samples_vjp(
         As there.
     starts : int, default 0
         The length of `start`; 0 if there is none.
-    needs : tuple of bool
+    needs : sequence of bool
         Which gradients to return: those in `b`, `a`, `x` and `start`.
 
     Returns
@@ -145,7 +146,7 @@ def filter_samples_vjp(
         return _found(needs, in_b, in_a, in_x, in_start)
 
 
-def _found(needs: tuple[bool, ...], *gradients: Array) -> FilterGrads:
+def _found(needs: Sequence[bool], *gradients: Array) -> FilterGrads:
     return FilterGrads(
         *(each if need else None for each, need in zip(gradients, needs, strict=True))
     )
@@ -189,14 +190,15 @@ def _factors(coefficients: Array, shape: Shape, normalise: bool) -> Array:
     """Return coefficients as kernels read them: normalised, and with zeros behind, if shared."""
     if len(coefficients) > 1:
         return coefficients.ravel()
-    own = coefficients[0]
+    own: Array = coefficients[0]
     if normalise:
         with np.errstate(all="ignore"):
             own = own / -own[:, :1]
             own[:, 0] = 1 / coefficients[0, :, 0]
     if len(own) > 1:
         own = np.concatenate([own, np.zeros((shape.before, own.shape[1]), own.dtype)])
-    return own.ravel()
+    flat: Array = own.ravel()
+    return flat
 
 
 def _rows_of_coefficients(shape: Shape) -> int:

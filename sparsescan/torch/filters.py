@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,17 +99,17 @@ def lfilter(
     """
     _check_tensors(b=b, a=a, x=x, zi=zi)
     axis = _check_axis(axis, x)
-    for name, coefficients in (("b", b), ("a", a)):
-        if not coefficients.dim() or not coefficients.shape[-1]:
+    for name, each in (("b", b), ("a", a)):
+        if not each.dim() or not each.shape[-1]:
             raise InputError(
-                f"{name} has shape {tuple(coefficients.shape)}; expected (taps,), (T, taps) or "
+                f"{name} has shape {tuple(each.shape)}; expected (taps,), (T, taps) or "
                 "(..., T, taps), with at least one tap"
             )
-    own = tuple(each.unsqueeze(0) if each.dim() == 1 else each for each in (b, a))
+    own = b.unsqueeze(0) if b.dim() == 1 else b, a.unsqueeze(0) if a.dim() == 1 else a
     samples, batch = _folded(x, axis, b=own[0], a=own[1])
-    coefficients = [_shared(each, 2, batch) for each in own]
+    shared = _shared(own[0], 2, batch), _shared(own[1], 2, batch)
     if zi is None:
-        return _unfolded(_filter(*coefficients, samples, None), axis, batch)
+        return _unfolded(_filter(*shared, samples, None), axis, batch)
     taps = max(b.shape[-1], a.shape[-1])
     if x.dim() != zi.dim() or zi.shape[axis] != taps - 1:
         wanted = list(x.shape)
@@ -116,7 +117,7 @@ def lfilter(
         raise InputError(f"zi has shape {tuple(zi.shape)}; expected {tuple(wanted)}")
     delays = _delays(zi.movedim(axis, -1), x, batch)
     _check_constant(own, "b and a")
-    y, final = _with_delays(*coefficients, samples, delays)
+    y, final = _with_delays(*shared, samples, delays)
     return _unfolded(y, axis, batch), _unfolded(final, axis, batch)
 
 
@@ -359,8 +360,8 @@ def _backward(
 ) -> list[Tensor]:
     """Return the gradients that are needed, and nothing in place of others."""
     with here(x):
-        arrays = map(array_of, (grads, b, a, x, y))
-        found = filters.filter_samples_vjp(*arrays, starts, tuple(needs))  # type: ignore[arg-type]
+        given = array_of(b), array_of(a), array_of(x), array_of(y)
+        found = filters.filter_samples_vjp(array_of(grads), *given, starts, needs)
         return [x.new_empty(0) if each is None else tensor_of(each) for each in found]
 
 
@@ -377,20 +378,20 @@ def _fake_backward(
 
 def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
     b, a, x, start = inputs
-    ctx.starts = None if start is None else start.shape[1]
+    ctx.starts = 0 if start is None else start.shape[1]
     ctx.save_for_backward(b, a, x, output)
 
 
 def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
-    given = grads, *ctx.saved_tensors
-    needs, starts = list(ctx.needs_input_grad[:4]), ctx.starts or 0
+    b, a, x, y = ctx.saved_tensors
+    needs, starts = list(ctx.needs_input_grad[:4]), ctx.starts
     if is_mapped(grads):
-        gradients = over_maps(lambda *each: _again(*each, starts), given)
+        gradients = over_maps(partial(_again, starts), [grads, b, a, x, y])
     elif torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-        gradients = _again(*given, starts)
+        gradients = _again(starts, grads, b, a, x, y)
     else:
-        call = _backward if is_direct(*given) else _filter_backward_op
-        gradients = call(*given, starts, needs)
+        call = _backward if is_direct(grads, b, a, x, y) else _filter_backward_op
+        gradients = call(grads, b, a, x, y, starts, needs)
     return tuple(each if need else None for each, need in zip(gradients, needs, strict=True))
 
 
@@ -476,7 +477,7 @@ def _fitted(start: Tensor, steps: int) -> Tensor:
     return pad(start, (0, steps - start.shape[-1]))
 
 
-def _again(grads: Tensor, b: Tensor, a: Tensor, x: Tensor, y: Tensor, starts: int) -> list[Tensor]:
+def _again(starts: int, grads: Tensor, b: Tensor, a: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
     """Return what the operator for backward does, by functions that have derivatives."""
     columns = a.unbind(-1)
     if a.shape[1] > 1:
