@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -247,6 +247,17 @@ def test_linear_recurrences_of_doors_are_the_same(is_diagonal: bool) -> None:
     for grads in found:
         for own, right in zip(grads, expected, strict=True):
             np.testing.assert_allclose(np.asarray(own), right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_filters_of_doors_have_all_gradients(changes: bool) -> None:
+    one = doors.Filter(2, changes, {}, batch=3, steps=7)
+    b, a, x, _ = one.tensors()
+    for call in one.ours().values():
+        assert [each.shape for each in call()] == [b.shape, a.shape, x.shape]
+    for make in (one.torchlpc, one.philtorch, one.torchaudio):
+        with suppress(peers.MissingPeerError):  # each compares its results with ours
+            make()
 
 
 @pytest.mark.parametrize(
