@@ -19,7 +19,9 @@ __all__ = ["FilterGrads", "filter_samples", "filter_samples_vjp"]
 Array = NDArray[Any]
 
 # Multiply-adds that are worth another thread, and parts for each, so that late ones delay nobody.
-_GRAIN, _PARTS = 1 << 17, 4
+_GRAIN, _PARTS = 1 << 19, 4
+# As many multiply-adds as a forward pass has are those in a backward pass, of all gradients.
+_PASSES = 2
 # Steps of a tile: what is computed of them stays in the nearest caches, less of it if coefficients
 # change.
 _TILE, _TILE_OF_CHANGES = 64, 32
@@ -82,7 +84,7 @@ def filter_samples(b: Array, a: Array, x: Array, start: Array | None = None) -> 
             room = np.empty((rows, WIDTH), x.dtype)
             filter_blocks(shape, *given, y.ravel(), room, first, last)
 
-        _share(run, shape)
+        _share(run, shape, 1)
         return y
 
 
@@ -137,7 +139,7 @@ def filter_samples_vjp(
             room = np.empty((rows, WIDTH), x.dtype)
             differentiate(shape, flags, *given, room, first, last)
 
-        _share(run, shape)
+        _share(run, shape, _PASSES)
         in_b, in_a = (
             # Of each sample and tap, or of each block, step and tap, if it is not of all three.
             each.sum(0, keepdims=True) if need and len(each) > len(to) else each
@@ -208,10 +210,10 @@ def _rows_of_coefficients(shape: Shape) -> int:
     return (shape.tile + shape.before) * (shape.b_taps + shape.a_taps)
 
 
-def _share(run: Any, shape: Shape) -> None:
-    """Share out blocks of samples."""
+def _share(run: Any, shape: Shape, passes: int) -> None:
+    """Share out blocks of samples, through which so many passes are made."""
     blocks = -(-shape.samples // WIDTH)
-    work = shape.samples * shape.steps * (shape.b_taps + shape.a_taps)
+    work = passes * shape.samples * shape.steps * (shape.b_taps + shape.a_taps)
     threads = max(1, min(thread_count(), work // _GRAIN))
     parts = min(blocks, threads * _PARTS) if threads > 1 else 1
     ends = [blocks * k // parts for k in range(parts + 1)]

@@ -86,7 +86,7 @@ assert errors[-1] < 0.05
 # with constant coefficients could not show.
 
 fig, axes = plt.subplots(3, 1, figsize=(9, 6), sharex=True, layout="constrained")
-axes[0].specgram(heard[0].numpy(), 128, 2, noverlap=64, cmap="Greys", xextent=(0, STEPS))
+axes[0].specgram(heard[0].numpy(), NFFT=128, Fs=2, noverlap=64, cmap="Greys", xextent=(0, STEPS))
 axes[0].set(ylabel="cycles per 2 samples", title="One of the sounds, and what was learned")
 with torch.no_grad():
     own, own_r = learned()

@@ -338,14 +338,14 @@ _filter_backward_op = torch.ops.sparsescan.filter_backward.default
 def _filter(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
     """Return filtered samples, as :func:`sparsescan.filters.filter_samples` does."""
     given = b, a, x, start
-    if is_direct(*given):
-        direct: Tensor = _Filter.apply(*given)
-        return direct
     if is_forward_twice():
         return _by_steps(*given)
     if is_transformed() and is_eager(*given):
-        transformed: Tensor = _Filter.apply(*given)
+        transformed: Tensor = _Transformed.apply(*given)
         return transformed
+    if is_direct(*given):
+        direct: Tensor = _Filter.apply(*given)
+        return direct
     filtered: Tensor = _filter_op(*given)
     return filtered
 
@@ -399,6 +399,18 @@ class _Filter(torch.autograd.Function):
     """The operator with its gradients, for calls that nothing else wants to see."""
 
     @staticmethod
+    def forward(ctx: Any, b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
+        y = _forward(b, a, x, start)
+        _save(ctx, (b, a, x, start), y)
+        return y
+
+    backward = staticmethod(_differentiate)
+
+
+class _Transformed(torch.autograd.Function):
+    """The filter for transforms of ``torch.func`` and forward mode: a map makes more samples."""
+
+    @staticmethod
     def forward(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
         return _forward(b, a, x, start)
 
@@ -446,7 +458,7 @@ class _Filter(torch.autograd.Function):
             None if each is None else folded(each, dim)
             for each, dim in zip((b, a, x, start), dims, strict=True)
         ]
-        return _Filter.apply(*given).unflatten(0, (count, samples)), 0
+        return _Transformed.apply(*given).unflatten(0, (count, samples)), 0
 
 
 # -- By functions that have derivatives ------------------------------------------------------------
