@@ -1,4 +1,4 @@
-"""Front doors beside what they take the place of: modules of PyTorch, and loops of JAX.
+"""Front doors beside what they take the place of: modules of PyTorch, filters, and loops of JAX.
 
 A step of a module is all that a user of PyTorch waits for: forward, loss, backward, and Adam.
 """
@@ -366,6 +366,35 @@ class Selective:
         u, delta, b, c, loss = (torch.from_numpy(each.copy()) for each in in_time)
         own = [u, delta, torch.from_numpy(a.copy()), b, c, torch.ones(self.channels)]
         return [each.requires_grad_() for each in own], loss
+# -- Recursive filters ----------------------------------------------------------------------------
+
+TORCHAUDIO, TORCHLPC, PHILTORCH = "torchaudio", "torchlpc", "philtorch"
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A recursive filter, all of whose input has gradients, and the ratios that are asked for."""
+
+    order: int
+    changes: bool
+    wanted: dict[str, float]
+    batch: int = 32
+    steps: int = 4096
+
+    @property
+    def name(self) -> str:
+        changes = ", other coefficients at each step" if self.changes else ""
+        return f"lfilter of order {self.order}{changes}, B={self.batch}, T={self.steps:,}"
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return coefficients, of which ``a_0`` is 1, samples, and gradients in the results."""
+        torch.manual_seed(0)
+        lead = (self.batch, self.steps) if self.changes else ()
+        b = torch.randn(*lead, self.order + 1)
+        a = torch.randn(*lead, self.order + 1) / (4 * self.order)
+        a[..., 0] = 1
+        x, grads = (torch.randn(self.batch, self.steps) for _ in range(2))
+        return b.requires_grad_(), a.requires_grad_(), x.requires_grad_(), grads
 
     def measure(self, quick: bool) -> Results:
         """Return the times of forward and backward passes."""
@@ -434,14 +463,80 @@ def _outputs(steps: Iterable[Any], u: torch.Tensor, d: torch.Tensor) -> torch.Te
 
 
 SELECTIVE = (Selective(4, 256, 16, 512, {PYTORCH: 6, MAMBAPY: 4}),)
+            TORCHLPC: self.torchlpc,
+            PHILTORCH: self.philtorch,
+        }
+        if not self.changes:
+            makers[TORCHAUDIO] = self.torchaudio
+        return races.timed(makers, self.wanted, quick)
+
+    def _variants(self, call: Callable[..., Any], name: str = "") -> dict[str, Call]:
+        """Return calls, for the threads that PyTorch may be given, whose results are checked."""
+        b, a, x, grads = self.tensors()
+        right = sparsescan.torch.lfilter(b, a, x)
+        if not torch.allclose(call(b, a, x), right, rtol=1e-3, atol=1e-4):
+            raise AssertionError(f"{name or OURS}: another result")
+
+        def step(threads: int) -> Any:
+            torch.set_num_threads(threads)
+            return torch.autograd.grad(call(b, a, x), (b, a, x), grads)
+
+        return {f"{n} threads{name}": partial(step, n) for n in (THREADS, 1)}
+
+    def ours(self) -> dict[str, Call]:
+        return self._variants(sparsescan.torch.lfilter)
+
+    def torchaudio(self) -> dict[str, Call]:
+        functional = peers.require("torchaudio.functional", "pip install torchaudio")
+
+        def call(b: Any, a: Any, x: Any) -> Any:
+            return functional.lfilter(x, a, b, clamp=False)
+
+        return self._variants(call)
+
+    def torchlpc(self) -> dict[str, Call]:
+        lpc = peers.require("torchlpc", "pip install torchlpc").sample_wise_lpc
+
+        def call(b: Any, a: Any, x: Any) -> Any:
+            padded = nn.functional.pad(x, (self.order, 0))
+            if self.changes:
+                sums = (padded.unfold(1, self.order + 1, 1) * b.flip(-1)).sum(-1)
+            else:
+                sums = nn.functional.conv1d(padded[:, None], b.flip(0)[None, None])[:, 0]
+            return lpc(sums, a[..., 1:].expand(self.batch, self.steps, -1))
+
+        return self._variants(call)
+
+    def philtorch(self) -> dict[str, Call]:
+        room = "lpv" if self.changes else "lti"
+        lfilter = peers.require(f"philtorch.{room}", "pip install philtorch").lfilter
+        backends = {"lpv": ("ssm", "torchlpc"), "lti": ("ssm",)}[room]
+        found: dict[str, Call] = {}
+        for backend in backends:
+
+            def call(b: Any, a: Any, x: Any, backend: str = backend) -> Any:
+                return lfilter(b, a[..., 1:], x, form="df1", backend=backend)
+
+            found |= self._variants(call, f", {backend}")
+        return found
+
+
+_ALL = {TORCHAUDIO: 3, TORCHLPC: 1, PHILTORCH: 1}
+FILTERS = tuple(
+    Filter(
+        order, changes, {name: ratio for name, ratio in _ALL.items() if not changes or ratio == 1}
+    )
+    for order in (2, 8)
+    for changes in (False, True)
+)
 
 
 # -- The experiment -------------------------------------------------------------------------------
 
 
 def _pieces(quick: bool) -> Iterable[Piece]:
-    few = *MODULES[:2], RECURRENCES[0], *SELECTIVE
-    every = *MODULES, *STACKS, *NETWORKS, *RECURRENCES, *MANY, *SELECTIVE
+    few = *MODULES[:2], RECURRENCES[0], *SELECTIVE, FILTERS[0]
+    every = *MODULES, *STACKS, *NETWORKS, *RECURRENCES, *MANY, *SELECTIVE, *FILTERS
     for case in few if quick else every:
         yield Piece(case.name, partial(case.measure, quick))
 
@@ -454,6 +549,9 @@ def _about(quick: bool) -> Results:
         "PyTorch": "for both the faster of 2 threads or 1, and of Adam or fused Adam; masks prune; "
         "recurrent networks with torch.set_flush_denormal and without, and if the loss is at the "
         "last step, a ratio is to the faster and both are in a table",
+        "filters": "of direct form I: forward and backward pass, for gradients in all coefficients "
+        "and samples, a_0 being 1; for all the faster of 2 threads or 1, of philtorch that of its "
+        "backends, too; sums of samples before torchlpc by PyTorch's convolution or products",
         "JAX": "jitted value_and_grad; of lax.scan the fastest of the unrolls 1, 4 and 16",
     }
 
@@ -468,7 +566,7 @@ def _drawings(results: Results) -> list[Drawing]:
 
 EXPERIMENT = Experiment(
     "doors",
-    "Front doors: modules and selective scans of PyTorch, networks and linear recurrences of JAX",
+    "Front doors: modules, scans and filters of PyTorch, networks and recurrences of JAX",
     _pieces,
     _about,
     _drawings,

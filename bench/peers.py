@@ -37,7 +37,7 @@ def require(module: str, hint: str) -> Any:
     """Return the module; or MissingPeerError, with how to get it."""
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # a library of C++ is for another PyTorch
         reason = f"{error}".split(". ")[0]
         raise MissingPeerError(f"{reason}: {hint}") from None
 

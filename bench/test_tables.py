@@ -6,7 +6,7 @@ import copy
 import importlib.util
 import json
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -261,6 +261,17 @@ def test_selective_scans_of_doors_are_the_same() -> None:
         for k, (own, right) in enumerate(zip(call(), expected, strict=True)):
             swapped = call in others and k in (0, 1, 3, 4)
             torch.testing.assert_close(own.mT if swapped else own, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_filters_of_doors_have_all_gradients(changes: bool) -> None:
+    one = doors.Filter(2, changes, {}, batch=3, steps=7)
+    b, a, x, _ = one.tensors()
+    for call in one.ours().values():
+        assert [each.shape for each in call()] == [b.shape, a.shape, x.shape]
+    for make in (one.torchlpc, one.philtorch, one.torchaudio):
+        with suppress(peers.MissingPeerError):  # each compares its results with ours
+            make()
 
 
 @pytest.mark.parametrize(

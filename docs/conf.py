@@ -85,6 +85,7 @@ sphinx_gallery_conf = {
             "plot_pruned_cnn.py",
             "plot_advection_diffusion.py",
             "plot_smoother.py",
+            "plot_filter.py",
             "plot_mpi.py",
             "plot_flop_of_steps.py",
             "plot_strategies.py",

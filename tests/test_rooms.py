@@ -26,6 +26,7 @@ ROOMS = (
     "api",
     "readings",
     "affine",
+    "filters",
     "__init__",
     "parameters",
     "recurrent",

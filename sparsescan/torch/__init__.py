@@ -8,6 +8,7 @@ from ._convert import Conversion, convert
 from ._explain import Explanation, explain
 from .affine import affine_scan
 from .cells import module
+from .filters import lfilter, sosfilt
 from .recurrent import GRU, LSTM, RNN
 from .selective import selective_scan
 from .sequential import Sequential
@@ -22,6 +23,8 @@ __all__ = [
     "affine_scan",
     "convert",
     "explain",
+    "lfilter",
     "module",
     "selective_scan",
+    "sosfilt",
 ]

@@ -1,0 +1,529 @@
+"""Recursive filters for PyTorch: the operator ``sparsescan::filter``, and its gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .. import filters
+from ..errors import DeviceError, InputError, InputTypeError, short
+from ._arrays import array_of, here, tensor_of
+from ._direct import is_direct, is_eager, is_forward_twice, is_mapped, is_transformed
+from ._once import over_maps
+
+__all__ = ["lfilter", "sosfilt"]
+
+_DTYPES = (torch.float32, torch.float64)
+# Coefficients of a second-order section: three of its numerator, three of its denominator.
+_SECTION = 6
+
+
+def lfilter(
+    b: Tensor, a: Tensor, x: Tensor, axis: int = -1, zi: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Filter along an axis by a recursive (IIR) filter, whose coefficients may change at each step.
+
+        a_0[t] y[t] = Σ_k b_k[t] x[t-k] - Σ_{k>0} a_k[t] y[t-k]
+
+    As ``scipy.signal.lfilter``, for tensors of PyTorch, and differentiable any number of times in
+    all of them, in both modes, and under the transforms of ``torch.func``. It is one operator,
+    registered with ``torch.library``, so that ``torch.compile`` keeps a graph whole.
+
+    Parameters
+    ----------
+    b, a : Tensor, shape (taps,), (T, taps) or (…, T, taps)
+        The coefficients ``b_0, b_1, …`` and ``a_0, a_1, …``: constant, or those of each of the `T`
+        steps of `x`, or of each sample, too. Axes before the last two broadcast against those of
+        `x` without `axis`; a time axis of length 1 stands for coefficients that do not change.
+    x : Tensor
+        The samples, of any shape. There are zeros before their first step.
+    axis : int, default -1
+        The axis of time.
+    zi : Tensor, optional
+        Initial conditions, for constant coefficients only: of the shape of `x`, but with
+        ``max(len(a), len(b)) - 1`` numbers along `axis`, the delays of the transposed direct form
+        II, as ``scipy.signal.lfilter_zi`` and ``lfiltic`` make them. Axes of length 1 broadcast.
+
+    Returns
+    -------
+    y : Tensor
+        The filtered samples, of the shape of `x`. If coefficients have more axes, so has `y`;
+        `axis` then counts from the last one.
+    zf : Tensor
+        The final delays, if `zi` is given: `zi` of the samples that follow.
+
+    Raises
+    ------
+    InputError
+        If a shape or the axis is wrong, a constant ``a_0`` is 0, or `zi` is given for coefficients
+        that change.
+    InputTypeError
+        If a type is not supported, or dtypes differ: there are no complex filters.
+    DeviceError
+        If a tensor is not in host memory.
+
+    See Also
+    --------
+    sosfilt : A cascade of filters of order two, which rounds less than one of a high order.
+    affine_scan : Linear recurrences of vectors.
+
+    Notes
+    -----
+    This is the direct form I, equation (6.28) of Oppenheim and Schafer, "Discrete-Time Signal
+    Processing", 2010, with coefficients of the step whose result they give. Other forms are equal
+    while coefficients are constant; while they change, each has its own results. With gradients
+    ``l[t]`` in ``y[t]``, one more recursive filter runs from the last step to the first,
+
+        a_0[t] λ[t] = l[t] - Σ_{k>0} a_k[t+k] λ[t+k]
+
+    and gradients are products: ``λ[t] x[t-k]`` in ``b_k[t]``, ``-λ[t] y[t-k]`` in ``a_k[t]``, and
+    ``Σ_k b_k[t+k] λ[t+k]`` in ``x[t]``; sums of them, where steps or samples share coefficients.
+    The bits do not depend on the number of threads. Subnormal numbers count as 0.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sparsescan.torch import lfilter
+    >>> decay = torch.tensor(0.5, requires_grad=True)
+    >>> x = torch.ones(4)
+    >>> y = lfilter(torch.ones(1), torch.stack([torch.ones(()), -decay]), x)
+    >>> y.tolist()
+    [1.0, 1.5, 1.75, 1.875]
+    >>> y[-1].backward()
+    >>> decay.grad.item()
+    2.75
+    """
+    _check_tensors(b=b, a=a, x=x, zi=zi)
+    axis = _check_axis(axis, x)
+    for name, each in (("b", b), ("a", a)):
+        if not each.dim() or not each.shape[-1]:
+            raise InputError(
+                f"{name} has shape {tuple(each.shape)}; expected (taps,), (T, taps) or "
+                "(..., T, taps), with at least one tap"
+            )
+    own = b.unsqueeze(0) if b.dim() == 1 else b, a.unsqueeze(0) if a.dim() == 1 else a
+    samples, batch = _folded(x, axis, b=own[0], a=own[1])
+    shared = _shared(own[0], 2, batch), _shared(own[1], 2, batch)
+    if zi is None:
+        return _unfolded(_filter(*shared, samples, None), axis, batch)
+    taps = max(b.shape[-1], a.shape[-1])
+    if x.dim() != zi.dim() or zi.shape[axis] != taps - 1:
+        wanted = list(x.shape)
+        wanted[axis] = taps - 1
+        raise InputError(f"zi has shape {tuple(zi.shape)}; expected {tuple(wanted)}")
+    delays = _delays(zi.movedim(axis, -1), x, batch)
+    _check_constant(own, "b and a")
+    y, final = _with_delays(*shared, samples, delays)
+    return _unfolded(y, axis, batch), _unfolded(final, axis, batch)
+
+
+def sosfilt(
+    sos: Tensor, x: Tensor, axis: int = -1, zi: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Filter along an axis by a cascade of sections of order two, whose coefficients may change.
+
+    Each section is what :func:`lfilter` does, of what the section before it has made:
+
+        a_0[t] y[t] = b_0[t] x[t] + b_1[t] x[t-1] + b_2[t] x[t-2] - a_1[t] y[t-1] - a_2[t] y[t-2]
+
+    As ``scipy.signal.sosfilt``, for tensors of PyTorch, and as differentiable as :func:`lfilter`.
+    ``a_0`` need not be 1.
+
+    Parameters
+    ----------
+    sos : Tensor, shape (sections, 6), (T, sections, 6) or (…, T, sections, 6)
+        The coefficients ``b_0, b_1, b_2, a_0, a_1, a_2`` of each section: constant, or those of
+        each of the `T` steps of `x`, or of each sample, too, as those of :func:`lfilter`.
+    x : Tensor
+        The samples, of any shape.
+    axis : int, default -1
+        The axis of time.
+    zi : Tensor, optional
+        Initial conditions, for constant coefficients only: of shape ``(sections, …)``, then that of
+        `x`, but with 2 numbers along `axis`, as ``scipy.signal.sosfilt_zi`` makes them.
+
+    Returns
+    -------
+    y : Tensor
+        The filtered samples, of the shape of `x`, as :func:`lfilter` returns them.
+    zf : Tensor
+        The final delays, if `zi` is given, of its shape.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError
+        As :func:`lfilter`.
+
+    See Also
+    --------
+    lfilter : One filter of any order.
+
+    Notes
+    -----
+    A cascade of sections is section 6.3.2 of Oppenheim and Schafer, "Discrete-Time Signal
+    Processing", 2010.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sparsescan.torch import sosfilt
+    >>> smooth = torch.tensor([[0.5, 0.5, 0.0, 1.0, 0.0, 0.0]] * 2, requires_grad=True)
+    >>> y = sosfilt(smooth, torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    >>> y.tolist()
+    [0.25, 0.5, 0.25, 0.0]
+    >>> y.sum().backward()
+    >>> smooth.grad[0].tolist()
+    [1.0, 1.0, 1.0, -1.0, -1.0, -0.75]
+    """
+    _check_tensors(sos=sos, x=x, zi=zi)
+    axis = _check_axis(axis, x)
+    if sos.dim() < 2 or sos.shape[-1] != _SECTION or not sos.shape[-2]:
+        raise InputError(
+            f"sos has shape {tuple(sos.shape)}; expected (sections, 6), (T, sections, 6) or "
+            "(..., T, sections, 6), with at least one section"
+        )
+    own = sos.unsqueeze(0) if sos.dim() == 2 else sos
+    samples, batch = _folded(x, axis, sos=own.flatten(-2))
+    sections = [each.split(3, -1) for each in _shared(own, 3, batch).unbind(2)]
+    if zi is None:
+        for b, a in sections:
+            samples = _filter(b, a, samples, None)
+        return _unfolded(samples, axis, batch)
+    wanted = [len(sections), *x.shape]
+    wanted[axis] = 2
+    if zi.dim() != len(wanted) or (zi.shape[0], zi.shape[axis]) != (len(sections), 2):
+        raise InputError(f"zi has shape {tuple(zi.shape)}; expected {tuple(wanted)}")
+    _check_constant([own.flatten(-2)], "sos")
+    finals = []
+    for (b, a), each in zip(sections, zi, strict=True):
+        delays = _delays(each.movedim(axis, -1), x, batch)
+        samples, final = _with_delays(b, a, samples, delays)
+        finals.append(_unfolded(final, axis, batch))
+    return _unfolded(samples, axis, batch), torch.stack(finals)
+
+
+# -- Checks and shapes -----------------------------------------------------------------------------
+
+
+def _check_tensors(**tensors: Tensor | None) -> None:
+    first = next(iter(tensors))
+    dtype = getattr(tensors[first], "dtype", None)
+    for name, tensor in tensors.items():
+        if tensor is None and name == "zi":
+            continue
+        if not isinstance(tensor, Tensor):
+            raise InputTypeError(f"{name} is {short(tensor)}; expected a tensor")
+        if tensor.dtype not in _DTYPES or tensor.dtype != dtype:
+            complex_ = ": filters of complex numbers are not supported" * tensor.is_complex()
+            raise InputTypeError(
+                f"{name} has dtype {tensor.dtype}; expected float32 or float64, one for all "
+                f"tensors{complex_}"
+            )
+        if tensor.device.type != "cpu":
+            raise DeviceError(
+                f"{name} is on {tensor.device}; expected a tensor on the CPU, {name}.cpu(): "
+                "filters run nowhere else"
+            )
+
+
+def _check_axis(axis: int, x: Tensor) -> int:
+    """Return an axis as it is counted from the last one."""
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise InputTypeError(f"axis is {short(axis)}; expected an int")
+    if not -x.dim() <= axis < x.dim():
+        raise InputError(f"axis is {axis}; expected one of x, which has {x.dim()}")
+    return axis if axis < 0 else axis - x.dim()
+
+
+def _check_constant(coefficients: Any, names: str) -> None:
+    if any(each.shape[-2] != 1 for each in coefficients):
+        raise InputError(
+            f"zi is given, and {names} change from step to step; expected constant coefficients, "
+            "or no zi: the delays of a filter that changes are no state of its"
+        )
+
+
+def _folded(x: Tensor, axis: int, **coefficients: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return samples end to end, ``(N, T)``, and the axes that all have but that of time."""
+    moved = x.movedim(axis, -1)
+    steps = moved.shape[-1]
+    batch: tuple[int, ...] = tuple(moved.shape[:-1])
+    for name, each in coefficients.items():
+        if each.shape[-2] not in (1, steps):
+            raise InputError(
+                f"{name} has coefficients of {each.shape[-2]} steps; expected {steps}, as x has "
+                f"along axis {axis}, or 1"
+            )
+        if each.dim() > 2:
+            try:
+                batch = tuple(torch.broadcast_shapes(batch, each.shape[:-2]))
+            except RuntimeError:
+                raise InputError(
+                    f"{name} has leading axes {tuple(each.shape[:-2])}; expected some that "
+                    f"broadcast against {batch}, those of x without axis {axis} and of other "
+                    "coefficients"
+                ) from None
+    if batch != tuple(moved.shape[:-1]):
+        moved = moved.expand(*batch, steps)
+    return moved.reshape(_count(batch), steps), batch
+
+
+def _count(batch: tuple[int, ...]) -> int:
+    count = 1
+    for each in batch:
+        count *= each
+    return count
+
+
+def _shared(each: Tensor, own: int, batch: tuple[int, ...]) -> Tensor:
+    """Return coefficients of every sample, or one for all; the last `own` axes are theirs."""
+    lead, rest = each.shape[:-own], each.shape[-own:]
+    if all(n == 1 for n in lead):
+        return each.reshape(1, *rest)
+    return each.expand(*batch, *rest).reshape(_count(batch), *rest)
+
+
+def _unfolded(samples: Tensor, axis: int, batch: tuple[int, ...]) -> Tensor:
+    return samples.reshape(*batch, samples.shape[-1]).movedim(-1, axis)
+
+
+def _delays(zi: Tensor, x: Tensor, batch: tuple[int, ...]) -> Tensor:
+    """Return initial conditions of every sample."""
+    try:
+        return zi.expand(*batch, zi.shape[-1]).reshape(_count(batch), zi.shape[-1])
+    except RuntimeError:
+        raise InputError(
+            f"zi has axes {tuple(zi.shape[:-1])} beside that of time; expected some that broadcast "
+            f"to {batch}, as x has"
+        ) from None
+
+
+def _with_delays(b: Tensor, a: Tensor, x: Tensor, zi: Tensor) -> tuple[Tensor, Tensor]:
+    """Return filtered samples, and the delays behind the last of them.
+
+    The delays of the transposed direct form II are what earlier steps will add to later results.
+    """
+    size, steps = zi.shape[1], x.shape[1]
+    first = a[:, 0, :1]
+    y = _filter(b, a, x, first * zi)
+    final = pad(zi, (0, min(size, steps)))[:, min(size, steps) :]
+    ahead = torch.arange(size)
+    # Row j is of the step that is so many before the last, and column i of i steps behind it.
+    k = size + ahead - ahead[:, None]
+    reaches = (k <= size).to(x.dtype)
+    for factors, given, sign in ((b, x, 1), (a, y, -1)):
+        padded = pad(factors[:, 0] / first, (0, size + 1 - factors.shape[-1]))
+        table = padded[:, k.clamp(max=size)] * (sign * reaches)
+        last = pad(given, (size, 0))[:, steps:]
+        final = final + torch.matmul(last[:, None], table)[:, 0]
+    return y, final
+
+
+# -- The operators ---------------------------------------------------------------------------------
+
+_library = torch.library.Library("sparsescan", "FRAGMENT")
+_library.define("filter(Tensor b, Tensor a, Tensor x, Tensor? start) -> Tensor")
+_library.define(
+    "filter_backward(Tensor grads, Tensor b, Tensor a, Tensor x, Tensor y, int starts, "
+    "bool[] needs) -> Tensor[]"
+)
+_filter_op = torch.ops.sparsescan.filter.default
+_filter_backward_op = torch.ops.sparsescan.filter_backward.default
+
+
+def _filter(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
+    """Return filtered samples, as :func:`sparsescan.filters.filter_samples` does."""
+    given = b, a, x, start
+    if is_forward_twice():
+        return _by_steps(*given)
+    if is_transformed() and is_eager(*given):
+        transformed: Tensor = _Transformed.apply(*given)
+        return transformed
+    if is_direct(*given):
+        direct: Tensor = _Filter.apply(*given)
+        return direct
+    filtered: Tensor = _filter_op(*given)
+    return filtered
+
+
+def _forward(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
+    with here(x):
+        return tensor_of(filters.filter_samples(*map(array_of, (b, a, x, start))))
+
+
+def _backward(
+    grads: Tensor, b: Tensor, a: Tensor, x: Tensor, y: Tensor, starts: int, needs: list[bool]
+) -> list[Tensor]:
+    """Return the gradients that are needed, and nothing in place of others."""
+    with here(x):
+        given = array_of(b), array_of(a), array_of(x), array_of(y)
+        found = filters.filter_samples_vjp(array_of(grads), *given, starts, needs)
+        return [x.new_empty(0) if each is None else tensor_of(each) for each in found]
+
+
+def _fake_forward(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_backward(
+    grads: Tensor, b: Tensor, a: Tensor, x: Tensor, y: Tensor, starts: int, needs: list[bool]
+) -> list[Tensor]:
+    shapes = b.shape, a.shape, x.shape, (x.shape[0], starts)
+    return [x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True)]
+
+
+def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
+    b, a, x, start = inputs
+    ctx.starts = 0 if start is None else start.shape[1]
+    ctx.save_for_backward(b, a, x, output)
+
+
+def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
+    b, a, x, y = ctx.saved_tensors
+    needs, starts = list(ctx.needs_input_grad[:4]), ctx.starts
+    if is_mapped(grads):
+        gradients = over_maps(partial(_again, starts), [grads, b, a, x, y])
+    elif torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        gradients = _again(starts, grads, b, a, x, y)
+    else:
+        call = _backward if is_direct(grads, b, a, x, y) else _filter_backward_op
+        gradients = call(grads, b, a, x, y, starts, needs)
+    return tuple(each if need else None for each, need in zip(gradients, needs, strict=True))
+
+
+class _Filter(torch.autograd.Function):
+    """The operator with its gradients, for calls that nothing else wants to see."""
+
+    @staticmethod
+    def forward(ctx: Any, b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
+        y = _forward(b, a, x, start)
+        _save(ctx, (b, a, x, start), y)
+        return y
+
+    backward = staticmethod(_differentiate)
+
+
+class _Transformed(torch.autograd.Function):
+    """The filter for transforms of ``torch.func`` and forward mode: a map makes more samples."""
+
+    @staticmethod
+    def forward(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
+        return _forward(b, a, x, start)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        _save(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:3], output)
+
+    backward = staticmethod(_differentiate)
+
+    @staticmethod
+    def jvp(
+        ctx: Any,
+        in_b: Tensor | None,
+        in_a: Tensor | None,
+        in_x: Tensor | None,
+        in_start: Tensor | None,
+    ) -> Tensor:
+        """Return the filter by `a` alone of what enters it, since all else is linear."""
+        b, a, x, y = ctx.saved_tensors
+        added = torch.zeros_like(y)
+        for factors, given, sign in ((in_b, x, 1), (b, in_x, 1), (in_a, y, -1)):
+            if factors is not None and given is not None:
+                added = added + sign * _sums(factors, given)
+        if in_start is not None:
+            added = added + _fitted(in_start, y.shape[1])
+        return _filter(a.new_ones(1, 1, 1), a, added, None)
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: Any, b: Tensor, a: Tensor, x: Tensor, start: Tensor | None
+    ) -> tuple[Tensor, int]:
+        """Return the filtered samples of all maps, which are more samples."""
+        count, samples = info.batch_size, x.shape[-2]
+        if dims[2] is not None:
+            samples = x.movedim(dims[2], 0).shape[1]
+
+        def folded(each: Tensor, dim: int | None) -> Tensor:
+            each = each[None] if dim is None else each.movedim(dim, 0)
+            if dim is None and len(each[0]) == 1 != samples and each.dim() == 4:
+                return each[0]
+            return each.expand(count, samples, *each.shape[2:]).flatten(0, 1)
+
+        given = [
+            None if each is None else folded(each, dim)
+            for each, dim in zip((b, a, x, start), dims, strict=True)
+        ]
+        return _Transformed.apply(*given).unflatten(0, (count, samples)), 0
+
+
+# -- By functions that have derivatives ------------------------------------------------------------
+
+
+def _later(x: Tensor, k: int) -> Tensor:
+    """Return samples `k` steps later, with zeros before them."""
+    return pad(x, (min(k, x.shape[-1]), 0))[..., : x.shape[-1]]
+
+
+def _earlier(x: Tensor, k: int) -> Tensor:
+    """Return samples `k` steps earlier, with zeros behind them."""
+    k = min(k, x.shape[-1])
+    return pad(x[..., k:], (0, k))
+
+
+def _sums(factors: Tensor, x: Tensor) -> Tensor:
+    """Return ``Σ_k c_k[t] x[t-k]``."""
+    each = factors.unbind(-1)
+    total = each[0] * x
+    for k in range(1, len(each)):
+        total = total + each[k] * _later(x, k)
+    return total
+
+
+def _fitted(start: Tensor, steps: int) -> Tensor:
+    """Return leading steps with zeros behind them, or as many of them as there are."""
+    return pad(start, (0, steps - start.shape[-1]))
+
+
+def _again(starts: int, grads: Tensor, b: Tensor, a: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
+    """Return what the operator for backward does, by functions that have derivatives."""
+    columns = a.unbind(-1)
+    if a.shape[1] > 1:
+        columns = tuple(_earlier(each, k) if k else each for k, each in enumerate(columns))
+    back = torch.stack(columns, -1).flip(1)
+    g = _filter(a.new_ones(1, 1, 1), back, grads.flip(-1), None).flip(-1)
+    in_b = torch.stack([g * _later(x, k) for k in range(b.shape[-1])], -1)
+    in_a = torch.stack([-g * _later(y, k) for k in range(a.shape[-1])], -1)
+    in_x = torch.zeros_like(g)
+    for k, each in enumerate(b.unbind(-1)):
+        in_x = in_x + _earlier(each * g, k)
+    return [in_b.sum_to_size(b.shape), in_a.sum_to_size(a.shape), in_x, _fitted(g, starts)]
+
+
+def _by_steps(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
+    """Return filtered samples step by step, by PyTorch's own operations."""
+    steps, taps = x.shape[-1], a.shape[-1]
+    sums = _sums(b, x)
+    if start is not None:
+        sums = sums + _fitted(start, steps)
+    a = a.expand(-1, steps, -1)
+    results: list[Tensor] = []
+    for t in range(steps):
+        total = sums[:, t]
+        for k in range(1, min(taps, t + 1)):
+            total = total - a[:, t, k] * results[t - k]
+        results.append(total / a[:, t, 0])
+    return torch.stack(results, -1) if results else x.clone()
+
+
+_library.impl("filter", _forward, "CPU")
+_library.impl("filter_backward", _backward, "CPU")
+torch.library.register_fake("sparsescan::filter", _fake_forward, lib=_library)
+torch.library.register_fake("sparsescan::filter_backward", _fake_backward, lib=_library)
+torch.library.register_autograd(
+    "sparsescan::filter", _differentiate, setup_context=_save, lib=_library
+)

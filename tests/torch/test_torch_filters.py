@@ -1,0 +1,405 @@
+"""Recursive filters of PyTorch's front door, beside SciPy's and a loop under autograd."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.signal
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sampling import slow
+from torch import Tensor
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+
+from sparsescan import DeviceError, InputError, InputTypeError, filters
+from sparsescan.torch import lfilter, sosfilt
+
+# PyTorch (2.13) compiles what it needs for forward mode by what it tells others not to use.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def by_loop(b: Tensor, a: Tensor, x: Tensor, axis: int = -1) -> Tensor:
+    """Filter step by step, by PyTorch's own operations."""
+    x = x.movedim(axis, -1)
+    steps = x.shape[-1]
+    b, a = (each[None] if each.dim() == 1 else each for each in (b, a))
+    b, a = (each.expand(*each.shape[:-2], steps, each.shape[-1]) for each in (b, a))
+    y: list[Tensor] = []
+    for t in range(steps):
+        total = torch.zeros((), dtype=x.dtype)
+        for k in range(min(b.shape[-1], t + 1)):
+            total = total + b[..., t, k] * x[..., t - k]
+        for k in range(1, min(a.shape[-1], t + 1)):
+            total = total - a[..., t, k] * y[t - k]
+        y.append(total / a[..., t, 0])
+    return torch.stack(y, -1).movedim(-1, axis if axis < 0 else axis - x.dim())
+
+
+class Case:
+    """A random filter, stable on the whole, and samples for it."""
+
+    def __init__(self, seed: int, most: int = 40, dtype: torch.dtype = torch.float64) -> None:
+        rng = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        self.axes = [int(n) for n in rng.integers(1, rng.choice([3, 5]), rng.integers(0, 3))]
+        if rng.random() < 0.3:
+            self.axes = [int(rng.choice([1, 7, 8, 16, 19, 33]))]
+        self.steps = int(rng.choice([1, 2, 7, int(rng.integers(1, most)), most]))
+        self.axis = int(rng.integers(-len(self.axes) - 1, len(self.axes) + 1))
+        shape = [*self.axes]
+        shape.insert(self.axis % (len(shape) + 1), self.steps)
+        x = torch.randn(shape, dtype=dtype)
+        if rng.random() < 0.3:
+            x = torch.randn(*shape[::-1], dtype=dtype).permute(*range(len(shape))[::-1])
+        self.x = x.requires_grad_()
+        self.b = self.coefficients(rng, dtype, is_denominator=False)
+        self.a = self.coefficients(rng, dtype, is_denominator=True)
+
+    def coefficients(self, rng: Any, dtype: torch.dtype, is_denominator: bool) -> Tensor:
+        taps = int(rng.choice([1, 2, 3, 4, 9]))
+        kind = rng.integers(4)
+        lead = [n if rng.random() < 0.7 else 1 for n in self.axes]
+        if kind == 3 and lead and rng.random() < 0.3:
+            lead = lead[1:]
+        times = self.steps if rng.random() < 0.7 else 1
+        shape = ((taps,), (self.steps, taps), (1, taps), (*lead, times, taps))[kind]
+        c = torch.randn(shape, dtype=dtype)
+        if is_denominator:
+            c = c / (3 * taps)
+            c[..., 0] = torch.where(c[..., 0] < 0, -1, 1) * (1 + c[..., 0].abs())
+        return c.requires_grad_()
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [self.b, self.a, self.x]
+
+    def run(self, *inputs: Tensor) -> Tensor:
+        y = lfilter(*(inputs or self.inputs), axis=self.axis)
+        assert isinstance(y, Tensor)
+        return y
+
+    def loop(self, *inputs: Tensor) -> Tensor:
+        return by_loop(*(inputs or self.inputs), axis=self.axis)
+
+
+def assert_near(ours: Any, theirs: Any, factor: float = 1000 * EPS) -> None:
+    for one, right in zip(ours, theirs, strict=True):
+        assert one.shape == right.shape
+        one, right = one.detach(), right.detach()
+        scale = 1 + float(right.abs().max()) if right.numel() else 1
+        assert ((one - right).abs() <= factor * scale).all()
+
+
+# -- Values ----------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    st.integers(-3, 2),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+def test_as_scipy(
+    b_taps: int, a_taps: int, shape: list[int], axis: int, has_zi: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    axis = axis % (2 * len(shape)) - len(shape)
+    shape[axis] = int(rng.choice([0, 1, 3, 40, 70]))
+    b, a = rng.standard_normal(b_taps), rng.standard_normal(a_taps) / (2 * a_taps)
+    a[0] = rng.choice([1.0, -2.0, 0.5])
+    x = rng.standard_normal(shape)
+    given = tuple(map(torch.from_numpy, (b, a, x)))
+    if not has_zi:
+        right = scipy.signal.lfilter(b, a, x, axis) if x.size else x
+        assert_near([lfilter(*given, axis)], [torch.from_numpy(right)])
+        return
+    wanted = list(shape)
+    wanted[axis] = max(b_taps, a_taps) - 1
+    zi = rng.standard_normal(wanted)
+    y, zf = lfilter(*given, axis, torch.from_numpy(zi))
+    assert (y.shape, zf.shape) == (x.shape, zi.shape)
+    if x.size:
+        both = scipy.signal.lfilter(b, a, x, axis, zi)
+        assert_near([y, zf], map(torch.from_numpy, both))
+    elif not shape[axis]:
+        assert_near([zf], [torch.from_numpy(zi)])
+
+
+@given(st.integers(1, 4), st.integers(0, 2**32))
+def test_sections_as_scipy(sections: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sos = scipy.signal.butter(2 * sections, rng.uniform(0.1, 0.8), output="sos")
+    axis = int(rng.integers(-3, 3))
+    shape = [3, 4, 5]
+    shape[axis] = int(rng.choice([1, 2, 50]))
+    x = rng.standard_normal(shape)
+    scaled = sos * np.where(rng.random((sections, 1)) < 0.5, 1, 2.5)
+    given = torch.from_numpy(scaled), torch.from_numpy(x), axis
+    assert_near([sosfilt(*given)], [torch.from_numpy(scipy.signal.sosfilt(sos, x, axis))])
+    shape[axis] = 2
+    zi = rng.standard_normal((sections, *shape))
+    both = scipy.signal.sosfilt(sos, x, axis, zi)
+    assert_near(sosfilt(*given, torch.from_numpy(zi)), map(torch.from_numpy, both))
+
+
+@given(st.integers(0, 2**32))
+def test_values_and_gradients(seed: int) -> None:
+    case = Case(seed)
+    results = []
+    for call in (case.run, case.loop):
+        y = call()
+        torch.manual_seed(seed)
+        loss = (torch.randn(y.shape, dtype=y.dtype) * y).sum()
+        results.append([y, *torch.autograd.grad(loss, case.inputs)])
+    assert_near(*results)
+
+
+@given(st.integers(0, 2**32))
+def test_single_precision(seed: int) -> None:
+    case = Case(seed, dtype=torch.float32)
+    results = []
+    for call, inputs in ((case.run, case.inputs), (case.loop, [x.double() for x in case.inputs])):
+        y = call(*inputs)
+        torch.manual_seed(seed)
+        loss = (torch.randn(y.shape) * y).sum()
+        results.append([each.double() for each in (y, *torch.autograd.grad(loss, case.inputs))])
+    assert_near(*results, 1000 * torch.finfo(torch.float32).eps)
+
+
+def test_parts_follow_from_each_other() -> None:
+    """The final delays of some steps are the first of those behind them."""
+    b, a = (torch.from_numpy(each) for each in scipy.signal.cheby1(4, 1, 0.3))
+    x = torch.randn(3, 200, dtype=torch.float64)
+    zf = torch.zeros(3, 4, dtype=torch.float64)
+    parts = []
+    for part in x.split(37, -1):
+        y, zf = lfilter(b, a, part, zi=zf)
+        parts.append(y)
+    assert_near([torch.cat(parts, -1)], [lfilter(b, a, x)])
+
+
+def test_many_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(70, 300, 3), torch.randn(300, 2) / 4, torch.randn(70, 300)]
+    given[1][:, 0] = 1
+    results = []
+    for threads, grain in ((1, filters._GRAIN), (7, 1)):
+        monkeypatch.setattr(filters, "_GRAIN", grain)
+        monkeypatch.setattr(filters, "thread_count", lambda count=threads: count)
+        inputs = [each.clone().requires_grad_() for each in given]
+        y = lfilter(*inputs)
+        assert isinstance(y, Tensor)
+        y.square().sum().backward()
+        results.append([y, *(each.grad for each in inputs)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_nothing_that_is_given_changes() -> None:
+    case = Case(3)
+    before = [each.detach().clone() for each in case.inputs]
+    case.run().sum().backward()
+    for each, right in zip(case.inputs, before, strict=True):
+        assert torch.equal(each, right)
+
+
+# -- Derivatives -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, *slow(*range(4, 12))])
+def test_first_and_second_derivatives(seed: int) -> None:
+    case = Case(seed, most=5)
+    case.axes = case.axes[:1]
+    assert torch.autograd.gradcheck(case.run, case.inputs, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(case.run, case.inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 6])
+def test_derivatives_with_delays(steps: int) -> None:
+    torch.manual_seed(steps)
+    b, x, zi = torch.randn(2), torch.randn(2, steps), torch.randn(2, 3)
+    inputs = [each.double().requires_grad_() for each in (b, torch.randn(4) / 6 + 0.5, x, zi)]
+
+    def run(b: Tensor, a: Tensor, x: Tensor, zi: Tensor) -> Any:
+        return lfilter(b, a, x, zi=zi)
+
+    assert torch.autograd.gradcheck(run, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_derivatives_of_sections(changes: bool) -> None:
+    torch.manual_seed(0)
+    sos = torch.randn(4, 2, 6, dtype=torch.float64) / 4 if changes else torch.randn(2, 6).double()
+    sos[..., 3] = 1.5
+    x = torch.randn(2, 4, dtype=torch.float64)
+    inputs = [sos.requires_grad_(), x.requires_grad_()]
+    assert torch.autograd.gradcheck(sosfilt, inputs)
+    assert torch.autograd.gradgradcheck(sosfilt, inputs, fast_mode=True)
+
+    def by_sections(sos: Tensor, x: Tensor) -> Tensor:
+        for each in sos.unbind(-2):
+            x = by_loop(each[..., :3], each[..., 3:], x)
+        return x
+
+    results = []
+    for call in (sosfilt, by_sections):
+        y: Any = call(*inputs)
+        results.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
+    assert_near(*results)
+
+
+@pytest.mark.parametrize("k", range(4))
+def test_gradients_that_are_asked_for(k: int) -> None:
+    """Each by itself, as all at once."""
+    torch.manual_seed(0)
+    given = [
+        torch.randn(3),
+        torch.tensor([2.0, 0.3, 0.2, 0.1]),
+        torch.randn(5, 9),
+        torch.randn(5, 3),
+    ]
+
+    def gradients(asked: range) -> list[Tensor | None]:
+        inputs = [each.clone().requires_grad_(i in asked) for i, each in enumerate(given)]
+        y, zf = lfilter(*inputs[:3], zi=inputs[3])
+        (y.square().sum() + zf.sum()).backward()
+        return [each.grad for each in inputs]
+
+    own, every = gradients(range(k, k + 1)), gradients(range(4))
+    assert [each is not None for each in own] == [i == k for i in range(4)]
+    torch.testing.assert_close(own[k], every[k])
+
+
+def test_transforms() -> None:
+    torch.manual_seed(0)
+    b, x = torch.randn(4, 3).double(), torch.randn(4, 2, 6).double()
+    a = torch.tensor([1.0, 0.4, -0.2]).double()
+
+    def loss(b: Tensor, a: Tensor, x: Tensor) -> Tensor:
+        y = lfilter(b, a, x)
+        assert isinstance(y, Tensor)
+        return y.square().sum()
+
+    def by_loops(b: Tensor, a: Tensor, x: Tensor) -> Tensor:
+        return by_loop(b, a, x).square().sum()
+
+    dims = (0, None, 0)
+    for of in (
+        lambda f: vmap(f, dims),
+        lambda f: vmap(grad(f, (0, 1, 2)), dims),
+        lambda f: grad(lambda *given: vmap(f, dims)(*given).sum(), (0, 1, 2)),
+        lambda f: lambda *given: jvp(vmap(f, dims), given, given),
+    ):
+        ours, theirs = of(loss)(b, a, x), of(by_loops)(b, a, x)
+        as_tuple = isinstance(ours, tuple)
+        assert_near(ours if as_tuple else [ours], theirs if as_tuple else [theirs])
+    for of in (jacrev, jacfwd, hessian, lambda f: jacfwd(jacfwd(f))):
+        assert_near(
+            [of(lambda a: loss(b[0], a, x[0]))(a)], [of(lambda a: by_loops(b[0], a, x[0]))(a)]
+        )
+
+
+def test_batches_of_gradients() -> None:
+    case = Case(11)
+    y = case.run()
+    some = torch.randn(3, *y.shape, dtype=y.dtype)
+    ours = torch.autograd.grad(y, case.inputs, some, is_grads_batched=True, retain_graph=True)
+    theirs = [torch.autograd.grad(y, case.inputs, each, retain_graph=True) for each in some]
+    assert_near(ours, [torch.stack(each) for each in zip(*theirs, strict=True)])
+
+
+@pytest.mark.parametrize("seed", [1, *slow(2, 3)])
+def test_opcheck(seed: int) -> None:
+    torch.manual_seed(seed)
+    b, a = torch.randn(1, 1, 2), torch.rand(5, 4, 3) / 4
+    a[..., 0] = 1
+    x, start = torch.randn(5, 4), torch.randn(5, 2)
+    inputs = [each.double().requires_grad_() for each in (b, a, x, start)]
+    torch.library.opcheck(torch.ops.sparsescan.filter.default, inputs)
+
+
+def test_compiled_graphs_stay_whole() -> None:
+    torch.manual_seed(0)
+    sos = torch.randn(2, 6, dtype=torch.float64) / 4
+    sos[:, 3] = 1
+    given = [
+        torch.randn(3).double(),
+        torch.randn(9, 2).double() / 4 + 1,
+        torch.randn(9, 3).double(),
+    ]
+    zi = torch.randn(2, 3, 2).double().requires_grad_()
+    inputs = [each.requires_grad_() for each in (*given, sos)]
+
+    def loss(b: Tensor, a: Tensor, x: Tensor, sos: Tensor, zi: Tensor) -> Any:
+        y = lfilter(2 * b, a, x, 0)
+        y, zf = sosfilt(sos, y.mT, zi=zi)
+        return y.square().sum() + zf.sum()
+
+    results = []
+    for call in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        value = call(*inputs, zi)
+        results.append([value, *torch.autograd.grad(value, [*inputs, zi])])
+    assert_near(*results)
+
+
+# -- Errors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"x": np.ones(3)}, InputTypeError, "x is array"),
+        ({"b": torch.ones(2).double()}, InputTypeError, "a has dtype torch.float32; expected"),
+        ({"x": torch.ones(3, dtype=torch.cfloat)}, InputTypeError, "of complex numbers are not"),
+        ({"x": torch.ones(3, dtype=torch.int64)}, InputTypeError, "x has dtype torch.int64"),
+        ({"x": torch.ones(3, device="meta")}, DeviceError, "x is on meta; expected a tensor on"),
+        ({"axis": 1}, InputError, "axis is 1; expected one of x, which has 1"),
+        ({"axis": 0.0}, InputTypeError, "axis is 0.0; expected an int"),
+        ({"x": torch.ones(())}, InputError, "axis is -1; expected one of x, which has 0"),
+        ({"b": torch.ones(())}, InputError, r"b has shape \(\); expected \(taps,\)"),
+        ({"a": torch.ones(0)}, InputError, r"a has shape \(0,\); expected"),
+        ({"a": torch.zeros(2)}, InputError, r"a\[0\] is 0; expected another"),
+        ({"b": torch.ones(2, 2)}, InputError, "b has coefficients of 2 steps; expected 3"),
+        ({"b": torch.ones(2, 3, 2), "x": torch.ones(5, 3)}, InputError, r"b has leading axes \(2,"),
+        ({"zi": torch.ones(2)}, InputError, r"zi has shape \(2,\); expected \(1,\)"),
+        ({"zi": torch.ones(1), "b": torch.ones(3, 2)}, InputError, "zi is given, and b and a"),
+        ({"zi": torch.ones(2, 1), "x": torch.ones(4, 3)}, InputError, r"zi has axes \(2,\)"),
+    ],
+)
+def test_errors(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"b": torch.ones(2), "a": torch.ones(2), "x": torch.ones(3)}
+    with pytest.raises(error, match=message):
+        lfilter(**given | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"sos": torch.ones(6)}, InputError, r"sos has shape \(6,\); expected \(sections, 6\)"),
+        ({"sos": torch.ones(0, 6)}, InputError, "with at least one section"),
+        ({"sos": torch.ones(4, 2, 6)}, InputError, "sos has coefficients of 4 steps; expected 3"),
+        ({"zi": torch.ones(1, 2)}, InputError, r"zi has shape \(1, 2\); expected \(2, 2\)"),
+    ],
+)
+def test_errors_of_sections(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"sos": torch.ones(2, 6), "x": torch.ones(3)}
+    with pytest.raises(error, match=message):
+        sosfilt(**given | changed)
+
+
+def test_long_decays_take_no_longer() -> None:
+    """Numbers that die away become zeros, not subnormal numbers."""
+    x = torch.zeros(1, 20_000)
+    x[0, 0] = 1
+    y = lfilter(torch.ones(1), torch.tensor([1.0, -0.5]), x)
+    assert isinstance(y, Tensor)
+    assert int((y != 0).sum()) == 1 - round(math.log2(torch.finfo(torch.float32).tiny))
