@@ -146,6 +146,8 @@ class MemoryLimitError(SparseScanError, MemoryError):
       a network, take far less.
     - ``memory_limit`` is less than the least that the message names. Raise it, or scan fewer
       samples at once.
+    - Gradients of all steps and samples are more than the machine has. A plan for fewer samples
+      runs several times.
     - The chain is too large for one machine. :mod:`sparsescan.parallel` shares it.
     """
 
