@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..errors import InputTypeError, short
 from . import _torchrecurrent as torchrecurrent
+from ._recurrent_op import has_kernels
+from ._structure import without_kernels
 from .recurrent import GRU, LSTM, RNN
 from .sequential import Sequential, why_not
 
 __all__ = ["Conversion", "convert"]
 
 _KINDS: dict[type[nn.Module], type[nn.RNNBase]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
+# Devices whose tensors recurrent modules have kernels for.
+_DEVICES = ("cpu", "cuda")
 
 
 class Conversion(NamedTuple):
@@ -48,6 +52,9 @@ def convert(model: nn.Module) -> Conversion:
     the same objects, with their parameters, buffers and hooks, so an optimiser that has been made,
     and a `state_dict` that has been saved, fit as before. What is done to a module afterwards is
     seen at its next call.
+
+    Modules whose parameters no kernel takes, such as those of half precision, are left, since
+    PyTorch would run them: convert a model once it has the dtype and the device that it runs with.
 
     Modules that a model calls step by step itself stay as they are, since each step returns before
     the next input is there: cells of PyTorch and torchrecurrent, and neurons of snnTorch but
@@ -89,13 +96,15 @@ def convert(model: nn.Module) -> Conversion:
                 replaced.append(name)
             elif why:
                 left[name] = why
-        elif kind is not None and not module.proj_size:
-            module.__class__ = kind
-            replaced.append(name)
         elif kind is not None:
-            left[name] = "proj_size has no kernel"
+            why = _why_not(module)
+            if why:
+                left[name] = why
+            else:
+                module.__class__ = kind
+                replaced.append(name)
         elif torchrecurrent.is_layer(module) and not torchrecurrent.is_replacement(module):
-            why = torchrecurrent.why_not(module)
+            why = torchrecurrent.why_not(module) or without_kernels(module, _DEVICES)
             if why:
                 left[name] = why
             else:
@@ -106,3 +115,14 @@ def convert(model: nn.Module) -> Conversion:
         if type(module) is Sequential:
             inside.update(module.modules())
     return Conversion(replaced, left)
+
+
+def _why_not(module: Any) -> str:
+    """Return why PyTorch runs a recurrent module of its own; "" if there are kernels."""
+    if module.proj_size:
+        return "proj_size has no kernel"
+    why = without_kernels(module, _DEVICES)
+    weight = next(module.parameters())
+    if why or weight.is_meta or has_kernels(module.mode, module.hidden_size, weight, module.bias):
+        return why
+    return "CuPy is missing, or its kernels have no room for so many units on this GPU"

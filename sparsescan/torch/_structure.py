@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 from .. import jacobians
 
 __all__ = [
+    "FLOATS",
     "STATISTICS",
     "Layer",
     "Structure",
@@ -22,9 +23,12 @@ __all__ = [
     "is_pruning",
     "modules_of",
     "read",
+    "without_kernels",
 ]
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+# The dtypes of kernels.
+FLOATS = (torch.float32, torch.float64)
 
 _TENSORS = frozenset((Tensor, nn.Parameter))
 _PARAMETERS = frozenset(("weight", "bias"))
@@ -152,6 +156,22 @@ def modules_of(stack: nn.Module) -> Iterator[nn.Module]:
         yield child
         if type(child) in _CONTAINERS:
             yield from modules_of(child)
+
+
+def without_kernels(module: nn.Module, devices: Collection[str]) -> str:
+    """Return why no kernel reads the parameters of a module; "" if one does.
+
+    Parameters on the device ``"meta"`` have no values yet, and may get them on any.
+    """
+    for each in module.parameters():
+        if each.dtype not in FLOATS:
+            name = str(each.dtype).removeprefix("torch.")
+            return (
+                f"its parameters are of {name}, which PyTorch computes: kernels take float32 and 64"
+            )
+        if each.device.type not in (*devices, "meta"):
+            return f"its parameters are on {each.device.type}, where PyTorch computes"
+    return ""
 
 
 def is_pruning(hook: Any) -> bool:

@@ -25,6 +25,7 @@ from ._masks import Kept, kept_now
 from ._once import Once
 from ._probe import asks_for_some, is_looked_at, probe
 from ._structure import (
+    FLOATS,
     STATISTICS,
     Layer,
     Structure,
@@ -34,13 +35,13 @@ from ._structure import (
     is_pruning,
     modules_of,
     read,
+    without_kernels,
 )
 from ._team import pytorchs_threads
 from ._times import Seconds
 
 __all__ = ["Sequential", "why_not"]
 
-_DTYPES = (torch.float32, torch.float64)
 # Share of the weights that are kept, from which on PyTorch's dense products are as fast.
 _DENSE = 0.25
 # Networks that are kept for each stack: of several structures, shapes of the input, or masks.
@@ -142,7 +143,7 @@ def _takes(given: Any) -> bool:
         is_direct(given)
         and isinstance(given, Tensor)
         and given.device.type == "cpu"
-        and given.dtype in _DTYPES
+        and given.dtype in FLOATS
         and given.layout is torch.strided
         and given.dim() >= 2
         and 0 not in given.shape
@@ -167,6 +168,9 @@ def why_not(module: nn.Sequential) -> str | None:
         hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
         if not all(map(is_pruning, hooks)):
             return f"a {type(layer).__name__} has hooks"
+        why = without_kernels(layer, ("cpu",))
+        if why:
+            return why
     kept = sum(int(torch.count_nonzero(mask)) for mask in masks)
     share = kept / max(sum(mask.numel() for mask in masks), 1)
     if share > _DENSE:
