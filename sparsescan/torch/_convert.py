@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import InputTypeError, short
+from . import _alone as alone
 from . import _torchrecurrent as torchrecurrent
 from ._recurrent_op import has_kernels
-from ._structure import without_kernels
+from ._sequences import Sequences
+from ._structure import is_container, modules_of, without_kernels
 from .recurrent import GRU, LSTM, RNN
 from .sequential import Sequential, why_not
 
@@ -28,7 +30,8 @@ class Conversion(NamedTuple):
     replaced : list of str
         Names of the modules that were replaced.
     left : dict of str to str
-        Names of recurrent modules, and of stacks of pruned layers, that were left alone, and why.
+        Names of recurrent modules, pruned layers and stacks of them that were left alone, and why.
+        A layer in such a stack has no entry of its own.
     """
 
     replaced: list[str]
@@ -37,15 +40,19 @@ class Conversion(NamedTuple):
     def __str__(self) -> str:
         lines = [f"{name or 'model'}: replaced" for name in self.replaced]
         lines += [f"{name or 'model'}: left alone, {why}" for name, why in self.left.items()]
-        return "\n".join(lines) or "no recurrent modules, and no stacks of pruned layers"
+        return "\n".join(lines) or "no recurrent modules, and no pruned layers"
 
 
 def convert(model: nn.Module) -> Conversion:
-    """Replace the recurrent modules of a model, and its stacks of pruned layers, in place.
+    """Replace the recurrent modules of a model, and its pruned layers, in place.
 
     Each :class:`torch.nn.RNN`, ``GRU`` and ``LSTM`` becomes one of this package, and so does each
     :class:`torch.nn.Sequential` of layers that have kernels, if ``torch.nn.utils.prune`` has left
-    at most a quarter of its weights. Layers of torchrecurrent 0.2.5, such as
+    at most a quarter of its weights; and each :class:`torch.nn.Linear` that is pruned so, and that
+    a model calls itself, as ``F.relu(self.fc1(x))`` does. In a stack kernels go from layer to
+    layer, while one that is alone takes more samples or weights to be faster; where it is not,
+    PyTorch computes. Pruning is told from its masks: zeros without one, as ``prune.remove`` leaves
+    them, may be trained. Layers of torchrecurrent 0.2.5, such as
     ``torchrecurrent.MGU``, run whole sequences by the kernels of the cell of that name in
     :mod:`sparsescan.recurrent.catalogue`; under ``torch.compile`` they run as before. All of these
     take `resets` from then on, where states begin anew: see :class:`RNN`. Modules stay
@@ -86,35 +93,61 @@ def convert(model: nn.Module) -> Conversion:
     """
     if not isinstance(model, nn.Module):
         raise InputTypeError(f"model is {short(model)}; expected a torch.nn.Module")
-    replaced, left, inside = list[str](), dict[str, str](), set[nn.Module]()
-    for name, module in model.named_modules():
-        kind = _KINDS.get(type(module))
-        if type(module) is nn.Sequential and module not in inside:
-            why = why_not(module)
-            if why is None:
-                module.__class__ = Sequential
-                replaced.append(name)
-            elif why:
-                left[name] = why
-        elif kind is not None:
-            why = _why_not(module)
-            if why:
-                left[name] = why
-            else:
-                module.__class__ = kind
-                replaced.append(name)
-        elif torchrecurrent.is_layer(module) and not torchrecurrent.is_replacement(module):
-            why = torchrecurrent.why_not(module) or without_kernels(module, _DEVICES)
-            if why:
-                left[name] = why
-            else:
-                module.__class__ = torchrecurrent.replacement_of(module)
-                replaced.append(name)
-        elif isinstance(module, nn.RNNBase) and not isinstance(module, (RNN, GRU, LSTM)):
-            left[name] = f"it is a {type(module).__name__}, whose forward may differ"
+    replaced, left = list[str](), dict[str, str]()
+    modules, inside = dict(model.named_modules()), set[nn.Module]()
+    for name, module in modules.items():
+        kind, why = _replacement_of(module, None if module in inside else _caller(name, modules))
+        if why:
+            left[name] = why
+        elif kind is not None and kind is not type(module):
+            module.__class__ = kind
+            replaced.append(name)
         if type(module) is Sequential:
+            for each in modules_of(module):
+                each.__class__ = alone.plain_class(each)
+            inside.update(modules_of(module))
+        elif type(module) is nn.Sequential and why:
+            # It is said of the layers, too; a stack within this one may be replaced.
+            inside.update(each for each in modules_of(module) if not is_container(each))
+        elif torchrecurrent.is_layer(module):
             inside.update(module.modules())
     return Conversion(replaced, left)
+
+
+def _caller(name: str, modules: dict[str, nn.Module]) -> str:
+    """Return what an error says of the module that a module stands in."""
+    if not name:
+        return "it is no model, but a layer"
+    return f"it stands in a {type(modules[name.rpartition('.')[0]]).__name__}"
+
+
+def _replacement_of(module: Any, place: str | None) -> tuple[type[nn.Module] | None, str | None]:
+    """Return the class that a module becomes, or has already, or why it stays.
+
+    Both are nothing for what is none of those that might be replaced. `place` says where it stands,
+    if no other module stands for it.
+    """
+    if (
+        isinstance(module, (Sequences, Sequential))
+        or torchrecurrent.is_replacement(module)
+        or alone.is_replacement(module)
+    ):
+        return type(module), None
+    if type(module) in _KINDS:
+        why = _why_not(module)
+        return (None, why) if why else (_KINDS[type(module)], None)
+    if torchrecurrent.is_layer(module):
+        why = torchrecurrent.why_not(module) or without_kernels(module, _DEVICES)
+        return (None, why) if why else (torchrecurrent.replacement_of(module), None)
+    if isinstance(module, nn.RNNBase):
+        return None, f"it is a {type(module).__name__}, whose forward may differ"
+    if place is None:
+        return None, None
+    if type(module) is nn.Sequential:
+        reason = why_not(module)
+        return (Sequential, None) if reason is None else (None, reason)
+    reason = alone.why_not(module, place)
+    return (alone.replacement_of(module), None) if reason == "" else (None, reason)
 
 
 def _why_not(module: Any) -> str:

@@ -18,6 +18,7 @@ __all__ = [
     "Layer",
     "Structure",
     "add_container",
+    "add_layer",
     "has_operator",
     "is_container",
     "is_pruning",
@@ -86,6 +87,8 @@ _ALL = _KINDS | _IDENTITY
 _SETTINGS = frozenset((bool, int, float, str, tuple, type(None)))
 _BasePruning = prune.BasePruningMethod
 _pruning = _PRUNING(_BasePruning)
+# Layers of this package, which stacks hold as PyTorch's.
+_MORE: set[type[nn.Module]] = set()
 # Sequences that call their modules one after the other.
 _CONTAINERS: dict[type[nn.Module], _Kind] = {nn.Sequential: _Kind(nn.Sequential)}
 
@@ -133,6 +136,11 @@ class Structure(NamedTuple):
     joint: bool
 
 
+def add_layer(kind: type[nn.Module]) -> None:
+    """Let layers of a class be taken into a stack, where they become what they were before."""
+    _MORE.add(kind)
+
+
 def add_container(kind: type[nn.Module]) -> None:
     """Let a class be one whose modules are called one after the other."""
     _CONTAINERS[kind] = _Kind(kind)
@@ -145,7 +153,7 @@ def is_container(module: nn.Module) -> bool:
 
 def has_operator(layer: nn.Module) -> bool:
     """Return whether there is an operator for layers of a class, or none is needed."""
-    return type(layer) in _ALL
+    return type(layer) in _ALL or type(layer) in _MORE
 
 
 def modules_of(stack: nn.Module) -> Iterator[nn.Module]:
@@ -167,7 +175,8 @@ def without_kernels(module: nn.Module, devices: Collection[str]) -> str:
         if each.dtype not in FLOATS:
             name = str(each.dtype).removeprefix("torch.")
             return (
-                f"its parameters are of {name}, which PyTorch computes: kernels take float32 and 64"
+                f"its parameters are of {name}, which PyTorch computes: kernels take float32 and "
+                "float64"
             )
         if each.device.type not in (*devices, "meta"):
             return f"its parameters are on {each.device.type}, where PyTorch computes"

@@ -40,7 +40,7 @@ from ._structure import (
 from ._team import pytorchs_threads
 from ._times import Seconds
 
-__all__ = ["Sequential", "why_not"]
+__all__ = ["Sequential", "is_sparse", "run", "why_dense", "why_not"]
 
 # Share of the weights that are kept, from which on PyTorch's dense products are as fast.
 _DENSE = 0.25
@@ -109,12 +109,8 @@ class Sequential(nn.Sequential):
         """Return the output of the last layer."""
         if torch.compiler.is_compiling():
             return super().forward(input)
-        known = _known_of(self)
-        known.runs_here = False
-        if known.leaves(input):
-            return super().forward(input)
-        call = _prepare(self, known, input) if _takes(input) else None
-        return super().forward(input) if call is None else call.run(input)
+        output = run(self, input)
+        return super().forward(input) if output is None else output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sequential:
         """Return a copy, in which masked weights have no graph: PyTorch copies none that has."""
@@ -135,6 +131,16 @@ class Sequential(nn.Sequential):
 
 
 add_container(Sequential)
+
+
+def run(stack: nn.Module, given: Any) -> Tensor | None:
+    """Return the output of a stack, or None where PyTorch has to compute."""
+    known = _known_of(stack)
+    known.runs_here = False
+    if known.leaves(given):
+        return None
+    call = _prepare(stack, known, given) if _takes(given) else None
+    return None if call is None else call.run(given)
 
 
 def _takes(given: Any) -> bool:
@@ -171,11 +177,21 @@ def why_not(module: nn.Sequential) -> str | None:
         why = without_kernels(layer, ("cpu",))
         if why:
             return why
+    return why_dense(masks) or None
+
+
+def why_dense(masks: Sequence[Tensor]) -> str:
+    """Return why PyTorch computes with weights of which too many are kept; "" if few are."""
     kept = sum(int(torch.count_nonzero(mask)) for mask in masks)
     share = kept / max(sum(mask.numel() for mask in masks), 1)
-    if share > _DENSE:
-        return f"{share:.0%} of its weights are kept, where PyTorch's dense products are faster"
-    return None
+    if is_sparse(share):
+        return ""
+    return f"{share:.0%} of its weights are kept, where PyTorch's dense products are faster"
+
+
+def is_sparse(share: float) -> bool:
+    """Return whether so few weights are kept that kernels may be faster."""
+    return share <= _DENSE
 
 
 def _mask(layer: nn.Module) -> Tensor | None:

@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sparsescan.torch
 from sparsescan.recurrent import catalogue
+from sparsescan.torch import _alone
 from sparsescan.torch._prepared import only
 from sparsescan.torch.cells import CellModule
 
@@ -115,6 +116,17 @@ class SkippedError(Exception):
 
 
 # -- Models ----------------------------------------------------------------------------------------
+
+
+class Own(nn.Sequential):
+    """A model that calls its layers itself."""
+
+
+def alone(rng: Rng) -> tuple[nn.Module, Tensor]:
+    """Return a model of layers in no stack, some of their weights pruned, and an input."""
+    net, x = stack(rng)
+    net.__class__ = Own
+    return net, x
 
 
 def stack(rng: Rng) -> tuple[nn.Module, Tensor]:
@@ -639,6 +651,7 @@ OF_STACKS: tuple[Event, ...] = (
 )
 KINDS: dict[str, tuple[Callable[[Rng], tuple[nn.Module, Tensor]], tuple[Event, ...]]] = {
     "stack": (stack, COMMON + OF_STACKS),
+    "alone": (alone, COMMON + OF_STACKS),
     "recurrent": (recurrent, COMMON),
     "cells": (cells, COMMON),
     # A masked weight is what the last step has made of it, whose gradient is that of this step.
@@ -722,6 +735,10 @@ def _live(kind: str, seed: int, names: Sequence[str] | None, talks: bool) -> int
     twin = copy.deepcopy(net)
     if kind == "stack":
         twin.__class__ = sparsescan.torch.Sequential
+    elif kind == "alone":
+        for layer in twin.modules():
+            if type(layer) is nn.Linear:
+                layer.__class__ = _alone.Linear
     elif kind == "cells":
         twin.__class__ = sparsescan.torch.module(twin.cell)  # type: ignore[arg-type]
     else:
@@ -761,7 +778,7 @@ def _live(kind: str, seed: int, names: Sequence[str] | None, talks: bool) -> int
 
 
 def _kind_of_life(i: int) -> str:
-    return "stack" if i % 3 else ("recurrent", "layers", "cells")[i // 3 % 3]
+    return "stack" if i % 3 else ("recurrent", "layers", "cells", "alone")[i // 3 % 4]
 
 
 def run(seed: int, numbers: Sequence[int], *, most: int = 10) -> collections.Counter[str]:

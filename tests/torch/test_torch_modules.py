@@ -360,7 +360,7 @@ def test_convert() -> None:
     assert model["a"]["b"].weight_hh_l0 is weight
     torch.testing.assert_close(model["a"]["b"](x)[0], expected)
     assert convert(model).replaced == []
-    assert str(convert(nn.Linear(2, 2))) == "no recurrent modules, and no stacks of pruned layers"
+    assert str(convert(nn.Linear(2, 2))) == "no recurrent modules, and no pruned layers"
     alone = nn.GRU(2, 2)
     assert str(convert(alone)) == "model: replaced"
     with pytest.raises(InputTypeError, match=r"model is 3; expected a torch\.nn\.Module"):
