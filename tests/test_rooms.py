@@ -25,6 +25,7 @@ ROOMS = (
     "plan",
     "api",
     "affine",
+    "differences",
     "__init__",
     "parameters",
     "recurrent",

@@ -106,7 +106,7 @@ def test_report_of_all_other_reasons() -> None:
         "embedding": nn.Embedding(9, 30),
         "volume": nn.Conv3d(1, 2, 3),
         "cell": nn.GRUCell(3, 4),
-        "half": nn.Linear(9, 30).half(),
+        "narrow": nn.Linear(9, 30).half(),
         "stack": Own(nn.Conv1d(2, 3, 3)),
         "bias": nn.Linear(9, 30),
     }
@@ -124,7 +124,7 @@ def test_report_of_all_other_reasons() -> None:
         "embedding": "a Embedding has no kernel",
         "volume": "a Conv3d has no kernel",
         "cell": "a GRUCell has no kernel",
-        "half": "its parameters are of float16, which PyTorch computes: kernels take float32 and "
+        "narrow": "its parameters are of float16, which PyTorch computes: kernels take float32 and "
         "float64",
         "stack.0": f"it stands in a Own, {where} time",
     }
