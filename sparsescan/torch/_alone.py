@@ -9,13 +9,19 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from ._structure import add_layer, has_operator, is_pruning, without_kernels
+from ._structure import add_layer, is_pruning, without_kernels
 from .sequential import Sequential, is_sparse, run, why_dense
 
-__all__ = ["Linear", "is_replacement", "plain_class", "replacement_of", "why_not"]
-
-# Layers whose weights may be pruned.
-_PRUNABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d)
+__all__ = [
+    "Conv1d",
+    "Conv2d",
+    "ConvTranspose2d",
+    "Linear",
+    "is_replacement",
+    "plain_class",
+    "replacement_of",
+    "why_not",
+]
 
 
 class _Alone:
@@ -55,7 +61,27 @@ class Linear(_Alone, nn.Linear):
     _plain = nn.Linear
 
 
-_KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Linear}
+class Conv1d(_Alone, nn.Conv1d):
+    """:class:`torch.nn.Conv1d`, whose pruned weights take no time; :func:`convert` makes it."""
+
+    _plain = nn.Conv1d
+
+
+class Conv2d(_Alone, nn.Conv2d):
+    """:class:`torch.nn.Conv2d`, whose pruned weights take no time; :func:`convert` makes it."""
+
+    _plain = nn.Conv2d
+
+
+class ConvTranspose2d(_Alone, nn.ConvTranspose2d):
+    """:class:`torch.nn.ConvTranspose2d`, whose pruned weights take no time."""
+
+    _plain = nn.ConvTranspose2d
+
+
+_KINDS: dict[type[nn.Module], type[nn.Module]] = {
+    each._plain: each for each in (Linear, Conv1d, Conv2d, ConvTranspose2d)
+}
 for _kind in _KINDS.values():
     add_layer(_kind)
 # A stack of each layer alone, which holds a plain layer with the same attributes.
@@ -93,8 +119,8 @@ def plain_class(layer: nn.Module) -> type[nn.Module]:
     return layer._plain if isinstance(layer, _Alone) else type(layer)
 
 
-def why_not(layer: nn.Module, place: str) -> str | None:
-    """Return why a layer in no stack stays as it is, given where it stands.
+def why_not(layer: nn.Module) -> str | None:
+    """Return why a layer in no stack stays as it is.
 
     The answer is "" if it need not, and None for a layer in which nothing is pruned.
     """
@@ -102,24 +128,18 @@ def why_not(layer: nn.Module, place: str) -> str | None:
     pruned = {each._tensor_name for each in hooks if isinstance(each, prune.BasePruningMethod)}
     if not pruned - {"bias"}:
         return _without_mask(layer)
-    if not isinstance(layer, _PRUNABLE) or not has_operator(layer):
+    if type(layer) not in _KINDS:
         return f"a {kind} has no kernel"
     if pruned != {"weight"} or layer._forward_hooks or not all(map(is_pruning, hooks)):
         return f"a {kind} has hooks"
-    why = without_kernels(layer, ("cpu",)) or why_dense([layer.get_buffer("weight_mask")])
-    if why or type(layer) in _KINDS:
-        return why
-    return (
-        f"{place}, not in an nn.Sequential: in one, with the layers around it, its pruned weights "
-        "take no time"
-    )
+    return without_kernels(layer, ("cpu",)) or why_dense([layer.get_buffer("weight_mask")])
 
 
 def _without_mask(layer: nn.Module) -> str | None:
     """Return why zeros of a layer are not left out, if most of its weights are zeros."""
     weight = layer._parameters.get("weight")
     if (
-        type(layer) not in _PRUNABLE
+        type(layer) not in _KINDS
         or weight is None
         or type(weight) is not nn.Parameter
         or weight.is_meta

@@ -48,17 +48,20 @@ def convert(model: nn.Module) -> Conversion:
 
     Each :class:`torch.nn.RNN`, ``GRU`` and ``LSTM`` becomes one of this package, and so does each
     :class:`torch.nn.Sequential` of layers that have kernels, if ``torch.nn.utils.prune`` has left
-    at most a quarter of its weights; and each :class:`torch.nn.Linear` that is pruned so, and that
-    a model calls itself, as ``F.relu(self.fc1(x))`` does. In a stack kernels go from layer to
-    layer, while one that is alone takes more samples or weights to be faster; where it is not,
-    PyTorch computes. Pruning is told from its masks: zeros without one, as ``prune.remove`` leaves
-    them, may be trained. Layers of torchrecurrent 0.2.5, such as
-    ``torchrecurrent.MGU``, run whole sequences by the kernels of the cell of that name in
-    :mod:`sparsescan.recurrent.catalogue`; under ``torch.compile`` they run as before. All of these
-    take `resets` from then on, where states begin anew: see :class:`RNN`. Modules stay
-    the same objects, with their parameters, buffers and hooks, so an optimiser that has been made,
-    and a `state_dict` that has been saved, fit as before. What is done to a module afterwards is
-    seen at its next call.
+    at most a quarter of its weights. A ``Linear`` or a convolution that is pruned so, and that a
+    model calls itself, as ``F.relu(self.fc1(x))`` does, is replaced alone; a stack is faster, where
+    kernels go from layer to layer. Where PyTorch is faster, for few samples or small layers, it
+    computes. Pruning is told from its masks: zeros without one, as ``prune.remove`` leaves them,
+    may be trained.
+
+    Layers of torchrecurrent 0.2.5, such as ``torchrecurrent.MGU``, run whole sequences by the
+    kernels of the cell of that name in :mod:`sparsescan.recurrent.catalogue`; under
+    ``torch.compile`` they run as before. These and PyTorch's recurrent modules take `resets` from
+    then on, where states begin anew: see :class:`RNN`.
+
+    Modules stay the same objects, with their parameters, buffers and hooks, so an optimiser that
+    has been made, and a `state_dict` that has been saved, fit as before. What is done to a module
+    afterwards is seen at its next call.
 
     Modules whose parameters no kernel takes, such as those of half precision, are left, since
     PyTorch would run them: convert a model once it has the dtype and the device that it runs with.
@@ -94,9 +97,9 @@ def convert(model: nn.Module) -> Conversion:
     if not isinstance(model, nn.Module):
         raise InputTypeError(f"model is {short(model)}; expected a torch.nn.Module")
     replaced, left = list[str](), dict[str, str]()
-    modules, inside = dict(model.named_modules()), set[nn.Module]()
-    for name, module in modules.items():
-        kind, why = _replacement_of(module, None if module in inside else _caller(name, modules))
+    inside = set[nn.Module]()
+    for name, module in model.named_modules():
+        kind, why = _replacement_of(module, module in inside)
         if why:
             left[name] = why
         elif kind is not None and kind is not type(module):
@@ -114,18 +117,11 @@ def convert(model: nn.Module) -> Conversion:
     return Conversion(replaced, left)
 
 
-def _caller(name: str, modules: dict[str, nn.Module]) -> str:
-    """Return what an error says of the module that a module stands in."""
-    if not name:
-        return "it is no model, but a layer"
-    return f"it stands in a {type(modules[name.rpartition('.')[0]]).__name__}"
-
-
-def _replacement_of(module: Any, place: str | None) -> tuple[type[nn.Module] | None, str | None]:
+def _replacement_of(module: Any, is_inside: bool) -> tuple[type[nn.Module] | None, str | None]:
     """Return the class that a module becomes, or has already, or why it stays.
 
-    Both are nothing for what is none of those that might be replaced. `place` says where it stands,
-    if no other module stands for it.
+    Both are None for what is none of those that might be replaced, such as a layer inside of a
+    stack, for which the stack stands.
     """
     if (
         isinstance(module, (Sequences, Sequential))
@@ -141,12 +137,12 @@ def _replacement_of(module: Any, place: str | None) -> tuple[type[nn.Module] | N
         return (None, why) if why else (torchrecurrent.replacement_of(module), None)
     if isinstance(module, nn.RNNBase):
         return None, f"it is a {type(module).__name__}, whose forward may differ"
-    if place is None:
+    if is_inside:
         return None, None
     if type(module) is nn.Sequential:
         reason = why_not(module)
         return (Sequential, None) if reason is None else (None, reason)
-    reason = alone.why_not(module, place)
+    reason = alone.why_not(module)
     return (alone.replacement_of(module), None) if reason == "" else (None, reason)
 
 

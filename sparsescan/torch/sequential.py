@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import threading
 import weakref
@@ -48,6 +49,9 @@ _DENSE = 0.25
 _KEPT = 8
 # Networks that are made one after the other, and used once: then a stack changes too often.
 _MOST_NEW = 4
+# Weights of each output, and multiply-adds of all, from which on a convolution is faster here.
+_TAPS, _LARGE = 128, 10_000_000
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d)
 # Calls that PyTorch computes, since it is faster, until masks are looked at again.
 _AGAIN = 64
 
@@ -200,7 +204,12 @@ def _mask(layer: nn.Module) -> Tensor | None:
 
 
 def _is_slower(structure: Structure, kept: Sequence[Kept], x: Tensor) -> bool:
-    """Return whether kernels take longer than PyTorch: of linear layers, with few samples."""
+    """Return whether kernels take longer than PyTorch: of linear layers, with few samples.
+
+    Or of one small convolution alone.
+    """
+    if len(structure.layers) == 1 and isinstance(structure.layers[0].module, _CONVOLUTIONS):
+        return _is_small(structure.layers[0].module, structure.layers[0].tensors["weight"], x)
     weighted = [each for each in structure.layers if "weight" in each.tensors]
     if not all(isinstance(each.module, nn.Linear) for each in weighted):
         return False
@@ -212,6 +221,13 @@ def _is_slower(structure: Structure, kept: Sequence[Kept], x: Tensor) -> bool:
     samples, has_backward = x.numel() // x.shape[-1], torch.is_grad_enabled()
     ours = _OURS[has_backward].of(weights=dense, kept=read, products=samples * read)
     return ours > _THEIRS[has_backward].of(weights=dense, products=samples * dense)
+
+
+def _is_small(conv: Any, weight: Tensor, x: Tensor) -> bool:
+    """Return whether PyTorch computes a convolution faster, however few weights are kept."""
+    steps = 1 if conv.transposed else math.prod(conv.stride)
+    multiply_adds = x.numel() // x.shape[1] // steps * weight.numel()
+    return weight.numel() < _TAPS * conv.out_channels or multiply_adds < _LARGE
 
 
 # -- Networks --------------------------------------------------------------------------------------

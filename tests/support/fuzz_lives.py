@@ -737,8 +737,8 @@ def _live(kind: str, seed: int, names: Sequence[str] | None, talks: bool) -> int
         twin.__class__ = sparsescan.torch.Sequential
     elif kind == "alone":
         for layer in twin.modules():
-            if type(layer) is nn.Linear:
-                layer.__class__ = _alone.Linear
+            if type(layer) in (nn.Linear, nn.Conv2d):
+                layer.__class__ = _alone.replacement_of(layer)
     elif kind == "cells":
         twin.__class__ = sparsescan.torch.module(twin.cell)  # type: ignore[arg-type]
     else:
