@@ -29,6 +29,8 @@ def as_float(name: str, given: Any) -> Any:
     check_no_mask(name, given)
     try:
         array = jnp.asarray(given)
+    except FloatingPointError:  # JAX's own, where jax_debug_nans or jax_debug_infs looks for it
+        raise
     except Exception as error:  # of a caller's own class
         raise InputTypeError(f"{name} is {short(given)}, no array: {error}") from None
     if array.dtype not in (np.float32, np.float64):
