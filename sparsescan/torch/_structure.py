@@ -14,6 +14,7 @@ from .. import jacobians
 
 __all__ = [
     "FLOATS",
+    "NORMS",
     "STATISTICS",
     "Layer",
     "Structure",
@@ -27,6 +28,8 @@ __all__ = [
     "without_kernels",
 ]
 
+# Layers that normalise by the statistics of a batch.
+NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # The dtypes of kernels.
 FLOATS = (torch.float32, torch.float64)
@@ -40,7 +43,7 @@ _HOOKS = attrgetter(
 _VIEWS = (nn.Flatten, nn.Dropout)
 # Layers whose derivatives do not need what they return.
 _REPLACEABLE = frozenset(
-    (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.LayerNorm)
+    (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, *NORMS, nn.LayerNorm)
 )
 # Methods that a call of a layer goes through.
 _METHODS = (
@@ -232,7 +235,7 @@ def read(stack: nn.Module, x: Tensor) -> Structure | None:
             return None
         if kind not in _VIEWS:
             last = kind
-        joint = joint or (kind is nn.BatchNorm2d and module.training)
+        joint = joint or (kind in NORMS and module.training)
         layers.append(layer)
         shapes = tuple(each.shape for each in layer.tensors.values())
         about = id(module), settings, types, tuple(layer.tensors), shapes, layer.mask is None
@@ -268,7 +271,7 @@ def _layer(module: nn.Module, attributes: dict[str, Any], dtype: torch.dtype) ->
     if not _PARAMETERS.issuperset(own) or not parameters.keys().isdisjoint(attributes):
         return None
     tensors = {name: each for name, each in own.items() if each is not None}
-    if isinstance(module, nn.BatchNorm2d):
+    if isinstance(module, NORMS):
         statistics = {name: buffers.get(name) for name in STATISTICS}
         if not buffers.keys().isdisjoint(attributes):
             return None

@@ -27,6 +27,7 @@ from ._once import Once
 from ._probe import asks_for_some, is_looked_at, probe
 from ._structure import (
     FLOATS,
+    NORMS,
     STATISTICS,
     Layer,
     Structure,
@@ -77,8 +78,8 @@ class Sequential(nn.Sequential):
     stack is then: its layers with their settings and hooks, and the contents of parameters,
     statistics and masks, however they have changed. ``layer.weight`` of a pruned layer is, as
     PyTorch's pruning leaves it, the product of mask and parameter at the last call; gradients in it
-    are dense if somebody asks for them. Running statistics of a ``BatchNorm2d`` in training take in
-    each batch.
+    are dense if somebody asks for them. Running statistics of batch normalisations in training take
+    in each batch.
 
     PyTorch computes all that has no kernel: other layers, devices and dtypes, dropout in training
     mode, masks of other numbers than 0 and 1, layers with hooks, parametrisations or methods of
@@ -619,6 +620,6 @@ def _with_tensors(layer: nn.Module) -> nn.Module:
     """Return a copy of a layer that has tensors of its own."""
     copied = type(layer).__new__(type(layer))
     copied.__dict__ = vars(layer) | {"bias": None, "weight": None}
-    if isinstance(layer, nn.BatchNorm2d):
+    if isinstance(layer, NORMS):
         vars(copied).update(dict.fromkeys(STATISTICS))
     return copied

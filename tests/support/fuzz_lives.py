@@ -137,6 +137,11 @@ def stack(rng: Rng) -> tuple[nn.Module, Tensor]:
         layers += [nn.Linear(sizes[1], sizes[1]), activation(rng), nn.Linear(sizes[1], 3)]
         if rng.random() < 0.3:
             layers.insert(2, nn.LayerNorm(sizes[1]))
+        elif rng.random() < 0.4:
+            flat = nn.BatchNorm1d(sizes[1], momentum=rng.choice([None, 0.1, 0.7]))
+            # As below.
+            nn.init.normal_(flat.bias)
+            layers.insert(1, flat)
         x = torch.randn(int(rng.integers(1, 6)), sizes[0], dtype=torch.float64)
     else:
         channels, wide = int(rng.integers(1, 4)), int(rng.integers(1, 5))
@@ -440,7 +445,7 @@ def write_masked(model: Model, rng: Rng) -> None:
 
 
 def write_statistics(model: Model, rng: Rng) -> None:
-    norm = pick(rng, model.layers(nn.BatchNorm2d))
+    norm = pick(rng, model.layers(nn.BatchNorm1d, nn.BatchNorm2d))
     norm.running_mean.data.add_(0.5)
     norm.running_var.numpy()[...] *= 2
 
@@ -458,7 +463,7 @@ def switch(model: Model, rng: Rng) -> None:
 
 
 def freeze_norm(model: Model, rng: Rng) -> None:
-    norm = pick(rng, model.layers(nn.BatchNorm2d))
+    norm = pick(rng, model.layers(nn.BatchNorm1d, nn.BatchNorm2d))
     norm.train(not norm.training)
 
 
@@ -591,7 +596,7 @@ def infer(model: Model, rng: Rng) -> Tensor:
 
 
 def renew_statistics(model: Model, rng: Rng) -> None:
-    pick(rng, model.layers(nn.BatchNorm2d))
+    pick(rng, model.layers(nn.BatchNorm1d, nn.BatchNorm2d))
     update_bn([model.x, 2 * model.x], model.net)
 
 
@@ -610,7 +615,7 @@ def traced_jit(model: Model, rng: Rng) -> Tensor:
 
 
 def functional(model: Model, rng: Rng) -> list[Tensor]:
-    if model.net.training and model.layers(nn.BatchNorm2d):
+    if model.net.training and model.layers(nn.BatchNorm1d, nn.BatchNorm2d):
         raise SkippedError
     kind = int(rng.integers(3))
     if kind == 0:
@@ -625,7 +630,7 @@ def functional(model: Model, rng: Rng) -> list[Tensor]:
 
 
 def faked(model: Model, rng: Rng) -> None:
-    if model.net.training and model.layers(nn.BatchNorm2d):
+    if model.net.training and model.layers(nn.BatchNorm1d, nn.BatchNorm2d):
         raise SkippedError
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         assert model.out(mode.from_tensor(model.x)).shape
