@@ -142,7 +142,9 @@ def stack(rng: Rng) -> tuple[nn.Module, Tensor]:
             # As below.
             nn.init.normal_(flat.bias)
             layers.insert(1, flat)
-        x = torch.randn(int(rng.integers(1, 6)), sizes[0], dtype=torch.float64)
+        # A single sample has no statistics.
+        least = 1 + any(isinstance(each, nn.BatchNorm1d) for each in layers)
+        x = torch.randn(int(rng.integers(least, 6)), sizes[0], dtype=torch.float64)
     else:
         channels, wide = int(rng.integers(1, 4)), int(rng.integers(1, 5))
         layers = [nn.Conv2d(channels, wide, 3, padding=1)]
