@@ -366,35 +366,6 @@ class Selective:
         u, delta, b, c, loss = (torch.from_numpy(each.copy()) for each in in_time)
         own = [u, delta, torch.from_numpy(a.copy()), b, c, torch.ones(self.channels)]
         return [each.requires_grad_() for each in own], loss
-# -- Recursive filters ----------------------------------------------------------------------------
-
-TORCHAUDIO, TORCHLPC, PHILTORCH = "torchaudio", "torchlpc", "philtorch"
-
-
-@dataclass(frozen=True)
-class Filter:
-    """A recursive filter, all of whose input has gradients, and the ratios that are asked for."""
-
-    order: int
-    changes: bool
-    wanted: dict[str, float]
-    batch: int = 32
-    steps: int = 4096
-
-    @property
-    def name(self) -> str:
-        changes = ", other coefficients at each step" if self.changes else ""
-        return f"lfilter of order {self.order}{changes}, B={self.batch}, T={self.steps:,}"
-
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return coefficients, of which ``a_0`` is 1, samples, and gradients in the results."""
-        torch.manual_seed(0)
-        lead = (self.batch, self.steps) if self.changes else ()
-        b = torch.randn(*lead, self.order + 1)
-        a = torch.randn(*lead, self.order + 1) / (4 * self.order)
-        a[..., 0] = 1
-        x, grads = (torch.randn(self.batch, self.steps) for _ in range(2))
-        return b.requires_grad_(), a.requires_grad_(), x.requires_grad_(), grads
 
     def measure(self, quick: bool) -> Results:
         """Return the times of forward and backward passes."""
@@ -463,6 +434,42 @@ def _outputs(steps: Iterable[Any], u: torch.Tensor, d: torch.Tensor) -> torch.Te
 
 
 SELECTIVE = (Selective(4, 256, 16, 512, {PYTORCH: 6, MAMBAPY: 4}),)
+
+
+# -- Recursive filters ----------------------------------------------------------------------------
+
+TORCHAUDIO, TORCHLPC, PHILTORCH = "torchaudio", "torchlpc", "philtorch"
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A recursive filter, all of whose input has gradients, and the ratios that are asked for."""
+
+    order: int
+    changes: bool
+    wanted: dict[str, float]
+    batch: int = 32
+    steps: int = 4096
+
+    @property
+    def name(self) -> str:
+        changes = ", other coefficients at each step" if self.changes else ""
+        return f"lfilter of order {self.order}{changes}, B={self.batch}, T={self.steps:,}"
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return coefficients, of which ``a_0`` is 1, samples, and gradients in the results."""
+        torch.manual_seed(0)
+        lead = (self.batch, self.steps) if self.changes else ()
+        b = torch.randn(*lead, self.order + 1)
+        a = torch.randn(*lead, self.order + 1) / (4 * self.order)
+        a[..., 0] = 1
+        x, grads = (torch.randn(self.batch, self.steps) for _ in range(2))
+        return b.requires_grad_(), a.requires_grad_(), x.requires_grad_(), grads
+
+    def measure(self, quick: bool) -> Results:
+        """Return the times of forward and backward passes."""
+        makers: dict[str, Callable[[], dict[str, Call]]] = {
+            OURS: self.ours,
             TORCHLPC: self.torchlpc,
             PHILTORCH: self.philtorch,
         }

@@ -16,9 +16,11 @@ from .api import exclusive_scan, inclusive_scan, plan
 from .chains.containers import BatchedCSR, CSRChain, PeriodicChain
 from .chains.implicit import ImplicitChain, ImplicitStep
 from .chains.solve import SolveStep
+from .differences import check_grad
 from .errors import (
     ChainFileError,
     DeviceError,
+    GradientError,
     InputError,
     InputTypeError,
     MemoryLimitError,
@@ -42,6 +44,7 @@ __all__ = [
     "CSRChain",
     "ChainFileError",
     "DeviceError",
+    "GradientError",
     "ImplicitChain",
     "ImplicitPattern",
     "ImplicitStep",
@@ -61,6 +64,7 @@ __all__ = [
     "__version__",
     "affine_scan",
     "affine_scan_vjp",
+    "check_grad",
     "exclusive_scan",
     "inclusive_scan",
     "load_chain",

@@ -244,7 +244,8 @@ def plan(
         As :func:`exclusive_scan`.
     MemoryLimitError
         If the schedule, or with ``"auto"`` every one, needs more than `memory_limit`, or than there
-        is. It is a :class:`MemoryError`, and says how much the least would need.
+        is: on the CPU, with the gradients of `batch` samples. It is a :class:`MemoryError`, and
+        says how much the least would need.
 
     Notes
     -----

@@ -69,6 +69,21 @@ class InputTypeError(SparseScanError, TypeError):
     """
 
 
+class GradientError(InputError):
+    """The gradient of a chain is not that of the function that it was checked against.
+
+    Notes
+    -----
+    The usual causes, of which the message names the one that fits:
+
+    - Jacobians are not transposed. Square ones pass every check of shapes.
+    - Jacobians are in the order of time. Pass ``reverse=True``, or list them from the last layer
+      to the first.
+    - The gradient in the last output is in ``grad`` and in ``local_grads``, which are added up.
+    - Jacobians are those at other states than the ones that the function runs through.
+    """
+
+
 class PatternMismatchError(InputError):
     """A Jacobian given to a plan has another pattern than the plan was made for.
 
@@ -146,6 +161,8 @@ class MemoryLimitError(SparseScanError, MemoryError):
       a network, take far less.
     - ``memory_limit`` is less than the least that the message names. Raise it, or scan fewer
       samples at once.
+    - Gradients of all steps and samples are more than the machine has. A plan for fewer samples
+      runs several times.
     - The chain is too large for one machine. :mod:`sparsescan.parallel` shares it.
     """
 

@@ -27,6 +27,7 @@ ROOMS = (
     "readings",
     "affine",
     "filters",
+    "differences",
     "__init__",
     "parameters",
     "recurrent",

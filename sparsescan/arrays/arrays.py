@@ -32,6 +32,7 @@ __all__ = [
     "is_cupy",
     "is_on_device",
     "is_same_stream",
+    "left_instead_of",
     "load_cupy",
     "memory_left",
     "namespace",
@@ -469,13 +470,19 @@ def output(
 
 def check_memory(what: str, needed: int) -> None:
     """Raise, with the bytes named, if this machine has not so much memory left."""
-    if needed < _SMALL:
-        return
-    left = memory_left()
-    if needed > left:
+    left = left_instead_of(needed)
+    if left is not None:
         raise MemoryLimitError(
             f"{what} would take {format_bytes(needed)}; this machine has {format_bytes(left)} left"
         )
+
+
+def left_instead_of(needed: int) -> int | None:
+    """Return the bytes that this machine has left, if they are fewer than these; None if not."""
+    if needed < _SMALL:
+        return None
+    left = memory_left()
+    return left if needed > left else None
 
 
 def memory_left() -> int:

@@ -43,6 +43,10 @@ def length(jacobians: Any) -> int:
     if isinstance(jacobians, np.ndarray) or is_on_device(jacobians):
         if type(jacobians) is not np.ndarray and is_on_device(jacobians):
             jacobians = on_device(jacobians, "jacobians")
+        if jacobians.ndim == 1 and jacobians.dtype == object:
+            raise InputTypeError(
+                "jacobians is an array of objects; expected a list of them: list(jacobians)"
+            )
         if jacobians.ndim < 2:
             raise InputError(
                 f"jacobians has shape {jacobians.shape}; expected (n, rows, cols) or "

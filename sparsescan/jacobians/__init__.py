@@ -31,7 +31,7 @@ from .activations import (
 )
 from .conv import Conv1d, Conv2d, ConvTranspose2d
 from .linear import Linear
-from .normalization import BatchNorm2d, LayerNorm
+from .normalization import BatchNorm1d, BatchNorm2d, LayerNorm
 from .pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
 from .reshape import Dropout, Flatten, Pad, Permute
 from .sequential import Residual, Sequential
@@ -42,6 +42,7 @@ __all__ = [
     "GELU",
     "AdaptiveAvgPool2d",
     "AvgPool2d",
+    "BatchNorm1d",
     "BatchNorm2d",
     "Conv1d",
     "Conv2d",

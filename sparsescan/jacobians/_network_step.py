@@ -41,7 +41,7 @@ from ._weighted import Mix, Multiply, Weigh, WeighAll
 from .activations import ReLU
 from .conv import Conv1d, Conv2d, ConvTranspose2d
 from .linear import Linear
-from .normalization import BatchNorm2d
+from .normalization import BatchNorm
 from .pooling import MaxPool2d
 from .reshape import Flatten
 
@@ -225,7 +225,7 @@ class NetworkStep:
                     kind = Pool
                 elif isinstance(op, Separable):
                     kind = Mix
-                elif isinstance(op, BatchNorm2d) and op.training == self._has_batch_axis:
+                elif isinstance(op, BatchNorm) and op.training == self._has_batch_axis:
                     kind = Normalise
                 elif isinstance(op, (Conv1d, Conv2d, ConvTranspose2d, Linear)):
                     kind = next(each for each in (Multiply, WeighAll, Weigh) if each.pays(op))
@@ -615,4 +615,4 @@ def _holds_batch(layers: Sequence[Operator]) -> bool:
 
 def _couples(op: Operator) -> bool:
     """Return whether a layer normalises by the statistics of a batch."""
-    return isinstance(op, BatchNorm2d) and op.training
+    return isinstance(op, BatchNorm) and op.training

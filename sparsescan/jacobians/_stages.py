@@ -20,7 +20,7 @@ from ._checks import on_host
 from ._kernels import places as kernels
 from ._places import Map, View
 from .activations import Elementwise
-from .normalization import BatchNorm2d
+from .normalization import BatchNorm
 
 __all__ = [
     "Add",
@@ -275,16 +275,16 @@ class Pool(Stage):
 
 
 class Normalise(Stage):
-    """A :class:`BatchNorm2d`, by the statistics of the batch or by running ones."""
+    """A batch normalisation, by the statistics of the batch or by running ones."""
 
     is_channelwise = True
 
-    def __init__(self, name: str, op: BatchNorm2d, result: Map, source: Map) -> None:
+    def __init__(self, name: str, op: BatchNorm, result: Map, source: Map) -> None:
         super().__init__(name, op, result, source)
         running = () if op.training else ("running_mean", "running_var")
         self.copied = (*op.params, *running)
-        height, width = source.shape[-2:]
-        sizes = math.prod(source.shape[:-3]), op.num_features, height, width
+        size = op.channel_size
+        sizes = math.prod(source.shape) // (op.num_features * size), op.num_features, 1, size
         self._views = View(source, sizes), View(result, sizes)
 
     def bind(self, samples: Samples, kept: Array) -> None:
@@ -319,7 +319,8 @@ class Normalise(Stage):
         # The squares have overflowed, or there are values that are not finite.
         (source,) = self.sources
         x = samples_of(source, source.x, self.samples).astype(np.float64)
-        self._mean, self._variance = x.mean(axis=(0, 2, 3)), x.var(axis=(0, 2, 3))
+        x = x.reshape(len(x), self.op.num_features, -1)
+        self._mean, self._variance = x.mean(axis=(0, 2)), x.var(axis=(0, 2))
         self._is_given = True
         return False
 

@@ -25,7 +25,7 @@ from .activations import (
 )
 from .conv import Conv1d, Conv2d, ConvTranspose2d
 from .linear import Linear
-from .normalization import BatchNorm2d, LayerNorm
+from .normalization import BatchNorm, BatchNorm1d, BatchNorm2d, LayerNorm
 from .pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
 from .reshape import Dropout, Flatten
 from .upsample import Upsample
@@ -37,6 +37,7 @@ _CONV = "in_channels out_channels kernel_size stride padding dilation groups pad
 _LAYERS: dict[Callable[..., Operator], str] = {
     AdaptiveAvgPool2d: "output_size",
     AvgPool2d: "kernel_size stride padding ceil_mode count_include_pad divisor_override",
+    BatchNorm1d: "num_features eps momentum affine track_running_stats training",
     BatchNorm2d: "num_features eps momentum affine track_running_stats training",
     Conv1d: _CONV,
     Conv2d: _CONV,
@@ -73,8 +74,8 @@ def from_torch(module: Any, input_shape: Any = None) -> list[Any]:
         ``torch.nn.utils.prune`` leave the pattern. Other hooks of a forward, and
         ``torch.nn.utils.parametrize``, are refused.
     input_shape : tuple of int
-        Shape of one sample, without the batch axis. Only if a ``BatchNorm2d`` is in training mode,
-        which couples the samples of a batch, the shape of the whole batch. A cell needs none.
+        Shape of one sample, without the batch axis. Only if a batch normalisation is in training
+        mode, which couples the samples of a batch, the shape of the whole batch. A cell needs none.
 
     Returns
     -------
@@ -113,7 +114,8 @@ def from_torch(module: Any, input_shape: Any = None) -> list[Any]:
         return [_cell(cells[type(module)], module)]
     shape = check_sizes("input_shape", input_shape)
     layers = list(_layers(module, "module"))
-    joint = any(type(layer) is nn.BatchNorm2d and layer.training for _, layer in layers)
+    norms = nn.BatchNorm1d, nn.BatchNorm2d
+    joint = any(type(layer) in norms and layer.training for _, layer in layers)
     types = {getattr(nn, operator.__name__): operator for operator in _LAYERS}
     ops: list[Operator] = []
     for name, layer in layers:
@@ -176,6 +178,9 @@ def _operator(operator: Callable[..., Operator], layer: Any, shape: Shape, joint
         for name in ("dim", "start_dim", "end_dim"):
             if arguments.get(name, -1) is not None and arguments.get(name, -1) >= 0:
                 arguments[name] += 1
+    if operator is BatchNorm1d:
+        # Where a sample is (C,), the axis before it is none of channels.
+        arguments["axes"] = len(shape) - joint
     if operator in _WITH_BIAS:
         arguments["bias"] = layer.bias is not None
     pruned = _pruned(layer)
@@ -192,7 +197,7 @@ def _operator(operator: Callable[..., Operator], layer: Any, shape: Shape, joint
     converted = operator(**arguments, input_shape=shape)
     for name, array in arrays.items():
         setattr(converted, name, array)
-    if isinstance(converted, BatchNorm2d) and layer.num_batches_tracked is not None:
+    if isinstance(converted, BatchNorm) and layer.num_batches_tracked is not None:
         count = layer.num_batches_tracked
         converted._batches = on_device(count) if count.is_cuda else count.numpy()
     return converted

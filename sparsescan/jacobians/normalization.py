@@ -21,7 +21,7 @@ from ._checks import check_number, check_sizes
 from ._coupled import Coupled, grouped
 from ._operator import Operator
 
-__all__ = ["BatchNorm2d", "LayerNorm"]
+__all__ = ["BatchNorm", "BatchNorm1d", "BatchNorm2d", "LayerNorm"]
 
 Array = Any
 
@@ -154,7 +154,232 @@ class LayerNorm(Parametrised, Operator):
         return _normalise(xp, x, tuple(range(1, x.ndim)), self.eps)
 
 
-class BatchNorm2d(Parametrised, Operator):
+class BatchNorm(Parametrised, Operator):
+    """What batch normalisations share, of samples of any number of axes."""
+
+    weight = Parameter()
+    bias = Parameter()
+    running_mean = Parameter()
+    running_var = Parameter()
+
+    training: bool
+    _axes: int  # of a sample, the first of which are its channels
+
+    def _set_up(
+        self,
+        num_features: int,
+        eps: float,
+        momentum: float | None,
+        affine: bool,
+        track_running_stats: bool,
+        input_shape: Any,
+        dtype: DTypeLike,
+    ) -> None:
+        """Set all that does not depend on the axes of a sample, once these and the mode are set."""
+        self.num_features = check_count("num_features", num_features, 1)
+        self.eps = _check_eps(eps)
+        self.momentum = None if momentum is None else check_number("momentum", momentum)
+        self.track_running_stats = check_flag("track_running_stats", track_running_stats)
+        self._batches = np.zeros((), np.int64)  # or the memory of a module of PyTorch
+        self._set_shapes(input_shape, None if self.training else self._axes)
+        self._check_arguments()
+        self._set_output(self._core)
+        self._reads_input = self.training
+        channels = (self.num_features,)
+        affine = check_flag("affine", affine)
+        self.declare_parameters(
+            {
+                "weight": channels if affine else None,
+                "bias": channels if affine else None,
+                "running_mean": channels if self.track_running_stats else None,
+                "running_var": channels if self.track_running_stats else None,
+            },
+            _ones_and_zeros(dtype),
+        )
+
+    def _own_arguments(self) -> dict[str, Any]:
+        """Return arguments of a layer like this one that have no default."""
+        return {"training": self.training}
+
+    def restrict(
+        self, input_shape: Any, channels: slice = slice(None), **arguments: Any
+    ) -> Operator:
+        """Return this layer for some rows, or some channels; see :meth:`Operator.restrict`."""
+        kind: Any = type(self)
+        part: Operator = kind(
+            len(range(*channels.indices(self.num_features))),
+            self.eps,
+            self.momentum,
+            self.weight is not None,
+            self.track_running_stats,
+            input_shape=input_shape,
+            **self._own_arguments() | arguments,
+        )
+        return self.share_parameters(part, channels)
+
+    def _check_arguments(self) -> None:
+        shape, axes = self.input_shape, self._axes
+        if self._core[-axes] != self.num_features:
+            behind = (
+                ", before the last two axes" if axes == 3 else ", as the first axis of a sample"
+            )
+            raise InputError(
+                f"input_shape is {shape}; expected {self.num_features} channels, num_features"
+                f"{behind}"
+            )
+        if self.training and self._count == 1:
+            raise InputError(
+                f"input_shape is {shape}; expected more than 1 value per channel in training"
+            )
+        if self.training and self.eps == 0:
+            raise InputError("eps is 0; expected more in training")
+        if not self.training and not self.track_running_stats:
+            raise InputError(
+                "training and track_running_stats are both False; expected one of them to be True: "
+                "without running statistics PyTorch uses those of the batch, as in training"
+            )
+
+    @property
+    def params(self) -> dict[str, Array]:
+        """The parameters by their names, not copied; without the running statistics."""
+        return {} if self.weight is None else {"weight": self.weight, "bias": self.bias}
+
+    @property
+    def num_batches_tracked(self) -> int:
+        """Batches that the running statistics have taken in."""
+        return int(self._batches)
+
+    @num_batches_tracked.setter
+    def num_batches_tracked(self, count: int) -> None:
+        self._batches = np.array(check_count("num_batches_tracked", count, 0))
+
+    @property
+    def channel_size(self) -> int:
+        """Elements of a channel of a sample."""
+        return math.prod(self._core[len(self._core) - self._axes + 1 :])
+
+    def _along(self, array: Array) -> Array:
+        """Return an array of one number for each channel with axes for the elements of one."""
+        return array.reshape(-1, *(1,) * (self._axes - 1))
+
+    @property
+    def _joint(self) -> tuple[int, ...]:
+        """The axes of ``(batches, N, C, …)`` over which a channel is normalised in training."""
+        return 1, *range(3, 2 + self._axes)
+
+    @quiet
+    def update_running_stats(self, x: Array) -> None:
+        """Let the running statistics take in a batch, as PyTorch does in a forward in training.
+
+        The newest statistics ``s`` enter by ``running = (1 - momentum) running + momentum s``; if
+        `momentum` is None, ``1/num_batches_tracked`` takes its place. The variance is the unbiased
+        one. The arrays are changed in place.
+
+        Parameters
+        ----------
+        x : array_like, shape (N, C, …) or (batch, N, C, …)
+            The input; several batches are taken in one after the other.
+
+        Raises
+        ------
+        InputError
+            If the layer is not in training, or has no running statistics, or the shape is wrong.
+        InputTypeError
+            If the dtype is wrong.
+        DeviceError
+            If input and statistics are not in one place.
+        """
+        if not (self.training and self.track_running_stats):
+            raise InputError(
+                "update_running_stats needs a layer made with training=True and "
+                "track_running_stats=True"
+            )
+        x, _ = self._read("x", x, self.input_shape)
+        namespace(x, self.running_mean, self.running_var)
+        x = x.reshape(-1, *self._core).astype(np.float64, copy=False)
+        for mean, variance in zip(x.mean(axis=self._joint), x.var(axis=self._joint), strict=True):
+            self._take_in(mean, variance)
+
+    def _take_in(self, mean: Array, variance: Array) -> None:
+        """Let the running statistics take in the mean and variance of the elements of a batch."""
+        self._batches += 1  # in place, as it may be shared
+        part = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+        unbiased = variance * (self._count / (self._count - 1))
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running *= 1 - part
+            running += part * new
+
+    @property
+    def _count(self) -> int:
+        """Elements that are normalised together in training."""
+        return math.prod(self._core) // self.num_features
+
+    def _core_nnz(self) -> int:
+        return math.prod(self._core) * (self._count if self.training else 1)
+
+    def _core_pattern(self) -> Pattern:
+        size = math.prod(self._core)
+        if not self.training:
+            return Pattern.diagonal(size)
+        if self.num_features == 1:
+            return Pattern.dense((size, size))
+        return grouped(self._groups())
+
+    def _groups(self) -> NDArray[np.int64]:
+        """Return the group of each element of a batch: its channel."""
+        return np.tile(np.repeat(np.arange(self.num_features), self.channel_size), self._core[0])
+
+    def _forward(self, xp: Any, x: Array) -> Array:
+        y = self._normalise(xp, x)[0]
+        if self.weight is None:
+            return y
+        return _times(y, self._along(self.weight)) + self._along(self.bias)
+
+    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        if not self.training:
+            slope = _times(self._running(out)[1], self.weight)
+            out.reshape(self.num_features, -1)[...] = slope[:, None]
+            return
+        normal, inverse = self._normalise(xp, x)
+        normal = normal.reshape(-1, self._core[0], self.num_features, self.channel_size)
+        slope = _times(inverse.reshape(-1, self.num_features), self.weight)
+        _fill_blocks(xp, normal, slope[..., None], out)
+
+    @cached_property
+    def _coupled(self) -> Coupled:
+        return Coupled(self._groups(), 2, self._blocks)
+
+    def _implicit_pattern(self) -> ImplicitPattern | None:
+        # Two sums of each channel, and two factors.
+        if not self.training or self._count <= 6:
+            return None
+        return self._coupled.pattern
+
+    def _implicit_values(self, x: Array, y: Array) -> list[Array]:
+        weight = None if self.weight is None else self._along(self.weight)
+        return _coupled_values(self, x, weight, self._count)
+
+    def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
+        axes = tuple(axis for axis in range(x.ndim) if axis != x.ndim - self._axes)
+        normal = self._normalise(xp, x)[0]
+        return {"weight": (grad_y * normal).sum(axis=axes), "bias": grad_y.sum(axis=axes)}
+
+    def _normalise(self, xp: Any, x: Array) -> tuple[Array, Array]:
+        if self.training:
+            return _normalise(xp, x, self._joint, self.eps)
+        mean, inverse = map(self._along, self._running(x))
+        return (x - mean) * inverse, inverse
+
+    def _running(self, like: Array) -> tuple[Array, Array]:
+        """Return the running mean and ``1/σ`` in the dtype of an array, and in its place."""
+        xp = namespace(like, self.running_mean, self.running_var)
+        mean, variance = (
+            array.astype(like.dtype, copy=False) for array in (self.running_mean, self.running_var)
+        )
+        return mean, 1 / xp.sqrt(variance + self.eps)
+
+
+class BatchNorm2d(BatchNorm):
     """``y = γ x̂ + β`` with ``x̂ = (x - μ)/σ``, by a mean and variance for each channel.
 
     In evaluation these are running statistics, ``σ² = running_var + eps``, and the Jacobian is
@@ -219,11 +444,6 @@ class BatchNorm2d(Parametrised, Operator):
            [-0.177,  0.177]])
     """
 
-    weight = Parameter()
-    bias = Parameter()
-    running_mean = Parameter()
-    running_var = Parameter()
-
     def __init__(
         self,
         num_features: int,
@@ -236,197 +456,100 @@ class BatchNorm2d(Parametrised, Operator):
         training: bool = False,
         dtype: DTypeLike = np.float32,
     ) -> None:
-        self.num_features = check_count("num_features", num_features, 1)
-        self.eps = _check_eps(eps)
-        self.momentum = None if momentum is None else check_number("momentum", momentum)
-        self.track_running_stats = check_flag("track_running_stats", track_running_stats)
         self.training = check_flag("training", training)
-        self._batches = np.zeros((), np.int64)  # or the memory of a module of PyTorch
-        self._set_shapes(input_shape, None if self.training else 3)
-        self._check_arguments()
-        self._set_output(self._core)
-        self._reads_input = self.training
-        channels = (self.num_features,)
-        affine = check_flag("affine", affine)
-        self.declare_parameters(
-            {
-                "weight": channels if affine else None,
-                "bias": channels if affine else None,
-                "running_mean": channels if self.track_running_stats else None,
-                "running_var": channels if self.track_running_stats else None,
-            },
-            _ones_and_zeros(dtype),
-        )
-
-    def restrict(
-        self, input_shape: Any, channels: slice = slice(None), **arguments: Any
-    ) -> Operator:
-        """Return this layer for some rows, or some channels; see :meth:`Operator.restrict`."""
-        part = BatchNorm2d(
-            len(range(*channels.indices(self.num_features))),
-            self.eps,
-            self.momentum,
-            self.weight is not None,
-            self.track_running_stats,
-            input_shape=input_shape,
-            **{"training": self.training} | arguments,
-        )
-        return self.share_parameters(part, channels)
-
-    def _check_arguments(self) -> None:
-        shape = self.input_shape
+        shape = check_sizes("input_shape", input_shape)
+        self._axes = 3
         if self.training and len(shape) != 4:
             raise InputError(
                 f"input_shape is {shape}; expected (N, C, H, W), since training couples the "
                 "samples of a batch"
             )
-        if self._core[-3] != self.num_features:
+        about = num_features, eps, momentum, affine, track_running_stats
+        self._set_up(*about, shape, dtype)
+
+
+class BatchNorm1d(BatchNorm):
+    """``y = γ x̂ + β`` with ``x̂ = (x - μ)/σ``, by a mean and variance for each channel.
+
+    As :class:`BatchNorm2d`, of samples ``(C,)`` or ``(C, L)``: in evaluation ``∂y_i/∂x_i =
+    γ_c/σ_c`` in channel ``c``, by running statistics. In training they are those of the batch, over
+    its ``m = N`` or ``N·L`` elements of the channel, and for ``i`` and ``j`` in channel ``c``,
+    ``∂y_j/∂x_i = γ_c/σ_c (δ_ij - 1/m - x̂_i x̂_j/m)``.
+
+    Parameters
+    ----------
+    num_features : int
+        Channels ``C``.
+    eps, momentum, affine, track_running_stats
+        As for :class:`BatchNorm2d`.
+    input_shape : tuple of int
+        In evaluation ``(C,)`` or ``(C, L)``, maybe after more axes; in training ``(N, C)`` or
+        ``(N, C, L)``, the shape of a batch.
+    training : bool, default False
+        Whether to normalise by the statistics of the batch.
+    axes : {1, 2}, optional
+        How many axes a sample has; by default 2, ``(C, L)``, where there are so many.
+    dtype : {float32, float64}, default float32
+        Dtype of the initial parameters and running statistics.
+
+    Attributes
+    ----------
+    weight, bias, running_mean, running_var, num_batches_tracked
+        As those of :class:`BatchNorm2d`.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an argument is wrong.
+
+    Notes
+    -----
+    As :class:`torch.nn.BatchNorm1d`, except that ``forward`` never changes the running statistics:
+    :meth:`update_running_stats` does, here and of a :class:`NetworkStep`.
+
+    Examples
+    --------
+    >>> from sparsescan.jacobians import BatchNorm1d
+    >>> BatchNorm1d(3, input_shape=(3, 5))
+    BatchNorm1d((3, 5) → (3, 5), nnz=15)
+    >>> BatchNorm1d(1, input_shape=(2, 1), training=True, eps=1.0).jacobian(
+    ...     [[1.0], [-1.0]]
+    ... ).toarray().round(3)
+    array([[ 0.177, -0.177],
+           [-0.177,  0.177]])
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        input_shape: Any,
+        training: bool = False,
+        axes: int | None = None,
+        dtype: DTypeLike = np.float32,
+    ) -> None:
+        self.training = check_flag("training", training)
+        shape = check_sizes("input_shape", input_shape)
+        if self.training and len(shape) not in (2, 3):
             raise InputError(
-                f"input_shape is {shape}; expected {self.num_features} channels, num_features, "
-                "before the last two axes"
+                f"input_shape is {shape}; expected (N, C) or (N, C, L), since training couples the "
+                "samples of a batch"
             )
-        if self.training and self._count == 1:
+        own = len(shape) - self.training
+        self._axes = max(min(own, 2), 1) if axes is None else check_count("axes", axes, 1)
+        if self._axes > 2 or (self.training and self._axes != own):
             raise InputError(
-                f"input_shape is {shape}; expected more than 1 value per channel in training"
+                f"axes is {self._axes}, and input_shape {shape}; expected {min(own, 2)}"
             )
-        if self.training and self.eps == 0:
-            raise InputError("eps is 0; expected more in training")
-        if not self.training and not self.track_running_stats:
-            raise InputError(
-                "training and track_running_stats are both False; expected one of them to be True: "
-                "without running statistics PyTorch uses those of the batch, as in training"
-            )
+        about = num_features, eps, momentum, affine, track_running_stats
+        self._set_up(*about, shape, dtype)
 
-    @property
-    def params(self) -> dict[str, Array]:
-        """The parameters by their names, not copied; without the running statistics."""
-        return {} if self.weight is None else {"weight": self.weight, "bias": self.bias}
-
-    @property
-    def num_batches_tracked(self) -> int:
-        """Batches that the running statistics have taken in."""
-        return int(self._batches)
-
-    @num_batches_tracked.setter
-    def num_batches_tracked(self, count: int) -> None:
-        self._batches = np.array(check_count("num_batches_tracked", count, 0))
-
-    @quiet
-    def update_running_stats(self, x: Array) -> None:
-        """Let the running statistics take in a batch, as PyTorch does in a forward in training.
-
-        The newest statistics ``s`` enter by ``running = (1 - momentum) running + momentum s``; if
-        `momentum` is None, ``1/num_batches_tracked`` takes its place. The variance is the unbiased
-        one. The arrays are changed in place.
-
-        Parameters
-        ----------
-        x : array_like, shape (N, C, H, W) or (batch, N, C, H, W)
-            The input; several batches are taken in one after the other.
-
-        Raises
-        ------
-        InputError
-            If the layer is not in training, or has no running statistics, or the shape is wrong.
-        InputTypeError
-            If the dtype is wrong.
-        DeviceError
-            If input and statistics are not in one place.
-        """
-        if not (self.training and self.track_running_stats):
-            raise InputError(
-                "update_running_stats needs a layer made with training=True and "
-                "track_running_stats=True"
-            )
-        x, _ = self._read("x", x, self.input_shape)
-        namespace(x, self.running_mean, self.running_var)
-        x = x.reshape(-1, *self._core).astype(np.float64, copy=False)
-        for mean, variance in zip(x.mean(axis=_JOINT), x.var(axis=_JOINT), strict=True):
-            self._take_in(mean, variance)
-
-    def _take_in(self, mean: Array, variance: Array) -> None:
-        """Let the running statistics take in the mean and variance of the elements of a batch."""
-        self._batches += 1  # in place, as it may be shared
-        part = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
-        unbiased = variance * (self._count / (self._count - 1))
-        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
-            running *= 1 - part
-            running += part * new
-
-    @property
-    def _count(self) -> int:
-        """Elements that are normalised together in training."""
-        return math.prod(self._core) // self.num_features
-
-    def _core_nnz(self) -> int:
-        return math.prod(self._core) * (self._count if self.training else 1)
-
-    def _core_pattern(self) -> Pattern:
-        size = math.prod(self._core)
-        if not self.training:
-            return Pattern.diagonal(size)
-        if self.num_features == 1:
-            return Pattern.dense((size, size))
-        return grouped(self._groups())
-
-    def _groups(self) -> NDArray[np.int64]:
-        """Return the group of each element of a batch: its channel."""
-        batch, channels, height, width = self._core
-        return np.tile(np.repeat(np.arange(channels), height * width), batch)
-
-    def _forward(self, xp: Any, x: Array) -> Array:
-        y = self._normalise(xp, x)[0]
-        if self.weight is None:
-            return y
-        return _times(y, self.weight[:, None, None]) + self.bias[:, None, None]
-
-    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
-        if not self.training:
-            slope = _times(self._running(out)[1], self.weight)
-            out.reshape(self.num_features, -1)[...] = slope[:, None]
-            return
-        normal, inverse = self._normalise(xp, x)
-        batch, channels, height, width = self._core
-        normal = normal.reshape(-1, batch, channels, height * width)
-        slope = _times(inverse.reshape(-1, channels), self.weight)
-        _fill_blocks(xp, normal, slope[..., None], out)
-
-    @cached_property
-    def _coupled(self) -> Coupled:
-        return Coupled(self._groups(), 2, self._blocks)
-
-    def _implicit_pattern(self) -> ImplicitPattern | None:
-        # Two sums of each channel, and two factors.
-        if not self.training or self._count <= 6:
-            return None
-        return self._coupled.pattern
-
-    def _implicit_values(self, x: Array, y: Array) -> list[Array]:
-        weight = None if self.weight is None else self.weight[:, None, None]
-        return _coupled_values(self, x, weight, self._count)
-
-    def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
-        axes = tuple(axis for axis in range(x.ndim) if axis != x.ndim - 3)
-        normal = self._normalise(xp, x)[0]
-        return {"weight": (grad_y * normal).sum(axis=axes), "bias": grad_y.sum(axis=axes)}
-
-    def _normalise(self, xp: Any, x: Array) -> tuple[Array, Array]:
-        if self.training:
-            return _normalise(xp, x, _JOINT, self.eps)
-        mean, inverse = (array[:, None, None] for array in self._running(x))
-        return (x - mean) * inverse, inverse
-
-    def _running(self, like: Array) -> tuple[Array, Array]:
-        """Return the running mean and ``1/σ`` in the dtype of an array, and in its place."""
-        xp = namespace(like, self.running_mean, self.running_var)
-        mean, variance = (
-            array.astype(like.dtype, copy=False) for array in (self.running_mean, self.running_var)
-        )
-        return mean, 1 / xp.sqrt(variance + self.eps)
-
-
-# Axes of (batches, N, C, H, W) over which a channel is normalised in training.
-_JOINT = (1, 3, 4)
+    def _own_arguments(self) -> dict[str, Any]:
+        return {"training": self.training, "axes": self._axes}
 
 
 def _normalise(xp: Any, x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array]:

@@ -37,6 +37,8 @@ def _as_array(name: str, given: Any, dtypes: tuple[str, ...]) -> Any:
     check_no_mask(name, given)
     try:
         array = jnp.asarray(given)
+    except FloatingPointError:  # JAX's own, where jax_debug_nans or jax_debug_infs looks for it
+        raise
     except Exception as error:  # of a caller's own class
         raise InputTypeError(f"{name} is {short(given)}, no array: {error}") from None
     if array.dtype not in dtypes:

@@ -67,6 +67,10 @@ class Kind(NamedTuple):
             return device_bytes(program, self.dtype, self.batch, whole=whole)
         return workspace_bytes(program, self.dtype, self.batch, thread_count())
 
+    def gradient_bytes(self, program: Program) -> int:
+        """Return bytes of the gradients that an exclusive scan returns."""
+        return self.dtype.itemsize * self.batch * int(program.offsets[-2])
+
 
 ONE_SAMPLE = Kind(1, np.dtype(np.float64))
 

@@ -6,10 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+from ..arrays.arrays import left_instead_of
 from ..chains.reading import name_of
 from ..errors import DeviceError, InputError, MemoryLimitError, short
-from ..formatting import exact_bytes
+from ..formatting import exact_bytes, quantity
 from ..symbolic.implicit import Step, solved_of
 from ..symbolic.pattern import TooLargeError
 from ..symbolic.program import Program
@@ -33,7 +35,7 @@ def choose_schedule(
     _check_counts(patterns, kind.batch)
 
     def fits(program: Program) -> bool:
-        return memory_limit is None or kind.needed_bytes(program) <= memory_limit
+        return Lack.of(program, kind, memory_limit) is None
 
     nbytes = math.inf if memory_limit is None else memory_limit
     search = Search(patterns, kind.model(), fits, nbytes)
@@ -50,16 +52,79 @@ def choose_schedule(
             "another schedule"
         ) from None
     except TooLargeError:
-        limit = f"memory_limit is {exact_bytes(memory_limit or 0)}"
-        raise no_room(limit, f"{schedule} needs more", patterns, kind) from None
+        least = _least(patterns, kind)
+        message = f"{_limit(memory_limit)}; {schedule} needs more, and {least}"
+        raise MemoryLimitError(message) from None
     return Choice(schedule, dense, _ASKED, kind=kind, program=program)
 
 
-def no_room(limit: str, needs: str, patterns: Sequence[Step], kind: Kind) -> MemoryLimitError:
-    """Return the error that says what is there, what a schedule needs, and what the least does."""
+class Lack(NamedTuple):
+    """A lack of memory for a program and a run of it.
+
+    Attributes
+    ----------
+    program : Program
+        The program.
+    kind : Kind
+        The input.
+    limit : str
+        What there is, as an error says it.
+    needed : int
+        Bytes that are needed.
+    gradients : int
+        Those among them that gradients take, if they count.
+    """
+
+    program: Program
+    kind: Kind
+    limit: str
+    needed: int
+    gradients: int = 0
+
+    @classmethod
+    def of(
+        cls, program: Program, kind: Kind, memory_limit: int | None, *, whole: bool = True
+    ) -> Lack | None:
+        """Return what lacks within the limit, if there is one, or of what this machine has left.
+
+        The limit does not count gradients. A linear scan without a limit takes little but them and
+        the values that it writes.
+        """
+        if memory_limit is not None or (program.products and not kind.on_device):
+            needed = kind.needed_bytes(program, whole=whole)
+        else:
+            needed = kind.dtype.itemsize * program.gathered
+        if memory_limit is not None and needed > memory_limit:
+            return cls(program, kind, _limit(memory_limit), needed)
+        if kind.on_device:
+            return None
+        gradients = kind.gradient_bytes(program)
+        left = left_instead_of(needed + gradients)
+        if left is None:
+            return None
+        here = f"this machine has {exact_bytes(left)} left"
+        return cls(program, kind, here, needed + gradients, gradients)
+
+    def error(self) -> MemoryLimitError:
+        """Return the error that says what is there, what is needed, and what the least does."""
+        more = ""
+        if self.gradients:
+            samples = quantity(self.kind.batch, "sample")
+            more = f" with {exact_bytes(self.gradients)} of gradients of {samples}"
+        needs = f"{self.program.schedule} needs {exact_bytes(self.needed)}{more}"
+        least = _least(self.program.steps, self.kind, self.gradients)
+        return MemoryLimitError(f"{self.limit}; {needs}, and {least}")
+
+
+def _limit(memory_limit: int | None) -> str:
+    return f"memory_limit is {exact_bytes(memory_limit or 0)}"
+
+
+def _least(patterns: Sequence[Step], kind: Kind, gradients: int = 0) -> str:
+    """Return what the least of all schedules needs, with so many bytes of gradients."""
     linear = Schedule.linear(len(patterns))
-    least = kind.needed_bytes(Program(patterns, linear))
-    return MemoryLimitError(f"{limit}; {needs}, and the least, {linear}, {exact_bytes(least)}")
+    needed = kind.needed_bytes(Program(patterns, linear)) + gradients
+    return f"the least, {linear}, {exact_bytes(needed)}"
 
 
 def check_solves(

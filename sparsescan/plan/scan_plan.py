@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arrays.arrays import check_memory, load_cupy, memory_left, namespace, read_array, upload
+from ..arrays.arrays import check_memory, load_cupy, namespace, read_array, upload
 from ..arrays.frozen import Frozen
 from ..arrays.streams import place
 from ..chains.chain import Chain
@@ -23,12 +23,11 @@ from ..errors import InputError, InputTypeError, out_of_memory
 from ..execution.solves import Given
 from ..execution.threads import thread_count
 from ..execution.workspace import Workspace
-from ..formatting import exact_bytes
 from ..symbolic.implicit import Step
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule, check_count
 from .choice import Alternative, Choice, Kind, PlanOptions
-from .choose import check_solves, choose_schedule, no_room
+from .choose import Lack, check_solves, choose_schedule
 from .describe import describe, to_dict
 from .prediction import ScanPrediction, predict
 
@@ -187,14 +186,9 @@ class ScanPlan(Frozen):
 
     def _admit(self, program: Program, kind: Kind, whole: bool = True) -> None:
         """Raise if a program and a run of it need more than the limit, or than there is."""
-        if self.memory_limit is None and (not program.products or kind.on_device):
-            return
-        needed, limit = kind.needed_bytes(program, whole=whole), self.memory_limit
-        what = "memory_limit is {}" if limit is not None else "this machine has {} left"
-        limit = memory_left() if limit is None else limit
-        if needed > limit:
-            needs = f"{program.schedule} needs {exact_bytes(needed)}"
-            raise no_room(what.format(exact_bytes(limit)), needs, self.patterns, kind)
+        lack = Lack.of(program, kind, self.memory_limit, whole=whole)
+        if lack is not None:
+            raise lack.error()
 
     def exclusive_scan(
         self, grad: ArrayLike | None, jacobians: Any, *, local_grads: Any = None, stream: Any = None

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import MemoryLimitError
 from ..execution.workspace import table_bytes
 from ..symbolic import pattern as patterns_of
 from ..symbolic.implicit import Step, planned, solved_of
@@ -48,7 +49,7 @@ class Search:
     model : Model
         The cost model.
     fits : callable
-        Whether a program stays within the limit of memory.
+        Whether a program stays within the limit of memory, and within what the machine has.
     nbytes : float, optional
         Bytes that patterns of products may take, or one product.
 
@@ -171,7 +172,7 @@ class Search:
                 best = min(best, time)
                 if waited == _PATIENCE or time == math.inf:
                     return
-        except TooLargeError:
+        except (TooLargeError, MemoryLimitError):
             return
 
     def _try(self, schedule: Schedule) -> float:
@@ -185,7 +186,7 @@ class Search:
             if tables > self._nbytes / 2:
                 raise TooLargeError
             option, program = self._look_at(schedule, self._products)
-        except TooLargeError:
+        except (TooLargeError, MemoryLimitError):
             self.given_up.append(_looked_at(schedule, None))
             return math.inf
         if not self._fits(program):

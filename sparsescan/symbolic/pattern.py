@@ -316,7 +316,10 @@ class Products:
         self._nbytes = self._largest = nbytes
 
     def __call__(self, a: Pattern, b: Pattern) -> Pattern:
-        """Return the pattern of ``A @ B``, or raise :class:`TooLargeError`."""
+        """Return the pattern of ``A @ B``, or raise :class:`TooLargeError`.
+
+        It raises :class:`MemoryLimitError` if the machine has no room for the pattern.
+        """
         pattern = self._known.get((a, b))
         if pattern is None:
             pattern = self._known[a, b] = self._product(a, b)
@@ -329,11 +332,15 @@ class Products:
         work = multiply_adds(a, b) if sparse else 0
         if work > self._work:
             raise TooLargeError
-        entries = product_nnz(a, b) if work > _EXACT or self._largest < math.inf else 0
+        full = shape[0] * shape[1]
+        large = work > _EXACT or (not sparse and full > _EXACT)
+        entries = product_nnz(a, b) if large or self._largest < math.inf else 0
         if entries > self._largest / 4 and 4 * (_nnz(a, b) if sparse else entries) > self._largest:
             raise TooLargeError
-        if work > _EXACT and 2 * entries > shape[0] * shape[1]:
+        if work > _EXACT and 2 * entries > full:
             return Pattern.dense(shape)
+        if large and entries < full:
+            check_memory(f"the pattern of the product of {a} and {b}", 4 * entries)
         pattern = product(a, b)
         taken = pattern.index_dtype.itemsize * (pattern.nnz + shape[0] + 1)
         taken *= pattern.kind == "general"

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..errors import InputTypeError, short
 from ..symbolic.schedule import check_count
+from . import _alone as alone
 from . import _torchrecurrent as torchrecurrent
+from ._recurrent_op import has_kernels
+from ._sequences import Sequences
+from ._structure import is_container, modules_of, without_kernels
 from .recurrent import GRU, LSTM, RNN
 from .sequential import Sequential, why_not
 
 __all__ = ["Conversion", "convert"]
 
 _KINDS: dict[type[nn.Module], type[nn.RNNBase]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
+# Devices whose tensors recurrent modules have kernels for.
+_DEVICES = ("cpu", "cuda")
 
 
 class Conversion(NamedTuple):
@@ -25,7 +31,8 @@ class Conversion(NamedTuple):
     replaced : list of str
         Names of the modules that were replaced.
     left : dict of str to str
-        Names of recurrent modules, and of stacks of pruned layers, that were left alone, and why.
+        Names of recurrent modules, pruned layers and stacks of them that were left alone, and why.
+        A layer in such a stack has no entry of its own.
     """
 
     replaced: list[str]
@@ -34,21 +41,31 @@ class Conversion(NamedTuple):
     def __str__(self) -> str:
         lines = [f"{name or 'model'}: replaced" for name in self.replaced]
         lines += [f"{name or 'model'}: left alone, {why}" for name, why in self.left.items()]
-        return "\n".join(lines) or "no recurrent modules, and no stacks of pruned layers"
+        return "\n".join(lines) or "no recurrent modules, and no pruned layers"
 
 
 def convert(model: nn.Module, *, memory_limit: int | None = None) -> Conversion:
-    """Replace the recurrent modules of a model, and its stacks of pruned layers, in place.
+    """Replace the recurrent modules of a model, and its pruned layers, in place.
 
     Each :class:`torch.nn.RNN`, ``GRU`` and ``LSTM`` becomes one of this package, and so does each
     :class:`torch.nn.Sequential` of layers that have kernels, if ``torch.nn.utils.prune`` has left
-    at most a quarter of its weights. Layers of torchrecurrent 0.2.5, such as
-    ``torchrecurrent.MGU``, run whole sequences by the kernels of the cell of that name in
-    :mod:`sparsescan.recurrent.catalogue`; under ``torch.compile`` they run as before. All of these
-    take `resets` from then on, where states begin anew: see :class:`RNN`. Modules stay
-    the same objects, with their parameters, buffers and hooks, so an optimiser that has been made,
-    and a `state_dict` that has been saved, fit as before. What is done to a module afterwards is
-    seen at its next call.
+    at most a quarter of its weights. A ``Linear`` or a convolution that is pruned so, and that a
+    model calls itself, as ``F.relu(self.fc1(x))`` does, is replaced alone; a stack is faster, where
+    kernels go from layer to layer. Where PyTorch is faster, for few samples or small layers, it
+    computes. Pruning is told from its masks: zeros without one, as ``prune.remove`` leaves them,
+    may be trained.
+
+    Layers of torchrecurrent 0.2.5, such as ``torchrecurrent.MGU``, run whole sequences by the
+    kernels of the cell of that name in :mod:`sparsescan.recurrent.catalogue`; under
+    ``torch.compile`` they run as before. These and PyTorch's recurrent modules take `resets` from
+    then on, where states begin anew: see :class:`RNN`.
+
+    Modules stay the same objects, with their parameters, buffers and hooks, so an optimiser that
+    has been made, and a `state_dict` that has been saved, fit as before. What is done to a module
+    afterwards is seen at its next call.
+
+    Modules whose parameters no kernel takes, such as those of half precision, are left, since
+    PyTorch would run them: convert a model once it has the dtype and the device that it runs with.
 
     Modules that a model calls step by step itself stay as they are, since each step returns before
     the next input is there: cells of PyTorch and torchrecurrent, and neurons of snnTorch but
@@ -87,32 +104,64 @@ def convert(model: nn.Module, *, memory_limit: int | None = None) -> Conversion:
         raise InputTypeError(f"model is {short(model)}; expected a torch.nn.Module")
     if memory_limit is not None:
         check_count("memory_limit", memory_limit, 0)
-    replaced, left, inside = list[str](), dict[str, str](), set[nn.Module]()
+    replaced, left = list[str](), dict[str, str]()
+    inside = set[nn.Module]()
     for name, module in model.named_modules():
-        kind = _KINDS.get(type(module))
-        if type(module) is nn.Sequential and module not in inside:
-            why = why_not(module)
-            if why is None:
-                module.__class__ = Sequential
-                replaced.append(name)
-            elif why:
-                left[name] = why
-        elif kind is not None and not module.proj_size:
+        kind, why = _replacement_of(module, module in inside)
+        if why:
+            left[name] = why
+        elif kind is not None and kind is not type(module):
             module.__class__ = kind
             if memory_limit is not None:
                 module.memory_limit = memory_limit
             replaced.append(name)
-        elif kind is not None:
-            left[name] = "proj_size has no kernel"
-        elif torchrecurrent.is_layer(module) and not torchrecurrent.is_replacement(module):
-            why = torchrecurrent.why_not(module)
-            if why:
-                left[name] = why
-            else:
-                module.__class__ = torchrecurrent.replacement_of(module)
-                replaced.append(name)
-        elif isinstance(module, nn.RNNBase) and not isinstance(module, (RNN, GRU, LSTM)):
-            left[name] = f"it is a {type(module).__name__}, whose forward may differ"
         if type(module) is Sequential:
+            for each in modules_of(module):
+                each.__class__ = alone.plain_class(each)
+            inside.update(modules_of(module))
+        elif type(module) is nn.Sequential and why:
+            # It is said of the layers, too; a stack within this one may be replaced.
+            inside.update(each for each in modules_of(module) if not is_container(each))
+        elif torchrecurrent.is_layer(module):
             inside.update(module.modules())
     return Conversion(replaced, left)
+
+
+def _replacement_of(module: Any, is_inside: bool) -> tuple[type[nn.Module] | None, str | None]:
+    """Return the class that a module becomes, or has already, or why it stays.
+
+    Both are None for what is none of those that might be replaced, such as a layer inside of a
+    stack, for which the stack stands.
+    """
+    if (
+        isinstance(module, (Sequences, Sequential))
+        or torchrecurrent.is_replacement(module)
+        or alone.is_replacement(module)
+    ):
+        return type(module), None
+    if type(module) in _KINDS:
+        why = _why_not(module)
+        return (None, why) if why else (_KINDS[type(module)], None)
+    if torchrecurrent.is_layer(module):
+        why = torchrecurrent.why_not(module) or without_kernels(module, _DEVICES)
+        return (None, why) if why else (torchrecurrent.replacement_of(module), None)
+    if isinstance(module, nn.RNNBase):
+        return None, f"it is a {type(module).__name__}, whose forward may differ"
+    if is_inside:
+        return None, None
+    if type(module) is nn.Sequential:
+        reason = why_not(module)
+        return (Sequential, None) if reason is None else (None, reason)
+    reason = alone.why_not(module)
+    return (alone.replacement_of(module), None) if reason == "" else (None, reason)
+
+
+def _why_not(module: Any) -> str:
+    """Return why PyTorch runs a recurrent module of its own; "" if there are kernels."""
+    if module.proj_size:
+        return "proj_size has no kernel"
+    why = without_kernels(module, _DEVICES)
+    weight = next(module.parameters())
+    if why or weight.is_meta or has_kernels(module.mode, module.hidden_size, weight, module.bias):
+        return why
+    return "CuPy is missing, or its kernels have no room for so many units on this GPU"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -13,18 +13,26 @@ from torch.nn.utils import prune
 from .. import jacobians
 
 __all__ = [
+    "FLOATS",
+    "NORMS",
     "STATISTICS",
     "Layer",
     "Structure",
     "add_container",
+    "add_layer",
     "has_operator",
     "is_container",
     "is_pruning",
     "modules_of",
     "read",
+    "without_kernels",
 ]
 
+# Layers that normalise by the statistics of a batch.
+NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+# The dtypes of kernels.
+FLOATS = (torch.float32, torch.float64)
 
 _TENSORS = frozenset((Tensor, nn.Parameter))
 _PARAMETERS = frozenset(("weight", "bias"))
@@ -35,7 +43,7 @@ _HOOKS = attrgetter(
 _VIEWS = (nn.Flatten, nn.Dropout)
 # Layers whose derivatives do not need what they return.
 _REPLACEABLE = frozenset(
-    (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.LayerNorm)
+    (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, *NORMS, nn.LayerNorm)
 )
 # Methods that a call of a layer goes through.
 _METHODS = (
@@ -82,6 +90,8 @@ _ALL = _KINDS | _IDENTITY
 _SETTINGS = frozenset((bool, int, float, str, tuple, type(None)))
 _BasePruning = prune.BasePruningMethod
 _pruning = _PRUNING(_BasePruning)
+# Layers of this package, which stacks hold as PyTorch's.
+_MORE: set[type[nn.Module]] = set()
 # Sequences that call their modules one after the other.
 _CONTAINERS: dict[type[nn.Module], _Kind] = {nn.Sequential: _Kind(nn.Sequential)}
 
@@ -129,6 +139,11 @@ class Structure(NamedTuple):
     joint: bool
 
 
+def add_layer(kind: type[nn.Module]) -> None:
+    """Let layers of a class be taken into a stack, where they become what they were before."""
+    _MORE.add(kind)
+
+
 def add_container(kind: type[nn.Module]) -> None:
     """Let a class be one whose modules are called one after the other."""
     _CONTAINERS[kind] = _Kind(kind)
@@ -141,7 +156,7 @@ def is_container(module: nn.Module) -> bool:
 
 def has_operator(layer: nn.Module) -> bool:
     """Return whether there is an operator for layers of a class, or none is needed."""
-    return type(layer) in _ALL
+    return type(layer) in _ALL or type(layer) in _MORE
 
 
 def modules_of(stack: nn.Module) -> Iterator[nn.Module]:
@@ -152,6 +167,23 @@ def modules_of(stack: nn.Module) -> Iterator[nn.Module]:
         yield child
         if type(child) in _CONTAINERS:
             yield from modules_of(child)
+
+
+def without_kernels(module: nn.Module, devices: Collection[str]) -> str:
+    """Return why no kernel reads the parameters of a module; "" if one does.
+
+    Parameters on the device ``"meta"`` have no values yet, and may get them on any.
+    """
+    for each in module.parameters():
+        if each.dtype not in FLOATS:
+            name = str(each.dtype).removeprefix("torch.")
+            return (
+                f"its parameters are of {name}, which PyTorch computes: kernels take float32 and "
+                "float64"
+            )
+        if each.device.type not in (*devices, "meta"):
+            return f"its parameters are on {each.device.type}, where PyTorch computes"
+    return ""
 
 
 def is_pruning(hook: Any) -> bool:
@@ -203,7 +235,7 @@ def read(stack: nn.Module, x: Tensor) -> Structure | None:
             return None
         if kind not in _VIEWS:
             last = kind
-        joint = joint or (kind is nn.BatchNorm2d and module.training)
+        joint = joint or (kind in NORMS and module.training)
         layers.append(layer)
         shapes = tuple(each.shape for each in layer.tensors.values())
         about = id(module), settings, types, tuple(layer.tensors), shapes, layer.mask is None
@@ -239,7 +271,7 @@ def _layer(module: nn.Module, attributes: dict[str, Any], dtype: torch.dtype) ->
     if not _PARAMETERS.issuperset(own) or not parameters.keys().isdisjoint(attributes):
         return None
     tensors = {name: each for name, each in own.items() if each is not None}
-    if isinstance(module, nn.BatchNorm2d):
+    if isinstance(module, NORMS):
         statistics = {name: buffers.get(name) for name in STATISTICS}
         if not buffers.keys().isdisjoint(attributes):
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import threading
 import weakref
@@ -25,6 +26,8 @@ from ._masks import Kept, kept_now
 from ._once import Once
 from ._probe import asks_for_some, is_looked_at, probe
 from ._structure import (
+    FLOATS,
+    NORMS,
     STATISTICS,
     Layer,
     Structure,
@@ -34,19 +37,22 @@ from ._structure import (
     is_pruning,
     modules_of,
     read,
+    without_kernels,
 )
 from ._team import pytorchs_threads
 from ._times import Seconds
 
-__all__ = ["Sequential", "why_not"]
+__all__ = ["Sequential", "is_sparse", "run", "why_dense", "why_not"]
 
-_DTYPES = (torch.float32, torch.float64)
 # Share of the weights that are kept, from which on PyTorch's dense products are as fast.
 _DENSE = 0.25
 # Networks that are kept for each stack: of several structures, shapes of the input, or masks.
 _KEPT = 8
 # Networks that are made one after the other, and used once: then a stack changes too often.
 _MOST_NEW = 4
+# Weights of each output, and multiply-adds of all, from which on a convolution is faster here.
+_TAPS, _LARGE = 128, 10_000_000
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d)
 # Calls that PyTorch computes, since it is faster, until masks are looked at again.
 _AGAIN = 64
 
@@ -72,8 +78,8 @@ class Sequential(nn.Sequential):
     stack is then: its layers with their settings and hooks, and the contents of parameters,
     statistics and masks, however they have changed. ``layer.weight`` of a pruned layer is, as
     PyTorch's pruning leaves it, the product of mask and parameter at the last call; gradients in it
-    are dense if somebody asks for them. Running statistics of a ``BatchNorm2d`` in training take in
-    each batch.
+    are dense if somebody asks for them. Running statistics of batch normalisations in training take
+    in each batch.
 
     PyTorch computes all that has no kernel: other layers, devices and dtypes, dropout in training
     mode, masks of other numbers than 0 and 1, layers with hooks, parametrisations or methods of
@@ -108,12 +114,8 @@ class Sequential(nn.Sequential):
         """Return the output of the last layer."""
         if torch.compiler.is_compiling():
             return super().forward(input)
-        known = _known_of(self)
-        known.runs_here = False
-        if known.leaves(input):
-            return super().forward(input)
-        call = _prepare(self, known, input) if _takes(input) else None
-        return super().forward(input) if call is None else call.run(input)
+        output = run(self, input)
+        return super().forward(input) if output is None else output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sequential:
         """Return a copy, in which masked weights have no graph: PyTorch copies none that has."""
@@ -136,13 +138,23 @@ class Sequential(nn.Sequential):
 add_container(Sequential)
 
 
+def run(stack: nn.Module, given: Any) -> Tensor | None:
+    """Return the output of a stack, or None where PyTorch has to compute."""
+    known = _known_of(stack)
+    known.runs_here = False
+    if known.leaves(given):
+        return None
+    call = _prepare(stack, known, given) if _takes(given) else None
+    return None if call is None else call.run(given)
+
+
 def _takes(given: Any) -> bool:
     """Return whether a call with this input may have kernels."""
     return (
         is_direct(given)
         and isinstance(given, Tensor)
         and given.device.type == "cpu"
-        and given.dtype in _DTYPES
+        and given.dtype in FLOATS
         and given.layout is torch.strided
         and given.dim() >= 2
         and 0 not in given.shape
@@ -167,11 +179,24 @@ def why_not(module: nn.Sequential) -> str | None:
         hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
         if not all(map(is_pruning, hooks)):
             return f"a {type(layer).__name__} has hooks"
+        why = without_kernels(layer, ("cpu",))
+        if why:
+            return why
+    return why_dense(masks) or None
+
+
+def why_dense(masks: Sequence[Tensor]) -> str:
+    """Return why PyTorch computes with weights of which too many are kept; "" if few are."""
     kept = sum(int(torch.count_nonzero(mask)) for mask in masks)
     share = kept / max(sum(mask.numel() for mask in masks), 1)
-    if share > _DENSE:
-        return f"{share:.0%} of its weights are kept, where PyTorch's dense products are faster"
-    return None
+    if is_sparse(share):
+        return ""
+    return f"{share:.0%} of its weights are kept, where PyTorch's dense products are faster"
+
+
+def is_sparse(share: float) -> bool:
+    """Return whether so few weights are kept that kernels may be faster."""
+    return share <= _DENSE
 
 
 def _mask(layer: nn.Module) -> Tensor | None:
@@ -180,7 +205,12 @@ def _mask(layer: nn.Module) -> Tensor | None:
 
 
 def _is_slower(structure: Structure, kept: Sequence[Kept], x: Tensor) -> bool:
-    """Return whether kernels take longer than PyTorch: of linear layers, with few samples."""
+    """Return whether kernels take longer than PyTorch: of linear layers, with few samples.
+
+    Or of one small convolution alone.
+    """
+    if len(structure.layers) == 1 and isinstance(structure.layers[0].module, _CONVOLUTIONS):
+        return _is_small(structure.layers[0].module, structure.layers[0].tensors["weight"], x)
     weighted = [each for each in structure.layers if "weight" in each.tensors]
     if not all(isinstance(each.module, nn.Linear) for each in weighted):
         return False
@@ -192,6 +222,13 @@ def _is_slower(structure: Structure, kept: Sequence[Kept], x: Tensor) -> bool:
     samples, has_backward = x.numel() // x.shape[-1], torch.is_grad_enabled()
     ours = _OURS[has_backward].of(weights=dense, kept=read, products=samples * read)
     return ours > _THEIRS[has_backward].of(weights=dense, products=samples * dense)
+
+
+def _is_small(conv: Any, weight: Tensor, x: Tensor) -> bool:
+    """Return whether PyTorch computes a convolution faster, however few weights are kept."""
+    steps = 1 if conv.transposed else math.prod(conv.stride)
+    multiply_adds = x.numel() // x.shape[1] // steps * weight.numel()
+    return weight.numel() < _TAPS * conv.out_channels or multiply_adds < _LARGE
 
 
 # -- Networks --------------------------------------------------------------------------------------
@@ -583,6 +620,6 @@ def _with_tensors(layer: nn.Module) -> nn.Module:
     """Return a copy of a layer that has tensors of its own."""
     copied = type(layer).__new__(type(layer))
     copied.__dict__ = vars(layer) | {"bias": None, "weight": None}
-    if isinstance(layer, nn.BatchNorm2d):
+    if isinstance(layer, NORMS):
         vars(copied).update(dict.fromkeys(STATISTICS))
     return copied

@@ -6,6 +6,7 @@ import gc
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from trees import any_schedule
 import sparsescan
 from sparsescan import MemoryLimitError, Pattern, ScanPlan, Schedule
 from sparsescan.arrays import arrays
-from sparsescan.plan import scan_plan
+from sparsescan.jacobians import Conv2d
+from sparsescan.symbolic import pattern as patterns_of
 from sparsescan.symbolic.pattern import of_mask
 
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
@@ -171,8 +173,69 @@ def test_more_steps_than_memory_holds_are_refused_at_once(monkeypatch: pytest.Mo
 def test_products_that_no_memory_holds_are_refused_when_they_are_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scan_plan, "memory_left", lambda: 100 << 30)
+    monkeypatch.setattr(arrays, "memory_left", lambda: 100 << 30)
     patterns = [sparsescan.Pattern.dense((60_000, 60_000))] * 4
     with pytest.raises(MemoryLimitError, match=r"100 GiB .*left; .*blelloch\(4\) needs \d+ GiB"):
         sparsescan.plan(patterns, schedule="blelloch")
     assert "linear" in str(sparsescan.plan(patterns).schedule)
+
+
+def test_gradients_that_no_memory_holds_are_refused_when_they_are_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the limit, which does not count them."""
+    monkeypatch.setattr(arrays, "memory_left", lambda: 100 << 30)
+    patterns = [Pattern.diagonal(2000)] * 1000
+    for limit in (None, 1 << 50):
+        message = (
+            r"^this machine has 100 GiB .* left; Schedule\.linear\(1000\) needs 119 GiB .* with "
+            r"119 GiB .* of gradients of 8000 samples, and the least, Schedule\.linear\(1000\), 11"
+        )
+        with pytest.raises(MemoryLimitError, match=message):
+            sparsescan.plan(patterns, batch=8000, memory_limit=limit)
+        sparsescan.plan(patterns, batch=8000, dtype=F4, memory_limit=limit)
+        sparsescan.plan(patterns, batch=6000, memory_limit=limit)
+
+
+def test_a_limit_above_what_the_machine_has_does_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    patterns = [Pattern.dense((100, 100))] * 8
+    options: dict[str, Any] = {"schedule": "blelloch", "batch": 64}
+    need = sparsescan.plan(patterns, **options).workspace_bytes
+    gradients = 8 * 64 * 8 * 100
+    monkeypatch.setattr(arrays, "_SMALL", 0)
+    monkeypatch.setattr(arrays, "memory_left", lambda: need + gradients - 1)
+    for limit in (None, need, 1 << 50):
+        with pytest.raises(
+            MemoryLimitError, match=r"^this machine has .*; Schedule\.blelloch\(8\)"
+        ):
+            sparsescan.plan(patterns, memory_limit=limit, **options)
+    with pytest.raises(MemoryLimitError, match=r"^memory_limit is "):
+        sparsescan.plan(patterns, memory_limit=need - 1, **options)
+    monkeypatch.setattr(arrays, "memory_left", lambda: need + gradients)
+    assert sparsescan.plan(patterns, **options).workspace_bytes == need
+
+
+def test_values_that_a_linear_scan_writes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of implicit steps, which come as a few weights."""
+    step = Conv2d(2, 2, 3, padding=1, input_shape=(2, 32, 32), rng=0).implicit_pattern
+    written = 8 * 50 * step.indexed[0].distinct  # type: ignore[union-attr]
+    gradients = 8 * 50 * 2 * 32 * 32
+    monkeypatch.setattr(arrays, "_SMALL", 0)
+    for missing in (0, 1):
+        left = written + gradients - missing
+        monkeypatch.setattr(arrays, "memory_left", lambda left=left: left)
+        with pytest.raises(MemoryLimitError) if missing else nullcontext():
+            sparsescan.plan([step] * 50, schedule="linear")
+
+
+def test_a_pattern_that_no_memory_holds_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named schedule is refused before the product of patterns is worked out, "auto" is not."""
+    rng = np.random.default_rng(0)
+    steps = [of_mask(rng.random((400, 400)) < 0.03) for _ in range(4)]
+    monkeypatch.setattr(patterns_of, "_EXACT", 1000)
+    monkeypatch.setattr(arrays, "_SMALL", 0)
+    monkeypatch.setattr(arrays, "memory_left", lambda: 150_000)
+    monkeypatch.setattr(patterns_of, "product", None)
+    with pytest.raises(MemoryLimitError, match=r"^the pattern of the product of Pattern\(\(400"):
+        sparsescan.plan(steps, schedule="blelloch")
+    assert sparsescan.plan(steps).schedule == Schedule.linear(4)

@@ -37,6 +37,7 @@ from sparsescan import (
     load_chain,
     save_chain,
 )
+from sparsescan.arrays import arrays
 from sparsescan.plan.choice import Alternative, Choice, Kind, PlanOptions
 from sparsescan.plan.costs import cpu
 
@@ -182,8 +183,9 @@ def test_a_reason_is_any_text(tmp_path: Path) -> None:
     assert_same(reloaded(plan, tmp_path), plan)
 
 
-def test_wide_indices_come_back(tmp_path: Path) -> None:
+def test_wide_indices_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Patterns of 32-bit and of 64-bit indices in one file; dense ones that fit in no memory."""
+    monkeypatch.setattr(arrays, "memory_left", lambda: 1 << 50)
     wide = Pattern([0, 1, 2], [0, 2**40], (2, 2**41))
     narrow = Pattern([0, 1, 1], [1], (2, 2))
     huge = Pattern.dense((2**30, 2))

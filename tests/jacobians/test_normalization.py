@@ -1,10 +1,11 @@
-"""LayerNorm and BatchNorm2d against PyTorch, in evaluation and in training."""
+"""LayerNorm, BatchNorm1d and BatchNorm2d against PyTorch, in evaluation and in training."""
 
 from __future__ import annotations
 
 import copy
 import math
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsescan import InputError, InputTypeError, Pattern
-from sparsescan.jacobians.normalization import BatchNorm2d, LayerNorm
+from sparsescan.jacobians import BatchNorm1d, BatchNorm2d, LayerNorm, Sequential, from_torch
 
 nn = torch.nn
 
@@ -39,7 +40,7 @@ class Flat(nn.BatchNorm2d):
         return super().forward(x.flatten(0, -4)).reshape(x.shape)
 
 
-def with_statistics(op: BatchNorm2d, module: nn.BatchNorm2d, rng: np.random.Generator) -> None:
+def with_statistics(op: Any, module: Any, rng: np.random.Generator) -> None:
     """Random running statistics for both, in the same memory."""
     module.double()
     module.running_mean.copy_(torch.tensor(rng.standard_normal(op.num_features)))
@@ -434,3 +435,127 @@ def test_arguments_of_batch_norm_that_are_wrong():
     op = BatchNorm2d(3, input_shape=(2, 3, 1, 1), training=True)
     with pytest.raises(InputError, match=r"x has shape \(3, 3, 1, 1\)"):
         op.update_running_stats(np.ones((3, 3, 1, 1)))
+
+
+# -- BatchNorm1d ----------------------------------------------------------------------------------
+
+
+class Joint1d(nn.BatchNorm1d):
+    """One whose sample is a whole batch, as it is for a layer in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert len(x) == 1
+        return super().forward(x[0])[None]
+
+
+class Flat1d(nn.BatchNorm1d):
+    """One that accepts more axes before the channels."""
+
+    axes: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.reshape(-1, *x.shape[x.ndim - self.axes :])).reshape(x.shape)
+
+
+samples = st.lists(sizes, min_size=1, max_size=2).map(tuple)
+few = st.tuples(sizes, samples).filter(lambda s: s[0] * math.prod(s[1][1:]) > 1)
+
+
+@given(
+    before=st.lists(sizes, max_size=2).map(tuple),
+    shape=samples,
+    eps=epsilons,
+    affine=st.booleans(),
+    seed=seeds,
+)
+def test_batch_norm_1d_in_evaluation_is_that_of_pytorch(before, shape, eps, affine, seed):
+    rng = np.random.default_rng(seed)
+    op = BatchNorm1d(shape[0], eps, affine=affine, input_shape=(*before, *shape), axes=len(shape))
+    module = Flat1d(shape[0], eps, affine=affine).eval()
+    module.axes = len(shape)
+    with_statistics(op, module, rng)
+    assert op.pattern is Pattern.diagonal(math.prod(op.input_shape))
+    check_operator(op, module, rng)
+
+
+@given(shape=few, eps=epsilons, affine=st.booleans(), track=st.booleans(), seed=seeds)
+def test_batch_norm_1d_in_training_is_that_of_pytorch(shape, eps, affine, track, seed):
+    rng = np.random.default_rng(seed)
+    batch, sample = shape
+    options = {"affine": affine, "track_running_stats": track}
+    op = BatchNorm1d(sample[0], eps, **options, input_shape=(batch, *sample), training=True)
+    check_operator(op, Joint1d(sample[0], eps, **options), rng, batch=2)
+
+
+@given(shape=few, momentum=st.none() | st.floats(0, 1), seed=seeds)
+def test_running_statistics_of_batch_norm_1d_are_those_of_pytorch(shape, momentum, seed):
+    rng = np.random.default_rng(seed)
+    batch, sample = shape
+    op = BatchNorm1d(
+        sample[0], momentum=momentum, input_shape=(batch, *sample), training=True, dtype=np.float64
+    )
+    module = nn.BatchNorm1d(sample[0], momentum=momentum).double()
+    for x in rng.normal(2, 3, (3, batch, *sample)):
+        op.update_running_stats(x)
+        module(torch.tensor(x))
+        close(op.running_mean, module.running_mean.numpy())
+        close(op.running_var, module.running_var.numpy())
+    assert op.num_batches_tracked == 3
+
+
+@given(shape=few, training=st.booleans(), seed=seeds)
+def test_batch_norm_1d_in_training_steps(shape, training, seed):
+    """As many samples as channels, too, where a batch in evaluation looks like a sample."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    batch, sample = shape
+    batch = sample[0] if seed % 2 and sample[0] > 1 else batch
+    layers = [nn.BatchNorm1d(sample[0]), nn.Tanh(), nn.BatchNorm1d(sample[0])]
+    if len(sample) == 1:
+        layers.insert(0, nn.Linear(sample[0], sample[0]))
+    module = nn.Sequential(*layers).double().train(training)
+    module[-1].eval()
+    for layer in module:
+        if isinstance(layer, nn.BatchNorm1d):
+            nn.init.normal_(layer.weight)
+            nn.init.uniform_(layer.running_var, 0.5, 2)
+    x, above = (torch.tensor(rng.standard_normal((batch, *sample))) for _ in range(2))
+    twin = copy.deepcopy(module)
+    net = Sequential(from_torch(twin, x.shape if training else x.shape[1:]))
+    step = net.training_step()
+    y = module(x.requires_grad_())
+    params = dict(module.named_parameters())
+    expected = torch.autograd.grad(y, [x, *params.values()], above)
+    close(step.forward(x.detach().numpy()), y.detach().numpy())
+    step.update_running_stats()
+    grads = step.backward(above.numpy())
+    scale = max(1.0, *(float(each.abs().max()) for each in expected))
+    for ours, theirs in zip(
+        [grads.input, *(grads.params[name] for name in params)], expected, strict=True
+    ):
+        assert np.abs(ours - theirs.numpy()).max() <= 1e4 * np.finfo(float).eps * scale
+    for ours, theirs in zip(twin.buffers(), module.buffers(), strict=True):
+        close(ours.double().numpy(), theirs.double().numpy())
+
+
+def test_arguments_of_batch_norm_1d_that_are_wrong():
+    with pytest.raises(InputError, match=r"input_shape is \(4, 2\); expected 3 channels"):
+        BatchNorm1d(3, input_shape=(4, 2))
+    with pytest.raises(InputError, match=r"input_shape is \(\); expected"):
+        BatchNorm1d(3, input_shape=())
+    with pytest.raises(
+        InputError, match=r"input_shape is \(3,\); expected \(N, C\) or \(N, C, L\)"
+    ):
+        BatchNorm1d(3, input_shape=(3,), training=True)
+    with pytest.raises(InputError, match=r"input_shape is .*; expected \(N, C\) or \(N, C, L\)"):
+        BatchNorm1d(3, input_shape=(2, 3, 4, 5), training=True)
+    with pytest.raises(InputError, match="expected more than 1 value per channel in training"):
+        BatchNorm1d(3, input_shape=(1, 3), training=True)
+    for axes in (0, 3):
+        with pytest.raises(InputError, match=f"axes is {axes}"):
+            BatchNorm1d(3, input_shape=(3, 3, 3), axes=axes)
+    with pytest.raises(InputError, match=r"axes is 2, and input_shape \(4, 3\); expected 1"):
+        BatchNorm1d(3, input_shape=(4, 3), axes=2, training=True)
+    with pytest.raises(InputError, match=r"input_shape is \(3,\); expected at least 2 axes"):
+        BatchNorm1d(3, input_shape=(3,), axes=2)
+    assert BatchNorm1d(3, input_shape=(7, 3), axes=1).nnz == 21

@@ -35,6 +35,7 @@ from trees import letters, random_levels
 import sparsescan
 import sparsescan.symbolic.pattern
 from sparsescan import MemoryLimitError, Pattern, Schedule
+from sparsescan.arrays import arrays
 from sparsescan.jacobians import Conv2d, ReLU
 from sparsescan.plan import search
 from sparsescan.plan.choice import Choice, Kind
@@ -368,6 +369,26 @@ def test_auto_takes_the_best_that_fits(as_if: Any, monkeypatch: pytest.MonkeyPat
     assert len(plans) > 2
     best = [plan.alternatives[0].nanoseconds for plan in plans]
     assert best == sorted(best)
+
+
+def test_auto_takes_the_best_that_the_machine_holds(
+    as_if: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    steps = [of_mask(np.eye(1024, dtype=bool)[rng.permutation(1024)]) for _ in range(2)] * 100
+    as_if(64)
+    monkeypatch.setattr(search, "_PREDICTED", 0.9)
+    best = sparsescan.plan(steps, batch=1, dtype=F4)
+    assert best.schedule != Schedule.linear(200)
+    gradients = 4 * 200 * 1024
+    monkeypatch.setattr(arrays, "_SMALL", 0)
+    monkeypatch.setattr(arrays, "memory_left", lambda: best.workspace_bytes + gradients)
+    assert sparsescan.plan(steps, batch=1, dtype=F4).schedule == best.schedule
+    left = best.workspace_bytes + gradients - 1
+    monkeypatch.setattr(arrays, "memory_left", lambda: left)
+    smaller = sparsescan.plan(steps, batch=1, dtype=F4)
+    assert smaller.workspace_bytes + gradients <= left
+    assert smaller.schedule != best.schedule
 
 
 def test_products_that_one_slot_holds_fit_in_it(as_if: Any) -> None:

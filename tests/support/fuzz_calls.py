@@ -781,6 +781,7 @@ IMAGE = (2, 4, 4)
 LAYERS: dict[str, dict[str, Any]] = {
     "AdaptiveAvgPool2d": {"output_size": 2, "input_shape": IMAGE},
     "AvgPool2d": {"kernel_size": 2, "stride": 2, "padding": 1, "input_shape": IMAGE},
+    "BatchNorm1d": {"num_features": 2, "eps": 1e-5, "affine": True, "input_shape": (2, 5)},
     "BatchNorm2d": {"num_features": 2, "eps": 1e-5, "affine": True, "input_shape": IMAGE},
     "Conv1d": {
         "in_channels": 2,

@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sparsescan.torch
 from sparsescan.recurrent import catalogue
+from sparsescan.torch import _alone
 from sparsescan.torch._prepared import only
 from sparsescan.torch.cells import CellModule
 
@@ -117,6 +118,17 @@ class SkippedError(Exception):
 # -- Models ----------------------------------------------------------------------------------------
 
 
+class Own(nn.Sequential):
+    """A model that calls its layers itself."""
+
+
+def alone(rng: Rng) -> tuple[nn.Module, Tensor]:
+    """Return a model of layers in no stack, some of their weights pruned, and an input."""
+    net, x = stack(rng)
+    net.__class__ = Own
+    return net, x
+
+
 def stack(rng: Rng) -> tuple[nn.Module, Tensor]:
     """Return a stack, some of its weights pruned, and an input."""
     if rng.random() < 0.4:
@@ -125,7 +137,14 @@ def stack(rng: Rng) -> tuple[nn.Module, Tensor]:
         layers += [nn.Linear(sizes[1], sizes[1]), activation(rng), nn.Linear(sizes[1], 3)]
         if rng.random() < 0.3:
             layers.insert(2, nn.LayerNorm(sizes[1]))
-        x = torch.randn(int(rng.integers(1, 6)), sizes[0], dtype=torch.float64)
+        elif rng.random() < 0.4:
+            flat = nn.BatchNorm1d(sizes[1], momentum=rng.choice([None, 0.1, 0.7]))
+            # As below.
+            nn.init.normal_(flat.bias)
+            layers.insert(1, flat)
+        # A single sample has no statistics.
+        least = 1 + any(isinstance(each, nn.BatchNorm1d) for each in layers)
+        x = torch.randn(int(rng.integers(least, 6)), sizes[0], dtype=torch.float64)
     else:
         channels, wide = int(rng.integers(1, 4)), int(rng.integers(1, 5))
         layers = [nn.Conv2d(channels, wide, 3, padding=1)]
@@ -428,7 +447,7 @@ def write_masked(model: Model, rng: Rng) -> None:
 
 
 def write_statistics(model: Model, rng: Rng) -> None:
-    norm = pick(rng, model.layers(nn.BatchNorm2d))
+    norm = pick(rng, model.layers(nn.BatchNorm1d, nn.BatchNorm2d))
     norm.running_mean.data.add_(0.5)
     norm.running_var.numpy()[...] *= 2
 
@@ -446,7 +465,7 @@ def switch(model: Model, rng: Rng) -> None:
 
 
 def freeze_norm(model: Model, rng: Rng) -> None:
-    norm = pick(rng, model.layers(nn.BatchNorm2d))
+    norm = pick(rng, model.layers(nn.BatchNorm1d, nn.BatchNorm2d))
     norm.train(not norm.training)
 
 
@@ -579,7 +598,7 @@ def infer(model: Model, rng: Rng) -> Tensor:
 
 
 def renew_statistics(model: Model, rng: Rng) -> None:
-    pick(rng, model.layers(nn.BatchNorm2d))
+    pick(rng, model.layers(nn.BatchNorm1d, nn.BatchNorm2d))
     update_bn([model.x, 2 * model.x], model.net)
 
 
@@ -598,7 +617,7 @@ def traced_jit(model: Model, rng: Rng) -> Tensor:
 
 
 def functional(model: Model, rng: Rng) -> list[Tensor]:
-    if model.net.training and model.layers(nn.BatchNorm2d):
+    if model.net.training and model.layers(nn.BatchNorm1d, nn.BatchNorm2d):
         raise SkippedError
     kind = int(rng.integers(3))
     if kind == 0:
@@ -613,7 +632,7 @@ def functional(model: Model, rng: Rng) -> list[Tensor]:
 
 
 def faked(model: Model, rng: Rng) -> None:
-    if model.net.training and model.layers(nn.BatchNorm2d):
+    if model.net.training and model.layers(nn.BatchNorm1d, nn.BatchNorm2d):
         raise SkippedError
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         assert model.out(mode.from_tensor(model.x)).shape
@@ -639,6 +658,7 @@ OF_STACKS: tuple[Event, ...] = (
 )
 KINDS: dict[str, tuple[Callable[[Rng], tuple[nn.Module, Tensor]], tuple[Event, ...]]] = {
     "stack": (stack, COMMON + OF_STACKS),
+    "alone": (alone, COMMON + OF_STACKS),
     "recurrent": (recurrent, COMMON),
     "cells": (cells, COMMON),
     # A masked weight is what the last step has made of it, whose gradient is that of this step.
@@ -722,6 +742,10 @@ def _live(kind: str, seed: int, names: Sequence[str] | None, talks: bool) -> int
     twin = copy.deepcopy(net)
     if kind == "stack":
         twin.__class__ = sparsescan.torch.Sequential
+    elif kind == "alone":
+        for layer in twin.modules():
+            if type(layer) in (nn.Linear, nn.Conv2d):
+                layer.__class__ = _alone.replacement_of(layer)
     elif kind == "cells":
         twin.__class__ = sparsescan.torch.module(twin.cell)  # type: ignore[arg-type]
     else:
@@ -761,7 +785,7 @@ def _live(kind: str, seed: int, names: Sequence[str] | None, talks: bool) -> int
 
 
 def _kind_of_life(i: int) -> str:
-    return "stack" if i % 3 else ("recurrent", "layers", "cells")[i // 3 % 3]
+    return "stack" if i % 3 else ("recurrent", "layers", "cells", "alone")[i // 3 % 4]
 
 
 def run(seed: int, numbers: Sequence[int], *, most: int = 10) -> collections.Counter[str]:

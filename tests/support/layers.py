@@ -21,6 +21,14 @@ OPERATORS: dict[str, Callable[[Any], nn.Operator]] = {
     "AvgPool2d-general": lambda dtype: nn.AvgPool2d(
         (3, 2), (2, 1), (1, 0), True, False, input_shape=(2, 4, 5)
     ),
+    "BatchNorm1d-affine": lambda dtype: nn.BatchNorm1d(3, input_shape=(3, 4), dtype=dtype),
+    "BatchNorm1d-plain": lambda dtype: nn.BatchNorm1d(3, affine=False, input_shape=(3,)),
+    "BatchNorm1d-training": lambda dtype: nn.BatchNorm1d(
+        3, input_shape=(4, 3), training=True, dtype=dtype
+    ),
+    "BatchNorm1d-training-plain": lambda dtype: nn.BatchNorm1d(
+        3, affine=False, input_shape=(2, 3, 4), training=True
+    ),
     "BatchNorm2d-affine": lambda dtype: nn.BatchNorm2d(3, input_shape=(3, 2, 2), dtype=dtype),
     "BatchNorm2d-plain": lambda dtype: nn.BatchNorm2d(
         3, affine=False, input_shape=(2, 3, 2, 2), dtype=dtype

@@ -29,6 +29,15 @@ def test_lives_of_stacks(seed: int, names: list[str]) -> None:
         fuzz_lives.live("stack", seed, names)
 
 
+@given(SEEDS, events("alone"))
+def test_lives_of_layers_that_stand_alone(seed: int, names: list[str]) -> None:
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        if seed % 4:
+            patch.setattr(sequential, "_is_slower", lambda *_: False)
+        fuzz_lives.live("alone", seed, names)
+
+
 @given(SEEDS, events("recurrent"))
 def test_lives_of_recurrent_modules(seed: int, names: list[str]) -> None:
     with warnings.catch_warnings():

@@ -373,11 +373,37 @@ def test_convert() -> None:
     assert model["a"]["b"].weight_hh_l0 is weight
     torch.testing.assert_close(model["a"]["b"](x)[0], expected)
     assert convert(model).replaced == []
-    assert str(convert(nn.Linear(2, 2))) == "no recurrent modules, and no stacks of pruned layers"
+    assert str(convert(nn.Linear(2, 2))) == "no recurrent modules, and no pruned layers"
     alone = nn.GRU(2, 2)
     assert str(convert(alone)) == "model: replaced"
     with pytest.raises(InputTypeError, match=r"model is 3; expected a torch\.nn\.Module"):
         convert(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_pytorch_runs_is_not_reported_as_replaced(dtype: torch.dtype) -> None:
+    """Until it has a dtype that kernels take."""
+    stack = nn.Sequential(nn.Linear(9, 30), nn.ReLU())
+    prune.l1_unstructured(stack[0], "weight", 0.95)
+    model = nn.ModuleDict({name: getattr(nn, name)(3, 4) for name in KINDS} | {"stack": stack})
+    model.to(dtype)
+    done = convert(model)
+    assert done.replaced == []
+    assert done.left.keys() == {*KINDS, "stack"}
+    name = str(dtype).removeprefix("torch.")
+    for line in str(done).splitlines():
+        assert f": left alone, its parameters are of {name}, which PyTorch computes" in line
+    assert all(type(model[kind]) is getattr(nn, kind) for kind in KINDS)
+    assert convert(model.float()).replaced == [*KINDS, "stack"]
+
+
+def test_modules_without_values_are_replaced() -> None:
+    """A model is made on the device "meta", and gets memory and values later."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"rnn": nn.GRU(3, 4), "head": nn.Linear(4, 2)})
+    assert convert(model).replaced == ["rnn"]
+    model.to_empty(device="cpu")
+    assert sparsescan.torch.explain(model["rnn"], torch.zeros(50, 2, 3)).kernel == "sparsescan"
 
 
 def test_only_what_records_calls_sees_operators() -> None:

@@ -167,6 +167,38 @@ def test_batch_normalisation_in_training(seed: int) -> None:
         same_buffers(ours, theirs)
 
 
+@settings(max_examples=examples(10))
+@given(st.integers(0, 2**32))
+def test_batch_normalisation_of_features(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    batch, inputs, wide = (int(size) for size in rng.integers(2, 9, 3))
+    if rng.random() < 0.5:
+        layers = [nn.Linear(inputs, wide), nn.BatchNorm1d(wide), nn.ReLU(), nn.Linear(wide, 3)]
+        x = torch.randn(batch, inputs, dtype=torch.float64)
+    else:
+        layers = [nn.Conv1d(inputs, wide, 3), nn.BatchNorm1d(wide), nn.Tanh()]
+        x = torch.randn(batch, inputs, 9, dtype=torch.float64)
+    # Else rounding decides what is 0 in a channel whose weights are all pruned.
+    nn.init.normal_(layers[1].bias)
+    theirs = nn.Sequential(*layers).double()
+    prune.random_unstructured(theirs[0], "weight", 0.8)
+    with torch.no_grad():
+        theirs(x)
+    ours = copy.deepcopy(theirs)
+    assert convert(ours).replaced == [""]
+    for training in (True, True, False):
+        ours.train(training)
+        theirs.train(training)
+        loss = torch.randn_like(theirs(x))
+        ours(x)
+        expected = gradients(theirs, x, loss)
+        terms = batch * max(1.0, *(float(each.abs().max()) for each in expected))
+        close(gradients(ours, x, loss), expected, terms)
+        assert ran_here(ours)
+        same_buffers(ours, theirs)
+
+
 def test_running_statistics_take_in_a_batch_once() -> None:
     """A second backward pass runs forward again, and is no new batch."""
     norm = nn.BatchNorm2d(3)
