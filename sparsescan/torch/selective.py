@@ -252,7 +252,8 @@ _selective_scan_backward = torch.ops.sparsescan.selective_scan_backward.default
 
 
 def _inputs(tensors: Any, softplus: bool) -> Inputs:
-    return Inputs._make([*map(array_of, tensors), softplus])
+    u, delta, a, b, c, skip, z, bias = map(array_of, tensors)
+    return Inputs(u, delta, a, b, c, skip, z, bias, softplus)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
