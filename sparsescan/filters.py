@@ -24,7 +24,7 @@ _GRAIN, _PARTS = 1 << 19, 4
 _PASSES = 2
 # Steps of a tile: what is computed of them stays in the nearest caches, less of it if coefficients
 # change.
-_TILE, _TILE_OF_CHANGES = 64, 32
+_TILE, _TILE_OF_CHANGES = 128, 48
 
 
 class FilterGrads(NamedTuple):

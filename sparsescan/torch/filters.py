@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -232,11 +233,11 @@ def _check_tensors(**tensors: Tensor | None) -> None:
 
 def _check_axis(axis: int, x: Tensor) -> int:
     """Return an axis as it is counted from the last one."""
-    if not isinstance(axis, int) or isinstance(axis, bool):
+    if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
         raise InputTypeError(f"axis is {short(axis)}; expected an int")
     if not -x.dim() <= axis < x.dim():
         raise InputError(f"axis is {axis}; expected one of x, which has {x.dim()}")
-    return axis if axis < 0 else axis - x.dim()
+    return int(axis) if axis < 0 else int(axis) - x.dim()
 
 
 def _check_constant(coefficients: Any, names: str) -> None:
