@@ -342,7 +342,7 @@ def _filter(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
     if is_forward_twice():
         return _by_steps(*given)
     if is_transformed() and is_eager(*given):
-        transformed: Tensor = _Transformed.apply(*given)
+        transformed: Tensor = _TransformedFilter.apply(*given)
         return transformed
     if is_direct(*given):
         direct: Tensor = _Filter.apply(*given)
@@ -408,7 +408,7 @@ class _Filter(torch.autograd.Function):
     backward = staticmethod(_differentiate)
 
 
-class _Transformed(torch.autograd.Function):
+class _TransformedFilter(torch.autograd.Function):
     """The filter for transforms of ``torch.func`` and forward mode: a map makes more samples."""
 
     @staticmethod
@@ -459,7 +459,7 @@ class _Transformed(torch.autograd.Function):
             None if each is None else folded(each, dim)
             for each, dim in zip((b, a, x, start), dims, strict=True)
         ]
-        return _Transformed.apply(*given).unflatten(0, (count, samples)), 0
+        return _TransformedFilter.apply(*given).unflatten(0, (count, samples)), 0
 
 
 # -- By functions that have derivatives ------------------------------------------------------------
