@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .errors import Allocating, InputError
 from .execution.threads import share, thread_count
-from .kernels.cpu.filters import Needs, Shape, differentiate, filter_blocks
+from .kernels.cpu.filters import FilterNeeds, FilterSizes, differentiate, filter_blocks
 from .kernels.cpu.sixteen import WIDTH
 
 __all__ = ["FilterGrads", "filter_samples", "filter_samples_vjp"]
@@ -24,7 +24,7 @@ _GRAIN, _PARTS = 1 << 19, 4
 _PASSES = 2
 # Steps of a tile: what is computed of them stays in the nearest caches, less of it if coefficients
 # change.
-_TILE, _TILE_OF_CHANGES = 64, 32
+_TILE, _TILE_OF_CHANGES = 128, 48
 
 
 class FilterGrads(NamedTuple):
@@ -130,7 +130,7 @@ def filter_samples_vjp(
             *(grads.ravel(), _factors(b, shape, False), _factors(a, shape, True)),
             *(x.ravel(), y.ravel(), own[0].ravel(), own[1].ravel(), in_x.ravel(), in_start.ravel()),
         )
-        flags = Needs(*map(int, needs))
+        flags = FilterNeeds(*map(int, needs))
         taps = shape.b_taps + shape.a_taps
         rows = 5 * (shape.tile + shape.before) + taps * (1 + shape.tile)
         rows += _rows_of_coefficients(shape)
@@ -164,12 +164,12 @@ def _gradients(coefficients: Array, need: bool, x: Array, blocks: int) -> Array:
     return np.empty((lead, changes if varies else 1, taps), x.dtype)
 
 
-def _shape(b: Array, a: Array, x: Array, start: Array | None) -> Shape:
+def _shape(b: Array, a: Array, x: Array, start: Array | None) -> FilterSizes:
     """Return the sizes of a filter."""
     before = max(b.shape[2], a.shape[2]) - 1
     changes = b.shape[1] > 1 or a.shape[1] > 1
     tile = max(_TILE_OF_CHANGES if changes else _TILE, -(-before // 8) * 8)
-    return Shape(
+    return FilterSizes(
         samples=len(x),
         steps=x.shape[1],
         tile=tile,
@@ -188,7 +188,7 @@ def _flat(start: Array | None, x: Array) -> Array:
     return np.empty(0, x.dtype) if start is None else start.ravel()
 
 
-def _factors(coefficients: Array, shape: Shape, normalise: bool) -> Array:
+def _factors(coefficients: Array, shape: FilterSizes, normalise: bool) -> Array:
     """Return coefficients as kernels read them: normalised, and with zeros behind, if shared."""
     if len(coefficients) > 1:
         return coefficients.ravel()
@@ -203,14 +203,14 @@ def _factors(coefficients: Array, shape: Shape, normalise: bool) -> Array:
     return flat
 
 
-def _rows_of_coefficients(shape: Shape) -> int:
+def _rows_of_coefficients(shape: FilterSizes) -> int:
     """Return how many rows coefficients of a tile take."""
     if not shape.b_sample and not shape.a_sample:
         return 0
     return (shape.tile + shape.before) * (shape.b_taps + shape.a_taps)
 
 
-def _share(run: Any, shape: Shape, passes: int) -> None:
+def _share(run: Any, shape: FilterSizes, passes: int) -> None:
     """Share out blocks of samples, through which so many passes are made."""
     blocks = -(-shape.samples // WIDTH)
     work = passes * shape.samples * shape.steps * (shape.b_taps + shape.a_taps)

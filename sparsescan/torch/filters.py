@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -232,11 +233,11 @@ def _check_tensors(**tensors: Tensor | None) -> None:
 
 def _check_axis(axis: int, x: Tensor) -> int:
     """Return an axis as it is counted from the last one."""
-    if not isinstance(axis, int) or isinstance(axis, bool):
+    if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
         raise InputTypeError(f"axis is {short(axis)}; expected an int")
     if not -x.dim() <= axis < x.dim():
         raise InputError(f"axis is {axis}; expected one of x, which has {x.dim()}")
-    return axis if axis < 0 else axis - x.dim()
+    return int(axis) if axis < 0 else int(axis) - x.dim()
 
 
 def _check_constant(coefficients: Any, names: str) -> None:
@@ -341,7 +342,7 @@ def _filter(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
     if is_forward_twice():
         return _by_steps(*given)
     if is_transformed() and is_eager(*given):
-        transformed: Tensor = _Transformed.apply(*given)
+        transformed: Tensor = _TransformedFilter.apply(*given)
         return transformed
     if is_direct(*given):
         direct: Tensor = _Filter.apply(*given)
@@ -407,7 +408,7 @@ class _Filter(torch.autograd.Function):
     backward = staticmethod(_differentiate)
 
 
-class _Transformed(torch.autograd.Function):
+class _TransformedFilter(torch.autograd.Function):
     """The filter for transforms of ``torch.func`` and forward mode: a map makes more samples."""
 
     @staticmethod
@@ -458,7 +459,7 @@ class _Transformed(torch.autograd.Function):
             None if each is None else folded(each, dim)
             for each, dim in zip((b, a, x, start), dims, strict=True)
         ]
-        return _Transformed.apply(*given).unflatten(0, (count, samples)), 0
+        return _TransformedFilter.apply(*given).unflatten(0, (count, samples)), 0
 
 
 # -- By functions that have derivatives ------------------------------------------------------------

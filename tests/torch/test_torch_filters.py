@@ -112,7 +112,7 @@ def test_as_scipy(
 ) -> None:
     rng = np.random.default_rng(seed)
     axis = axis % (2 * len(shape)) - len(shape)
-    shape[axis] = int(rng.choice([0, 1, 3, 40, 70]))
+    shape[axis] = int(rng.choice([0, 1, 3, 40, 300]))
     b, a = rng.standard_normal(b_taps), rng.standard_normal(a_taps) / (2 * a_taps)
     a[0] = rng.choice([1.0, -2.0, 0.5])
     x = rng.standard_normal(shape)
@@ -150,9 +150,16 @@ def test_sections_as_scipy(sections: int, seed: int) -> None:
     assert_near(sosfilt(*given, torch.from_numpy(zi)), map(torch.from_numpy, both))
 
 
-@given(st.integers(0, 2**32))
-def test_values_and_gradients(seed: int) -> None:
-    case = Case(seed)
+@given(st.integers(0, 2**32), st.sampled_from([8, 16, 64]))
+def test_values_and_gradients(seed: int, tile: int) -> None:
+    """Over one tile of steps, or several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filters, "_TILE", tile)
+        patch.setattr(filters, "_TILE_OF_CHANGES", tile)
+        assert_as_a_loop(Case(seed), seed)
+
+
+def assert_as_a_loop(case: Case, seed: int) -> None:
     results = []
     for call in (case.run, case.loop):
         y = call()
@@ -201,6 +208,18 @@ def test_many_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
         results.append([y, *(each.grad for each in inputs)])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_tiles_as_they_are(changes: bool) -> None:
+    torch.manual_seed(0)
+    case = Case(0)
+    shapes = ((17, 300, 3), (300, 4)) if changes else ((3,), (4,))
+    case.axis, (b, a) = -1, (torch.randn(shape, dtype=torch.float64) / 8 for shape in shapes)
+    a[..., 0] = 1
+    case.b, case.a = b.requires_grad_(), a.requires_grad_()
+    case.x = torch.randn(17, 300, dtype=torch.float64).requires_grad_()
+    assert_as_a_loop(case, 0)
 
 
 def test_nothing_that_is_given_changes() -> None:

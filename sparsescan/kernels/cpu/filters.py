@@ -34,12 +34,12 @@ from .sixteen import (
     zeros_of,
 )
 
-__all__ = ["Needs", "Shape", "differentiate", "filter_blocks"]
+__all__ = ["FilterNeeds", "FilterSizes", "differentiate", "filter_blocks"]
 
 _SQUARE = 8
 
 
-class Shape(NamedTuple):
+class FilterSizes(NamedTuple):
     """Sizes of a filter, all in numbers.
 
     Attributes
@@ -69,7 +69,7 @@ class Shape(NamedTuple):
     starts: int
 
 
-class Needs(NamedTuple):
+class FilterNeeds(NamedTuple):
     """Which gradients to write: 1 for each that is needed, else 0."""
 
     b: int
@@ -78,7 +78,7 @@ class Needs(NamedTuple):
     start: int
 
 
-class _Own(NamedTuple):
+class _Coefficients(NamedTuple):
     """Taps and strides of `b` or `a`, rows of sums and of products, and the sign of gradients."""
 
     taps: int
@@ -359,7 +359,7 @@ def filter_blocks(s, b, a, x, start, y, room, first, last):
 
     Parameters
     ----------
-    s : Shape
+    s : FilterSizes
         Sizes.
     b, a : ndarray
         The coefficients. Those of `a` that samples share are normalised.
@@ -413,12 +413,12 @@ def _differentiate_block(s, needs, grads, b, a, x, y, in_b, in_a, in_x, in_start
         if needs.b:
             _clear(room, xs - h, h)
             _gather(x, place - early, s.steps, count + early, samples, room, xs - early)
-            b_own = _Own(s.b_taps, s.b_sample, s.b_step, b_sums, b_rows, 0)
+            b_own = _Coefficients(s.b_taps, s.b_sample, s.b_step, b_sums, b_rows, 0)
             _write_gradients(s, b_own, room, slope, xs, t, count, first, samples, in_b)
         if needs.a:
             _clear(room, ys - h, h)
             _gather(y, place - early, s.steps, count + early, samples, room, ys - early)
-            a_own = _Own(s.a_taps, s.a_sample, s.a_step, a_sums, a_rows, 1)
+            a_own = _Coefficients(s.a_taps, s.a_sample, s.a_step, a_sums, a_rows, 1)
             _write_gradients(s, a_own, room, slope, ys, t, count, first, samples, in_a)
         if needs.x:
             if s.b_sample:
@@ -455,7 +455,7 @@ def differentiate(s, needs, grads, b, a, x, y, in_b, in_a, in_x, in_start, room,
     s, b, a, x, y, begin, end
         As there, blocks by `begin` and `end`. Coefficients that samples share, but not steps, have
         zeros behind the last step, for as many steps as they reach back.
-    needs : Needs
+    needs : FilterNeeds
         Which gradients are needed.
     grads : ndarray
         Those in `y`.
