@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -139,6 +139,8 @@ def affine_scan(
     b = None if offsets is None else _read_vectors("offsets", offsets)
     y0 = None if initial is None else _read_vectors("initial", initial)
     form = _Given.read(matrices, pattern, transposed, b, y0)
+    # Checked first: a view may show more than there is memory for a copy.
+    b, y0 = _walkable(b), _walkable(y0)
     given, steps = form.matrices, form.matrices.steps
     xp = namespace(given.values, b, y0)
     chosen = read_schedule(schedule, steps)
@@ -212,6 +214,7 @@ def affine_scan_vjp(
     form = _Given.read(matrices, pattern, transposed, y, y0, "states")
     given, steps, size = form.matrices, form.matrices.steps, form.matrices.size
     check_vectors("grads", loss.shape, (steps,), size)
+    y, loss, y0 = _walkable(y), _walkable(loss), _walkable(y0)
     xp = namespace(given.values, y, loss, y0)
     batch = one_batch(matrices=form.reading.batch, grads=loss.shape[1:-1])
     for name, array in (("states", y), ("grads", loss)):
@@ -302,8 +305,8 @@ class _Given(NamedTuple):
                 sparse = SparseSteps.read(matrices)
                 pattern, matrices = sparse.pattern, sparse.values
         array = read_array("matrices", matrices, is_complex=True)
-        shapes = [None if each is None else each.shape for each in (offsets, initial)]
-        reading = read_shapes(array.shape, *shapes, pattern, name)
+        added, begin = (None if each is None else each.shape for each in (offsets, initial))
+        reading = read_shapes(array.shape, added, begin, pattern, name)
         with beside(array):
             whole = namespace(array).broadcast_to(array.reshape(reading.axes), reading.shape)
         own, steps = reading.pattern(pattern), reading.steps
@@ -331,12 +334,22 @@ class _Given(NamedTuple):
 
 def _read_vectors(name: str, given: ArrayLike) -> Array:
     """Return vectors, of every step or of none."""
-    array = read_array(name, given, is_complex=True)
-    return _walkable(array) if array.ndim else array
+    array: Array = read_array(name, given, is_complex=True)
+    return array
 
 
-def _walkable(array: Array) -> Array:
+@overload
+def _walkable(array: Array) -> Array: ...
+
+
+@overload
+def _walkable(array: Array | None) -> Array | None: ...
+
+
+def _walkable(array: Array | None) -> Array | None:
     """Return an array whose last axis is contiguous and aligned: a copy if it has to be."""
+    if array is None:
+        return None
     is_on_host = namespace(array) is np
     aligned = not is_on_host or array.flags.aligned  # on a device all are
     if aligned and (array.shape[-1] <= 1 or array.strides[-1] == array.itemsize):

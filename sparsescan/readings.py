@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .errors import InputError, InputTypeError, short
 from .symbolic.pattern import Pattern
 
-__all__ = ["Reading", "check_vectors", "one_batch", "read_shapes"]
+__all__ = ["Reading", "check_vectors", "one_batch", "read_shapes", "read_shapes_anew"]
 
 Shape = tuple[int, ...]
 
@@ -75,7 +75,6 @@ class _Form(NamedTuple):
         return self.axes[1 : -2 if self.kind == "dense" else -1]
 
 
-@functools.lru_cache(maxsize=1024)
 def read_shapes(
     matrices: Shape,
     offsets: Shape | None,
@@ -101,6 +100,19 @@ def read_shapes(
     InputTypeError
         If `pattern` is none.
     """
+    if not (pattern is None or isinstance(pattern, Pattern)):
+        raise InputTypeError(f"pattern is {short(pattern)}; expected a Pattern")
+    return _known(matrices, offsets, initial, pattern, name)
+
+
+def read_shapes_anew(
+    matrices: Shape,
+    offsets: Shape | None,
+    initial: Shape | None,
+    pattern: Pattern | None,
+    name: str = "offsets",
+) -> Reading:
+    """Return what :func:`read_shapes` does, which remembers earlier answers."""
     if pattern is not None:
         _check_pattern(pattern, matrices)
     forms = _forms(matrices, pattern, _known_size(offsets, initial))
@@ -113,9 +125,10 @@ def read_shapes(
     return _checked(form, matrices, offsets, initial, name)
 
 
-def _check_pattern(pattern: Any, shape: Shape) -> None:
-    if not isinstance(pattern, Pattern):
-        raise InputTypeError(f"pattern is {short(pattern)}; expected a Pattern")
+_known = functools.lru_cache(maxsize=1024)(read_shapes_anew)
+
+
+def _check_pattern(pattern: Pattern, shape: Shape) -> None:
     if pattern.shape[0] != pattern.shape[1]:
         raise InputError(f"pattern has shape {pattern.shape}; expected a square one")
     is_whole = pattern.kind == "dense" and len(shape) in (2, 3, 4) and shape[-2:] == pattern.shape

@@ -80,8 +80,8 @@ def affine_scan(
     a = as_number("matrices", matrices)
     b = None if offsets is None else as_number("offsets", offsets)
     y0 = None if initial is None else as_number("initial", initial)
-    shapes = (None if each is None else each.shape for each in (b, y0))
-    reading = read_shapes(a.shape, *shapes, pattern)
+    added, begin = (None if each is None else each.shape for each in (b, y0))
+    reading = read_shapes(a.shape, added, begin, pattern)
     size, pattern = reading.size, reading.pattern(pattern)
     a = jnp.broadcast_to(a.reshape(reading.axes), reading.shape)
     # There is one form of the call: what is not given is zeros, and values have a pattern.

@@ -261,7 +261,8 @@ class _CheckedFiles(IndexDataCacheFile):
                 if pickle.load(file) != self._version:
                     return {}
                 stamp, overloads = pickle.load(file)
-        except OSError:
+        # Of an earlier version of this package it may name types that are no more.
+        except (OSError, AttributeError, ImportError):
             return {}
         kept: dict[Any, str] = overloads if stamp == self._source_stamp else {}
         return kept

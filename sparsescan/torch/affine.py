@@ -14,7 +14,7 @@ from .. import affine
 from ..errors import DeviceError, InputTypeError, short
 from ..execution.recurrence import Recorded, record_gradients, record_states
 from ..kernels.addresses import address_of
-from ..readings import Reading, read_shapes
+from ..readings import Reading, read_shapes, read_shapes_anew
 from ..recurrent.step_pool import StepPool
 from ..symbolic.pattern import Pattern
 from ._arrays import array_of, here, tensor_of
@@ -170,15 +170,21 @@ def _check(**tensors: Any) -> None:
             )
 
 
+def _shapes_of(
+    matrices: Tensor, offsets: Tensor | None, initial: Tensor | None
+) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]:
+    added, begin = (None if each is None else tuple(each.shape) for each in (offsets, initial))
+    return tuple(matrices.shape), added, begin
+
+
 def _read(
     matrices: Tensor, offsets: Tensor | None, initial: Tensor | None, pattern: Pattern | None
 ) -> tuple[Tensor, Reading]:
     """Return matrices with an axis of steps and all entries, and what they are."""
-    given = matrices, offsets, initial
-    shapes = tuple(None if each is None else tuple(each.shape) for each in given)
+    shapes = _shapes_of(matrices, offsets, initial)
     # What remembers earlier answers, a compiler cannot follow.
-    read = read_shapes.__wrapped__ if torch.compiler.is_compiling() else read_shapes
-    reading: Reading = read(*shapes, pattern)
+    read = read_shapes_anew if torch.compiler.is_compiling() else read_shapes
+    reading = read(*shapes, pattern)
     if reading.axes != shapes[0]:
         matrices = matrices.reshape(reading.axes)
     if reading.is_number:
@@ -508,8 +514,7 @@ def _by_steps(
     transposed: bool,
 ) -> Tensor:
     """Return the states step by step, by PyTorch's own operations."""
-    shapes = (None if each is None else tuple(each.shape) for each in (offsets, initial))
-    reading = read_shapes(tuple(matrices.shape), *shapes, _pattern_of(matrices, pattern))
+    reading = read_shapes(*_shapes_of(matrices, offsets, initial), _pattern_of(matrices, pattern))
     y = matrices.new_zeros(*reading.batch, reading.size)
     y = y if initial is None else y + initial
     states = []

@@ -175,7 +175,7 @@ def _check_types(given: dict[str, Any]) -> None:
         if each.is_complex():
             raise InputTypeError(
                 f"{name} is complex, {each.dtype}; expected float32 or float64: for complex rates "
-                "use sparsescan.torch.affine_scan, with [[re, -im], [im, re]] for each number"
+                "use sparsescan.torch.affine_scan, which takes complex numbers"
             )
         dtype = each.dtype if dtype is None else dtype
         if each.dtype not in _DTYPES or each.dtype != dtype:

@@ -316,16 +316,21 @@ def test_other_dtypes_are_refused_by_name(dtype):
     odd = csr()
     odd.data = np.ones(9, dtype)
     says = f"dtype {name}; expected float32 or float64"
+    if np.dtype(dtype).kind == "c":
+        says += (
+            ": sparsescan.affine_scan takes complex numbers in host memory; elsewhere write each "
+            "a + bi as the block [[a, -b], [b, a]]"
+        )
     eye = np.eye(3, dtype=dtype)
     assert says in refused(np.ones(3), [csr(), odd])
     assert refused(np.ones(3), [csr(), eye]) == f"InputTypeError: jacobians[1] has {says}"
     assert refused(np.ones(3), np.stack([eye, eye])) == f"InputTypeError: jacobians has {says}"
     assert refused(np.ones(3, dtype), [csr()]) == f"InputTypeError: grad has {says}"
     local = [None, np.ones(3, dtype), None]
-    with pytest.raises(InputTypeError, match=rf"local_grads\[1\] has {says}"):
+    with pytest.raises(InputTypeError, match=re.escape(f"local_grads[1] has {says}")):
         sparsescan.exclusive_scan(np.ones(3), [csr()] * 3, local_grads=local)
     for kind in (BatchedCSR, CSRChain):
-        with pytest.raises(InputTypeError, match=f"{kind.__name__} data has {says}"):
+        with pytest.raises(InputTypeError, match=re.escape(f"{kind.__name__} data has {says}")):
             kind(np.ones((2, 9), dtype), csr().indices, csr().indptr, (3, 3))
     with pytest.raises(InputTypeError, match=f"dtype is .*{name}.*; expected float32 or float64"):
         sparsescan.plan([csr()], dtype=dtype)
