@@ -71,12 +71,12 @@ def selective_scan(
     ``h_t = exp(δ_t A) h_{t-1} + δ_t B_t u_t``, ``y_t = C_t·h_t + D u_t``, ``out_t = y_t silu(z_t)``
 
     from ``h_0 = 0`` on (Gu and Dao, 2023, arXiv 2312.00752, Algorithm 2, with ``exp(δ A)`` of
-    equation 4 for states and ``δ B`` for inputs, as in its code). Arguments and results are those of ``selective_scan_fn`` of mamba-ssm, for
-    tensors in host memory. States are computed where they are used, forward and backward: none but
-    one before every 32 steps is kept, or if there are more states, before every so many steps, so
-    memory is that of a few tensors of the size of `u`. It is one operator, registered with
-    ``torch.library``, so that ``torch.compile`` keeps a graph whole. Results have the same bits for
-    any number of threads.
+    equation 4 for states and ``δ B`` for inputs, as in its code). Arguments and results are those
+    of ``selective_scan_fn`` of mamba-ssm, for tensors in host memory. States are computed where
+    they are used, forward and backward: none but one before every 32 steps is kept, or if there are
+    more states, before every so many steps, so memory is that of a few tensors of the size of `u`.
+    It is one operator, registered with ``torch.library``, so that ``torch.compile`` keeps a graph
+    whole. Results have the same bits for any number of threads.
 
     Gradients of gradients, forward mode and the transforms of ``torch.func`` are computed by
     PyTorch's own operations, step by step: right, but slow.
