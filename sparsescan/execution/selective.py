@@ -27,7 +27,7 @@ Array = NDArray[Any]
 
 # States of steps that are worth another thread, and tasks for each thread, since some come late.
 _GRAIN, _TURNS = 1 << 15, 4
-# Steps of a segment, if there are no more states: then what is kept is half of `u` at most.
+# Steps of a segment, unless there are more states: then as many, so that less is kept than `u` has.
 _SEGMENT, _MULTIPLE = 32, 16
 # How many parts there may be for threads, where their sums take more memory than an input.
 _TASKS, _LEAST = 64, 4

@@ -70,12 +70,13 @@ def selective_scan(
 
     ``h_t = exp(δ_t A) h_{t-1} + δ_t B_t u_t``, ``y_t = C_t·h_t + D u_t``, ``out_t = y_t silu(z_t)``
 
-    from ``h_0 = 0`` on. Arguments and results are those of ``selective_scan_fn`` of mamba-ssm, for
-    tensors in host memory. States are computed where they are used, forward and backward: none but
-    one before every 32 steps is kept, or if there are more states, before every so many steps, so
-    memory is that of a few tensors of the size of `u`. It is one operator, registered with
-    ``torch.library``, so that ``torch.compile`` keeps a graph whole. Results have the same bits for
-    any number of threads.
+    from ``h_0 = 0`` on (Gu and Dao, 2023, arXiv 2312.00752, Algorithm 2, with ``exp(δ A)`` of
+    equation 4 for states and ``δ B`` for inputs, as in its code). Arguments and results are those
+    of ``selective_scan_fn`` of mamba-ssm, for tensors in host memory. States are computed where
+    they are used, forward and backward: none but one before every 32 steps is kept, or if there are
+    more states, before every so many steps, so memory is that of a few tensors of the size of `u`.
+    It is one operator, registered with ``torch.library``, so that ``torch.compile`` keeps a graph
+    whole. Results have the same bits for any number of threads.
 
     Gradients of gradients, forward mode and the transforms of ``torch.func`` are computed by
     PyTorch's own operations, step by step: right, but slow.
@@ -86,10 +87,10 @@ def selective_scan(
         The inputs, and the sizes of steps.
     A : Tensor, shape (channels, states)
         The rates, real.
-    B, C : Tensor, shape (batch, states, length), (batch, groups, states, length) or \
-            (channels, states)
-        How inputs enter the states, and how these are read: the same for all channels, for those
-        of a group, or constant in time. The number of groups divides that of channels.
+    B, C : Tensor
+        How inputs enter the states, and how these are read: of shape (batch, states, length) the
+        same for all channels, of shape (batch, groups, states, length) for those of a group, whose
+        number divides that of channels, or of shape (channels, states) constant in time.
     D : Tensor, shape (channels,), optional
         The inputs' share of the outputs.
     z : Tensor, shape (batch, channels, length), optional
@@ -116,12 +117,6 @@ def selective_scan(
         If a type is not supported, such as a complex `A`, or dtypes differ.
     DeviceError
         If a tensor is not in host memory.
-
-    References
-    ----------
-    Albert Gu, Tri Dao: Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
-    `arXiv:2312.00752 <https://arxiv.org/abs/2312.00752>`_, Algorithm 2, with the exponential of
-    equation 4 for `A` and ``δ B`` for `B`, as in its code.
 
     Examples
     --------

@@ -5,7 +5,7 @@ lanes; its states, of one `n` at a time, stay in a register while the steps of a
 Then `B` and `C` are numbers for all lanes, which are read as they lie, in the order of time, and no
 sum over the states of a channel crosses lanes. The inputs of a segment are transposed once, for all
 states: from rows in the order of time, one a channel, to vectors of channels, one a step. The
-forward pass keeps the states before each segment but the first, no more numbers than `u` has. The
+forward pass keeps the states before each segment but the first, fewer numbers than `u` has. The
 backward pass begins with the last segment, and computes states again, into scratch of one `n`.
 
 Gradients in `B` and `C` are sums over channels. A *part* is some neighbouring blocks: it has sums
@@ -13,12 +13,12 @@ of its own, to which its blocks add one after the other, a square of vectors at 
 calls adds those of all parts, in order. Parts follow from shapes, so threads change no bit.
 
 The floor, with a batch of `B` samples, `D` channels, `N` states, `L` steps and numbers of `s`
-bytes: ``B·L·D·N`` exponentials forward and as many backward, where each is used twice (a backward
-pass that kept nothing of them would need two), about twenty instructions each for a vector of
-them, besides 4 multiply-adds forward and 12 backward. Memory: ``s·B·L·D`` each for `u`, `delta`,
-`z` and `out`, once forward; backward these but `out`, its gradient and three results, once each;
-less than one more to write kept states, and to read them. With 16 states exponentials take ten
-times as long as these bytes.
+bytes: ``B·L·D·N`` exponentials forward and as many backward, where each is kept in scratch and used
+twice (computed again it would be two), of some twenty instructions for a vector, besides 4
+multiply-adds forward and 12 backward. Memory: ``s·B·L·D`` each for `u`, `delta`, `z` and `out`,
+once forward; backward for the gradient in `out` and for inputs and gradients of that size, once
+each; less than one for states that are kept, once to write and once to read, and about one more
+each for the sums of parts.
 
 The caller has checked sizes, and holds the arrays.
 """
