@@ -90,7 +90,9 @@ class Lack(NamedTuple):
         The limit does not count gradients. A linear scan without a limit takes little but them and
         the values that it writes.
         """
-        if memory_limit is not None or (program.products and not kind.on_device):
+        if memory_limit is None and kind.on_device:
+            return None
+        if memory_limit is not None or program.products:
             needed = kind.needed_bytes(program, whole=whole)
         else:
             needed = kind.dtype.itemsize * program.gathered
