@@ -76,14 +76,18 @@ class NotDocumentedError(Exception):
     """Input was accepted that the documentation does not say to be."""
 
 
-def floats(value: Any) -> np.ndarray:
+FLOATS = np.float32, np.float64
+NUMBERS = *FLOATS, np.complex64, np.complex128
+
+
+def floats(value: Any, dtypes: tuple[Any, ...] = FLOATS) -> np.ndarray:
     """Return an array of float32 or float64, in its own dtype, as NumPy reads it."""
     if isinstance(value, np.ma.MaskedArray) or sp.issparse(value):
         raise NotDocumentedError(f"{type(value)} was read as an array")
     if torch is not None and isinstance(value, torch.Tensor):
         value = value.numpy()
     array = np.asarray(value)
-    if array.dtype.newbyteorder("=") not in (np.float32, np.float64):
+    if array.dtype.newbyteorder("=") not in dtypes:
         raise NotDocumentedError(f"dtype {array.dtype} was read as floats")
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
@@ -1126,7 +1130,7 @@ def affine(rng: np.random.Generator) -> Call:
 
     def check(result: Any) -> None:
         read = {
-            key: value if key == "pattern" or value is None else floats(value)
+            key: value if key == "pattern" or value is None else floats(value, NUMBERS)
             for key, value in arguments.items()
         }
         assert_same(result, sparsescan.affine_scan(**read))
