@@ -79,8 +79,9 @@ class Structure:
         self.linear = self.code.linear
         self.inputs, self.size = cell.input_size, cell.hidden_size
         self.is_part = own is not None
-        self.own = slice(*(own or slice(None)).indices(self.size))
-        self.units = len(range(self.size)[self.own])
+        start, stop, step = (own or slice(None)).indices(self.size)
+        self.own = slice(start, stop, step)
+        self.units = max(-((start - stop) // step), 0)  # ranges have lengths of 63 bits
         self.state_size = self.program.states * self.size
         self.masks: Mapping[str, Constant | None] = cell.masks
         self._blocks = {name: each.blocks for name, each in cell._declared.items()}
