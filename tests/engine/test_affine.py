@@ -122,7 +122,8 @@ def cases(draw: st.DrawFn) -> Case:
         alike = {steps, batch or 1, size, len(dense)}
         if kind != "diagonal" or len(alike) < 4 or draw(st.booleans()):
             options["pattern"] = pattern
-            if matrices.ndim > 1 and form != "one" and draw(st.booleans()):
+            may_be_chain = matrices.ndim > 1 and form != "one" and dtype.kind == "f"
+            if may_be_chain and draw(st.booleans()):
                 matrices = CSRChain.from_pattern(matrices, options.pop("pattern"))
     elif form == "one" and not has_batch and size > 1 and draw(st.booleans()):
         options["pattern"], matrices = pattern, matrices[0]
