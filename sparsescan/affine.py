@@ -308,7 +308,9 @@ class _Given(NamedTuple):
         added, begin = (None if each is None else each.shape for each in (offsets, initial))
         reading = read_shapes(array.shape, added, begin, pattern, name)
         with beside(array):
-            whole = namespace(array).broadcast_to(array.reshape(reading.axes), reading.shape)
+            whole = array.reshape(reading.axes)
+            if reading.is_number:
+                whole = namespace(array).broadcast_to(whole, reading.shape)
         own, steps = reading.pattern(pattern), reading.steps
         if reading.kind != "dense":
             given = Matrices(own, _walkable(whole), transposed, steps)

@@ -340,8 +340,10 @@ def read_array(name: str, array: Any, *, is_complex: bool = False) -> Any:
     that trusts it; of a view of NumPy's it cannot. (Its values may change, which harms nothing.)
     With `is_complex`, arrays in host memory may be of complex numbers, too.
     """
-    array = array.view() if type(array) is np.ndarray else array
-    if is_complex and not is_on_device(array):
+    is_own = type(array) is np.ndarray
+    array = array.view() if is_own else array
+    is_real = is_own and array.dtype in _FLOATS
+    if is_complex and not is_real and not is_on_device(array):
         return _check_on_host(name, array, _NUMBERS)
     return check_array(name, array)
 

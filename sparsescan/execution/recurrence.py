@@ -105,17 +105,16 @@ def write_states(
     steps = _steps(matrices, offsets, start, out)
     work = matrices.steps * samples * matrices.pattern.nnz
     threads = max(1, min(thread_count(), work // _GRAIN))
-    is_complex, signs = out.dtype.kind == "c", _signs(out.dtype, conjugated=matrices.conjugated)
+    module: Any = kernels
+    signs: tuple[Array, ...] = ()
+    if out.dtype.kind == "c":
+        module, signs = complex_kernels, (_signs(out.dtype, conjugated=matrices.conjugated),)
     if matrices.pattern.kind == "diagonal":
         steps, samples = _flattened(steps, samples)
-        if is_complex:
-            kernel = partial(calls.launch, complex_kernels.sweep_columns, steps, signs, samples)
-        else:
-            kernel = partial(calls.launch, kernels.sweep_columns, steps, samples)
+        kernel = partial(calls.launch, module.sweep_columns, steps, *signs, samples)
         _share(calls, kernel, steps.size, threads, 16)
-    elif is_complex:
-        kernel = partial(calls.launch, complex_kernels.sweep, steps, signs)
-        _share(calls, kernel, samples, threads, 1)
+    elif signs:
+        _share(calls, partial(calls.launch, module.sweep, steps, *signs), samples, threads, 1)
     elif matrices.values.ndim == 2 and samples > 1:
 
         def sweep_part(first: int, last: int) -> None:

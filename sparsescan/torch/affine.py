@@ -94,27 +94,31 @@ def affine_scan(
         if call is not None:
             return _run(call, matrices, offsets, initial, call.pattern, transposed)
     _check(matrices=matrices, offsets=offsets, initial=initial)
-    given = matrices, offsets, initial
-    whole, reading = _read(*given, pattern)
-    if not is_own and not is_forward_twice() and not (is_transformed() and is_eager(*given)):
-        # Compilers do not follow how patterns are made.
-        about: _About = reading.kind, None, None, transposed
-        if reading.kind == "sparse":
-            about = _about(pattern, transposed)
-        states: Tensor = _affine_scan(whole, offsets, initial, *about)
-        return states
-    own = None if reading.kind == "dense" else reading.pattern(pattern)
+    whole, reading = _read(matrices, offsets, initial, pattern)
+    given = whole, offsets, initial
     if is_own:
         # With this pattern it would be read so, too.
         said = pattern if whole is matrices else reading.pattern(pattern)
-        call = None
+        own, call = _own(reading, pattern), None
         if whole.is_cpu and type(transposed) is bool:
-            call = _recurrence_of(whole, offsets, initial, own, said, transposed)
-        return _run(call, whole, offsets, initial, own, transposed)
+            call = _recurrence_of(*given, own, said, transposed)
+        return _run(call, *given, own, transposed)
     if is_forward_twice():
-        return _by_steps(whole, offsets, initial, own, transposed)
-    transformed: Tensor = _Transformed.apply(whole, offsets, initial, own, transposed)
-    return transformed
+        return _by_steps(*given, _own(reading, pattern), transposed)
+    if is_transformed() and is_eager(*given):
+        transformed: Tensor = _Transformed.apply(*given, _own(reading, pattern), transposed)
+        return transformed
+    # Compilers do not follow how patterns are made.
+    about: _About = reading.kind, None, None, transposed
+    if reading.kind == "sparse":
+        about = _about(pattern, transposed)
+    states: Tensor = _affine_scan(*given, *about)
+    return states
+
+
+def _own(reading: Reading, pattern: Pattern | None) -> Pattern | None:
+    """Return the pattern of matrices, if they are not dense."""
+    return None if reading.kind == "dense" else reading.pattern(pattern)
 
 
 def _run(

@@ -73,7 +73,7 @@ class RNN(_Recurrent):
 
     What a backward pass needs is kept from the forward pass on. `memory_limit`, an attribute and an
     argument by name, bounds these bytes, beside input and output: gates that do not fit are
-    computed again. A million steps of one sample of a GRU of 32 units keep 512 MB without a limit.
+    computed again.
 
     There are derivatives of any order, in both modes. The derivative of a network in a direction is
     a forward pass of cells of twice as many states, which also compute the derivatives, and the

@@ -313,13 +313,8 @@ def _write_sums(room, sums, taps, first, samples, to, negative):
 
 
 @njit
-def _filter_block(s, b, a, x, start, y, room, first):
-    """Filter up to sixteen samples."""
-    samples, span = min(WIDTH, s.samples - first), s.tile + s.before
-    xs, ys = s.before, span + s.before
-    bs = 2 * span
-    as_ = bs + span * s.b_taps
-    room[:] = 0
+def _bring_constants(s, b, a, room, bs, as_, first, samples):
+    """Bring coefficients of each sample that its steps share; those of `a` are normalised."""
     if s.b_sample and not s.b_step:
         _gather(b, first * s.b_sample, s.b_sample, s.b_taps, samples, room, bs)
     if s.a_sample:
@@ -327,6 +322,26 @@ def _filter_block(s, b, a, x, start, y, room, first):
         if not s.a_step:
             _gather(a, first * s.a_sample, s.a_sample, s.a_taps, samples, room, as_)
             _normalise(room, as_, s.a_taps, 1)
+
+
+@njit
+def _bring_a(s, a, room, as_, first, t, count, samples):
+    """Bring the coefficients `a` of each sample and the steps of a tile, normalised."""
+    if s.a_step:
+        at = first * s.a_sample + t * s.a_step
+        _gather(a, at, s.a_sample, count * s.a_taps, samples, room, as_)
+        _normalise(room, as_, s.a_taps, count)
+
+
+@njit
+def _filter_block(s, b, a, x, start, y, room, first):
+    """Filter up to sixteen samples."""
+    samples, span = min(WIDTH, s.samples - first), s.tile + s.before
+    xs, ys = s.before, span + s.before
+    bs = 2 * span
+    as_ = bs + span * s.b_taps
+    room[:] = 0
+    _bring_constants(s, b, a, room, bs, as_, first, samples)
     for t in range(0, s.steps, s.tile):
         count, place = min(s.tile, s.steps - t), first * s.steps + t
         _gather(x, place, s.steps, count, samples, room, xs)
@@ -341,10 +356,7 @@ def _filter_block(s, b, a, x, start, y, room, first):
             for lane in range(samples):
                 room[ys + j, lane] += start[(first + lane) * s.starts + t + j]
         if s.a_sample:
-            if s.a_step:
-                at = first * s.a_sample + t * s.a_step
-                _gather(a, at, s.a_sample, count * s.a_taps, samples, room, as_)
-                _normalise(room, as_, s.a_taps, count)
+            _bring_a(s, a, room, as_, first, t, count, samples)
             _recur(room, as_, s.a_step, s.a_taps, room, ys, count)
         else:
             _recur(a, t * s.a_step, s.a_step, s.a_taps, room, ys, count)
@@ -388,22 +400,13 @@ def _differentiate_block(s, needs, grads, b, a, x, y, in_b, in_a, in_x, in_start
     bs = a_rows + s.tile * s.a_taps
     as_ = bs + span * s.b_taps
     room[:] = 0
-    if s.b_sample and not s.b_step:
-        _gather(b, first * s.b_sample, s.b_sample, s.b_taps, samples, room, bs)
-    if s.a_sample:
-        room[as_:] = 1
-        if not s.a_step:
-            _gather(a, first * s.a_sample, s.a_sample, s.a_taps, samples, room, as_)
-            _normalise(room, as_, s.a_taps, 1)
+    _bring_constants(s, b, a, room, bs, as_, first, samples)
     t = (s.steps - 1) // s.tile * s.tile
     while t >= 0:
         count, place = min(s.tile, s.steps - t), first * s.steps + t
         _gather(grads, place, s.steps, count, samples, room, kappa)
         if s.a_sample:
-            if s.a_step:
-                at = first * s.a_sample + t * s.a_step
-                _gather(a, at, s.a_sample, count * s.a_taps, samples, room, as_)
-                _normalise(room, as_, s.a_taps, count)
+            _bring_a(s, a, room, as_, first, t, count, samples)
             _recur_back(room, as_, s.a_step, s.a_taps, room, kappa, count)
             _scale(room, as_, s.a_step, room, kappa, slope, count)
         else:
