@@ -158,7 +158,18 @@ def selective_scan_vjp(
         bias=zeros((*blocks, width), in_bias),
         width=wide,
     )
-    flat = Gradients._make([*(each.reshape(-1) for each in own[:-1]), wide])
+    flat = own._replace(
+        u=own.u.reshape(-1),
+        delta=own.delta.reshape(-1),
+        z=own.z.reshape(-1),
+        b=own.b.reshape(-1),
+        c=own.c.reshape(-1),
+        b_constant=own.b_constant.reshape(-1),
+        c_constant=own.c_constant.reshape(-1),
+        rates=own.rates.reshape(-1),
+        skip=own.skip.reshape(-1),
+        bias=own.bias.reshape(-1),
+    )
     above = np.zeros(u.size, dtype) if grads is None else _flat(grads)
     final = np.empty(0, dtype) if grads_final is None else _flat(grads_final.swapaxes(1, 2))
     states = kept.reshape(-1)
