@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.utils import prune
 
-from sparsescan.jacobians import Sequential, _weighted, from_torch
+from sparsescan.jacobians import Sequential, from_torch
+from sparsescan.jacobians.training import weighted
 
 from . import drawing, races
 from .drawing import BLUE, GREEN, ORANGE, decades, legend, plain
@@ -80,7 +81,7 @@ def measure(layer: LayerCase, density: float, quick: bool) -> Results:
     grad = rng.standard_normal((layer.batch, *net.output_shape), np.float32)
     calls = {OURS: _ours(net, x, grad)}
     for name, bound in ((KEPT, 2), (ALL, -1)):  # layers are taken as dense from a density on
-        with mock.patch.multiple(_weighted, DENSITY=bound, MATRIX_DENSITY=bound):
+        with mock.patch.multiple(weighted, DENSITY=bound, MATRIX_DENSITY=bound):
             calls[name] = _ours(net, x, grad)
     makers = {name: lambda call=call: {"training step": call} for name, call in calls.items()}
     return races.timed({**makers, PYTORCH: lambda: _theirs(theirs, x, grad)}, {}, quick)

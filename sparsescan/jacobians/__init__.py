@@ -14,9 +14,6 @@ weight there, as it passes a zero of a dense layer, which makes NaN of it.
 [(5, 2), (5, 2), (5, 3)]
 """
 
-from ._network_step import NetworkGradients, NetworkStep
-from ._operator import Operator
-from ._torch import from_torch
 from .activations import (
     ELU,
     GELU,
@@ -33,8 +30,11 @@ from .conv import Conv1d, Conv2d, ConvTranspose2d
 from .linear import Linear
 from .normalization import BatchNorm1d, BatchNorm2d, LayerNorm
 from .pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
+from .pytorch import from_torch
 from .reshape import Dropout, Flatten, Pad, Permute
 from .sequential import Residual, Sequential
+from .shared.operator import Operator
+from .training.network_step import NetworkGradients, NetworkStep
 from .upsample import Upsample
 
 __all__ = [

@@ -15,10 +15,10 @@ from ..errors import InputError, short
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, trusted
 from ..symbolic.schedule import check_choice
-from ._checks import check_dim, check_number
-from ._coupled import Coupled, grouped
-from ._kernels import values as kernels
-from ._operator import Operator
+from .kernels import values as kernels
+from .shared.checks import check_dim, check_number
+from .shared.coupled import Coupled, grouped
+from .shared.operator import Operator
 
 __all__ = [
     "ELU",

@@ -15,10 +15,10 @@ from ..parameters.parametrised import Weighted
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import check_choice, check_count, check_flag
-from ._checks import Shape, check_sizes
-from ._operator import Operator, repeated_rows
-from ._stencil import Channels, Stencil
-from ._windows import Connections, Window, check_output_size, slide
+from .shared.checks import Shape, check_sizes
+from .shared.operator import Operator, repeated_rows
+from .shared.stencil import Channels, Stencil
+from .shared.windows import Connections, Window, check_output_size, slide
 
 __all__ = ["Conv1d", "Conv2d", "ConvTranspose2d"]
 

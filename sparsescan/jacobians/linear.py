@@ -14,8 +14,8 @@ from ..parameters.parametrised import Weighted
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, of_mask, rows_of
 from ..symbolic.schedule import check_count, check_flag
-from ._kernels.stencil import transpose
-from ._operator import Operator, repeated_rows
+from .kernels.stencil import transpose
+from .shared.operator import Operator, repeated_rows
 
 __all__ = ["Linear"]
 

@@ -17,9 +17,9 @@ from ..parameters.parametrised import Initial, Parameter, Parametrised
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, trusted
 from ..symbolic.schedule import check_count, check_flag
-from ._checks import check_number, check_sizes
-from ._coupled import Coupled, grouped
-from ._operator import Operator
+from .shared.checks import check_number, check_sizes
+from .shared.coupled import Coupled, grouped
+from .shared.operator import Operator
 
 __all__ = ["BatchNorm", "BatchNorm1d", "BatchNorm2d", "LayerNorm"]
 

@@ -13,10 +13,10 @@ from ..arrays.arrays import Constant
 from ..errors import InputError, short
 from ..symbolic.pattern import rows_of
 from ..symbolic.schedule import check_count, check_flag
-from ._checks import check_sizes
-from ._kernels.pooling import Windows, mark_in_tiles, mark_in_windows
-from ._kron import Images, Separable, Taps
-from ._windows import Window, check_output_size
+from .kernels.pooling import Windows, mark_in_tiles, mark_in_windows
+from .shared.checks import check_sizes
+from .shared.kron import Images, Separable, Taps
+from .shared.windows import Window, check_output_size
 
 __all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "MaxPool2d"]
 

@@ -10,8 +10,8 @@ import numpy as np
 from ..arrays.arrays import check_no_mask, host_array, is_cupy, namespace
 from ..errors import InputError, InputTypeError, short
 from ..symbolic.pattern import Pattern, index_dtype, trusted
-from ._checks import Shape, batched, check_dim, check_number, check_sizes
-from ._operator import Operator
+from .shared.checks import Shape, batched, check_dim, check_number, check_sizes
+from .shared.operator import Operator
 
 __all__ = ["Dropout", "Flatten", "Pad", "Permute"]
 

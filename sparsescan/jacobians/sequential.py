@@ -23,8 +23,8 @@ from ..plan.scan_plan import ScanPlan
 from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.indexed import IndexedPattern, indexed
 from ..symbolic.pattern import Pattern, indptr_of, multiply_adds, rows_of, trusted
-from ._network_step import NamedLayer, NetworkStep
-from ._operator import Operator
+from .shared.operator import Operator
+from .training.network_step import NamedLayer, NetworkStep
 
 __all__ = ["Residual", "Sequential"]
 

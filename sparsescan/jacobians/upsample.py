@@ -12,8 +12,8 @@ import numpy as np
 
 from ..errors import InputError, InputTypeError, short
 from ..symbolic.schedule import check_choice, check_flag
-from ._checks import check_sizes
-from ._kron import Separable, Taps
+from .shared.checks import check_sizes
+from .shared.kron import Separable, Taps
 
 __all__ = ["Upsample"]
 

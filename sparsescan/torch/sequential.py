@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from ..errors import SparseScanError
 from ..jacobians import Operator, from_torch
-from ..jacobians.bound import BoundStep, without_arrays
+from ..jacobians.training.bound import BoundStep, without_arrays
 from ..recurrent.step_pool import StepPool
 from ._direct import is_direct, is_watched
 from ._masked import Values, is_untouched, masked_weight

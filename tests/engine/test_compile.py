@@ -16,7 +16,7 @@ from fresh_python import run_python
 from numba.core.caching import IndexDataCacheFile
 
 import sparsescan
-from sparsescan.jacobians._kernels import values
+from sparsescan.jacobians.kernels import values
 from sparsescan.kernels import compile as compiling
 from sparsescan.recurrent.loops import values as recurrent
 
@@ -176,7 +176,7 @@ TOGETHER = """
     import sys, time
     from pathlib import Path
     import numpy as np
-    from sparsescan.jacobians._kernels.values import relu
+    from sparsescan.jacobians.kernels.values import relu
 
     folder, number, count = Path.cwd(), int(sys.argv[1]), int(sys.argv[2])
     (folder / f"{number}.ready").touch()

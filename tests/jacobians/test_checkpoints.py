@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsescan.jacobians._checkpoints import choose_segments, needed_bytes
+from sparsescan.jacobians.training.checkpoints import choose_segments, needed_bytes
 
 sizes = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.booleans()), max_size=7)
 

@@ -32,10 +32,9 @@ from sparsescan.jacobians import (
     Residual,
     Sequential,
     Tanh,
-    _stages,
-    _weighted,
     from_torch,
 )
+from sparsescan.jacobians.training import stages, weighted
 
 EPS64 = float(np.finfo(np.float64).eps)
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
@@ -92,9 +91,9 @@ def check(net: Any, input_shape: tuple[int, ...], batch: int, rng: np.random.Gen
     ours = Sequential(from_torch(net, input_shape))
     with pytest.MonkeyPatch.context() as patch:
         # From which density on, and from how many weights on, layers are taken as dense.
-        patch.setattr(_weighted, "DENSITY", rng.choice([-1, 0.5, 2]))
-        patch.setattr(_weighted, "MATRIX_DENSITY", rng.choice([-1, 0.5, 2]))
-        patch.setattr(_weighted, "MATRIX", 1)
+        patch.setattr(weighted, "DENSITY", rng.choice([-1, 0.5, 2]))
+        patch.setattr(weighted, "MATRIX_DENSITY", rng.choice([-1, 0.5, 2]))
+        patch.setattr(weighted, "MATRIX", 1)
         step, out = ours.training_step(), None
     for _ in range(2):
         x = rng.standard_normal((batch, *input_shape))
@@ -371,7 +370,7 @@ def test_float32_is_no_farther_off_than_pytorchs(batch: int, keep: float) -> Non
         step = net.training_step()
         step.forward(x)
         input_grad, params = step.backward(grad)
-        masks = [None, *itertools.chain(*([op.kept_weights(), None] for op in weighted(net)))]
+        masks = [None, *itertools.chain(*([op.kept_weights(), None] for op in with_weights(net)))]
         errors = []
         for actual, other, right, mask in zip(
             [input_grad, *params.values()], theirs, exact, masks, strict=True
@@ -384,7 +383,7 @@ def test_float32_is_no_farther_off_than_pytorchs(batch: int, keep: float) -> Non
     assert ours <= 1.5 * theirs
 
 
-def weighted(net: Sequential) -> list[Any]:
+def with_weights(net: Sequential) -> list[Any]:
     return [op for op in net.layers if op.params]
 
 
@@ -399,14 +398,14 @@ def weighted(net: Sequential) -> list[Any]:
 def test_bits_are_those_of_one_thread(
     dtype: Any, batch: int, keep: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_stages, "_TASK", 1)
+    monkeypatch.setattr(stages, "_TASK", 1)
     rng = np.random.default_rng(0)
     net = small_net(dtype, keep)
     x = rng.standard_normal((batch, 2, 8, 8)).astype(dtype)
     grad = rng.standard_normal((batch, 10)).astype(dtype)
     results = []
     for threads in (1, 2, 5):
-        monkeypatch.setattr(_stages, "thread_count", lambda count=threads: count)
+        monkeypatch.setattr(stages, "thread_count", lambda count=threads: count)
         step = net.training_step()
         y = step.forward(x)
         grads = step.backward(grad)
@@ -431,9 +430,9 @@ def test_places_of_an_image_are_not_taken_for_channels(monkeypatch: pytest.Monke
     )
     x, grad = rng.standard_normal((3, 2, 4, 4)), rng.standard_normal((3, 4, 1, 1))
     results = []
-    monkeypatch.setattr(_stages, "_TASK", 1)
+    monkeypatch.setattr(stages, "_TASK", 1)
     for threads in (1, 4):
-        monkeypatch.setattr(_stages, "thread_count", lambda count=threads: count)
+        monkeypatch.setattr(stages, "thread_count", lambda count=threads: count)
         step = net.training_step()
         y = step.forward(x)
         grads = step.backward(grad)
@@ -443,7 +442,7 @@ def test_places_of_an_image_are_not_taken_for_channels(monkeypatch: pytest.Monke
     for actual, expected in zip(*results, strict=True):
         assert actual.tobytes() == expected.tobytes()
     assert not any(
-        isinstance(group.stages[0], _weighted.Mix) and len(group.stages) > 1
+        isinstance(group.stages[0], weighted.Mix) and len(group.stages) > 1
         for group in (*segment.ahead, *segment.back)
     )
 
@@ -635,11 +634,11 @@ def test_says_which_layers_are_dense(monkeypatch: pytest.MonkeyPatch) -> None:
         lines = str(small_net(keep=keep).training_step()).splitlines()[2:]
         return [line.partition("dense: ")[2] for line in lines]
 
-    monkeypatch.setattr(_weighted, "DENSITY", 0.5)  # as where there is AVX-512
+    monkeypatch.setattr(weighted, "DENSITY", 0.5)  # as where there is AVX-512
     assert reasons(0.3) == ["", "", ""]
     # The first layer has too few channels.
     assert reasons(1) == ["", "faster by blocks of rows", "faster by blocks of rows"]
-    monkeypatch.setattr(_weighted, "MATRIX", 1)
+    monkeypatch.setattr(weighted, "MATRIX", 1)
     assert reasons(1) == ["", "faster by blocks of rows", "faster by BLAS"]
 
 

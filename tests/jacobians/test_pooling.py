@@ -12,8 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sparsescan import InputError, InputTypeError
-from sparsescan.jacobians._windows import Window, slide
 from sparsescan.jacobians.pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
+from sparsescan.jacobians.shared.windows import Window, slide
 from sparsescan.symbolic import pattern
 
 seeds = st.integers(0, 2**32 - 1)

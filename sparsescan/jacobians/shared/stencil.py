@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays.arrays import Constant
-from ..symbolic.pattern import Pattern, index_dtype, trusted
-from ._checks import Shape
-from ._kernels.stencil import (
+from ...arrays.arrays import Constant
+from ...symbolic.pattern import Pattern, index_dtype, trusted
+from ..kernels.stencil import (
     Axis,
     Templates,
     count_templates,
@@ -22,7 +21,8 @@ from ._kernels.stencil import (
     fill_values,
     gather,
 )
-from ._windows import Connections
+from .checks import Shape
+from .windows import Connections
 
 __all__ = ["Channels", "Stencil"]
 

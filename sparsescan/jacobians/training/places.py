@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..symbolic.pattern import indptr_of
-from ._checks import Shape
-from ._windows import Window
+from ...symbolic.pattern import indptr_of
+from ..shared.checks import Shape
+from ..shared.windows import Window
 
 __all__ = ["Map", "Table", "Taps", "View", "gathering", "scattering", "widen"]
 

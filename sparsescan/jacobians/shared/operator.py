@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.arrays import check_array, check_memory, namespace, output, read_array
-from ..chains.containers import as_matrix
-from ..chains.implicit import ImplicitStep
-from ..errors import Allocating, InputError
-from ..execution.sharing import even_slices, map_shared, quiet
-from ..parameters.fixed import Fixed
-from ..symbolic.implicit import ImplicitPattern, Step
-from ..symbolic.indexed import indexed
-from ..symbolic.pattern import Pattern, block_diagonal, index_dtype
-from ._checks import Shape, batched, check_sizes
+from ...arrays.arrays import check_array, check_memory, namespace, output, read_array
+from ...chains.containers import as_matrix
+from ...chains.implicit import ImplicitStep
+from ...errors import Allocating, InputError
+from ...execution.sharing import even_slices, map_shared, quiet
+from ...parameters.fixed import Fixed
+from ...symbolic.implicit import ImplicitPattern, Step
+from ...symbolic.indexed import indexed
+from ...symbolic.pattern import Pattern, block_diagonal, index_dtype
+from .checks import Shape, batched, check_sizes
 
 __all__ = ["Operator", "repeated_rows"]
 

@@ -9,8 +9,6 @@ from ..arrays.arrays import on_device
 from ..errors import InputError, InputTypeError, SparseScanError
 from ..recurrent.cell import Cell
 from ..recurrent.cells import GRUCell, LSTMCell, RNNCell
-from ._checks import Shape, check_sizes
-from ._operator import Operator
 from .activations import (
     ELU,
     GELU,
@@ -28,6 +26,8 @@ from .linear import Linear
 from .normalization import BatchNorm, BatchNorm1d, BatchNorm2d, LayerNorm
 from .pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
 from .reshape import Dropout, Flatten
+from .shared.checks import Shape, check_sizes
+from .shared.operator import Operator
 from .upsample import Upsample
 
 __all__ = ["from_torch"]

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays.arrays import Constant, namespace, output
-from ..symbolic.implicit import ImplicitPattern
-from ..symbolic.pattern import Pattern, block_diagonal, index_dtype, trusted
+from ...arrays.arrays import Constant, namespace, output
+from ...symbolic.implicit import ImplicitPattern
+from ...symbolic.pattern import Pattern, block_diagonal, index_dtype, trusted
 
 __all__ = ["Coupled", "grouped"]
 

@@ -9,11 +9,11 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from ..arrays.arrays import Constant
-from ..errors import InputError
-from ..symbolic.pattern import Pattern, indptr_of, trusted
-from ._checks import check_sizes
-from ._operator import Operator
+from ...arrays.arrays import Constant
+from ...errors import InputError
+from ...symbolic.pattern import Pattern, indptr_of, trusted
+from .checks import check_sizes
+from .operator import Operator
 
 __all__ = ["Images", "Separable", "Taps", "kron"]
 

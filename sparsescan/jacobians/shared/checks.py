@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays.arrays import read_array
-from ..errors import DeviceError, InputError, InputTypeError, short
-from ..symbolic.pattern import check_ordered
+from ...arrays.arrays import read_array
+from ...errors import DeviceError, InputError, InputTypeError, short
+from ...symbolic.pattern import check_ordered
 
 __all__ = ["Shape", "batched", "check_dim", "check_number", "check_sizes", "on_host"]
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays.arrays import check_memory
-from ..errors import InputError
-from ..symbolic.pattern import indptr_of
-from ._checks import Shape
+from ...arrays.arrays import check_memory
+from ...errors import InputError
+from ...symbolic.pattern import indptr_of
+from .checks import Shape
 
 __all__ = ["Connections", "Window", "check_output_size", "slide"]
 

@@ -12,15 +12,15 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from ..kernels.cpu.lanes import ROWS, lanes
-from ._checks import on_host
-from ._kernels import places as kernels
-from ._kron import kron
-from ._places import Map, Table, Taps, View, gathering, scattering, widen
-from ._stages import Apply, Samples, Span, Stage, Task, Work, in_lanes, put_grad, write
-from ._windows import Window
-from .conv import ConvTranspose2d
-from .linear import Linear
+from ...kernels.cpu.lanes import ROWS, lanes
+from ..conv import ConvTranspose2d
+from ..kernels import places as kernels
+from ..linear import Linear
+from ..shared.checks import on_host
+from ..shared.kron import kron
+from ..shared.windows import Window
+from .places import Map, Table, Taps, View, gathering, scattering, widen
+from .stages import Apply, Samples, Span, Stage, Task, Work, in_lanes, put_grad, write
 
 __all__ = ["Mix", "Multiply", "Weigh", "WeighAll"]
 

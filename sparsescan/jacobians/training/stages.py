@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import api
-from ..execution.calls import aligned_zeros
-from ..execution.threads import thread_count
-from ..kernels.cpu.lanes import lanes
-from ._checks import on_host
-from ._kernels import places as kernels
-from ._places import Map, View
-from .activations import Elementwise
-from .normalization import BatchNorm
+from ... import api
+from ...execution.calls import aligned_zeros
+from ...execution.threads import thread_count
+from ...kernels.cpu.lanes import lanes
+from ..activations import Elementwise
+from ..kernels import places as kernels
+from ..normalization import BatchNorm
+from ..shared.checks import on_host
+from .places import Map, View
 
 __all__ = [
     "Add",

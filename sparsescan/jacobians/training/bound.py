@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._network_step import NetworkGradients, NetworkStep
-from ._operator import Operator
-from .sequential import Sequential
+from ..sequential import Sequential
+from ..shared.operator import Operator
+from .network_step import NetworkGradients, NetworkStep
 
 __all__ = ["BoundStep", "without_arrays"]
 

@@ -10,19 +10,25 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arrays.arrays import check_memory
-from ..errors import Allocating, InputError, InputTypeError, MemoryLimitError, short
-from ..execution.calls import LINE, aligned_zeros, call_all
-from ..execution.sharing import quiet
-from ..formatting import align, exact_bytes, format_bytes
-from ..kernels.cpu.lanes import lanes
-from ..symbolic.schedule import check_count, check_flag
-from ._checkpoints import choose_segments, needed_bytes
-from ._checks import Shape, on_host
-from ._kron import Separable
-from ._operator import Operator
-from ._places import Map
-from ._stages import (
+from ...arrays.arrays import check_memory
+from ...errors import Allocating, InputError, InputTypeError, MemoryLimitError, short
+from ...execution.calls import LINE, aligned_zeros, call_all
+from ...execution.sharing import quiet
+from ...formatting import align, exact_bytes, format_bytes
+from ...kernels.cpu.lanes import lanes
+from ...symbolic.schedule import check_count, check_flag
+from ..activations import ReLU
+from ..conv import Conv1d, Conv2d, ConvTranspose2d
+from ..linear import Linear
+from ..normalization import BatchNorm
+from ..pooling import MaxPool2d
+from ..reshape import Flatten
+from ..shared.checks import Shape, on_host
+from ..shared.kron import Separable
+from ..shared.operator import Operator
+from .checkpoints import choose_segments, needed_bytes
+from .places import Map
+from .stages import (
     Add,
     Apply,
     Normalise,
@@ -37,13 +43,7 @@ from ._stages import (
     samples_of,
     write,
 )
-from ._weighted import Mix, Multiply, Weigh, WeighAll
-from .activations import ReLU
-from .conv import Conv1d, Conv2d, ConvTranspose2d
-from .linear import Linear
-from .normalization import BatchNorm
-from .pooling import MaxPool2d
-from .reshape import Flatten
+from .weighted import Mix, Multiply, Weigh, WeighAll
 
 __all__ = ["NamedLayer", "NetworkGradients", "NetworkStep"]
 

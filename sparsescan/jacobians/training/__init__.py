@@ -1,0 +1,1 @@
+"""Training steps of networks of layers: all samples at once, forward and backward."""
