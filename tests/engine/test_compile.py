@@ -215,9 +215,9 @@ def test_processes_that_start_together_compile_a_function_once_for_each_type(tmp
 
 def test_without_a_folder_kernels_are_kept_in_memory_and_one_warning_says_so(monkeypatch):
     monkeypatch.setattr(compiling._Places, "_locator_classes", [])
-    monkeypatch.setenv("NUMBA_CACHE_DIR", "/no/such/folder")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/dev/null/folder")
     compiling._warn_of_memory.cache_clear()
-    with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR, '/no/such/folder', nor") as warned:
+    with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR, '/dev/null/folder', nor") as warned:
         kernels = [compiling.njit(lambda x, n=n: x + n, cache=True) for n in range(3)]
     assert [kernel(1) for kernel in kernels] == [1, 2, 3]
     assert len(warned) == 1
