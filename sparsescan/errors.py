@@ -111,6 +111,27 @@ class SingularMatrixError(InputError, np.linalg.LinAlgError):
     """
 
 
+class NewtonError(SparseScanError, ArithmeticError):
+    """A step of a simulation has no solution that Newton's method found, or its adjoint has none.
+
+    Attributes
+    ----------
+    run : Run
+        The simulation, with the states before that step; other exceptions that end one, such as
+        :class:`KeyboardInterrupt`, have it, too.
+
+    Notes
+    -----
+    The usual causes:
+
+    - The step is too long. Halve ``dt``, at least there.
+    - The Jacobian's pattern lacks entries, or the function that returns it is wrong:
+      ``forward(…, check=True)`` says which.
+    - The equations have no solution, or no smooth one: a square root of a negative number, a value
+      that is not finite.
+    """
+
+
 class ChainFileError(InputError):
     """A file is not a chain written by :func:`sparsescan.save_chain`.
 

@@ -1,0 +1,279 @@
+"""Derivatives of a function of the user: by complex steps, by differences, or by JAX."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from ..errors import InputError, InputTypeError, short
+from ..symbolic.pattern import Pattern, rows_of
+from .factors import Vector
+
+# The function's arguments, in its order; parameters are the last one, as a vector.
+Arguments: TypeAlias = tuple[Any, ...]
+Function: TypeAlias = Callable[..., Any]
+
+_TINY = 1e-100  # a complex step: no difference is taken, so that none can cancel
+_STEP = float(np.sqrt(np.finfo(np.float64).eps))
+# Complex steps and differences of one direction are apart by no more than this share.
+_CLOSE = 1e-3
+
+
+class Coloured(NamedTuple):
+    """The columns of a pattern in groups, no two of which have an entry in one row.
+
+    Attributes
+    ----------
+    pattern : Pattern
+        The pattern.
+    colours : ndarray of int64, shape (cols,)
+        The group of each column.
+    groups : int
+        How many groups there are.
+    where : tuple of ndarray
+        For each entry its group and its row.
+    """
+
+    pattern: Pattern
+    colours: NDArray[np.int64]
+    groups: int
+    where: tuple[NDArray[np.int64], NDArray[np.int64]]
+
+    @classmethod
+    def of(cls, pattern: Pattern) -> Coloured:
+        """Colour the columns, the fullest first (Curtis, Powell and Reid, 1974)."""
+        rows, cols = rows_of(pattern), pattern.indices
+        matrix = sp.csc_array((np.ones(pattern.nnz, bool), (rows, cols)), pattern.shape)
+        colours = _colours(matrix, np.asarray(pattern.indptr), np.asarray(cols))
+        count = int(colours.max(initial=-1)) + 1
+        return cls(pattern, colours, count, (colours[cols], rows))
+
+
+def _colours(
+    matrix: sp.csc_array, indptr: NDArray[Any], indices: NDArray[Any]
+) -> NDArray[np.int64]:
+    colours = np.full(matrix.shape[1], -1, np.int64)
+    counts = np.diff(matrix.indptr)
+    for column in np.argsort(-counts, kind="stable").tolist():
+        rows = matrix.indices[matrix.indptr[column] : matrix.indptr[column + 1]]
+        met = {
+            int(colours[other])
+            for row in rows.tolist()
+            for other in indices[indptr[row] : indptr[row + 1]].tolist()
+        }
+        colour = 0
+        while colour in met:
+            colour += 1
+        colours[column] = colour
+    return colours
+
+
+class Source(Protocol):
+    """How derivatives of a function are found.
+
+    `where` is the place of an argument among the function's; parameters are a vector there.
+    """
+
+    def value(self, arguments: Arguments) -> Vector:
+        """Return what the function returns."""
+
+    def jacobian(self, arguments: Arguments, where: int, coloured: Coloured) -> Vector:
+        """Return the values of the Jacobian in an argument, in the order of its pattern."""
+
+    def along(self, arguments: Arguments, where: int) -> Vector:
+        """Return the derivative in an argument that is a number."""
+
+
+class Differences:
+    """Derivatives by complex steps, or by forward differences.
+
+    Parameters
+    ----------
+    function : callable
+        A function of arrays and numbers, the last of which is the vector of parameters.
+    name : str
+        What errors call it.
+    how : {"complex", "forward"} or None
+        Complex steps are exact to rounding; None takes them where the function has them, which is
+        compared with differences once for each argument.
+    """
+
+    def __init__(self, function: Function, name: str, how: str | None) -> None:
+        self._function, self._name, self._how = function, name, how
+        self._known: dict[int, str] = {}
+
+    def value(self, arguments: Arguments) -> Vector:
+        return returned(self._name, self._function(*arguments), arguments[0])
+
+    def jacobian(self, arguments: Arguments, where: int, coloured: Coloured) -> Vector:
+        groups = coloured.colours
+        if self._is_complex(arguments, where):
+            found = np.empty((coloured.groups, len(arguments[0])))
+            for colour in range(coloured.groups):
+                found[colour] = self._complex(arguments, where, groups == colour)
+            return np.asarray(found[coloured.where])
+        x = arguments[where]
+        steps = _STEP * np.maximum(1.0, np.abs(x))
+        steps = (x + steps) - x  # what is added in fact
+        before = self.value(arguments)
+        found = np.empty((coloured.groups, len(before)))
+        for colour in range(coloured.groups):
+            moved = _with(arguments, where, np.where(groups == colour, x + steps, x))
+            found[colour] = self.value(moved) - before
+        return np.asarray(found[coloured.where] / steps[coloured.pattern.indices])
+
+    def along(self, arguments: Arguments, where: int) -> Vector:
+        if self._is_complex(arguments, where):
+            return self._complex(arguments, where, 1.0)
+        x = arguments[where]
+        step = _STEP * max(1.0, abs(x))
+        ahead, behind = x + step, x - step
+        values = [self.value(_with(arguments, where, at)) for at in (ahead, behind)]
+        found: Vector = (values[0] - values[1]) / (ahead - behind)
+        return found
+
+    def _complex(self, arguments: Arguments, where: int, direction: Any) -> Vector:
+        moved = arguments[where] + (1j * _TINY) * direction
+        found: Vector = np.asarray(self._function(*_with(arguments, where, moved))).imag / _TINY
+        return found
+
+    def _is_complex(self, arguments: Arguments, where: int) -> bool:
+        if self._how is not None:
+            return self._how == "complex"
+        if where not in self._known:
+            self._known[where] = "complex" if self._has_complex(arguments, where) else "forward"
+        return self._known[where] == "complex"
+
+    def _has_complex(self, arguments: Arguments, where: int) -> bool:
+        """Return whether a complex step is the derivative, which `abs` and others do not have."""
+        x = arguments[where]
+        direction: Any = np.random.default_rng(0).uniform(0.5, 1.0, np.shape(x))
+        step = np.cbrt(np.finfo(float).eps) * max(1.0, float(np.max(np.abs(x), initial=0.0)))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                found = self._complex(arguments, where, direction)
+        except Exception:  # what the function raises is its own
+            return False
+        ahead, behind = (
+            self.value(_with(arguments, where, x + sign * step * direction)) for sign in (1, -1)
+        )
+        expected = (ahead - behind) / (2 * step)
+        if found.shape != expected.shape:
+            return False
+        scale = float(np.max(np.abs(expected), initial=0.0))
+        rounding = 1e-9 * float(np.max(np.abs(ahead), initial=0.0)) / step
+        return bool(np.all(np.abs(found - expected) <= _CLOSE * scale + rounding * 1e-3 + 1e-300))
+
+
+class InJax:
+    """Derivatives of a function of JAX, compiled.
+
+    Parameters
+    ----------
+    function : callable
+        A function of arrays and numbers of JAX, the last of which is the vector of parameters.
+    name : str
+        What errors call it.
+    """
+
+    def __init__(self, function: Function, name: str) -> None:
+        import jax
+
+        self._jax, self._function, self._name = jax, function, name
+        self._value = jax.jit(function)
+        self._jacobians: dict[tuple[int, int], Any] = {}
+        self._along: dict[int, Any] = {}
+        self._in_params: Any = None
+
+    def value(self, arguments: Arguments) -> Vector:
+        with self._jax.enable_x64(True):
+            return returned(self._name, self._value(*arguments), arguments[0])
+
+    def jacobian(self, arguments: Arguments, where: int, coloured: Coloured) -> Vector:
+        jax = self._jax
+        key = where, id(coloured.pattern)
+        if key not in self._jacobians:
+            seeds = np.eye(coloured.groups)[:, coloured.colours]
+
+            def values(*given: Any) -> Any:
+                def along(seed: Any) -> Any:
+                    def of_one(x: Any) -> Any:
+                        return self._function(*_with(given, where, x))
+
+                    return jax.jvp(of_one, (given[where],), (seed,))[1]
+
+                return jax.vmap(along)(seeds)[coloured.where]
+
+            self._jacobians[key] = coloured, jax.jit(values)
+        with jax.enable_x64(True):
+            return np.asarray(self._jacobians[key][1](*arguments))
+
+    def along(self, arguments: Arguments, where: int) -> Vector:
+        jax = self._jax
+        if where not in self._along:
+
+            def derivative(*given: Any) -> Any:
+                def of_one(x: Any) -> Any:
+                    return self._function(*_with(given, where, x))
+
+                return jax.jvp(of_one, (given[where],), (1.0,))[1]
+
+            self._along[where] = jax.jit(derivative)
+        with jax.enable_x64(True):
+            given = _with(arguments, where, float(arguments[where]))
+            return np.asarray(self._along[where](*given))
+
+    def in_params(self, arguments: Arguments, above: Vector) -> Vector:
+        """Return ``(∂f/∂p)ᵀ above``, for its columns."""
+        jax = self._jax
+        if self._in_params is None:
+
+            def products(*given: Any) -> Any:
+                *others, params, columns = given
+                _, pull = jax.vjp(lambda p: self._function(*others, p), params)
+                return jax.vmap(lambda each: pull(each)[0], 1, 1)(columns)
+
+            self._in_params = jax.jit(products)
+        with jax.enable_x64(True):
+            return np.asarray(self._in_params(*arguments, above))
+
+
+def returned(name: str, found: Any, state: Vector) -> Vector:
+    """Return what a function returned, if it is a vector of numbers as long as the state."""
+    array = np.asarray(found)
+    if array.shape != state.shape or array.dtype.kind not in "fiu":
+        raise InputError(
+            f"{name} returned {short(found)} of shape {array.shape} and dtype {array.dtype}; "
+            f"expected {state.shape[0]} real numbers, as many as there are unknowns"
+        )
+    return array if array.dtype == np.float64 else array.astype(np.float64)
+
+
+def read_pattern(name: str, given: Any, shape: tuple[int, int] | None) -> Pattern:
+    """Return the pattern of a sparse array, a mask or a pattern."""
+    if isinstance(given, Pattern):
+        pattern = given
+    elif sp.issparse(given):
+        matrix = sp.csr_array(given).copy()
+        matrix.sum_duplicates()
+        pattern = Pattern(matrix)
+    else:
+        array = np.asarray(given)
+        if array.ndim != 2 or array.dtype.kind not in "biuf":
+            raise InputTypeError(
+                f"{name} is {short(given)}; expected a Pattern, a sparse array, or a mask"
+            )
+        pattern = Pattern(sp.csr_array(array != 0))
+    if shape is not None and pattern.shape != shape:
+        raise InputError(f"{name} has shape {pattern.shape}; expected {shape}")
+    return pattern
+
+
+def _with(arguments: Sequence[Any], where: int, value: Any) -> Arguments:
+    return *arguments[:where], value, *arguments[where + 1 :]

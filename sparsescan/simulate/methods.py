@@ -1,0 +1,100 @@
+"""Methods that march in time: tableaus of Runge and Kutta, and BDF2."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import InputError, short
+from .factors import Vector
+
+
+class Tableau(NamedTuple):
+    """A method of Runge and Kutta, whose last stage is the next state.
+
+    A stage is ``M (U_i - u) = Δ Σ_j a_ij f(U_j, t + c_i Δ)``, ``j ≤ i``.
+
+    Attributes
+    ----------
+    a : ndarray, shape (stages, stages)
+        Lower triangular.
+    order : int
+        Errors over a fixed time shrink as ``Δ^order``.
+    """
+
+    a: Vector
+    order: int
+
+    @property
+    def c(self) -> Vector:
+        """The times of stages, in steps; sums of the rows of `a`."""
+        return np.asarray(self.a.sum(1))
+
+    @property
+    def is_implicit(self) -> bool:
+        """Whether a stage is solved for."""
+        return bool(np.diag(self.a).any())
+
+    @property
+    def inner(self) -> list[int]:
+        """The stages that are neither the first of all, if that is the state, nor the last."""
+        stages = range(len(self.a) - 1)
+        return [i for i in stages if self.a[i].any()]
+
+
+def _tableau(order: int, *rows: list[float]) -> Tableau:
+    a = np.zeros((len(rows), len(rows)))
+    for i, row in enumerate(rows):
+        a[i, : len(row)] = row
+    return Tableau(a, order)
+
+
+def _sdirk3() -> Tableau:
+    """Return Alexander's method of order three, L-stable: his theorem 5."""
+    # The root of x³ - 3x² + 3x/2 - 1/6 between 1/6 and 1/2.
+    roots = np.roots([1.0, -3.0, 1.5, -1 / 6])
+    x = float(next(root.real for root in roots if 1 / 6 < root.real < 1 / 2))
+    b1, b2 = -(6 * x * x - 16 * x + 1) / 4, (6 * x * x - 20 * x + 5) / 4
+    return _tableau(3, [x], [(1 - x) / 2, x], [b1, b2, x])
+
+
+_X = 1 - np.sqrt(0.5)
+# Explicit methods have their weights as a last stage.
+TABLEAUS = {
+    "backward_euler": _tableau(1, [1.0]),
+    "crank_nicolson": _tableau(2, [], [0.5, 0.5]),
+    "sdirk2": _tableau(2, [_X], [1 - _X, _X]),
+    "sdirk3": _sdirk3(),
+    "euler": _tableau(1, [], [1.0]),
+    "heun": _tableau(2, [], [1.0], [0.5, 0.5]),
+    "rk4": _tableau(4, [], [0.5], [0.0, 0.5], [0.0, 0.0, 1.0], [1 / 6, 1 / 3, 1 / 3, 1 / 6]),
+}
+METHODS = (*TABLEAUS, "bdf2")
+
+
+def check_method(method: object) -> str:
+    """Return the name of a method."""
+    if not isinstance(method, str) or method not in METHODS:
+        raise InputError(f"method is {short(method)}; expected one of {', '.join(METHODS)}")
+    return method
+
+
+class Differentiation(NamedTuple):
+    """Coefficients of BDF2: ``M (a u_{t+1} + b u_t + c u_{t-1}) = Δ f(u_{t+1})``.
+
+    `slopes` are their derivatives in the ratio of a step's length to that of the step before.
+    """
+
+    values: tuple[float, float, float]
+    slopes: tuple[float, float, float]
+
+    @classmethod
+    def of(cls, ratio: float | None) -> Differentiation:
+        """Return those for a ratio; None for the first step, which is one of backward Euler."""
+        if ratio is None:
+            return cls((1.0, -1.0, 0.0), (0.0, 0.0, 0.0))
+        w = ratio
+        values = (1 + 2 * w) / (1 + w), -(1 + w), w * w / (1 + w)
+        slopes = 1 / (1 + w) ** 2, -1.0, (w * w + 2 * w) / (1 + w) ** 2
+        return cls(values, slopes)

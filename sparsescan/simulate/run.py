@@ -1,0 +1,332 @@
+"""A simulation that has run: its states, and gradients in all that it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..errors import InputError, InputTypeError, MemoryLimitError, NewtonError, short
+from ..formatting import format_bytes, quantity
+from .factors import Matrices, Vector
+from .newton import NotSolved, Solver, Tolerance
+from .params import Params
+from .schemes import Grads, Place, Scheme
+
+
+class Gradients(NamedTuple):
+    """Gradients of losses in what a simulation was given.
+
+    Attributes
+    ----------
+    u0 : ndarray, shape (n,) or (losses, n)
+        In the initial state.
+    params : float, ndarray, dict, tuple or None
+        In the parameters, in their structure; with several losses each has their axis in front.
+    dt : float or ndarray
+        In the length of all steps, if that was one number, and otherwise in that of each,
+        ``(steps,)``; with several losses their axis is in front.
+    """
+
+    u0: Vector
+    params: Any
+    dt: Any
+
+
+class Run:
+    """States of a simulation, made by ``forward`` of :class:`ImplicitSteps` or :class:`TimeSteps`.
+
+    Attributes
+    ----------
+    states : ndarray, shape (steps + 1, n), or None
+        The states, of which the first is the initial one; None where a memory limit left no room
+        for all of them. If `forward` raised, those before are here; see :class:`NewtonError`.
+    last : ndarray, shape (n,)
+        The last state.
+    times : ndarray, shape (steps + 1,)
+        The times of states.
+    newton : ndarray of int64, shape (steps,)
+        Newton's iterations of each step.
+    factorisations : int
+        Matrices that were factorised.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        u0: Vector,
+        params: Params,
+        dt: NDArray[np.float64],
+        *,
+        t0: float,
+        has_one_dt: bool,
+        tolerance: Tolerance,
+        memory_limit: int | None,
+    ) -> None:
+        self._scheme, self._params, self._dt, self._has_one_dt = scheme, params, dt, has_one_dt
+        self._n, self._count = len(u0), len(dt)
+        self.times = t0 + np.concatenate([[0.0], np.cumsum(dt)])
+        self.newton = np.zeros(len(dt), np.int64)
+        self._solver = Solver(Matrices(scheme.pattern), tolerance)
+        self._length = self._segment(memory_limit)
+        rows = min(self._length, self._count)
+        # The state before the first of a segment, and those of the segment.
+        self._states = np.empty((rows + 2, self._n))
+        self._inner = np.empty((rows, scheme.stages, self._n))
+        # The first states of segments, each with the one before it.
+        self._marks = np.empty((-(-self._count // self._length) if rows else 1, 2, self._n))
+        self._begin, self._done = 0, 0
+        self._states[0] = self._states[1] = u0
+        self._marks[0] = u0
+
+    def _segment(self, limit: int | None) -> int:
+        """Return the steps whose states are kept at a time."""
+        vector = 8 * self._n
+        each = (1 + self._scheme.stages) * vector
+        if limit is None or self._count == 0:
+            return max(self._count, 1)
+        # Beside these there are factors, values of a Jacobian or two, and a few vectors.
+        other = 12 * vector + self._solver.nbytes
+        if other + self._count * each + 4 * vector <= limit:
+            return self._count
+        for length in range(self._count - 1, 0, -1):
+            if other + length * each + 2 * vector * -(-self._count // length) <= limit:
+                return length
+        least = min(
+            other + length * each + 2 * vector * -(-self._count // length)
+            for length in range(1, self._count + 1)
+        )
+        raise MemoryLimitError(
+            f"{quantity(self._count, 'step')} of {quantity(self._n, 'unknown')} take at least "
+            f"{format_bytes(least)}, segment by segment; memory_limit is {format_bytes(limit)}"
+        )
+
+    # -- Forward ----------------------------------------------------------------------------------
+
+    def _advance(self, k: int) -> None:
+        """Take a step, of the segment whose states are kept or the first of the next."""
+        if k == self._begin + self._length:
+            self._states[:2] = self._states[self._length : self._length + 2]
+            self._begin = k
+            self._marks[k // self._length] = self._states[:2]
+            self._solver.forget()
+        at = k - self._begin
+        first = 1 if k == 0 else at
+        try:
+            state, self.newton[k] = self._scheme.advance(
+                self._solver,
+                self._states[first : at + 2],
+                self._params.vector,
+                self._place(k),
+                self._inner[at],
+            )
+        except NotSolved as error:
+            raise NewtonError(self._message(k, error.why)) from None
+        self._states[at + 2] = state
+        self._done = k + 1
+
+    def _message(self, k: int, why: str) -> str:
+        return (
+            f"step {k} has no solution that was found, from t={self.times[k]:.6g} with "
+            f"dt={self._dt[k]:.6g}: {why}"
+        )
+
+    def _place(self, k: int) -> Place:
+        return Place(
+            float(self.times[k]), float(self._dt[k]), float(self._dt[k - 1]) if k else None
+        )
+
+    def march(self, watch: Callable[[int], object] | None) -> None:
+        """Take all steps; after each, `watch` is called with their number."""
+        with self._told():
+            for k in range(self._count):
+                self._advance(k)
+                if watch is not None:
+                    watch(k + 1)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Let whoever catches an exception find what has been computed before."""
+        try:
+            yield
+        except BaseException as error:
+            error.run = self  # type: ignore[attr-defined]
+            raise
+
+    @property
+    def steps(self) -> int:
+        """Steps that were taken."""
+        return self._done
+
+    @property
+    def states(self) -> Vector | None:
+        """All states, the initial one first; None if not all of them are kept."""
+        if self._length < self._count:
+            return None
+        states = self._states[1 : self._done + 2]
+        states.flags.writeable = False
+        return states
+
+    @property
+    def last(self) -> Vector:
+        """The last state."""
+        return np.array(self._states[self._done - self._begin + 1])
+
+    @property
+    def factorisations(self) -> int:
+        """Matrices that were factorised, in both directions."""
+        return self._solver.factorisations
+
+    def __repr__(self) -> str:
+        kept = "" if self._length >= self._count else f", kept {self._length} at a time"
+        return (
+            f"Run({quantity(self._done, 'step')} of {quantity(self._n, 'unknown')}, "
+            f"t={self.times[0]:g} to {self.times[self._done]:g}, "
+            f"{quantity(int(self.newton.sum()), 'iteration')}, "
+            f"{quantity(self.factorisations, 'factorisation')}{kept})"
+        )
+
+    # -- Backward ---------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        grad_states: ArrayLike | Callable[[int], Any] | None = None,
+        *,
+        grad_last: ArrayLike | None = None,
+    ) -> Gradients:
+        """Return gradients in the initial state, the parameters and the lengths of steps.
+
+        One sweep of linear solves, from the last step to the first: for ``F(u_{t+1}, u_t) = 0``
+
+            (∂F/∂u_{t+1})ᵀ λ_t = ∇u_{t+1},    ∇u_t += -(∂F/∂u_t)ᵀ λ_t,    ∇p += -(∂F/∂p)ᵀ λ_t
+
+        It may be called any number of times.
+
+        Parameters
+        ----------
+        grad_states : array_like, shape (steps + 1, n) or (losses, steps + 1, n), or callable
+            The loss's own derivative in each state, or those of several losses; or a function that
+            returns it for the state of a number, ``(n,)`` or ``(losses, n)``, or None. It is called
+            from the last state to the first.
+        grad_last : array_like, shape (n,) or (losses, n), optional
+            The derivative in the last state, which is added.
+
+        Returns
+        -------
+        Gradients
+            Gradients in ``u0``, ``params`` and ``dt``.
+
+        Raises
+        ------
+        InputError, InputTypeError
+            If shapes or dtypes are wrong, or neither is given.
+        NewtonError
+            If the Jacobian of a step is singular.
+        """
+        own, losses = self._read_grads(grad_states, grad_last)
+        columns = 1 if losses is None else losses
+        grads = Grads(self._n, len(self._params.vector), columns)
+        in_dt = np.zeros((self._done, columns))
+        with self._told():
+            for k in reversed(range(self._done)):
+                self._keep(k)
+                above = grads.old + own(k + 1)
+                grads.begin()
+                later = grads.time.copy()
+                at = k - self._begin
+                first = 1 if k == 0 else at
+                try:
+                    self._scheme.pull_back(
+                        self._solver,
+                        self._states[first : at + 3],
+                        self._params.vector,
+                        self._place(k),
+                        self._inner[at],
+                        above,
+                        grads,
+                    )
+                except NotSolved as error:
+                    raise NewtonError(self._message(k, error.why)) from None
+                in_dt[k] = later
+                in_dt[k] += grads.dt
+        u0 = grads.old + own(0)
+        dt = in_dt.sum(0) if self._has_one_dt else in_dt
+        if losses is None:
+            number = float(dt[0]) if self._has_one_dt else dt[:, 0]
+            return Gradients(u0[:, 0], self._params.of(grads.params[:, 0]), number)
+        return Gradients(u0.T.copy(), self._params.of(grads.params.T, (losses,)), dt.T.copy())
+
+    def _keep(self, k: int) -> None:
+        """Compute the states around a step again, if others are kept."""
+        number = k // self._length
+        if number * self._length == self._begin:
+            return
+        newton, done, self._begin = self.newton.copy(), self._done, number * self._length
+        self._states[:2] = self._marks[number]
+        self._solver.forget()
+        for step in range(self._begin, min(self._begin + self._length, done)):
+            self._advance(step)
+        self.newton, self._done = newton, done
+
+    def _read_grads(
+        self, grad_states: Any, grad_last: Any
+    ) -> tuple[Callable[[int], Vector], int | None]:
+        """Return a function of a state's number, for columns, and how many losses there are."""
+        if grad_states is None and grad_last is None:
+            raise InputError("grad_states and grad_last are None; expected one of them")
+        shape = self._done + 1, self._n
+        last = states = None
+        losses: int | None = None
+        if grad_last is not None:
+            last = _read("grad_last", grad_last, (self._n,))
+            losses = len(last) if last.ndim == 2 else None
+        if callable(grad_states):
+            function = grad_states
+            if last is None:
+                first = function(self._done)
+                if first is not None:
+                    first = _read(f"grad_states({self._done})", first, (self._n,))
+                    losses = len(first) if first.ndim == 2 else None
+        elif grad_states is not None:
+            states = _read("grad_states", grad_states, shape)
+            many = len(states) if states.ndim == 3 else None
+            if last is not None and many != losses:
+                raise InputError(
+                    f"grad_states has shape {states.shape}, grad_last {last.shape}; expected one "
+                    "number of losses"
+                )
+            losses = many
+
+        def own(k: int) -> Vector:
+            found = np.zeros((self._n, 1 if losses is None else losses))
+            if k == self._done and last is not None:
+                found += last.reshape(-1, self._n).T
+            if states is not None:
+                found += states[..., k, :].reshape(-1, self._n).T
+            elif grad_states is not None and (given := function(k)) is not None:
+                given = _read(f"grad_states({k})", given, (self._n,))
+                if (len(given) if given.ndim == 2 else None) != losses:
+                    raise InputError(
+                        f"grad_states({k}) has shape {given.shape}; expected "
+                        f"{(self._n,) if losses is None else (losses, self._n)}"
+                    )
+                found += given.reshape(-1, self._n).T
+            return found
+
+        return own, losses
+
+
+def _read(name: str, given: Any, shape: tuple[int, ...]) -> Vector:
+    """Return a copy of numbers of a shape, which may have an axis of losses before it."""
+    array = np.asarray(given)
+    if array.dtype.kind not in "fiub":
+        raise InputTypeError(f"{name} is {short(given)}; expected real numbers")
+    if array.ndim not in (len(shape), len(shape) + 1) or array.shape[-len(shape) :] != shape:
+        raise InputError(
+            f"{name} has shape {array.shape}; expected {shape} or (losses, "
+            f"{', '.join(map(str, shape))})"
+        )
+    return array.astype(np.float64)

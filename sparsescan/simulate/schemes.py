@@ -1,0 +1,353 @@
+"""What a step is: equations for the next state, and what its adjoint is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..symbolic.pattern import Pattern, rows_of
+from .derivatives import Arguments, Coloured, Source
+from .factors import Vector
+from .methods import Differentiation, Tableau
+from .newton import NotSolved, Solver
+
+
+class Place(NamedTuple):
+    """A step.
+
+    Attributes
+    ----------
+    time : float
+        Its beginning.
+    dt : float
+        Its length.
+    before : float or None
+        The length of the step before; None for the first.
+    """
+
+    time: float
+    dt: float
+    before: float | None
+
+
+class Grads:
+    """Gradients that a backward pass adds to; with an axis for losses at the end.
+
+    Attributes
+    ----------
+    old, older : ndarray, shape (n, losses)
+        Those in the state before a step, and in the one before that.
+    params : ndarray, shape (size, losses)
+        Those in parameters.
+    dt, dt_before, time : ndarray, shape (losses,)
+        Those in the length of a step, in that of the step before, and in the time of its beginning.
+    """
+
+    def __init__(self, n: int, size: int, losses: int) -> None:
+        self.params = np.zeros((size, losses))
+        self.old, self.older = np.zeros((n, losses)), np.zeros((n, losses))
+        self.dt, self.dt_before, self.time = (np.zeros(losses) for _ in range(3))
+
+    def begin(self) -> None:
+        """Begin with another step."""
+        self.old, self.older = self.older, np.zeros_like(self.older)
+        self.dt, self.dt_before = self.dt_before, np.zeros_like(self.dt)
+
+
+# Derivatives in parameters, ``(∂f/∂p)ᵀ λ``, at some arguments, for columns λ.
+InParams = Callable[[Arguments, Vector], Vector]
+
+
+class Scheme(Protocol):
+    """The equations of a step, and their adjoint."""
+
+    @property
+    def pattern(self) -> Pattern:
+        """The pattern of the matrices that are solved with."""
+
+    @property
+    def stages(self) -> int:
+        """How many states there are within a step, beside its ends."""
+
+    def advance(
+        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
+    ) -> tuple[Vector, int]:
+        """Return the next state, and how many iterations were needed.
+
+        `states` are the last one and, if there is one, that before it, the newest last; states
+        within the step are written to `inner`.
+        """
+
+    def pull_back(
+        self,
+        solver: Solver,
+        states: Vector,
+        params: Vector,
+        place: Place,
+        inner: Vector,
+        above: Vector,
+        grads: Grads,
+    ) -> None:
+        """Add gradients of all that a step reads, given that in its end.
+
+        `states` has the end of the step, its beginning, and what was before, the newest last.
+        """
+
+
+class Residual:
+    """Steps ``F(u, u_old, t, dt, p) = 0``, of which `t` is the end."""
+
+    stages = 0
+
+    def __init__(
+        self, source: Source, pattern: Pattern, pattern_old: Pattern, in_params: InParams
+    ) -> None:
+        self.pattern = pattern
+        self._source, self._in_params = source, in_params
+        self._new, self._old = Coloured.of(pattern), Coloured.of(pattern_old)
+
+    def advance(
+        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
+    ) -> tuple[Vector, int]:
+        source, rest = self._source, (states[-1], place.time + place.dt, place.dt, params)
+        return solve(
+            solver,
+            lambda u: source.value((u, *rest)),
+            lambda u: source.jacobian((u, *rest), 0, self._new),
+            states,
+            place,
+            1.0,
+        )
+
+    def pull_back(
+        self,
+        solver: Solver,
+        states: Vector,
+        params: Vector,
+        place: Place,
+        inner: Vector,
+        above: Vector,
+        grads: Grads,
+    ) -> None:
+        source = self._source
+        arguments = states[-1], states[-2], place.time + place.dt, place.dt, params
+        found = solver.transposed(source.jacobian(arguments, 0, self._new), above)
+        old = source.jacobian(arguments, 1, self._old)
+        grads.old -= _matrix(self._old.pattern, old).T @ found
+        if len(params):
+            grads.params -= self._in_params(arguments, found)
+        in_time = source.along(arguments, 2) @ found
+        grads.dt -= source.along(arguments, 3) @ found + in_time
+        grads.time -= in_time
+
+
+class _Rated:
+    """What steps of ``M u' = f(u, t, p)`` have in common."""
+
+    def __init__(
+        self, source: Source, pattern: Pattern, mass: sp.csr_array | None, in_params: InParams
+    ) -> None:
+        self._source, self._in_params = source, in_params
+        self._coloured, self._mass = Coloured.of(pattern), mass
+        n = pattern.shape[0]
+        own = sp.eye_array(n, format="csr") if mass is None else mass
+        # The matrices M - a J have the entries of both.
+        mass_rows = np.repeat(np.arange(n), np.diff(own.indptr))
+        mass_keys = mass_rows * n + own.indices
+        rate_keys = rows_of(pattern) * n + pattern.indices
+        keys = np.union1d(mass_keys, rate_keys)
+        indptr = np.searchsorted(keys, np.arange(n + 1) * n)
+        self.pattern = Pattern(indptr, keys % n, (n, n))
+        self._into = np.searchsorted(keys, rate_keys)
+        self._own = np.zeros(len(keys))
+        self._own[np.searchsorted(keys, mass_keys)] = own.data
+
+    def _weighed(self, x: Vector, *, transposed: bool = False) -> Vector:
+        """Return ``M x`` or ``Mᵀ x``."""
+        if self._mass is None:
+            return x
+        found: Vector = (self._mass.T if transposed else self._mass) @ x
+        return found
+
+    def _values(self, arguments: Arguments, mass: float, rate: float) -> Vector:
+        """Return the values of ``mass M - rate J``."""
+        values = mass * self._own
+        values[self._into] -= rate * self._source.jacobian(arguments, 0, self._coloured)
+        return values
+
+    def _below(self, arguments: Arguments, above: Vector) -> Vector:
+        """Return ``Jᵀ above``."""
+        values = self._source.jacobian(arguments, 0, self._coloured)
+        found: Vector = _matrix(self._coloured.pattern, values).T @ above
+        return found
+
+
+class RungeKutta(_Rated):
+    """Steps of a method of Runge and Kutta, whose last stage is the next state."""
+
+    def __init__(self, tableau: Tableau, *about: Any) -> None:
+        super().__init__(*about)
+        self._a, self._c = tableau.a, tableau.c
+        self._inner = tableau.inner
+        self.stages = len(self._inner)
+
+    def _arguments(self, state: Vector, params: Vector, place: Place, stage: int) -> Arguments:
+        return state, place.time + float(self._c[stage]) * place.dt, params
+
+    def advance(
+        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
+    ) -> tuple[Vector, int]:
+        old, a, dt = states[-1], self._a, place.dt
+        rates: list[Vector] = []
+        iterations, state = 0, old
+        for i in range(len(a)):
+            added = _sum((a[i, j], rates[j]) for j in range(i) if a[i, j])
+            if a[i, i]:
+
+                def residual(u: Vector, i: int = i, added: Vector = added) -> Vector:
+                    rate = self._source.value(self._arguments(u, params, place, i))
+                    return np.asarray(self._weighed(u - old) - dt * (added + a[i, i] * rate))
+
+                def values(u: Vector, i: int = i) -> Vector:
+                    return self._values(self._arguments(u, params, place, i), 1.0, dt * a[i, i])
+
+                state, more = solve(solver, residual, values, states, place, float(self._c[i]))
+                iterations += more
+            else:
+                state = old + dt * added if a[i].any() else old
+            if i in self._inner:
+                inner[self._inner.index(i)] = state
+            if a[i + 1 :, i].any():
+                rates.append(self._source.value(self._arguments(state, params, place, i)))
+            else:
+                rates.append(state)  # which nobody reads
+        return state, iterations
+
+    def pull_back(
+        self,
+        solver: Solver,
+        states: Vector,
+        params: Vector,
+        place: Place,
+        inner: Vector,
+        above: Vector,
+        grads: Grads,
+    ) -> None:
+        a, dt = self._a, place.dt
+        last = len(a) - 1
+        found: list[Vector] = [above] * len(a)
+        for i in reversed(range(len(a))):
+            state = states[-1] if i == last else states[-2]
+            if i in self._inner:
+                state = inner[self._inner.index(i)]
+            arguments = self._arguments(state, params, place, i)
+            later = [k for k in range(i + 1, len(a)) if a[k, i]]
+            through = _sum((dt * a[k, i], found[k]) for k in later)
+            own = above if i == last else np.zeros_like(above)
+            if later:
+                own = own + self._below(arguments, through)
+            if a[i, i]:
+                found[i] = solver.transposed(self._values(arguments, 1.0, dt * a[i, i]), own)
+                grads.old += self._weighed(found[i], transposed=True)
+                through = through + dt * a[i, i] * found[i]
+            else:
+                found[i] = own
+                grads.old += own
+            if not (later or a[i, i]):
+                continue
+            rate = self._source.value(arguments)
+            grads.dt += rate @ through / dt
+            in_time = self._source.along(arguments, 1) @ through
+            grads.time += in_time
+            grads.dt += self._c[i] * in_time
+            if len(params):
+                grads.params += self._in_params(arguments, through)
+
+
+class BackwardDifferences(_Rated):
+    """Steps of BDF2, the first of which is one of backward Euler."""
+
+    stages = 0
+
+    def _coefficients(self, place: Place) -> Differentiation:
+        return Differentiation.of(None if place.before is None else place.dt / place.before)
+
+    def _older(self, states: Vector, behind: int) -> Vector:
+        return states[-behind] if len(states) >= behind else np.zeros_like(states[-1])
+
+    def advance(
+        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
+    ) -> tuple[Vector, int]:
+        (a, b, c), _ = self._coefficients(place)
+        past = b * states[-1] + c * self._older(states, 2)
+        time = place.time + place.dt
+
+        def residual(u: Vector) -> Vector:
+            rate = self._source.value((u, time, params))
+            return self._weighed(a * u + past) - place.dt * rate
+
+        def values(u: Vector) -> Vector:
+            return self._values((u, time, params), a, place.dt)
+
+        return solve(solver, residual, values, states, place, 1.0)
+
+    def pull_back(
+        self,
+        solver: Solver,
+        states: Vector,
+        params: Vector,
+        place: Place,
+        inner: Vector,
+        above: Vector,
+        grads: Grads,
+    ) -> None:
+        coefficients = self._coefficients(place)
+        (a, b, c), slopes = coefficients
+        arguments = states[-1], place.time + place.dt, params
+        found = solver.transposed(self._values(arguments, a, place.dt), above)
+        weighed = self._weighed(found, transposed=True)
+        grads.old -= b * weighed
+        grads.older -= c * weighed
+        rate = self._source.value(arguments)
+        in_time = place.dt * (self._source.along(arguments, 1) @ found)
+        grads.dt += rate @ found + in_time
+        grads.time += in_time
+        if place.before is not None:
+            moved = slopes[0] * states[-1] + slopes[1] * states[-2]
+            moved = moved + slopes[2] * self._older(states, 3)
+            in_ratio = moved @ weighed
+            grads.dt -= in_ratio / place.before
+            grads.dt_before += in_ratio * place.dt / place.before**2
+        if len(params):
+            grads.params += self._in_params(arguments, place.dt * found)
+
+
+def solve(
+    solver: Solver,
+    residual: Callable[[Vector], Vector],
+    values: Callable[[Vector], Vector],
+    states: Vector,
+    place: Place,
+    part: float,
+) -> tuple[Vector, int]:
+    """Return a stage at a part of a step: by Newton's method, from where the last step leads."""
+    old = states[-1]
+    if len(states) > 1 and place.before is not None:
+        guess = old + (part * place.dt / place.before) * (old - states[-2])
+        try:
+            return solver.newton(residual, values, guess)
+        except NotSolved:
+            solver.forget()
+    return solver.newton(residual, values, old)
+
+
+def _sum(terms: Iterable[tuple[float, Vector]]) -> Any:
+    """Return a sum of multiples; 0 of none."""
+    return sum((factor * each for factor, each in terms), 0.0)
+
+
+def _matrix(pattern: Pattern, values: Vector) -> sp.csr_array:
+    return sp.csr_array((values, pattern.indices, pattern.indptr), pattern.shape)
