@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from functools import cached_property
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -24,53 +25,59 @@ _STEP = float(np.sqrt(np.finfo(np.float64).eps))
 _CLOSE = 1e-3
 
 
-class Coloured(NamedTuple):
+class Coloured:
     """The columns of a pattern in groups, no two of which have an entry in one row.
 
-    Attributes
+    Groups are found when they are asked for: derivatives that the user gives need none.
+
+    Parameters
     ----------
     pattern : Pattern
         The pattern.
-    colours : ndarray of int64, shape (cols,)
-        The group of each column.
-    groups : int
-        How many groups there are.
-    where : tuple of ndarray
-        For each entry its group and its row.
     """
 
-    pattern: Pattern
-    colours: NDArray[np.int64]
-    groups: int
-    where: tuple[NDArray[np.int64], NDArray[np.int64]]
+    def __init__(self, pattern: Pattern) -> None:
+        self.pattern = pattern
 
-    @classmethod
-    def of(cls, pattern: Pattern) -> Coloured:
-        """Colour the columns, the fullest first (Curtis, Powell and Reid, 1974)."""
-        rows, cols = rows_of(pattern), pattern.indices
-        matrix = sp.csc_array((np.ones(pattern.nnz, bool), (rows, cols)), pattern.shape)
-        colours = _colours(matrix, np.asarray(pattern.indptr), np.asarray(cols))
-        count = int(colours.max(initial=-1)) + 1
-        return cls(pattern, colours, count, (colours[cols], rows))
+    @cached_property
+    def colours(self) -> NDArray[np.int64]:
+        """The group of each column: the fullest comes first (Curtis, Powell and Reid, 1974)."""
+        return _colours(self.pattern)
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are."""
+        return int(self.colours.max(initial=-1)) + 1
+
+    @cached_property
+    def where(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each entry its group and its row."""
+        return self.colours[self.pattern.indices], rows_of(self.pattern)
+
+    def matrix(self, values: Vector) -> sp.csr_array:
+        """Return the matrix of the pattern with these values."""
+        pattern = self.pattern
+        return sp.csr_array((values, pattern.indices, pattern.indptr), pattern.shape)
 
 
-def _colours(
-    matrix: sp.csc_array, indptr: NDArray[Any], indices: NDArray[Any]
-) -> NDArray[np.int64]:
-    colours = np.full(matrix.shape[1], -1, np.int64)
-    counts = np.diff(matrix.indptr)
-    for column in np.argsort(-counts, kind="stable").tolist():
-        rows = matrix.indices[matrix.indptr[column] : matrix.indptr[column + 1]]
+def _colours(pattern: Pattern) -> NDArray[np.int64]:
+    indptr, indices = pattern.indptr.tolist(), pattern.indices.tolist()
+    columns = sp.csr_array(
+        (np.ones(pattern.nnz, bool), pattern.indices, pattern.indptr), pattern.shape
+    ).tocsc()
+    first, rows = columns.indptr.tolist(), columns.indices.tolist()
+    colours = [-1] * pattern.shape[1]
+    for column in np.argsort(-np.diff(columns.indptr), kind="stable").tolist():
         met = {
-            int(colours[other])
-            for row in rows.tolist()
-            for other in indices[indptr[row] : indptr[row + 1]].tolist()
+            colours[other]
+            for row in rows[first[column] : first[column + 1]]
+            for other in indices[indptr[row] : indptr[row + 1]]
         }
         colour = 0
         while colour in met:
             colour += 1
         colours[column] = colour
-    return colours
+    return np.array(colours, np.int64)
 
 
 class Source(Protocol):
@@ -138,7 +145,8 @@ class Differences:
         return found
 
     def _complex(self, arguments: Arguments, where: int, direction: Any) -> Vector:
-        moved = arguments[where] + (1j * _TINY) * direction
+        # A complex number of NumPy is compared by its real part, one of Python not at all.
+        moved = np.add(arguments[where], np.multiply(1j * _TINY, direction))
         found: Vector = np.asarray(self._function(*_with(arguments, where, moved))).imag / _TINY
         return found
 
@@ -252,7 +260,7 @@ def returned(name: str, found: Any, state: Vector) -> Vector:
             f"{name} returned {short(found)} of shape {array.shape} and dtype {array.dtype}; "
             f"expected {state.shape[0]} real numbers, as many as there are unknowns"
         )
-    return array if array.dtype == np.float64 else array.astype(np.float64)
+    return array.astype(np.float64)  # a copy: the function may return the same array each time
 
 
 def read_pattern(name: str, given: Any, shape: tuple[int, int] | None) -> Pattern:

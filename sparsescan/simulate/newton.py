@@ -11,12 +11,15 @@ import scipy.sparse as sp
 from .factors import Matrices, Solve, Vector
 
 # Iterations of a step, halvings of a correction, and refinements of a linear solve, at most.
-_MOST, _HALVINGS, _REFINED = 100, 12, 40
+_MOST, _HALVINGS, _REFINED = 100, 40, 40
 # Corrections may shrink by this factor from one to the next, with factors of other matrices; and
 # with those of the same state, before each iteration has its own.
 _SLOW, _OWN = 0.4, 0.1
 # The error that is left is to be this share of the tolerance.
 _MARGIN = 0.1
+# A guess is worth an iteration if its residual is smaller than this share of the right-hand side.
+_NEAR = 0.1
+_EPS = float(np.finfo(np.float64).eps)
 
 
 class Tolerance(NamedTuple):
@@ -53,6 +56,8 @@ class Solver:
         The matrices of all equations.
     tolerance : Tolerance
         How exact solutions are.
+    room : int
+        Bytes for factors of earlier steps, which serve on the way back.
 
     Attributes
     ----------
@@ -60,9 +65,9 @@ class Solver:
         How many there were.
     """
 
-    def __init__(self, matrices: Matrices, tolerance: Tolerance) -> None:
+    def __init__(self, matrices: Matrices, tolerance: Tolerance, room: int) -> None:
         self.matrices, self.factorisations = matrices, 0
-        self._tolerance = tolerance
+        self._tolerance, self._most = tolerance, max(1, room // max(matrices.nbytes, 1))
         self.forget()
 
     @property
@@ -73,17 +78,30 @@ class Solver:
     def forget(self) -> None:
         """Drop the factors, so that what comes does not depend on what was before."""
         self._solve: Solve | None = None
-        self._rate = np.inf  # at which corrections have shrunk
         self._best, self._wasted = np.inf, 0.0
+        self._past: dict[int, tuple[Vector, ...]] = {}
+        # Factors, and the steps that they were made in; the newest last.
+        self._kept: list[tuple[int, Solve]] = []
+        self._step = self._of = 0
+
+    def turn_to(self, step: int) -> None:
+        """Go on with another step, and with factors that were made closer to it."""
+        self._step = step
+        nearest = min(self._kept, key=lambda each: abs(each[0] - step), default=None)
+        if nearest is not None and abs(nearest[0] - step) < abs(self._of - step):
+            self._of, self._solve = nearest
+            self._best, self._wasted = np.inf, 0.0
 
     def _factorise(self, values: Vector) -> Solve:
         self.factorisations += 1
-        self._best, self._wasted, self._rate = np.inf, 0.0, np.inf
+        self._best, self._wasted = np.inf, 0.0
         self._solve = self.matrices.factorise(values)
         if self._solve is None:
             if np.isfinite(values).all():
                 raise NotSolved("the Jacobian is singular: its factorisation has a pivot of zero")
             raise NotSolved("the Jacobian has entries that are not finite")
+        self._of = self._step
+        self._kept = [*self._kept, (self._step, self._solve)][-self._most :]
         return self._solve
 
     def _count(self, iterations: int) -> None:
@@ -108,10 +126,11 @@ class Solver:
         guess : ndarray, shape (n,)
             Where iterations begin.
         """
-        state, is_own = guess, False
-        rest = residual(state)
-        before = np.inf
+        state, rest = guess, residual(guess)
+        norm, before = float(np.linalg.norm(rest)), np.inf
+        is_own, size = False, np.inf
         for iteration in range(1, _MOST + 1):
+            is_new = self._solve is None
             if self._solve is None:
                 self._factorise(values(state))
                 is_own, before = True, np.inf
@@ -119,86 +138,92 @@ class Solver:
             correction = self._solve(rest, False)
             new = state - correction
             size = self._tolerance.size(correction, new)
-            if not size < np.inf or size > 2 * before:
-                if not is_own:  # the factors are those of another state
-                    self._solve = None
-                    continue
-                new, size = self._shorter(residual, state, rest, correction)
-            if before < np.inf:
-                self._rate = size / before
-            rate = min(self._rate, 1.0)
-            state = new
-            is_known = self._rate < np.inf
-            if size == 0.0 or (is_known and rate < 1 and size * rate / (1 - rate) < _MARGIN):
+            rate = size / before
+            if size < _MARGIN or (0 < rate < 1 and size * rate / (1 - rate) < _MARGIN):
                 self._count(iteration)
-                return state, iteration
-            rest = residual(state)
-            if before < np.inf and rate > (_OWN if is_own else _SLOW):
+                return new, iteration
+            new_rest = residual(new)
+            new_norm = float(np.linalg.norm(new_rest))
+            is_worse = not size <= 2 * before or not new_norm < np.inf
+            if is_worse or (is_new and size > 1 and not new_norm < norm):
                 self._solve = None
-            before = size
+                if not is_own:  # the factors are those of another state
+                    continue
+                correction, new, new_rest, new_norm = _shorter(residual, state, norm, correction)
+                size = self._tolerance.size(correction, new)
+            elif before < np.inf and rate > (_OWN if is_own else _SLOW):
+                self._solve = None
+            state, rest, norm, before = new, new_rest, new_norm, size
         raise NotSolved(
             f"after {_MOST} iterations the correction is {size:.3g} times what the tolerances allow"
         )
 
-    def _shorter(
-        self,
-        residual: Callable[[Vector], Vector],
-        state: Vector,
-        rest: Vector,
-        correction: Vector,
-    ) -> tuple[Vector, float]:
-        """Return a state in the direction of a correction, in which the residual is smaller."""
-        size = np.linalg.norm(rest)
-        for k in range(_HALVINGS):
-            part = 0.5**k * correction
-            new = state - part
-            if np.linalg.norm(residual(new)) < size:
-                self._solve = None
-                return new, self._tolerance.size(part, new)
-        raise NotSolved(
-            f"Newton's direction does not lower the residual, whose norm is {size:.3g}: it is not "
-            "differentiable there, or its Jacobian is wrong"
-        )
-
-    def transposed(self, values: Vector, right: Vector) -> Vector:
+    def transposed(self, values: Vector, right: Vector, stage: int = 0) -> Vector:
         """Return ``A⁻ᵀ right``, for the matrix ``A`` with these values; a column for each.
 
-        It is refined with factors of a matrix that may be another one.
+        It is refined with factors of a matrix that may be another one, from where the solutions of
+        the last two calls for the same stage lead.
         """
         if not right.any():
             return np.zeros_like(right)
         adjoint = self.matrices.matrix(values).T
+        past = self._past.get(stage, ())
         if self._solve is None:
             self._factorise(values)
-        solution, iterations = self._refined(adjoint, right)
+        solution, iterations = self._refined(adjoint, right, past)
         if solution is None:
             self._factorise(values)
-            solution, iterations = self._refined(adjoint, right)
+            solution, iterations = self._refined(adjoint, right, ())
         if solution is None:
             if np.isfinite(right).all():
                 raise NotSolved("the Jacobian is singular to working precision")
             return np.full_like(right, np.nan)
+        self._past[stage] = solution, *past[:1]
         self._count(iterations)
         return solution
 
-    def _refined(self, adjoint: sp.csc_array, right: Vector) -> tuple[Vector | None, int]:
+    def _refined(
+        self, adjoint: sp.csc_array, right: Vector, past: tuple[Vector, ...]
+    ) -> tuple[Vector | None, int]:
         """Return a solution and how often it was refined; None if that does not converge."""
         assert self._solve is not None
-        solution = self._solve(right, True)
-        before = np.inf
+        solution, rest = np.zeros_like(right), right
+        if len(past) == 2 and past[0].shape == right.shape:
+            guess = 2 * past[0] - past[1]
+            left = right - adjoint @ guess
+            if np.linalg.norm(left) < _NEAR * np.linalg.norm(right):
+                solution, rest = guess, left
+        before, wanted = np.inf, 1e-3 * self._tolerance.rtol
         for iteration in range(1, _REFINED + 1):
-            correction = self._solve(right - adjoint @ solution, True)
+            correction = self._solve(rest, True)
             solution = solution + correction
             size = float(np.max(np.abs(correction)))
-            if not np.isfinite(size):
+            if not size < np.inf:
                 return None, iteration
-            scale = float(np.max(np.abs(solution)))
-            rate = size / before if before < np.inf else size / scale if scale else 0.0
-            if size <= 4 * np.finfo(float).eps * scale or (
-                rate < 1 and size * rate <= self._tolerance.rtol * 1e-3 * scale
-            ):
+            # Each column has a scale of its own, but all converge as the slowest does.
+            scale = float(np.min(np.max(np.abs(solution), axis=0)))
+            rate = size / before
+            if size <= 4 * _EPS * scale or (0 < rate < 1 and size * rate <= wanted * scale):
                 return solution, iteration
             if before < np.inf and rate > _SLOW:
-                return (solution, iteration) if size <= 1e-12 * scale else (None, iteration)
+                return (solution, iteration) if size <= wanted * scale else (None, iteration)
             before = size
+            rest = right - adjoint @ solution
         return None, _REFINED
+
+
+def _shorter(
+    residual: Callable[[Vector], Vector], state: Vector, norm: float, correction: Vector
+) -> tuple[Vector, Vector, Vector, float]:
+    """Return a part of a correction, the state behind it, the smaller residual, and its norm."""
+    for k in range(1, _HALVINGS + 1):
+        part = 0.5**k * correction
+        new = state - part
+        rest = residual(new)
+        size = float(np.linalg.norm(rest))
+        if size < norm:
+            return part, new, rest, size
+    raise NotSolved(
+        f"Newton's direction does not lower the residual, whose norm is {norm:.3g}: it is not "
+        "differentiable there, or its Jacobian is wrong"
+    )

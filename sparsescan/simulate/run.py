@@ -16,6 +16,9 @@ from .newton import NotSolved, Solver, Tolerance
 from .params import Params
 from .schemes import Grads, Place, Scheme
 
+# Bytes for factors beside the newest, without a memory limit.
+_ROOM = 1 << 28
+
 
 class Gradients(NamedTuple):
     """Gradients of losses in what a simulation was given.
@@ -70,39 +73,39 @@ class Run:
         self._n, self._count = len(u0), len(dt)
         self.times = t0 + np.concatenate([[0.0], np.cumsum(dt)])
         self.newton = np.zeros(len(dt), np.int64)
-        self._solver = Solver(Matrices(scheme.pattern), tolerance)
-        self._length = self._segment(memory_limit)
+        matrices = Matrices(scheme.pattern)
+        self._length, room = self._segment(memory_limit, matrices.nbytes)
+        self._solver = Solver(matrices, tolerance, room)
         rows = min(self._length, self._count)
         # The state before the first of a segment, and those of the segment.
         self._states = np.empty((rows + 2, self._n))
         self._inner = np.empty((rows, scheme.stages, self._n))
         # The first states of segments, each with the one before it.
         self._marks = np.empty((-(-self._count // self._length) if rows else 1, 2, self._n))
-        self._begin, self._done = 0, 0
+        self._begin, self._done, self._last = 0, 0, u0
         self._states[0] = self._states[1] = u0
         self._marks[0] = u0
 
-    def _segment(self, limit: int | None) -> int:
-        """Return the steps whose states are kept at a time."""
-        vector = 8 * self._n
-        each = (1 + self._scheme.stages) * vector
-        if limit is None or self._count == 0:
-            return max(self._count, 1)
-        # Beside these there are factors, values of a Jacobian or two, and a few vectors.
-        other = 12 * vector + self._solver.nbytes
-        if other + self._count * each + 4 * vector <= limit:
-            return self._count
-        for length in range(self._count - 1, 0, -1):
-            if other + length * each + 2 * vector * -(-self._count // length) <= limit:
-                return length
-        least = min(
-            other + length * each + 2 * vector * -(-self._count // length)
-            for length in range(1, self._count + 1)
-        )
-        raise MemoryLimitError(
-            f"{quantity(self._count, 'step')} of {quantity(self._n, 'unknown')} take at least "
-            f"{format_bytes(least)}, segment by segment; memory_limit is {format_bytes(limit)}"
-        )
+    def _segment(self, limit: int | None, factors: int) -> tuple[int, int]:
+        """Return the steps whose states are kept at a time, and bytes for more factors than one."""
+        vector, count = 8 * self._n, self._count
+        if limit is None or count == 0:
+            return max(count, 1), _ROOM
+
+        def needed(length: int) -> int:
+            # Beside these there are factors, values of a Jacobian or two, and a few vectors.
+            marks = 2 * vector * -(-count // length)
+            return factors + 14 * vector + length * (1 + self._scheme.stages) * vector + marks
+
+        lengths = sorted({count, *(-(-count // parts) for parts in range(1, count + 1))})
+        fitting = [length for length in lengths if needed(length) <= limit]
+        if not fitting:
+            raise MemoryLimitError(
+                f"{quantity(count, 'step')} of {quantity(self._n, 'unknown')} take at least "
+                f"{format_bytes(min(map(needed, lengths)))}, segment by segment; memory_limit is "
+                f"{format_bytes(limit)}"
+            )
+        return fitting[-1], limit - needed(fitting[-1])
 
     # -- Forward ----------------------------------------------------------------------------------
 
@@ -115,6 +118,7 @@ class Run:
             self._solver.forget()
         at = k - self._begin
         first = 1 if k == 0 else at
+        self._solver.turn_to(k)
         try:
             state, self.newton[k] = self._scheme.advance(
                 self._solver,
@@ -126,7 +130,8 @@ class Run:
         except NotSolved as error:
             raise NewtonError(self._message(k, error.why)) from None
         self._states[at + 2] = state
-        self._done = k + 1
+        if k == self._done:
+            self._done, self._last = k + 1, state
 
     def _message(self, k: int, why: str) -> str:
         return (
@@ -149,9 +154,13 @@ class Run:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Let whoever catches an exception find what has been computed before."""
+        """Let whoever catches an exception find what has been computed before.
+
+        States that Newton's method tries may be anywhere: NumPy does not warn of them.
+        """
         try:
-            yield
+            with np.errstate(all="ignore"):
+                yield
         except BaseException as error:
             error.run = self  # type: ignore[attr-defined]
             raise
@@ -173,7 +182,7 @@ class Run:
     @property
     def last(self) -> Vector:
         """The last state."""
-        return np.array(self._states[self._done - self._begin + 1])
+        return self._last.copy()
 
     @property
     def factorisations(self) -> int:
@@ -238,6 +247,7 @@ class Run:
                 later = grads.time.copy()
                 at = k - self._begin
                 first = 1 if k == 0 else at
+                self._solver.turn_to(k)
                 try:
                     self._scheme.pull_back(
                         self._solver,
@@ -264,12 +274,11 @@ class Run:
         number = k // self._length
         if number * self._length == self._begin:
             return
-        newton, done, self._begin = self.newton.copy(), self._done, number * self._length
+        self._begin = number * self._length
         self._states[:2] = self._marks[number]
         self._solver.forget()
-        for step in range(self._begin, min(self._begin + self._length, done)):
+        for step in range(self._begin, min(self._begin + self._length, self._done)):
             self._advance(step)
-        self.newton, self._done = newton, done
 
     def _read_grads(
         self, grad_states: Any, grad_last: Any

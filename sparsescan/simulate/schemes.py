@@ -102,12 +102,10 @@ class Residual:
 
     stages = 0
 
-    def __init__(
-        self, source: Source, pattern: Pattern, pattern_old: Pattern, in_params: InParams
-    ) -> None:
-        self.pattern = pattern
+    def __init__(self, source: Source, new: Coloured, old: Coloured, in_params: InParams) -> None:
+        self.pattern = new.pattern
         self._source, self._in_params = source, in_params
-        self._new, self._old = Coloured.of(pattern), Coloured.of(pattern_old)
+        self._new, self._old = new, old
 
     def advance(
         self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
@@ -136,7 +134,7 @@ class Residual:
         arguments = states[-1], states[-2], place.time + place.dt, place.dt, params
         found = solver.transposed(source.jacobian(arguments, 0, self._new), above)
         old = source.jacobian(arguments, 1, self._old)
-        grads.old -= _matrix(self._old.pattern, old).T @ found
+        grads.old -= self._old.matrix(old).T @ found
         if len(params):
             grads.params -= self._in_params(arguments, found)
         in_time = source.along(arguments, 2) @ found
@@ -148,10 +146,10 @@ class _Rated:
     """What steps of ``M u' = f(u, t, p)`` have in common."""
 
     def __init__(
-        self, source: Source, pattern: Pattern, mass: sp.csr_array | None, in_params: InParams
+        self, source: Source, coloured: Coloured, mass: sp.csr_array | None, in_params: InParams
     ) -> None:
         self._source, self._in_params = source, in_params
-        self._coloured, self._mass = Coloured.of(pattern), mass
+        self._coloured, self._mass, pattern = coloured, mass, coloured.pattern
         n = pattern.shape[0]
         own = sp.eye_array(n, format="csr") if mass is None else mass
         # The matrices M - a J have the entries of both.
@@ -181,7 +179,7 @@ class _Rated:
     def _below(self, arguments: Arguments, above: Vector) -> Vector:
         """Return ``Jᵀ above``."""
         values = self._source.jacobian(arguments, 0, self._coloured)
-        found: Vector = _matrix(self._coloured.pattern, values).T @ above
+        found: Vector = self._coloured.matrix(values).T @ above
         return found
 
 
@@ -250,7 +248,7 @@ class RungeKutta(_Rated):
             if later:
                 own = own + self._below(arguments, through)
             if a[i, i]:
-                found[i] = solver.transposed(self._values(arguments, 1.0, dt * a[i, i]), own)
+                found[i] = solver.transposed(self._values(arguments, 1.0, dt * a[i, i]), own, i)
                 grads.old += self._weighed(found[i], transposed=True)
                 through = through + dt * a[i, i] * found[i]
             else:
@@ -347,7 +345,3 @@ def solve(
 def _sum(terms: Iterable[tuple[float, Vector]]) -> Any:
     """Return a sum of multiples; 0 of none."""
     return sum((factor * each for factor, each in terms), 0.0)
-
-
-def _matrix(pattern: Pattern, values: Vector) -> sp.csr_array:
-    return sp.csr_array((values, pattern.indices, pattern.indptr), pattern.shape)

@@ -61,9 +61,18 @@ class _Given:
         function = self._functions.get(where)
         if function is None:
             return self._source.jacobian(arguments, where, coloured)
-        found = function(*arguments[:-1], self._structure(arguments[-1]))
+        found = function(*map(_read_only, arguments[:-1]), self._structure(arguments[-1]))
         name = "jacobian" if where == 0 else "jacobian_old"
         return _values(name, found, coloured.pattern)
+
+
+def _read_only(argument: Any) -> Any:
+    """Return what a function of the user may read: states are kept, and are not its own."""
+    if not isinstance(argument, np.ndarray):
+        return argument
+    view = argument.view()
+    view.flags.writeable = False
+    return view
 
 
 def _values(name: str, found: Any, pattern: Pattern) -> Vector:
@@ -120,6 +129,7 @@ class _Simulation:
         n = self.pattern.shape[0]
         if self.pattern.shape != (n, n) or n == 0:
             raise InputError(f"pattern has shape {self.pattern.shape}; expected a square one")
+        self._coloured = Coloured(self.pattern)
         self._function, self._jacobians, self._vjp = function, jacobians, vjp
         self._derivatives, self._param_patterns = derivatives, dict(param_patterns or {})
 
@@ -132,7 +142,7 @@ class _Simulation:
 
     def _source(self, params: Params) -> Source:
         def function(*arguments: Any) -> Any:
-            return self._function(*arguments[:-1], params.of(arguments[-1]))
+            return self._function(*map(_read_only, arguments[:-1]), params.of(arguments[-1]))
 
         source: Source
         if self._derivatives == "jax":
@@ -148,7 +158,7 @@ class _Simulation:
         if vjp is not None:
 
             def by_function(arguments: Arguments, above: Vector) -> Vector:
-                own = *arguments[:-1], params.of(arguments[-1])
+                own = *map(_read_only, arguments[:-1]), params.of(arguments[-1])
                 columns = [params.vector_of(vjp(each, *own), None) for each in above.T]
                 return np.stack(columns, 1)
 
@@ -162,11 +172,9 @@ class _Simulation:
         def by_columns(arguments: Arguments, above: Vector) -> Vector:
             nonlocal coloured
             if coloured is None:
-                coloured = Coloured.of(self._pattern_of_params(params))
-            pattern = coloured.pattern
+                coloured = Coloured(self._pattern_of_params(params))
             values = source.jacobian(arguments, len(arguments) - 1, coloured)
-            matrix = sp.csr_array((values, pattern.indices, pattern.indptr), pattern.shape)
-            found: Vector = matrix.T @ above
+            found: Vector = coloured.matrix(values).T @ above
             return found
 
         return by_columns
@@ -298,7 +306,7 @@ class _Simulation:
             _check_jacobian(source, arguments, where, coloured, name)
 
     def _matrices(self) -> list[tuple[int, Coloured, str]]:
-        return [(0, Coloured.of(self.pattern), "pattern")]
+        return [(0, self._coloured, "pattern")]
 
 
 def _check_jacobian(
@@ -316,7 +324,7 @@ def _check_jacobian(
         return difference
 
     values = source.jacobian(arguments, where, coloured)
-    matrix = sp.csr_array((values, pattern.indices, pattern.indptr), pattern.shape)
+    matrix = coloured.matrix(values)
     direction = np.random.default_rng(0).uniform(0.5, 1.0, len(x))
     expected, found = along(direction), matrix @ direction
     scale = float(np.max(np.abs(expected), initial=0.0)) or 1.0
@@ -455,18 +463,20 @@ class ImplicitSteps(_Simulation):
         super().__init__(
             residual, pattern, {0: jacobian, 1: jacobian_old}, vjp, derivatives, param_patterns
         )
-        self.pattern_old = self.pattern
+        self._coloured_old = self._coloured
         if pattern_old is not None:
-            self.pattern_old = read_pattern("pattern_old", pattern_old, self.pattern.shape)
+            own = read_pattern("pattern_old", pattern_old, self.pattern.shape)
+            self._coloured_old = Coloured(own)
+        self.pattern_old = self._coloured_old.pattern
 
     def _scheme(self, source: Source, in_params: Callable[[Arguments, Vector], Vector]) -> Scheme:
-        return Residual(source, self.pattern, self.pattern_old, in_params)
+        return Residual(source, self._coloured, self._coloured_old, in_params)
 
     def _arguments(self, u: Vector, time: float, dt: float) -> Arguments:
         return u, u, time + dt, dt
 
     def _matrices(self) -> list[tuple[int, Coloured, str]]:
-        return [*super()._matrices(), (1, Coloured.of(self.pattern_old), "pattern_old")]
+        return [*super()._matrices(), (1, self._coloured_old, "pattern_old")]
 
     def __repr__(self) -> str:
         return f"ImplicitSteps({self.pattern})"
@@ -575,7 +585,7 @@ class TimeSteps(_Simulation):
             )
 
     def _scheme(self, source: Source, in_params: Callable[[Arguments, Vector], Vector]) -> Scheme:
-        about = source, self.pattern, self._mass, in_params
+        about = source, self._coloured, self._mass, in_params
         if self.method == "bdf2":
             return BackwardDifferences(*about)
         return RungeKutta(TABLEAUS[self.method], *about)

@@ -1,0 +1,609 @@
+"""Simulations beside dense Newton steps of PyTorch, differentiated by autograd in float64."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling import times
+
+from sparsescan import GradientError, InputError, InputTypeError, MemoryLimitError, NewtonError
+from sparsescan.simulate import ImplicitSteps, TimeSteps
+from sparsescan.simulate.methods import METHODS, TABLEAUS
+
+torch = pytest.importorskip("torch")
+
+IMPLICIT = [name for name in METHODS if name == "bdf2" or TABLEAUS[name].is_implicit]
+
+
+class System:
+    """A random sparse nonlinear system ``f(u, t, p)``, for NumPy and for PyTorch.
+
+    Each unknown has a decay, and moves others by a sine, a square, or a product.
+    """
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.n = n = int(rng.integers(1, 14))
+        self.links = sp.random_array((n, n), density=rng.uniform(0, 0.5), rng=rng, format="csr")
+        self.links.data[:] = rng.standard_normal(self.links.nnz)
+        self.pattern = sp.csr_array(sp.eye_array(n) + abs(self.links)) != 0
+        self.weights = self.links.toarray()
+        self.params = {"decay": float(rng.uniform(0.5, 2.0)), "gain": rng.uniform(-1, 1, n)}
+        self.u0 = rng.standard_normal(n)
+
+    def __call__(self, u: Any, t: Any, p: Any) -> Any:
+        xp = torch if isinstance(u, torch.Tensor) else np
+        weights = torch.tensor(self.weights) if xp is torch else self.weights
+        moved = weights @ xp.sin(u) * p["gain"] + 0.1 * xp.cos(3 * t) * p["gain"] ** 2
+        return -p["decay"] * u + moved - 0.05 * u * u * u
+
+
+def torch_steps(
+    step: Callable[..., Any], states: list[Any], dt: Any, t0: float, params: Any
+) -> list[Any]:
+    """March by dense Newton steps; the last iteration has the derivatives of the solution.
+
+    `step` returns residuals of ``(u, states, t, dt, dt_before, params)``.
+    """
+    time = torch.tensor(t0, dtype=torch.float64)
+    for k in range(len(dt)):
+        before = dt[k - 1] if k else None
+
+        def residual(u: Any, time: Any = time, k: int = k, before: Any = before) -> Any:
+            return step(u, states, time, dt[k], before, params)
+
+        u = states[-1].detach()
+        for _ in range(30):
+            with torch.no_grad():
+                rest = residual(u)
+            jacobian = torch.autograd.functional.jacobian(residual, u)
+            moved = torch.linalg.solve(jacobian, rest)
+            u = u - moved
+            if moved.abs().max() < 1e-9:
+                break
+        states.append(u - torch.linalg.solve(jacobian.detach(), residual(u)))
+        time = time + dt[k]
+    return states
+
+
+def torch_method(f: Any, method: str, mass: Any) -> Callable[..., Any]:
+    """Return the residual of the whole step of a method."""
+    x = 1 - 0.5**0.5
+    mass = torch.eye(f.n, dtype=torch.float64) if mass is None else torch.tensor(mass)
+
+    def residual(u: Any, states: Any, t: Any, dt: Any, before: Any, p: Any) -> Any:
+        old = states[-1]
+        if method == "backward_euler" or (method == "bdf2" and before is None):
+            return mass @ (u - old) - dt * f(u, t + dt, p)
+        if method == "crank_nicolson":
+            return mass @ (u - old) - dt / 2 * (f(old, t, p) + f(u, t + dt, p))
+        assert method == "bdf2"
+        w = dt / before
+        past = (1 + w) * old - w**2 / (1 + w) * states[-2]
+        return mass @ ((1 + 2 * w) / (1 + w) * u - past) - dt * f(u, t + dt, p)
+
+    def stages(u: Any, states: Any, t: Any, dt: Any, before: Any, p: Any) -> Any:
+        # Two stages of SDIRK2, one after the other.
+        old = states[-1]
+
+        def first(v: Any) -> Any:
+            return mass @ (v - old) - dt * x * f(v, t + x * dt, p)
+
+        v = old.detach()
+        for _ in range(30):
+            with torch.no_grad():
+                rest = first(v)
+            jacobian = torch.autograd.functional.jacobian(first, v)
+            moved = torch.linalg.solve(jacobian, rest)
+            v = v - moved
+            if moved.abs().max() < 1e-9:
+                break
+        v = v - torch.linalg.solve(jacobian.detach(), first(v))
+        both = (1 - x) * f(v, t + x * dt, p) + x * f(u, t + dt, p)
+        return mass @ (u - old) - dt * both
+
+    return stages if method == "sdirk2" else residual
+
+
+def torch_grads(
+    step: Callable[..., Any], u0: Any, params: Any, dt: Any, t0: float, weights: Any
+) -> tuple[Any, ...]:
+    leaves = {
+        name: torch.tensor(each, dtype=torch.float64, requires_grad=True)
+        for name, each in params.items()
+    }
+    start = torch.tensor(u0, requires_grad=True)
+    lengths = torch.tensor(dt, requires_grad=True)
+    states = torch_steps(step, [start], list(lengths.unbind()), t0, leaves)
+    (torch.stack(states) * torch.tensor(weights)).sum().backward()
+    grads = {name: each.grad.numpy() for name, each in leaves.items()}
+    return torch.stack(states).detach().numpy(), start.grad.numpy(), grads, lengths.grad.numpy()
+
+
+def assert_close(found: Any, expected: Any, within: float = 1e-7) -> None:
+    scale = max(1.0, float(np.max(np.abs(expected), initial=0.0)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=within * scale)
+
+
+@settings(max_examples=times(12), deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["backward_euler", "crank_nicolson", "sdirk2", "bdf2"]),
+)
+def test_gradients_are_those_of_autograd(seed: int, method: str) -> None:
+    rng = np.random.default_rng(seed)
+    f = System(rng)
+    mass = None
+    if rng.random() < 0.5:
+        mass = np.eye(f.n) * rng.uniform(0.5, 2) + (abs(f.weights) > 0) * 0.1 / f.n
+    how = rng.choice(["complex", "forward", "default"])
+    steps = int(rng.integers(1, 9))
+    dt, t0 = rng.uniform(0.02, 0.2, steps), float(rng.uniform(-1, 1))
+    weights = rng.standard_normal((steps + 1, f.n))
+    weights[rng.random(steps + 1) < 0.3] = 0
+    derivatives = None if how == "default" else how
+    sim = TimeSteps(
+        f,
+        f.pattern,
+        method,
+        mass=None if mass is None else sp.csr_array(mass),
+        derivatives=derivatives,
+    )
+    run = sim.forward(f.u0, f.params, dt=dt, t0=t0, rtol=1e-11, atol=1e-13, check=True)
+    states, u0, params, in_dt = torch_grads(
+        torch_method(f, method, mass), f.u0, f.params, dt, t0, weights
+    )
+    within = 1e-6 if how == "forward" else 1e-8
+    assert_close(run.states, states, 1e-9)
+    grads = run.backward(weights)
+    assert_close(grads.u0, u0, within)
+    assert_close(grads.dt, in_dt, within)
+    for name, expected in params.items():
+        assert_close(grads.params[name], expected, within)
+
+
+@settings(max_examples=times(8), deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_residuals_of_ones_own(seed: int) -> None:
+    """Whatever the old state, the time and the length of a step do in them."""
+    rng = np.random.default_rng(seed)
+    f = System(rng)
+
+    def residual(u: Any, u_old: Any, t: Any, dt: Any, p: Any) -> Any:
+        return u - u_old + 0.1 * u_old * u - dt * f(u, t, p) - 0.3 * dt * dt * f(u_old, t - dt, p)
+
+    def step(u: Any, states: Any, t: Any, dt: Any, _: Any, p: Any) -> Any:
+        return residual(u, states[-1], t + dt, dt, p)
+
+    steps = int(rng.integers(1, 9))
+    dt, t0 = rng.uniform(0.02, 0.2, steps), float(rng.uniform(-1, 1))
+    weights = rng.standard_normal((steps + 1, f.n))
+    run = ImplicitSteps(residual, f.pattern).forward(
+        f.u0, f.params, dt=dt, t0=t0, rtol=1e-11, atol=1e-13, check=True
+    )
+    states, u0, params, in_dt = torch_grads(step, f.u0, f.params, dt, t0, weights)
+    assert_close(run.states, states, 1e-9)
+    grads = run.backward(weights)
+    assert_close(grads.u0, u0, 1e-8)
+    assert_close(grads.dt, in_dt, 1e-8)
+    for name, expected in params.items():
+        assert_close(grads.params[name], expected, 1e-8)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_taylor_remainders_shrink_with_the_square(method: str) -> None:
+    f = System(np.random.default_rng(5))
+    rng = np.random.default_rng()
+    sim = TimeSteps(f, f.pattern, method)
+    dt, weights = rng.uniform(0.02, 0.1, 7), rng.standard_normal((8, f.n))
+    directions = [rng.standard_normal(size) for size in (f.n, 1, f.n, 7)]
+
+    def run(step: float) -> Any:
+        u, decay, gain, lengths = (step * each for each in directions)
+        params = {"decay": f.params["decay"] + decay[0], "gain": f.params["gain"] + gain}
+        return sim.forward(f.u0 + u, params, dt=dt * (1 + lengths), rtol=1e-12, atol=1e-14)
+
+    def loss(step: float) -> float:
+        return float((run(step).states * weights).sum())
+
+    grads = run(0).backward(weights)
+    in_all = [grads.u0, [grads.params["decay"]], grads.params["gain"], grads.dt * dt]
+    slope = sum(np.dot(a, b) for a, b in zip(in_all, directions, strict=True))
+    steps = 1e-2 * 0.5 ** np.arange(4)
+    rests = [abs(loss(step) - loss(0) - step * slope) for step in steps]
+    rates = np.log2(np.divide(rests[:-1], rests[1:]))
+    assert rests[-1] < 1e-11 or np.all(np.abs(rates[-2:] - 2) < 0.3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_have_their_order(method: str) -> None:
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        return np.stack([-u[0] + u[1] ** 2, -2 * u[1] + np.cos(t)])
+
+    def last(steps: int) -> Any:
+        sim = TimeSteps(rate, np.ones((2, 2)), method)
+        return sim.forward([1.0, 0.5], steps=steps, dt=1 / steps, rtol=1e-13, atol=1e-14).last
+
+    from scipy.integrate import solve_ivp
+
+    exact = solve_ivp(lambda t, u: rate(u, t, None), (0, 1), [1.0, 0.5], rtol=1e-13, atol=1e-13)
+    counts = (10, 20, 40) if method == "rk4" else (20, 40, 80)
+    errors = [np.abs(last(steps) - exact.y[:, -1]).max() for steps in counts]
+    order = 2 if method == "bdf2" else TABLEAUS[method].order
+    assert np.log2(errors[1] / errors[2]) == pytest.approx(order, abs=0.25)
+
+
+def chain(n: int) -> tuple[Any, Any]:
+    second = sp.diags_array([1.0, -2.0, 1.0], offsets=[-1, 0, 1], shape=(n, n)).tocsr()
+    return second, lambda u, t, p: p[0] * (second @ u) + p[1] * u * (1 - u)
+
+
+@pytest.mark.parametrize("method", IMPLICIT)
+def test_algebraic_equations_hold(method: str) -> None:
+    """A singular mass matrix: the second unknown follows from the first."""
+    mass = sp.csr_array(np.diag([1.0, 0.0]))
+
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        return np.stack([-u[1], u[1] - p * u[0] ** 2])
+
+    sim = TimeSteps(rate, np.ones((2, 2)), method, mass=mass)
+
+    def run(p: float) -> Any:
+        return sim.forward([1.0, p], p, steps=20, dt=0.05, rtol=1e-12, atol=1e-13)
+
+    first = run(1.5)
+    assert_close(first.states[:, 1], 1.5 * first.states[:, 0] ** 2, 1e-10)
+    grads = first.backward(grad_last=[1.0, 0.0])
+    step = 1e-5
+    slope = (run(1.5 + step).last[0] - run(1.5 - step).last[0]) / (2 * step)
+    assert grads.params + grads.u0[1] == pytest.approx(slope, rel=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["tridiagonal", "banded", "dense", "sparse"])
+def test_all_ways_to_solve(kind: str) -> None:
+    rng = np.random.default_rng()
+    n = {"tridiagonal": 60, "banded": 200, "dense": 12, "sparse": 3600}[kind]
+    if kind == "tridiagonal":
+        matrix, _ = chain(n)
+    elif kind == "banded":
+        matrix = sp.diags_array([1.0, 1, -4, 1, 1], offsets=[-5, -1, 0, 1, 5], shape=(n, n)).tocsr()
+    elif kind == "dense":
+        matrix = sp.csr_array(rng.standard_normal((n, n)))
+    else:
+        line, _ = chain(60)
+        one = sp.eye_array(60)
+        matrix = sp.csr_array(sp.kron(line, one) + sp.kron(one, line))
+    sim = TimeSteps(lambda u, t, p: p * (matrix @ u) - u**3, matrix)
+    from sparsescan.symbolic.factorisation import factorisation_of
+
+    assert factorisation_of(sim.pattern).method == kind
+    u0 = rng.uniform(0, 1, n)
+    run = sim.forward(u0, 0.3, steps=6, dt=0.05, rtol=1e-11, atol=1e-13)
+
+    def jacobian(u: Any) -> Any:
+        return (sp.eye_array(n) - 0.05 * (0.3 * matrix - sp.diags_array(3 * u**2))).tocsc()
+
+    u = u0
+    for _ in range(6):
+        new = u
+        for _ in range(8):
+            rest = new - u - 0.05 * (0.3 * (matrix @ new) - new**3)
+            new = new - sp.linalg.spsolve(jacobian(new), rest)
+        u = new
+    assert_close(run.last, u, 1e-9)
+    above, in_params = rng.standard_normal(n), 0.0
+    expected = above
+    for state in run.states[:0:-1]:
+        expected = sp.linalg.spsolve(jacobian(state).T.tocsc(), expected)
+        in_params += 0.05 * (matrix @ state) @ expected
+    grads = run.backward(grad_last=above)
+    assert_close(grads.u0, expected, 1e-9)
+    assert_close(grads.params, in_params, 1e-9)
+
+
+def test_several_losses_are_one_call() -> None:
+    second, rate = chain(20)
+    rng = np.random.default_rng()
+    run = TimeSteps(rate, second, "crank_nicolson").forward(
+        rng.random(20), (0.2, 1.0), steps=9, dt=0.1
+    )
+    weights = rng.standard_normal((3, 10, 20))
+    last = rng.standard_normal((3, 20))
+    together = run.backward(weights, grad_last=last)
+    by_function = run.backward(lambda k: weights[:, k], grad_last=last)
+    for k in range(3):
+        one = run.backward(weights[k], grad_last=last[k])
+        for each in (together, by_function):
+            assert_close(each.u0[k], one.u0)
+            assert_close(each.dt[k], one.dt)
+            assert_close([each.params[0][k], each.params[1][k]], one.params)
+    only = run.backward(lambda k: last[0] if k == 9 else None)
+    assert_close(only.u0, run.backward(grad_last=last[0]).u0)
+
+
+@pytest.mark.parametrize("method", ["backward_euler", "sdirk3", "bdf2"])
+def test_segments_hold_a_memory_limit(method: str) -> None:
+    n, steps, limit = 100, 300, 100_000
+    second, rate = chain(n)
+    rng = np.random.default_rng()
+    u0, last = rng.random(n), rng.standard_normal(n)
+    sim = TimeSteps(
+        rate,
+        second,
+        method,
+        jacobian=lambda u, t, p: p[0] * second + sp.diags_array(p[1] * (1 - 2 * u)).tocsr(),
+    )
+    about: dict[str, Any] = {"steps": steps, "dt": 0.01, "rtol": 1e-10, "atol": 1e-12}
+    whole = sim.forward(u0, (0.2, 1.0), **about)
+    expected = whole.backward(grad_last=last)
+    sim.forward(u0, (0.2, 1.0), steps=2, dt=0.01).backward(grad_last=last)  # imports
+    tracemalloc.start()
+    run = sim.forward(u0, (0.2, 1.0), memory_limit=limit, **about)
+    grads = run.backward(grad_last=last)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # The times, lengths and gradients of steps are inputs and outputs.
+    assert peak < limit + 6 * 8 * steps + 60_000
+    assert run.states is None
+    assert whole.states is not None
+    assert "at a time" in repr(run)
+    assert_close(run.last, whole.last, 1e-9)
+    assert_close(grads.u0, expected.u0)
+    assert_close(grads.params, expected.params)
+    assert_close(grads.dt, expected.dt)
+    # Again, from the first segment, which is kept now.
+    again = run.backward(grad_last=last)
+    assert_close(again.u0, grads.u0)
+    with pytest.raises(MemoryLimitError, match="300 steps of 100 unknowns take at least"):
+        sim.forward(u0, (0.2, 1.0), memory_limit=10_000, **about)
+
+
+def test_a_step_without_a_solution_keeps_those_before() -> None:
+    sim = TimeSteps(lambda u, t, p: np.where(t > 0.45, np.nan, -u), np.eye(2))
+    with pytest.raises(NewtonError, match=r"step 4 has no solution.*t=0\.4 with dt=0\.1") as caught:
+        sim.forward([1.0, 2.0], steps=10, dt=0.1)
+    run = caught.value.run
+    assert run.steps == 4
+    assert run.states.shape == (5, 2)
+    assert_close(run.last, np.array([1.0, 2.0]) / 1.1**4)
+    assert_close(run.backward(grad_last=[1.0, 0.0]).u0, [1.1**-4, 0])
+
+
+@pytest.mark.parametrize(
+    ("rate", "why"),
+    [
+        (lambda u, t, p: u * u + 1e3, "Newton's direction|iterations"),
+        (lambda u, t, p: 10 * u, "singular"),
+        (lambda u, t, p: np.full(2, np.inf), "not finite|Newton's direction"),
+    ],
+)
+def test_newton_at_its_end_says_why(rate: Any, why: str) -> None:
+    with pytest.raises(NewtonError, match=why):
+        TimeSteps(rate, np.eye(2)).forward([1.0, 2.0], steps=3, dt=0.1)
+
+
+def test_newton_finds_what_is_far() -> None:
+    """Where full steps overshoot, they are halved."""
+    sim = ImplicitSteps(lambda u, u_old, t, dt, p: np.arctan(u - p), np.eye(2))
+    assert_close(sim.forward([20.0, -30.0], 1.0, steps=1, dt=1.0).last, [1.0, 1.0])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_an_interrupt_keeps_what_is_there() -> None:
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        if t > 0.45:
+            os.kill(os.getpid(), signal.SIGINT)
+        return -u
+
+    assert threading.current_thread() is threading.main_thread()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        TimeSteps(rate, np.eye(1)).forward([1.0], steps=10**6, dt=0.1)
+    run: Any = caught.value.run  # type: ignore[attr-defined]
+    assert run.steps == 4
+    assert_close(run.last, [1.1**-4])
+
+
+def test_a_pattern_that_lacks_an_entry_is_named() -> None:
+    rng = np.random.default_rng()
+    n = int(rng.integers(3, 30))
+    row, column = (int(each) for each in rng.choice(n, 2, replace=False))
+
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        moved = -u
+        moved[row] += 2 * u[column]
+        return moved
+
+    sim = TimeSteps(rate, np.eye(n))
+    with pytest.raises(GradientError, match=f"equation {row} depends on unknown {column}"):
+        sim.forward(rng.random(n), steps=1, dt=0.1, check=True)
+    full = np.eye(n)
+    full[row, column] = 1
+    TimeSteps(rate, full).forward(rng.random(n), steps=1, dt=0.1, check=True)
+    wrong = TimeSteps(lambda u, t, p: -u, np.eye(n), jacobian=lambda u, t, p: np.full(n, -2.0))
+    with pytest.raises(GradientError, match="pattern is wrong in row 0"):
+        wrong.forward(rng.random(n), steps=1, dt=0.1, check=True)
+
+
+def test_functions_that_complex_steps_mislead_are_differenced() -> None:
+    """``abs`` of a complex number has no derivative in the sense that is meant."""
+    sim = TimeSteps(lambda u, t, p: -p * abs(u) * u, np.eye(2))
+
+    def run(p: float) -> Any:
+        return sim.forward([1.0, -2.0], p, steps=5, dt=0.1, rtol=1e-12, atol=1e-13)
+
+    step = 1e-5
+    slope = (run(1 + step).last - run(1 - step).last).sum() / (2 * step)
+    assert run(1.0).backward(grad_last=[1.0, 1.0]).params == pytest.approx(slope, rel=1e-6)
+
+
+def test_fields_of_parameters_have_patterns_or_functions() -> None:
+    rng = np.random.default_rng()
+    n = 500
+    second, _ = chain(n)
+    field, u0, last = rng.uniform(0.5, 1, n), rng.random(n), rng.standard_normal(n)
+
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        return p["field"] * (second @ u)
+
+    params = {"field": field}
+    with pytest.raises(InputError, match="500 numbers without a pattern"):
+        TimeSteps(rate, second).forward(u0, params, steps=3, dt=0.1).backward(grad_last=last)
+    coloured = TimeSteps(rate, second, param_patterns={"field": sp.eye_array(n)})
+    given = TimeSteps(rate, second, vjp=lambda above, u, t, p: {"field": above * (second @ u)})
+    found = [
+        sim.forward(u0, params, steps=3, dt=0.1).backward(grad_last=last).params["field"]
+        for sim in (coloured, given)
+    ]
+    assert_close(found[0], found[1], 1e-10)
+    state, expected = u0, np.zeros(n)
+    matrix = np.eye(n) - 0.1 * field[:, None] * second.toarray()
+    states = [state := np.linalg.solve(matrix, state) for _ in range(3)]
+    above = last
+    for state in reversed(states):
+        above = np.linalg.solve(matrix.T, above)
+        expected += 0.1 * above * (second @ state)
+    assert_close(found[0], expected, 1e-7)
+
+
+def test_what_is_given_stays_as_it_is() -> None:
+    second, rate = chain(10)
+    u0, p, dt = np.linspace(0, 1, 10), np.array([0.2, 1.0]), np.full(4, 0.1)
+    kept = [each.copy() for each in (u0, p, dt, second.data)]
+    run = TimeSteps(rate, second).forward(u0, p, dt=dt)
+    p[:], dt[:], u0[:] = 7, 7, 7
+    before = run.backward(grad_last=np.ones(10))
+    second.data[:] = kept[3]
+    u0[:], p[:], dt[:] = kept[:3]
+    after = TimeSteps(rate, second).forward(u0, p, dt=dt).backward(grad_last=np.ones(10))
+    assert np.array_equal(before.u0, after.u0)
+    assert np.array_equal(before.params, after.params)
+    assert isinstance(run.states, np.ndarray)
+    assert not run.states.flags.writeable
+
+    def writes(u: Any, t: Any, p: Any) -> Any:
+        u *= 0
+        return u
+
+    with pytest.raises(ValueError, match="read-only"):
+        TimeSteps(writes, second).forward(u0, p, dt=dt)
+
+
+def test_a_function_may_return_one_array_each_time() -> None:
+    second, _ = chain(10)
+    room = np.empty(10)
+
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        np.subtract(p * (second @ u), u * u, out=room)
+        return room
+
+    u0 = np.linspace(0, 1, 10)
+    for how in ("forward", None):
+        run = TimeSteps(rate, second, derivatives=how).forward(u0, 0.2, steps=4, dt=0.1)
+        plain = TimeSteps(lambda u, t, p: p * (second @ u) - u * u, second)
+        expected = plain.forward(u0, 0.2, steps=4, dt=0.1)
+        assert_close(run.backward(grad_last=u0).u0, expected.backward(grad_last=u0).u0)
+
+
+GOOD: dict[str, Any] = {"u0": [1.0, 2.0], "steps": 3, "dt": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"u0": [1.0]}, r"u0 has shape \(1,\).*expected 2 real numbers"),
+        ({"u0": [1j, 1]}, "u0 has shape.*complex128"),
+        ({"steps": None}, "steps is None"),
+        ({"steps": -1}, "steps is -1"),
+        ({"dt": [0.1, 0.1]}, "dt has 2 lengths; expected 3"),
+        ({"dt": 0.0}, "dt is 0.0 in step 0; expected positive"),
+        ({"dt": [0.1, -1.0, 0.1]}, "dt is -1.0 in step 1"),
+        ({"dt": "fast"}, "dt is 'fast'"),
+        ({"rtol": 0.0}, "rtol is 0.0"),
+        ({"atol": np.nan}, "atol is nan"),
+        ({"memory_limit": -1}, "memory_limit is -1"),
+        ({"params": {"a": "x"}}, r"params\['a'\] has dtype"),
+    ],
+)
+def test_bad_arguments_are_named(changed: dict[str, Any], message: str) -> None:
+    sim = TimeSteps(lambda u, t, p: -u, np.eye(2))
+    with pytest.raises((InputError, InputTypeError), match=message):
+        sim.forward(**(GOOD | changed))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TimeSteps(3, np.eye(2)), "rate is 3; expected a function"),
+        (lambda: TimeSteps(abs, np.ones((2, 3))), r"pattern has shape \(2, 3\)"),
+        (lambda: TimeSteps(abs, "all"), "pattern is 'all'"),
+        (lambda: TimeSteps(abs, np.eye(2), "leapfrog"), "method is 'leapfrog'.*backward_euler"),
+        (
+            lambda: TimeSteps(abs, np.eye(2), "rk4", mass=np.eye(2)),
+            "mass is given for method 'rk4'",
+        ),
+        (lambda: TimeSteps(abs, np.eye(2), mass=np.eye(3)), r"mass has shape \(3, 3\)"),
+        (lambda: TimeSteps(abs, np.eye(2), derivatives="exact"), "derivatives is 'exact'"),
+        (lambda: TimeSteps(abs, np.eye(2), vjp=1), "vjp is 1; expected a function"),
+        (lambda: ImplicitSteps(abs, np.eye(2), np.eye(3)), r"pattern_old has shape \(3, 3\)"),
+    ],
+)
+def test_bad_simulations_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((InputError, InputTypeError), match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda u, t, p: u[:1], r"rate returned .* of shape \(1,\).*expected 2 real numbers"),
+        (lambda u, t, p: u + 1j, "rate returned .*complex128"),
+        (lambda u, t, p: None, "rate returned None"),
+    ],
+)
+def test_bad_results_are_named(function: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        TimeSteps(function, np.eye(2)).forward([1.0, 2.0], steps=3, dt=0.1)
+    bad = TimeSteps(lambda u, t, p: -u, np.eye(2), jacobian=lambda u, t, p: np.ones((2, 2)))
+    with pytest.raises(InputError, match=r"jacobian returned .*expected 2 values in the order"):
+        bad.forward([1.0, 2.0], steps=3, dt=0.1)
+    other = TimeSteps(
+        lambda u, t, p: -u, np.eye(2), jacobian=lambda *_: sp.csr_array(np.ones((2, 2)))
+    )
+    with pytest.raises(InputError, match=r"jacobian returned a matrix .* with 4 entries"):
+        other.forward([1.0, 2.0], steps=3, dt=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "grad_states and grad_last are None"),
+        ({"grad_states": np.ones((3, 2))}, r"grad_states has shape \(3, 2\); expected \(4, 2\)"),
+        ({"grad_last": np.ones(3)}, r"grad_last has shape \(3,\); expected \(2,\)"),
+        ({"grad_last": [1j, 0]}, "grad_last is"),
+        ({"grad_states": np.ones((2, 4, 2)), "grad_last": np.ones(2)}, "one number of losses"),
+        ({"grad_states": lambda k: np.ones((k, 2))}, r"grad_states\(2\) has shape \(2, 2\)"),
+    ],
+)
+def test_bad_gradients_are_named(given: dict[str, Any], message: str) -> None:
+    run = TimeSteps(lambda u, t, p: -u, np.eye(2)).forward([1.0, 2.0], steps=3, dt=0.1)
+    with pytest.raises((InputError, InputTypeError), match=message):
+        run.backward(**given)
+
+
+def test_no_steps_are_the_identity() -> None:
+    run = TimeSteps(lambda u, t, p: -u, np.eye(2)).forward([1.0, 2.0], steps=0, dt=0.1)
+    assert run.states is not None
+    assert run.states.tolist() == [[1, 2]]
+    grads = run.backward(grad_last=[3.0, 4.0])
+    assert grads.u0.tolist() == [3, 4]
+    assert grads.dt == 0
+    assert grads.params is None
