@@ -125,7 +125,10 @@ html_theme_options = {
 }
 MODULES = (
     "sparsescan",
-    *(f"sparsescan.{room}" for room in ("recurrent", "recurrent.catalogue", "jacobians")),
+    *(
+        f"sparsescan.{room}"
+        for room in ("recurrent", "recurrent.catalogue", "jacobians", "simulate")
+    ),
     *(f"sparsescan.{room}" for room in ("torch", "jax", "parallel", "strategies")),
 )
 # Pages that have none below them.

@@ -14,6 +14,7 @@ import sparsescan
 import sparsescan.jacobians
 import sparsescan.recurrent
 import sparsescan.recurrent.catalogue
+import sparsescan.simulate
 import sparsescan.strategies
 from sparsescan import errors
 
@@ -79,6 +80,7 @@ def test_links_lead_to_files_and_headings(path: Path) -> None:
         (sparsescan.jacobians, ["jacobians"]),
         (sparsescan.recurrent, ["recurrent"]),
         (sparsescan.recurrent.catalogue, ["recurrent"]),
+        (sparsescan.simulate, ["simulate"]),
         (sparsescan.parallel, ["parallel", "errors"]),
         (sparsescan.strategies, ["strategies"]),
     ],

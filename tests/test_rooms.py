@@ -32,6 +32,7 @@ ROOMS = (
     "parameters",
     "recurrent",
     "jacobians",
+    "simulate",
     "torch",
     "jax",
     "parallel",

@@ -41,6 +41,11 @@ class Params:
         self._ends = np.cumsum([0, *(each.size for each in arrays)]).tolist()
         self.vector = np.concatenate([each.reshape(-1) for each in arrays] or [np.empty(0)])
 
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """What :meth:`of` depends on."""
+        return self._kind, tuple(self._names), tuple(self._shapes), tuple(self._is_number)
+
     def _title(self, name: Any) -> str:
         return "params" if name == "" else f"params[{name!r}]"
 

@@ -130,6 +130,7 @@ class _Simulation:
         if self.pattern.shape != (n, n) or n == 0:
             raise InputError(f"pattern has shape {self.pattern.shape}; expected a square one")
         self._coloured = Coloured(self.pattern)
+        self._sources: dict[Any, Source] = {}
         self._function, self._jacobians, self._vjp = function, jacobians, vjp
         self._derivatives, self._param_patterns = derivatives, dict(param_patterns or {})
 
@@ -141,6 +142,14 @@ class _Simulation:
         raise NotImplementedError
 
     def _source(self, params: Params) -> Source:
+        """Return where derivatives come from: for parameters of one structure one that is kept.
+
+        It has compiled what it needs, and knows which arguments have complex steps.
+        """
+        known = self._sources.get(params.structure)
+        if known is not None:
+            return known
+
         def function(*arguments: Any) -> Any:
             return self._function(*map(_read_only, arguments[:-1]), params.of(arguments[-1]))
 
@@ -150,7 +159,8 @@ class _Simulation:
         else:
             source = Differences(function, self._name, self._derivatives)
         given = {where: each for where, each in self._jacobians.items() if each is not None}
-        return _Given(source, given, params.of) if given else source
+        source = _Given(source, given, params.of) if given else source
+        return self._sources.setdefault(params.structure, source)
 
     def _in_params(self, source: Source, params: Params) -> Callable[[Arguments, Vector], Vector]:
         """Return a function of arguments and columns λ that returns ``(∂f/∂p)ᵀ λ``."""

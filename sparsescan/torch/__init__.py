@@ -12,6 +12,7 @@ from .filters import lfilter, sosfilt
 from .recurrent import GRU, LSTM, RNN
 from .selective import selective_scan
 from .sequential import Sequential
+from .simulation import simulate
 
 __all__ = [
     "GRU",
@@ -26,5 +27,6 @@ __all__ = [
     "lfilter",
     "module",
     "selective_scan",
+    "simulate",
     "sosfilt",
 ]

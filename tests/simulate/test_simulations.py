@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -443,6 +444,47 @@ def test_functions_that_complex_steps_mislead_are_differenced() -> None:
     step = 1e-5
     slope = (run(1 + step).last - run(1 - step).last).sum() / (2 * step)
     assert run(1.0).backward(grad_last=[1.0, 1.0]).params == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["sdirk2", "bdf2", "rk4"])
+def test_functions_of_jax_and_of_numba(method: str) -> None:
+    jax = pytest.importorskip("jax")
+    rng = np.random.default_rng()
+    n = 12
+    second, _ = chain(n)
+    matrix = second.toarray()
+
+    def in_jax(u: Any, t: Any, p: Any) -> Any:
+        assert u.dtype == np.float64
+        moved = p["d"] * (jax.numpy.asarray(matrix) @ u)
+        return moved - u**3 + jax.numpy.sin(3 * t) * p["f"]
+
+    @numba.njit
+    def in_numba(u: Any, t: Any, p: Any) -> Any:
+        found = p[1:] * np.sin(3 * t) - u**3
+        for i in range(len(u)):
+            for k in range(max(i - 1, 0), min(i + 2, len(u))):
+                found[i] += p[0] * (-2 if i == k else 1) * u[k]
+        return found
+
+    def plain(u: Any, t: Any, p: Any) -> Any:
+        return p["d"] * (second @ u) - u**3 + np.sin(3 * t) * p["f"]
+
+    d, f = 0.3, rng.standard_normal(n)
+    u0, weights = rng.random(n), rng.standard_normal((8, n))
+    found = []
+    for function, how in ((plain, None), (in_jax, "jax"), (in_numba, None)):
+        sim = TimeSteps(function, second, method, derivatives=how)  # type: ignore[arg-type]
+        params = np.array([d, *f]) if function is in_numba else {"d": d, "f": f}
+        run = sim.forward(u0, params, steps=7, dt=0.05, rtol=1e-11, atol=1e-12)
+        grads = run.backward(weights)
+        own = grads.params
+        own = own if function is in_numba else np.array([own["d"], *own["f"]])
+        found.append([*grads.u0, *own, grads.dt])
+    assert_close(found[1], found[0], 1e-9)
+    assert_close(found[2], found[0], 1e-7)
+    # Whoever calls it has the precision of JAX that was there before.
+    assert jax.numpy.ones(1).dtype == np.float32
 
 
 def test_fields_of_parameters_have_patterns_or_functions() -> None:

@@ -1,0 +1,131 @@
+"""Simulations as functions of PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..errors import DeviceError, InputTypeError, short
+from ..simulate import ImplicitSteps, Run, TimeSteps
+
+
+def simulate(
+    sim: ImplicitSteps | TimeSteps,
+    u0: Tensor,
+    params: Any = None,
+    *,
+    steps: int | None = None,
+    dt: float | Tensor,
+    last: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Return the states of a simulation, differentiable in the initial state, parameters and steps.
+
+    As :meth:`sparsescan.simulate.TimeSteps.forward`, for tensors of PyTorch in host memory. The
+    function of the simulation stays one of NumPy or of JAX. States are computed in float64.
+
+    Parameters
+    ----------
+    sim : ImplicitSteps or TimeSteps
+        The simulation.
+    u0 : Tensor, shape (n,)
+        The initial state.
+    params : Tensor, float, dict, tuple or None
+        Parameters; those in a dict or a tuple are tensors or numbers.
+    steps : int, optional
+        How many steps; by default as many as `dt` has lengths.
+    dt : float or Tensor, shape () or (steps,)
+        The length of all steps, or of each.
+    last : bool, default False
+        Whether to return the last state alone, which `memory_limit` asks for.
+    **options
+        As those of ``sim.forward``.
+
+    Returns
+    -------
+    Tensor, shape (steps + 1, n) or (n,)
+        The states, the initial one first; or the last one. It has the dtype of `u0`.
+
+    Raises
+    ------
+    InputTypeError, DeviceError
+        If `u0` is no tensor of real numbers in host memory.
+    InputError, NewtonError, MemoryLimitError
+        As ``sim.forward``.
+
+    Examples
+    --------
+    >>> import numpy as np, torch
+    >>> from sparsescan.simulate import TimeSteps
+    >>> from sparsescan.torch import simulate
+    >>> sim = TimeSteps(lambda u, t, p: -p * u, np.eye(2))
+    >>> decay = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    >>> u = simulate(sim, torch.ones(2), decay, steps=10, dt=0.1)
+    >>> u[-1].sum().backward()
+    >>> bool(torch.isclose(decay.grad, torch.tensor(-2 * 1.05**-11, dtype=torch.float64)))
+    True
+    """
+    if not isinstance(sim, ImplicitSteps | TimeSteps):
+        raise InputTypeError(f"sim is {short(sim)}; expected ImplicitSteps or TimeSteps")
+    if not isinstance(u0, Tensor):
+        raise InputTypeError(f"u0 is {short(u0)}; expected a tensor")
+    leaves = {"u0": u0, "dt": dt}
+    if isinstance(params, dict):
+        leaves |= {f"params[{name!r}]": each for name, each in params.items()}
+    elif isinstance(params, tuple):
+        leaves |= {f"params[{k}]": each for k, each in enumerate(params)}
+    else:
+        leaves |= {"params": params}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
+            raise DeviceError(f"{name} is on {leaf.device}; expected a tensor on the CPU")
+    states: Tensor = _Simulate.apply(sim, params, steps, last, options, *leaves.values())
+    return states
+
+
+def _array(leaf: Any) -> Any:
+    """Return a leaf for the simulation: an array of a tensor, a number as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    array = leaf.detach().numpy()
+    return array if array.ndim else array[()]
+
+
+class _Simulate(torch.autograd.Function):
+    """A simulation, and its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sim: Any, params: Any, steps: Any, last: bool, options: Any, *leaves: Any
+    ) -> Tensor:
+        u0, dt, *own = map(_array, leaves)
+        if isinstance(params, dict):
+            given: Any = dict(zip(params, own, strict=True))
+        else:
+            given = tuple(own) if isinstance(params, tuple) else own[0]
+        run: Run = sim.forward(u0, given, steps=steps, dt=dt, **options)
+        ctx.run, ctx.last, ctx.leaves = run, last, leaves
+        found = run.last if last else run.states
+        if found is None:
+            raise InputTypeError("last is False; expected True: memory_limit keeps no other state")
+        return torch.from_numpy(np.array(found)).to(leaves[0].dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, above: Tensor) -> Any:
+        numbers = above.detach().numpy()
+        grads = ctx.run.backward(**{"grad_last" if ctx.last else "grad_states": numbers})
+        own = grads.params
+        own = list(own.values()) if isinstance(own, dict) else own
+        own = own if isinstance(own, list | tuple) else [own]
+        found = [
+            torch.as_tensor(np.asarray(grad)).to(leaf.dtype).reshape(leaf.shape)
+            if isinstance(leaf, Tensor)
+            else None
+            for leaf, grad in zip(ctx.leaves, [grads.u0, grads.dt, *own], strict=True)
+        ]
+        return None, None, None, None, None, *found
