@@ -55,7 +55,7 @@ def run_differentiable(
     """Return the outputs and the last states of a network, which transforms take apart.
 
     Layers run by kernels; by PyTorch's own operations with other dtypes, on other devices, while
-    calls are traced, and in forward mode of forward mode.
+    calls are traced, in forward mode of forward mode, and if outputs are all states.
 
     Parameters
     ----------
@@ -76,7 +76,8 @@ def run_differentiable(
     """
     given = (x, state, *weights)
     if (
-        is_eager(*given, lengths, resets)
+        not shape.return_states
+        and is_eager(*given, lengths, resets)
         and x.numel() > 0
         and all(each.is_cpu and each.dtype is x.dtype for each in given)
         and x.dtype in _DTYPES
@@ -89,7 +90,7 @@ def run_differentiable(
     rows = range(0, len(weights), len(names))
     cells = [dict(zip(names, weights[k : k + len(names)], strict=True)) for k in rows]
     about = shape.program, cells, shape.directions, x, state, lengths, dropout, resets
-    return run_plain(kind.cell, *about)
+    return run_plain(kind.cell, *about, return_states=shape.return_states)
 
 
 def _run_layers(
