@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from fresh_python import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from network_oracle import autograd_of
@@ -145,3 +147,41 @@ def test_cells_of_one_state_have_no_others() -> None:
     net, x = GRU(2, 3), np.ones((4, 2, 2))
     first, second = (net.training_step(return_states=each) for each in (False, True))
     np.testing.assert_array_equal(first.forward(x)[0], second.forward(x)[0])
+
+
+# -- The memory of a process -----------------------------------------------------------------------
+
+
+def test_a_process_stays_within_its_limits(tmp_path: Path) -> None:
+    """In a new one: 400,000 steps add what the limit says, and inputs, outputs and gradients."""
+    code = """
+        from pathlib import Path
+
+        import numpy as np
+
+        from sparsescan.recurrent import GRU
+
+
+        def memory(name):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            (line,) = (each for each in lines if each.startswith(name))
+            return 1024 * int(line.split()[1])
+
+
+        net, x = GRU(4, 32, rng=0), np.zeros((400_000, 1, 4), np.float32)
+        for options in ({"memory_limit": 80 << 20}, {"memory_limit": 30 << 20, "truncate": 500}):
+            step = net.training_step(**options)
+            step.forward(x[:2_000])
+            step.backward()
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+            before = memory("VmRSS")
+            output, _ = step.forward(x)
+            grads = step.backward(output)
+            assert step.nbytes <= options["memory_limit"]
+            print(memory("VmHWM") - before - output.nbytes - grads.input.nbytes)
+            del step, output, grads
+    """
+    whole, cut = map(int, run_python(code, tmp_path).split())
+    slack = 8 << 20
+    assert whole < (80 << 20) + slack
+    assert cut < (30 << 20) + slack

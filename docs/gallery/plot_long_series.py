@@ -1,0 +1,146 @@
+"""
+A series of two million steps
+=============================
+
+Training on one long series takes memory for every step. ``memory_limit`` bounds it: what a backward
+pass needs and does not fit is computed again, and gradients are the same. ``truncate`` lets
+gradients flow at most to the segment before, for which hardly anything is kept, and gives up what
+lies further back.
+"""
+
+import gc
+import time
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+from sparsescan.torch import GRU
+
+# %%
+# The series
+# ----------
+# Now and then there is a cue, which is 1 or -1, and 40 steps later it is asked for. The answer
+# depends on nothing nearer.
+
+DELAY, PERIOD, HIDDEN = 40, 100, 32
+rng = np.random.default_rng(0)
+
+
+def series(steps):
+    """Return inputs of shape (T, 1, 2), the steps at which it is asked, and the answers."""
+    x, asked = torch.zeros(steps, 1, 2), torch.arange(DELAY, steps, PERIOD)
+    cues = torch.tensor(rng.choice([-1.0, 1.0], len(asked)), dtype=torch.float32)
+    x[asked - DELAY, 0, 0], x[asked, 0, 1] = cues, 1
+    return x, asked, (cues > 0).float()
+
+
+class Answers(torch.nn.Module):
+    """A GRU that begins with long memory, and the logits of its answers."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.gru, self.head = GRU(2, HIDDEN, **options), torch.nn.Linear(HIDDEN, 1)
+        with torch.no_grad():
+            self.gru.bias_hh_l0[HIDDEN : 2 * HIDDEN] = 3  # gates that keep 95% of a state
+
+    def forward(self, x, asked):
+        """Return a logit for each step at which it is asked."""
+        return self.head(self.gru(x)[0][asked, 0])[:, 0]
+
+
+def train(model, given, count, rate=1e-2):
+    """Return the share of right answers in each step of training."""
+    x, asked, answers = given
+    optimiser, shares = torch.optim.Adam(model.parameters(), rate), []
+    for _ in range(count):
+        logits = model(x, asked)
+        optimiser.zero_grad()
+        torch.nn.functional.binary_cross_entropy_with_logits(logits, answers).backward()
+        optimiser.step()
+        shares.append(((logits > 0) == (answers > 0)).float().mean().item())
+    return shares
+
+
+# %%
+# Two million steps
+# -----------------
+# A step of training computes 2,000,000 outputs and gradients in all of these, which take 512 MB.
+# Beside them, by default, the states and gates of all steps are kept; within a limit only the
+# states, and as many gates as fit; and with truncated gradients the inputs, and the state before
+# each segment.
+
+STATUS = Path("/proc/self/status")
+
+
+def memory(name):
+    """Return MB that this process has, ``VmRSS``, or has had at most, ``VmHWM``."""
+    (line,) = (each for each in STATUS.read_text().splitlines() if each.startswith(name))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def measure(**options):
+    """Return the seconds that a step of training takes, and the MB that it adds at most."""
+    torch.manual_seed(0)
+    model = Answers(**options)
+    train(model, [each[:1000] if each.ndim == 3 else each[:5] for each in long], 1)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before, start = memory("VmRSS"), time.perf_counter()
+    train(model, long, 2)
+    return (time.perf_counter() - start) / 2, memory("VmHWM") - before
+
+
+long = series(2_000_000)
+variants = {
+    "all is kept": {},
+    "memory_limit=400 MB": {"memory_limit": 400_000_000},
+    "truncate=1000, 60 MB": {"truncate": 1000, "memory_limit": 60_000_000},
+}
+measured = {name: measure(**options) for name, options in variants.items()}
+for name, (seconds, most) in measured.items():
+    print(f"{name:22} {seconds:5.1f} s a step of training, at most {most:5.0f} MB")
+
+# %%
+# Gradients within a limit are the gradients without one.
+
+x, asked, _ = series(50_000)
+grads = []
+for options in ({}, {"memory_limit": 10_000_000}):
+    torch.manual_seed(0)
+    net = Answers(**options)
+    net(x, asked).sum().backward()
+    grads.append(net.gru.weight_hh_l0.grad)
+torch.testing.assert_close(*grads)
+
+# %%
+# What truncation gives up
+# ------------------------
+# With segments of ``k`` steps, what a step of training learns of an answer comes from that segment
+# and the one before: from as many as ``k`` to ``2·k - 1`` steps back. Segments of 40 steps reach
+# each cue, and learn the task as whole gradients do. Segments of 15 steps reach none: 40 steps are
+# further than 29. Their answers are guesses, and no error says so.
+
+short = series(20_000)
+curves = {}
+for name, truncate in (("all steps", None), ("truncate=40", 40), ("truncate=15", 15)):
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    curves[name] = train(Answers(truncate=truncate), short, 150)
+    spent = time.perf_counter() - start
+    print(f"{name:12} {curves[name][-1]:4.0%} of the answers are right, after {spent:.1f} s")
+assert curves["truncate=40"][-1] > 0.9 > 0.7 > curves["truncate=15"][-1]
+
+fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+left.barh(list(measured), [most / 1000 for _, most in measured.values()], color="#0072b2")
+left.invert_yaxis()
+left.set(xlabel="GB, at most", title="Memory of 2,000,000 steps")
+left.tick_params(axis="y", length=0)
+for (name, shares), color in zip(curves.items(), ("#0072b2", "#56b4e9", "#d55e00"), strict=True):
+    right.plot(shares, color=color, label=name)
+right.set(xlabel="step of training", ylabel="right answers", title="Cues 40 steps before")
+right.legend(frameon=False)
+for ax in (left, right):
+    ax.spines[["top", "right"]].set_visible(False)
+plt.show()
