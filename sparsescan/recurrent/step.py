@@ -105,9 +105,9 @@ class TrainingStep:
     sees as many as ``k`` to ``2·k - 1`` steps back, and nothing further (Williams and Peng, 1990,
     "BPTT(2k; k)"). Values are those without; gradients are biased: what a loss owes to earlier
     steps is left out, so that dependencies over more than ``2·k`` steps are learned only as far as
-    shorter ones lead there. In turn the segments are computed as samples of one batch, which fills
-    lanes and threads that a single long series leaves empty, and nothing but the inputs and the
-    state before each segment is kept. Up to ``2·k`` steps nothing is cut off.
+    shorter ones lead there. In turn nothing but the inputs and the state before each segment is
+    kept: the backward pass runs windows of two segments again, as samples of one batch. Up to
+    ``2·k`` steps nothing is cut off. A network of one direction has it, in host memory.
 
     The states of all steps are kept for the backward pass, and, if `memory_limit` allows, the gates
     of all steps; otherwise the backward pass computes the gates again, 256 steps at a time. The

@@ -88,9 +88,9 @@ class RNN(_Recurrent):
     steps into segments of ``k``, and what the loss owes to outputs of a segment flows through that
     and the one before, not further (truncated back-propagation through time; the formula is that of
     :class:`sparsescan.recurrent.TrainingStep`). Outputs are the same, and gradients leave out what
-    is owed to earlier steps, so dependencies over more than ``2·k`` steps are not learned; segments
-    run side by side, which is fast for few long series. Modules of one direction have it, without
-    dropout between layers, where kernels run.
+    is owed to earlier steps, so dependencies over more than ``2·k`` steps are not learned. Next to
+    nothing is kept. Modules of one direction have it on the CPU, without dropout between layers,
+    where kernels run.
 
     `return_states`, likewise, returns the states of all steps: ``output, (h_n, c_n), (h, c) =
     LSTM(12, 20, return_states=True)(x)``, where `c` has the cell states of the last layer in the
