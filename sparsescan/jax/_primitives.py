@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ..errors import MemoryLimitError
 from ..recurrent import Recurrent
 from ..recurrent.definition import CellLike
 from ..recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
@@ -29,7 +30,9 @@ from ..recurrent.step import RecurrentLike
 from ..recurrent.tangent import Tangent, tangent_of
 from ._programs import Lengths, add, call, key_of
 
-__all__ = ["Network", "run"]
+__all__ = ["Network", "fits", "run"]
+
+_ROOM = 1 << 28  # bytes of windows of truncated gradients, if there is no limit
 
 
 class Network:
@@ -153,6 +156,24 @@ def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str) -> _St
     places = [0, -results - 2, 1, 2, *range(-1, -results - 1, -1)]
     add(backward, recorded.backward, places)
     return _Step(recorded, forward, backward)
+
+
+def fits(
+    network: Network,
+    has_lengths: bool,
+    has_resets: bool,
+    memory_limit: int | None,
+    steps: int,
+    batch: int,
+    dtype: str,
+) -> bool:
+    """Return whether a backward pass fits in a limit, or in 256 MB if there is none."""
+    form = _Form(network, has_lengths, has_resets, memory_limit)
+    try:
+        step = _step_of(form, steps, batch, dtype, "all")
+    except MemoryLimitError:
+        return False
+    return memory_limit is not None or step.recorded.nbytes <= _ROOM
 
 
 def _step_for(form: _Form, x: Any, keeps: str) -> _Step:

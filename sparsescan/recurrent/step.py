@@ -40,6 +40,7 @@ __all__ = [
     "RecurrentLike",
     "TrainingStep",
     "check_limit",
+    "check_one_direction",
     "check_resets",
     "memory_on_host",
     "segments",
@@ -161,11 +162,7 @@ class TrainingStep:
             memory_limit = check_count("memory_limit", memory_limit, 0)
         if truncate is not None:
             truncate = check_count("truncate", truncate, 1)
-            if len(network.cells[0]) > 1:
-                raise InputError(
-                    f"truncate is {truncate}, and the network has two directions; expected None, "
-                    "or one direction: segments of both would not be the same"
-                )
+            check_one_direction(network, truncate)
         self.network, self.memory_limit, self.truncate = network, memory_limit, truncate
         self.return_states = check_flag("return_states", return_states)
         self._count = len(network.cells) * len(network.cells[0])
@@ -508,6 +505,15 @@ def check_limit(limit: int | None, nbytes: int, steps: int, batch: int) -> None:
         raise MemoryLimitError(
             f"memory_limit is {exact_bytes(limit)}; {steps} steps of {batch} samples need "
             f"{exact_bytes(nbytes)}"
+        )
+
+
+def check_one_direction(network: Layers, truncate: int) -> None:
+    """Raise if gradients of a network are to be truncated that has two directions."""
+    if len(network.cells[0]) > 1:
+        raise InputError(
+            f"truncate is {truncate}, and the network has two directions; expected None, or one "
+            "direction: segments of both would not be the same"
         )
 
 

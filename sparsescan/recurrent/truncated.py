@@ -13,13 +13,18 @@ from numpy.typing import NDArray
 from ..arrays.arrays import check_memory
 from .memory import Memory
 
-__all__ = ["TruncatedMemory"]
+__all__ = ["TruncatedMemory", "windows_at_once"]
 
 Array = NDArray[Any]
 
 # Samples that are computed at once, of all windows together, and bytes that they take if there is
 # no limit: with more, neither lanes nor threads are filled better.
 _SAMPLES, _ROOM = 1024, 1 << 28
+
+
+def windows_at_once(windows: int, batch: int) -> int:
+    """Return how many of so many windows are computed at once where memory allows."""
+    return min(windows, max(1, _SAMPLES // max(1, batch)))
 
 
 class TruncatedMemory:
@@ -67,7 +72,7 @@ class TruncatedMemory:
         one = self._forward.directions[0]
         self._state = len(self._forward.directions), batch, one.states * one.units
         windows, room = self._count - 1, _ROOM if limit is None else limit
-        most = min(windows, max(1, _SAMPLES // max(1, batch)))
+        most = windows_at_once(windows, batch)
         for segment in [segments[0]] * (most.bit_length() - 1) + list(segments):
             # Calls of one size; segments behind the last have no steps.
             self._calls = -(-windows // most)
