@@ -19,11 +19,12 @@ from ._primitives import Network, fits, run
 __all__ = ["run_truncated"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def run_truncated(
     network: Network,
     memory_limit: int | None,
     truncate: int,
+    returns_states: bool,
     params: list[Any],
     x: Any,
     state: Any,
@@ -31,7 +32,7 @@ def run_truncated(
     resets: Any,
 ) -> tuple[Any, Any]:
     """Return outputs and last states; there are more steps than those of two segments."""
-    about = network, memory_limit, truncate, params, x, state, lengths, resets
+    about = network, memory_limit, truncate, returns_states, params, x, state, lengths, resets
     (output, last), _ = _forward(*about)
     return output, last
 
@@ -40,6 +41,7 @@ def _forward(
     network: Network,
     memory_limit: int | None,
     truncate: int,
+    returns_states: bool,
     params: list[Any],
     x: Any,
     state: Any,
@@ -52,7 +54,7 @@ def _forward(
     def step(state: Any, given: Any) -> Any:
         k, part, flags = given
         own = _lengths_from(lengths, x, truncate, k[None], 1)
-        output, last = run(network, None, params, part, state, own, flags)
+        output, last = run(network, None, params, part, state, own, flags, returns_states)
         return last, (state, output)
 
     parts = jnp.arange(count), _cut(x, truncate, count), _cut(resets, truncate, count)
@@ -62,14 +64,19 @@ def _forward(
 
 
 def _backward(
-    network: Network, memory_limit: int | None, truncate: int, kept: Any, above: Any
+    network: Network,
+    memory_limit: int | None,
+    truncate: int,
+    returns_states: bool,
+    kept: Any,
+    above: Any,
 ) -> tuple[Any, ...]:
     """Return the gradients in parameters, inputs and initial states."""
     params, x, starts, lengths, resets = kept
     (steps, batch, _), (in_output, in_last) = x.shape, above
     most = windows_at_once(count := len(starts) - 1, batch)
     about = network, lengths is not None or steps % truncate > 0, resets is not None, memory_limit
-    while most > 1 and not fits(*about, 2 * truncate, most * batch, x.dtype.name):
+    while most > 1 and not fits(*about, 2 * truncate, most * batch, x.dtype.name, returns_states):
         most //= 2
     calls = -(-count // most)
     size = -(-count // calls)
@@ -95,7 +102,8 @@ def _backward(
         counts = _lengths_from(lengths, x, truncate, windows, 2)
 
         def function(params: Any, part: Any, begin: Any) -> Any:
-            return run(network, memory_limit, params, part, begin, counts, flags)
+            about = counts, flags, returns_states
+            return run(network, memory_limit, params, part, begin, *about)
 
         in_params, in_part, in_begin = jax.vjp(function, params, part, begin)[1]((grads, carry))
         totals = [a + b for a, b in zip(totals, in_params, strict=True)]

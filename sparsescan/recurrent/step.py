@@ -614,15 +614,17 @@ def memory_on_host(
     segment: int,
     keeps_samples: bool = False,
     has_resets: bool = False,
+    returns_states: bool = False,
 ) -> HostMemory:
     """Return memory for inputs like `x`, and calls of kernels that others may make, or note.
 
     It keeps the gates of `segment` steps. If it `keeps_samples`, a backward pass returns what
     gradients of parameters are sums of. If it `has_resets`, states may begin anew in the middle.
+    If it `returns_states`, outputs are all states of the last layer.
     """
     steps, batch, _ = x.shape
     directions = _directions_of(network, x)
-    about = steps, batch, segment, calls, keeps_samples, has_resets
+    about = steps, batch, segment, calls, keeps_samples, has_resets, returns_states
     memory = HostMemory(network, directions, *about)
     memory.allocate()
     return memory

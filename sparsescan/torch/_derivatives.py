@@ -55,7 +55,7 @@ def run_differentiable(
     """Return the outputs and the last states of a network, which transforms take apart.
 
     Layers run by kernels; by PyTorch's own operations with other dtypes, on other devices, while
-    calls are traced, in forward mode of forward mode, and if outputs are all states.
+    calls are traced, and in forward mode of forward mode.
 
     Parameters
     ----------
@@ -76,8 +76,7 @@ def run_differentiable(
     """
     given = (x, state, *weights)
     if (
-        not shape.return_states
-        and is_eager(*given, lengths, resets)
+        is_eager(*given, lengths, resets)
         and x.numel() > 0
         and all(each.is_cpu and each.dtype is x.dtype for each in given)
         and x.dtype in _DTYPES
@@ -107,7 +106,9 @@ def _run_layers(
     for layer in range(shape.num_layers):
         if layer and dropout:
             x = torch.nn.functional.dropout(x, dropout)
-        one = shape._replace(input_size=x.shape[-1], num_layers=1)
+        is_last = layer + 1 == shape.num_layers
+        returns = shape.return_states and is_last
+        one = shape._replace(input_size=x.shape[-1], num_layers=1, return_states=returns)
         own = [each[None] for each in weights[layer * count : (layer + 1) * count]]
         begin = state[layer * rows : (layer + 1) * rows]
         output, last = _Layer.apply(one, *marks, x[None], begin[None], *own)
@@ -259,10 +260,14 @@ class _Tangent(NamedTuple):
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the derivatives of the outputs and the last states."""
         output, last = _Layer.apply(self.shape, *self.tensors)
+        if self.shape.return_states:
+            output = output[..., : output.shape[-1] // 2]
         return output, last[..., : last.shape[-1] // 2]
 
     def gradients(self, in_output: Tensor, in_last: Tensor) -> tuple[Tensor, ...]:
         """Return the derivatives of the gradients, from those in outputs and last states."""
+        if self.shape.return_states:
+            in_output = torch.cat([in_output, torch.zeros_like(in_output)], -1)
         above = in_output, torch.cat([in_last, torch.zeros_like(in_last)], -1)
         x, state, *params = _Gradients.apply(self.shape, *above, *self.tensors)
         _, about = _mode_of(self.other.mode, self.other.has_bias)
@@ -314,6 +319,7 @@ class _MemberPasses:
             lengths=np.int64 if has_lengths else None,
             has_resets=has_resets,
             has_backward=has_backward,
+            returns_states=shape.return_states,
         )
         self._forward = passes.forward
         self._backward: Recording | None = None

@@ -247,6 +247,11 @@ class Sequences:
             batch = (given.shape[0 if self.batch_first else 1],)
         return (self.num_layers * (1 + self.bidirectional), *batch, self.hidden_size)
 
+    @property
+    def _returns_others(self) -> bool:
+        """Whether the states of all steps are more than the output."""
+        return self.return_states and self.states > 1
+
     def _parted(self, last: Tensor) -> Any:
         """Return the last states as PyTorch does: several as a tuple."""
         return last.chunk(self.states, -1) if self.states > 1 else last
@@ -314,7 +319,7 @@ class Sequences:
                 each if keeps and each is not None else -1
                 for each in (self.memory_limit, self.truncate)
             )
-            returns = self.return_states and call + 1 == calls
+            returns = self._returns_others and call + 1 == calls
             x, last, _ = run(
                 *(x, begin, lengths, weights[own], masks[own], self.mode, self.hidden_size),
                 *(self.num_layers // calls, *flags, *limits, returns, keeps),
@@ -366,7 +371,7 @@ class Sequences:
         """Run all layers so."""
         about = self.mode, self.hidden_size, self.num_layers
         flags = bool(self.bias), bool(self.bidirectional)
-        shape = Shape.of(x, (*about, *flags, -1, -1, self.return_states))
+        shape = Shape.of(x, (*about, *flags, -1, -1, self._returns_others))
         if state is None:
             rows = shape.num_layers * shape.directions
             state = x.new_zeros((rows, x.shape[1], shape.state_size))

@@ -32,7 +32,9 @@ def test_gradients_flow_to_the_segment_before(seed: int) -> None:
     layers, units = int(rng.integers(1, 3)), int(rng.integers(1, 5))
     net = KINDS[kind](2, units, layers, rng=rng)
     x = rng.standard_normal((steps, batch, 2))
-    above = rng.standard_normal((steps, batch, units))
+    whole = bool(rng.integers(2))
+    width = net.state_size if whole else units
+    above = rng.standard_normal((steps, batch, width))
     state, carry = rng.standard_normal((2, layers, batch, net.state_size))
     lengths = rng.integers(0, steps + 1, batch) if rng.integers(2) else None
     resets = rng.random((steps, batch)) < 0.2 if rng.integers(2) else None
@@ -41,7 +43,10 @@ def test_gradients_flow_to_the_segment_before(seed: int) -> None:
     def loss(x: Any, state: Any, *params: Any) -> Any:
         named = dict(zip(net.params, params, strict=True))
         output, last = recurrent(
-            net, named, x, state, lengths, resets, truncate=k, memory_limit=limit
+            *(net, named, x, state, lengths, resets),
+            truncate=k,
+            return_states=whole,
+            memory_limit=limit,
         )
         return jnp.vdot(output, above) + jnp.vdot(last, carry), (output, last)
 
@@ -55,9 +60,11 @@ def test_gradients_flow_to_the_segment_before(seed: int) -> None:
     about = kind, named, *exact[:2], counts, flags
     outputs, last = plain_run(*about)
     filled = np.zeros((steps, batch, net.state_size))
-    filled[..., :units] = above
+    filled[..., :width] = above
     own = truncated_grads(*about, k, torch.tensor(filled), torch.tensor(carry))
-    for ours, theirs in zip((*results, *grads), (outputs[0], last, *own), strict=True):
+    for ours, theirs in zip(
+        (*results, *grads), (torch.cat(outputs, -1)[..., :width], last, *own), strict=True
+    ):
         expected = theirs.detach().numpy()
         bound = 1e-10 * np.max(np.abs(expected), initial=1)
         assert np.max(np.abs(ours - expected), initial=0) <= bound
@@ -76,6 +83,32 @@ def test_windows_are_computed_some_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     for name, each in expected.items():
         np.testing.assert_allclose(actual[name], each, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(mapped[name][1], each, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_derivatives_of_all_states(bidirectional: bool) -> None:
+    """Of any order, in both modes."""
+    rng = np.random.default_rng(0)
+    net = LSTM(2, 3, 2, bidirectional=bidirectional, rng=rng)
+    x = rng.standard_normal((4, 2, 2))
+    state = jnp.zeros((2 * (1 + bidirectional), 2, 6))
+
+    def ours(x: Any, params: Any) -> Any:
+        return jnp.sin(recurrent(net, params, x, state, return_states=True)[0])
+
+    params = {name: each.astype(float) for name, each in net.params.items()}
+    named = {name: torch.tensor(each) for name, each in params.items()}
+    given = torch.tensor(x).requires_grad_()
+    about = torch.tensor(np.array(state)), torch.tensor([4, 4])
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(plain_run("LSTM", named, x, *about)[0], -1).sin()
+
+    expected = plain(given)
+    np.testing.assert_allclose(ours(x, params), expected.detach().numpy(), atol=1e-12)
+    hessian = torch.autograd.functional.hessian(lambda x: plain(x).sum(), given)
+    found = jax.jit(jax.hessian(lambda x: ours(x, params).sum()))(x)
+    np.testing.assert_allclose(found, hessian.numpy(), atol=1e-10)
 
 
 def test_errors() -> None:
