@@ -54,7 +54,7 @@ def _forward(
     def step(state: Any, given: Any) -> Any:
         k, part, flags = given
         own = _lengths_from(lengths, x, truncate, k[None], 1)
-        output, last = run(network, None, params, part, state, own, flags, returns_states)
+        output, last = run(network, None, returns_states, params, part, state, own, flags)
         return last, (state, output)
 
     parts = jnp.arange(count), _cut(x, truncate, count), _cut(resets, truncate, count)
@@ -74,13 +74,14 @@ def _backward(
     """Return the gradients in parameters, inputs and initial states."""
     params, x, starts, lengths, resets = kept
     (steps, batch, _), (in_output, in_last) = x.shape, above
-    most = windows_at_once(count := len(starts) - 1, batch)
-    about = network, lengths is not None or steps % truncate > 0, resets is not None, memory_limit
-    while most > 1 and not fits(*about, 2 * truncate, most * batch, x.dtype.name, returns_states):
+    count, has_lengths = len(starts) - 1, lengths is not None or steps % truncate > 0
+    most = windows_at_once(network.cells, count, 2 * truncate, batch)
+    about = network, has_lengths, resets is not None, memory_limit, returns_states
+    while most > 1 and not fits(*about, 2 * truncate, most * batch, x.dtype.name):
         most //= 2
     calls = -(-count // most)
     size = -(-count // calls)
-    if calls * size > count and not about[1]:
+    if calls * size > count and not has_lengths:
         lengths = jnp.full(batch, steps, jnp.int32)  # windows behind the last have no steps
     segments = calls * size + 1
     own = jnp.full(batch, steps) if lengths is None else lengths
@@ -102,8 +103,8 @@ def _backward(
         counts = _lengths_from(lengths, x, truncate, windows, 2)
 
         def function(params: Any, part: Any, begin: Any) -> Any:
-            about = counts, flags, returns_states
-            return run(network, memory_limit, params, part, begin, *about)
+            about = network, memory_limit, returns_states
+            return run(*about, params, part, begin, counts, flags)
 
         in_params, in_part, in_begin = jax.vjp(function, params, part, begin)[1]((grads, carry))
         totals = [a + b for a, b in zip(totals, in_params, strict=True)]

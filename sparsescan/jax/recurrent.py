@@ -153,7 +153,7 @@ def recurrent(
         resets = None if resets is None else resets[:, None]
     given = together((own, inputs, begin, lengths, resets))
     if truncate is None or len(inputs) <= 2 * truncate:
-        output, last = run(Network(net), memory_limit, *given, returns_states=return_states)
+        output, last = run(Network(net), memory_limit, return_states, *given)
     else:
         about = Network(net), memory_limit, truncate, return_states
         output, last = run_truncated(*about, *given)

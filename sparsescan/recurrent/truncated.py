@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,20 +11,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays.arrays import check_memory
+from .definition import CellLike
 from .memory import Memory
 
 __all__ = ["TruncatedMemory", "windows_at_once"]
 
 Array = NDArray[Any]
 
-# Samples that are computed at once, of all windows together, and bytes that they take if there is
-# no limit: with more, neither lanes nor threads are filled better.
-_SAMPLES, _ROOM = 1024, 1 << 28
+# Samples that are computed at once, of all windows together, and numbers that are kept of them:
+# with more, neither lanes nor threads are filled better.
+_SAMPLES, _NUMBERS = 1024, 1 << 26
 
 
-def windows_at_once(windows: int, batch: int) -> int:
-    """Return how many of so many windows are computed at once where memory allows."""
-    return min(windows, max(1, _SAMPLES // max(1, batch)))
+def windows_at_once(cells: Iterable[CellLike], windows: int, steps: int, batch: int) -> int:
+    """Return how many of so many windows, of `steps`, are computed at once where memory allows.
+
+    That does not depend on the number of threads, nor do results.
+    """
+    numbers = steps * sum(
+        one.input_size + (len(one.program.slots) + one.program.states) * one.hidden_size
+        for one in cells
+    )
+    most = min(_SAMPLES, _NUMBERS // max(1, numbers)) // max(1, batch)
+    return max(1, min(windows, most))
 
 
 class TruncatedMemory:
@@ -71,15 +80,15 @@ class TruncatedMemory:
         self.widths, self.dtype = self._forward.widths, self._forward.dtype
         one = self._forward.directions[0]
         self._state = len(self._forward.directions), batch, one.states * one.units
-        windows, room = self._count - 1, _ROOM if limit is None else limit
-        most = windows_at_once(windows, batch)
+        windows, cells = self._count - 1, [each.cell for each in self._forward.directions]
+        most = windows_at_once(cells, windows, 2 * truncate, batch)
         for segment in [segments[0]] * (most.bit_length() - 1) + list(segments):
             # Calls of one size; segments behind the last have no steps.
             self._calls = -(-windows // most)
             self._size = -(-windows // self._calls)
             self._windows = make(2 * truncate, self._size * batch, segment)
             self.nbytes = self._bytes()
-            if self.nbytes <= room or (limit is None and most == 1):
+            if limit is None or self.nbytes <= limit:
                 break
             most = max(1, most // 2)
 

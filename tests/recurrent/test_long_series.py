@@ -96,6 +96,22 @@ def test_nothing_but_two_segments_is_kept() -> None:
     assert cut.nbytes < 1 << 20 < 10 << 20 < whole.nbytes
 
 
+def test_bits_are_those_of_one_thread() -> None:
+    rng = np.random.default_rng(0)
+    net = GRU(2, 12, rng=rng)
+    given, grads = arguments_of(rng, net, 900, 3, F4)
+    found = []
+    for count in (1, 2, 5):
+        with (
+            patch.object(host, "thread_count", lambda count=count: count),
+            patch.object(host, "_SMALL", 1),
+        ):
+            found.append(results_of(net.training_step(truncate=20), given, grads))
+    for other in found[1:]:
+        for name, array in found[0].items():
+            np.testing.assert_array_equal(other[name], array)
+
+
 def test_errors_name_truncate() -> None:
     net = GRU(2, 3)
     with pytest.raises(InputError, match="truncate is 0; expected"):
