@@ -152,7 +152,7 @@ def recurrent(
         inputs, begin = inputs[:, None], begin[:, None]
         resets = None if resets is None else resets[:, None]
     given = together((own, inputs, begin, lengths, resets))
-    if truncate is None or len(inputs) <= 2 * truncate:
+    if truncate is None or len(inputs) <= 2 * truncate or inputs.size == 0:
         output, last = run(Network(net), memory_limit, return_states, *given)
     else:
         about = Network(net), memory_limit, truncate, return_states

@@ -190,7 +190,7 @@ class TruncatedMemory:
         starts = self._starts[windows.start : windows.stop].swapaxes(0, 1)
         self._windows.forward(
             *(self._params, self._in_windows(self._x, windows)),
-            starts.reshape(len(starts), -1, starts.shape[-1]),
+            starts.reshape(len(starts), self._size * self.batch, starts.shape[-1]),
             self._lengths_from(windows, 2),
             None if self._resets is None else self._in_windows(self._resets, windows),
         )
@@ -198,11 +198,11 @@ class TruncatedMemory:
     def _in_windows(self, array: Array, windows: range) -> Array:
         """Return what windows are given of an array of segments, as samples."""
         given = np.stack([part.swapaxes(0, 1) for part in _both(array, windows)])
-        return given.reshape(2 * self._length, -1, *array.shape[3:])
+        return given.reshape(2 * self._length, self._size * self.batch, *array.shape[3:])
 
     def _parted(self, array: Array) -> Array:
         """Return an array of windows as those of both segments, step by step."""
-        return array.reshape(2, self._length, self._size, self.batch, -1)
+        return array.reshape(2, self._length, self._size, self.batch, array.shape[-1])
 
     def _lengths_from(self, segments: range, count: int) -> NDArray[np.int64] | None:
         """Return the steps that samples have in so many segments from each of some; None if all."""
@@ -232,12 +232,12 @@ class TruncatedMemory:
         lasts = np.maximum(-(-self._lengths // self._length) - 2, 0)
         is_last = lasts == np.array(windows)[:, None]
         given = np.where(is_last[..., None], carry[:, None], np.zeros((), self.dtype))
-        return given.reshape(len(carry), -1, carry.shape[-1])
+        return given.reshape(len(carry), self._size * self.batch, carry.shape[-1])
 
 
 def _steps_of(array: Array) -> Array:
     """Return an array of segments step by step."""
-    return array.reshape(-1, *array.shape[2:])
+    return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
 
 
 def _both(array: Array, windows: range) -> tuple[Array, Array]:

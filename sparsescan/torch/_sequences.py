@@ -154,7 +154,8 @@ class Sequences:
         weights: list[Tensor] = [weight for each in self.all_weights for weight in each]
         is_taken = self._takes(input, hx, weights)
         if self.truncate is not None and torch.is_grad_enabled():
-            self._check_truncated(has_kernels=is_taken and not is_recorded())
+            is_empty = isinstance(input, Tensor) and 0 in input.shape
+            self._check_truncated(has_kernels=(is_taken or is_empty) and not is_recorded())
         if is_taken and is_transformed() and weights[0].is_cpu:
             return self._differentiably(input, hx, weights, resets)
         if is_recorded() or not is_taken:

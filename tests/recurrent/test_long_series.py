@@ -112,6 +112,15 @@ def test_bits_are_those_of_one_thread() -> None:
             np.testing.assert_array_equal(other[name], array)
 
 
+def test_no_samples() -> None:
+    step = GRU(2, 3).training_step(truncate=3)
+    output, last = step.forward(np.zeros((20, 0, 2)))
+    grads = step.backward(output, last)
+    assert grads.input is not None
+    assert grads.input.shape == (20, 0, 2)
+    assert not any(each.any() for each in grads.params.values())
+
+
 def test_errors_name_truncate() -> None:
     net = GRU(2, 3)
     with pytest.raises(InputError, match="truncate is 0; expected"):

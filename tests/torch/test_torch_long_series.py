@@ -189,6 +189,11 @@ def test_nothing_changes_without_gradients_or_behind_few_steps() -> None:
     torch.testing.assert_close(*grads)
 
 
+def test_no_samples() -> None:
+    output, _ = GRU(3, 4, truncate=3)(torch.zeros(20, 0, 3))
+    assert output.shape == (20, 0, 4)
+
+
 def test_errors_name_what_cannot_be_truncated() -> None:
     x = torch.randn(50, 2, 3)
     with pytest.raises(InputError, match=r"dropout is 0\.5: layers run one by one"):
