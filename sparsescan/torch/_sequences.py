@@ -223,11 +223,13 @@ class Sequences:
         is_packed = isinstance(given, PackedSequence)
         x = given.data if is_packed else given
         states = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
+        is_cut = self.truncate is not None and torch.is_grad_enabled()
         if (
             self.proj_size
             or (states and len(states) != self.states)
             or not all(isinstance(each, Tensor) for each in (x, *states))
             or x.dtype not in _DTYPES
+            or ((is_cut or self._returns_others) and x.device.type != "cpu")
             or any(each.dtype != x.dtype or each.device != x.device for each in (*states, *weights))
             or not has_kernels(self.mode, self.hidden_size, x, bool(self.bias))
             or torch.is_autocast_enabled(x.device.type)
