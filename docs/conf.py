@@ -79,6 +79,7 @@ sphinx_gallery_conf = {
             "plot_own_cell.py",
             "plot_spiking.py",
             "plot_episodes.py",
+            "plot_long_series.py",
             "plot_ensemble.py",
             "plot_selective.py",
             "plot_pruned_rnn.py",

@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ..errors import MemoryLimitError
 from ..recurrent import Recurrent
 from ..recurrent.definition import CellLike
 from ..recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
@@ -29,7 +30,7 @@ from ..recurrent.step import RecurrentLike
 from ..recurrent.tangent import Tangent, tangent_of
 from ._programs import Lengths, add, call, key_of
 
-__all__ = ["Network", "run"]
+__all__ = ["Network", "fits", "run"]
 
 
 class Network:
@@ -73,12 +74,13 @@ class Network:
 
 
 class _Form(NamedTuple):
-    """A network, which marks there are, and bytes for the memory of a pass, if limited."""
+    """A network, its marks, bytes of a pass if limited, and whether outputs are all states."""
 
     network: Network
     has_lengths: bool
     has_resets: bool
     memory_limit: int | None
+    returns_states: bool = False
 
     @property
     def size(self) -> int:
@@ -101,14 +103,16 @@ class _Form(NamedTuple):
 def run(
     network: Network,
     memory_limit: int | None,
+    returns_states: bool,
     params: Sequence[Any],
     x: Any,
     state: Any,
     lengths: Any,
     resets: Any,
 ) -> tuple[Any, Any]:
-    """Return outputs and last states."""
-    form = _Form(network, lengths is not None, resets is not None, memory_limit)
+    """Return outputs, which may be all states of the last layer, and last states."""
+    returns = returns_states and network.cells[0].program.states > 1
+    form = _Form(network, lengths is not None, resets is not None, memory_limit, returns)
     marks = [each for each in (lengths, resets) if each is not None]
     output, last = _run.bind(*params, x, state, *marks, form=form, keeps="")
     return output, last
@@ -139,6 +143,7 @@ def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str) -> _St
         has_resets=form.has_resets,
         has_backward=keeps != "",
         keeps_samples=keeps == "each",
+        returns_states=form.returns_states,
         memory_limit=form.memory_limit if keeps == "all" else None,
     )
     about = form, steps, batch, dtype, keeps
@@ -153,6 +158,25 @@ def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str) -> _St
     places = [0, -results - 2, 1, 2, *range(-1, -results - 1, -1)]
     add(backward, recorded.backward, places)
     return _Step(recorded, forward, backward)
+
+
+def fits(
+    network: Network,
+    has_lengths: bool,
+    has_resets: bool,
+    memory_limit: int | None,
+    returns_states: bool,
+    steps: int,
+    batch: int,
+    dtype: str,
+) -> bool:
+    """Return whether a backward pass fits in a limit."""
+    form = _Form(network, has_lengths, has_resets, memory_limit, returns_states)
+    try:
+        _step_of(form, steps, batch, dtype, "all")
+    except MemoryLimitError:
+        return False
+    return True
 
 
 def _step_for(form: _Form, x: Any, keeps: str) -> _Step:
@@ -268,6 +292,8 @@ def _along(form: _Form, given: Sequence[Any], slopes: Sequence[Any]) -> Any:
     whole = made.joined(given[: form.size], slopes)
     own = form._replace(network=made.network)
     output, last = _run.bind(*whole, *given[form.size :], form=own, keeps="")
+    if form.returns_states:
+        output = output[..., : output.shape[-1] // 2]
     return output, last[..., : last.shape[-1] // 2]
 
 
@@ -290,6 +316,8 @@ def _gradients_along(
     *_, kept = _run.bind(*whole, form=own, keeps="all")
     in_output, in_last = above
     in_last = jnp.concatenate([in_last, jnp.zeros_like(in_last)], -1)
+    if form.returns_states:
+        in_output = jnp.concatenate([in_output, jnp.zeros_like(in_output)], -1)
     grads = _gradients.bind(kept, in_output, in_last, *whole, form=own, maps=0)
     return made.parted(grads)
 
@@ -302,7 +330,8 @@ def _by_layers(form: _Form, marks: Sequence[Any], *numbers: Any) -> tuple[Any, A
     for k, layer in enumerate(_layers(form.network)):
         own = [next(rest) for _ in range(layer.count)]
         begin = state[k * rows : (k + 1) * rows]
-        about = form._replace(network=layer)
+        returns = form.returns_states and k + 1 == len(net.cells)
+        about = form._replace(network=layer, returns_states=returns)
         x, last = _run.bind(*own, x, begin, *marks, form=about, keeps="")
         lasts.append(last)
     return x, jnp.concatenate(lasts)
@@ -465,8 +494,9 @@ _run = _primitive("run", _forward)
 def _shapes_of_run(*given: Any, form: _Form, keeps: str) -> list[Any]:
     x = given[form.network.count]
     net = form.network.network
-    (steps, batch, _), width = x.shape, len(net.cells[0]) * form.network.cells[0].hidden_size
-    rows = len(form.network.cells)
+    (steps, batch, _), one = x.shape, form.network.cells[0]
+    states = one.program.states if form.returns_states else 1
+    rows, width = len(form.network.cells), states * len(net.cells[0]) * one.hidden_size
     results = [_alike(x, (steps, batch, width)), _alike(x, (rows, batch, net.state_size))]
     return [*results, _alike(x, _kept_shape(form, x, keeps), np.uint8)] if keeps else results
 

@@ -12,10 +12,11 @@ import numpy as np
 from ..arrays.arrays import check_no_mask
 from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
-from ..recurrent.step import OneCell, RecurrentLike, check_resets
-from ..symbolic.schedule import check_count
+from ..recurrent.step import OneCell, RecurrentLike, check_one_direction, check_resets
+from ..symbolic.schedule import check_count, check_flag
 from ._calls import as_float, check_platform, together
 from ._primitives import Network, run
+from ._truncated import run_truncated
 
 __all__ = ["recurrent"]
 
@@ -31,6 +32,8 @@ def recurrent(
     resets: Any = None,
     *,
     memory_limit: int | None = None,
+    truncate: int | None = None,
+    return_states: bool = False,
 ) -> tuple[Any, Any]:
     """Return the outputs and the last states of a recurrent network.
 
@@ -60,18 +63,26 @@ def recurrent(
         step to the one before.
     memory_limit : int, optional
         Bytes that may be kept for the backward pass; gates that do not fit are computed again.
+    truncate : int, optional
+        Steps of a segment: gradients flow at most to the segment before, as those of
+        :class:`sparsescan.recurrent.TrainingStep`; by default through all steps. They are computed
+        in reverse mode alone. The limit is then that of the windows that are computed at once.
+    return_states : bool, default False
+        Whether outputs are all states of the last layer, ``[h, c]`` of an LSTM.
 
     Returns
     -------
     output : jax.Array, shape (T, [batch,] directions · hidden_size)
-        The outputs ``h_t`` of the last layer, 0 in steps that a sample does not have.
+        The outputs ``h_t`` of the last layer, 0 in steps that a sample does not have. With
+        `return_states` there are ``states · directions · hidden_size``, one state after the other.
     state : jax.Array, shape (layers · directions, [batch,] state_size)
         The states after the last step of each sample.
 
     Raises
     ------
     InputError, InputTypeError
-        If an argument is wrong, when it is traced.
+        If an argument is wrong, when it is traced; or if `truncate` is given, and the network has
+        two directions.
     MemoryLimitError
         If a backward pass needs more than `memory_limit`, when it is traced.
     jax.errors.JaxRuntimeError
@@ -102,7 +113,12 @@ def recurrent(
         )
     if memory_limit is not None:
         memory_limit = check_count("memory_limit", memory_limit, 0)
+    if truncate is not None:
+        truncate = check_count("truncate", truncate, 1)
+    return_states = check_flag("return_states", return_states)
     net: RecurrentLike = OneCell(network) if isinstance(network, Cell) else network
+    if truncate is not None:
+        check_one_direction(net, truncate)
     known = net.params
     if not isinstance(params, Mapping) or set(params) != set(known):
         names = sorted(params) if isinstance(params, Mapping) else short(params)
@@ -136,7 +152,11 @@ def recurrent(
         inputs, begin = inputs[:, None], begin[:, None]
         resets = None if resets is None else resets[:, None]
     given = together((own, inputs, begin, lengths, resets))
-    output, last = run(Network(net), memory_limit, *given)
+    if truncate is None or len(inputs) <= 2 * truncate or inputs.size == 0:
+        output, last = run(Network(net), memory_limit, return_states, *given)
+    else:
+        about = Network(net), memory_limit, truncate, return_states
+        output, last = run_truncated(*about, *given)
     return (output, last) if is_batched else (output[:, 0], last[:, 0])
 
 

@@ -362,13 +362,25 @@ class Cell(Parametrised, Fixed):
         first = for_kernels(state.reshape(batch, self.state_size), dtype)
         return unroll(self, x, first).reshape(steps + 1, *lead, self.state_size)
 
-    def training_step(self, *, memory_limit: int | None = None) -> TrainingStep:
+    def training_step(
+        self,
+        *,
+        memory_limit: int | None = None,
+        truncate: int | None = None,
+        return_states: bool = False,
+    ) -> TrainingStep:
         """Return what runs whole sequences forward and backward, by compiled kernels.
 
         Parameters
         ----------
         memory_limit : int, optional
             Bytes that it may keep for the backward pass.
+        truncate : int, optional
+            Steps of a segment: gradients flow at most to the segment before; by default through
+            all steps.
+        return_states : bool, default False
+            Whether outputs are all states of the last layer, ``[h, c]`` of an LSTM, and not the
+            first alone.
 
         Returns
         -------
@@ -379,9 +391,9 @@ class Cell(Parametrised, Fixed):
         Raises
         ------
         InputError, InputTypeError
-            If `memory_limit` is no count of bytes.
+            If `memory_limit` is no count of bytes, or `truncate` none of steps.
         """
-        return TrainingStep(OneCell(self), memory_limit)
+        return TrainingStep(OneCell(self), memory_limit, truncate, return_states)
 
     @Allocating("the linearization")
     def linearize(self, x: Array, state: Array) -> Linearization:

@@ -74,6 +74,7 @@ class HostMemory(Memory):
         calls: Calls,
         keeps_samples: bool = False,
         has_resets: bool = False,
+        returns_states: bool = False,
     ) -> None:
         self.directions, self.per_layer, self.calls = directions, len(network.cells[0]), calls
         self._keeps_samples, self._has_resets = keeps_samples, has_resets
@@ -87,6 +88,9 @@ class HostMemory(Memory):
         one = directions[0]
         self.units, self.dtype, self.lanes = one.units, one.dtype, one.lanes
         self.widths = [network.input_size, *(len(c) * c[0].hidden_size for c in network.cells)]
+        # How many states of the last layer are outputs.
+        self._outputs = one.states if returns_states else 1
+        self.widths[-1] *= self._outputs
         self._all_threads = thread_count()
         work = steps * batch * max(one.products, one.units) * (one.cols + one.units)
         self.threads = 1 if work < _SMALL else self._all_threads
@@ -419,13 +423,19 @@ class HostMemory(Memory):
         caller = self.no_caller
         if self.has_sample_lanes and one.layer == 1 and self.per_layer == 1:
             caller = caller._replace(x=self._x, is_shorter=self._is_shorter)
-        if self._writes_output(one) and self.per_layer == 1:
+        if self._writes_output(one):
             caller = caller._replace(output=self._output.reshape(-1))
         return caller
 
     def _writes_output(self, one: Direction) -> bool:
-        """Return whether the states of a direction are outputs, and have samples as lanes."""
-        return self.has_sample_lanes and one.layer == len(self.widths) - 1
+        """Return whether a direction writes the outputs while it runs, all by itself."""
+        is_last = one.layer == len(self.widths) - 1
+        return is_last and self.has_sample_lanes and self.per_layer == self._outputs == 1
+
+    def next_output(self, one: Direction) -> int:
+        """Return the columns from the outputs of one state of a direction to those of the next."""
+        is_last = one.layer == len(self.widths) - 1
+        return self.per_layer * self.units if is_last and self._outputs > 1 else 0
 
     def _all_samples(self, k: int) -> Sequence:
         """Return a direction of all samples for kernels that only read or write their slots."""
@@ -441,9 +451,10 @@ class HostMemory(Memory):
         out = self._output[start:].reshape(-1)
         first = len(self.directions) - self.per_layer
         for k, one in enumerate(self.directions[first:], first):
-            where = start + 1, stop + 1, out, self.widths[-1], one.back * self.units
-            states = self.plane_of(self.states, one)
-            self.calls.launch(callers.turn_out, states, self._all_samples(k), *where)
+            for n, states in enumerate(self._state_parts(k)[: self._outputs]):
+                column = (n * self.per_layer + one.back) * self.units
+                where = start + 1, stop + 1, out, self.widths[-1], column
+                self.calls.launch(callers.turn_out, states, self._all_samples(k), *where)
 
     def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
         """Return outputs and last states."""
@@ -503,15 +514,16 @@ class HostMemory(Memory):
 
     def run(self, ks: range, weights: list[Weights]) -> None:
         """Compute all states of the directions of a layer, and the gates of the last segment."""
-        if self.directions[ks.start].layer == len(self.widths) - 1:
+        last = self.directions[ks.start]
+        is_last = last.layer == len(self.widths) - 1
+        if is_last:
             shape = self.steps, self.batch, self.widths[-1]
             self._output = self.calls.result("output", shape, self.dtype)
         segment = self.segment if self.has_backward else max(1, self.steps)
         for start in range(0, self.steps, segment):
             span = start, min(start + segment, self.steps)
             self.for_each_group(ks, _run, weights, span)
-        is_last = self.directions[ks.start].layer == len(self.widths) - 1
-        if is_last and not (self.has_sample_lanes and self.per_layer == 1):
+        if is_last and not self._writes_output(last):
             self._for_steps(self._turn_out)
 
     def every_state(self) -> Array:
@@ -807,6 +819,7 @@ class _Group:
             lengths=memory.lengths,
             states=memory.plane_of(memory.states, one),
             width=memory.widths[one.layer],
+            next_output=memory.next_output(one),
             inputs=one.inputs,
             cols=one.cols,
             block=one.block,

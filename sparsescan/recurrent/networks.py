@@ -140,13 +140,25 @@ class Recurrent(Fixed):
         """The parameters by their names, not copied."""
         return {name: getattr(cell, own) for name, (cell, own) in self._places.items()}
 
-    def training_step(self, *, memory_limit: int | None = None) -> TrainingStep:
+    def training_step(
+        self,
+        *,
+        memory_limit: int | None = None,
+        truncate: int | None = None,
+        return_states: bool = False,
+    ) -> TrainingStep:
         """Return what runs this network forward and backward.
 
         Parameters
         ----------
         memory_limit : int, optional
             Bytes that it may keep for the backward pass.
+        truncate : int, optional
+            Steps of a segment: gradients flow at most to the segment before; by default through
+            all steps.
+        return_states : bool, default False
+            Whether outputs are all states of the last layer, ``[h, c]`` of an LSTM, and not the
+            first alone.
 
         Returns
         -------
@@ -156,9 +168,10 @@ class Recurrent(Fixed):
         Raises
         ------
         InputError, InputTypeError
-            If `memory_limit` is no count of bytes.
+            If `memory_limit` is no count of bytes, or `truncate` none of steps; or if `truncate` is
+            given, and the network has two directions.
         """
-        return TrainingStep(self, memory_limit)
+        return TrainingStep(self, memory_limit, truncate, return_states)
 
     def __getattr__(self, name: str) -> Any:
         place = self._places.get(name) if "cells" in vars(self) else None

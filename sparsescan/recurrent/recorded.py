@@ -61,6 +61,7 @@ def record(
     has_resets: bool = False,
     has_backward: bool = True,
     keeps_samples: bool = False,
+    returns_states: bool = False,
     memory_limit: int | None = None,
 ) -> RecordedStep:
     """Record the training step of a network.
@@ -84,6 +85,8 @@ def record(
         each direction the gradients in slots, ``products``, and what they are multiplied by,
         ``states``, ``arguments`` and, above the first layer, ``input``, of all steps and samples;
         and the gradients in ``rows`` of parameters, of all samples. See :class:`Parameters`.
+    returns_states : bool, default False
+        Whether outputs are all states of the last layer.
     memory_limit : int, optional
         Bytes of the memory; gates that do not fit are computed again by the backward pass.
 
@@ -100,6 +103,7 @@ def record(
             segment=segment,
             keeps_samples=keeps_samples,
             has_resets=has_resets,
+            returns_states=returns_states,
         )
         if memory_limit is None or passes.nbytes <= memory_limit:
             break
@@ -113,7 +117,8 @@ class Passes:
 
     Parameters
     ----------
-    network, steps, batch, dtype, lengths, has_backward, keeps_samples, has_resets
+    network, steps, batch, dtype, lengths, has_backward, keeps_samples, has_resets,
+    returns_states
         As for :func:`record`.
     segment : int, optional
         Steps whose gates are kept at once for a backward pass, which computes the others again; by
@@ -147,6 +152,7 @@ class Passes:
         has_resets: bool = False,
         has_state: bool = True,
         states_apart: bool = False,
+        returns_states: bool = False,
     ) -> None:
         kept = Space(0)
         shapes = [param.shape for param in network.params.values()]
@@ -162,6 +168,7 @@ class Passes:
             segment=(segment or max(1, steps)) if has_backward else 0,
             keeps_samples=keeps_samples,
             has_resets=has_resets,
+            returns_states=returns_states,
         )
         width = network.state_size // self._arrays
         self._state_shape = len(memory.directions), batch, width

@@ -32,6 +32,7 @@ from .definition import CellLike
 from .host import HostMemory, Layers
 from .memory import Memory
 from .packing import Direction, is_sparse
+from .truncated import TruncatedMemory
 
 __all__ = [
     "Gradients",
@@ -39,6 +40,7 @@ __all__ = [
     "RecurrentLike",
     "TrainingStep",
     "check_limit",
+    "check_one_direction",
     "check_resets",
     "memory_on_host",
     "segments",
@@ -94,6 +96,20 @@ class TrainingStep:
     training step to the next, so one thread at a time may call them. It is made by
     :meth:`Recurrent.training_step`, or :meth:`Cell.training_step` for one cell.
 
+    With `truncate` gradients flow at most to the segment before. The steps are cut into segments of
+    ``k = truncate`` steps, and the loss ``L = Σ L_s`` into those of the outputs of each segment
+    ``s = 0, 1, …``, where that of a sample's last state counts to its last segment. Gradients are
+
+        Σ_s ∂L_s/∂θ, with the state before segment ``s - 1`` taken as a constant,
+
+    and likewise of inputs and, from the losses of the first two segments, of initial states. A loss
+    sees as many as ``k`` to ``2·k - 1`` steps back, and nothing further (Williams and Peng, 1990,
+    "BPTT(2k; k)"). Values are those without; gradients are biased: what a loss owes to earlier
+    steps is left out, so that dependencies over more than ``2·k`` steps are learned only as far as
+    shorter ones lead there. In turn nothing but the inputs and the state before each segment is
+    kept: the backward pass runs windows of two segments again, as samples of one batch. Up to
+    ``2·k`` steps nothing is cut off. A network of one direction has it, in host memory.
+
     The states of all steps are kept for the backward pass, and, if `memory_limit` allows, the gates
     of all steps; otherwise the backward pass computes the gates again, 256 steps at a time. The
     memory of two results of a kind is kept, too, and is used again when nobody has them any more.
@@ -109,6 +125,10 @@ class TrainingStep:
     memory_limit : int, optional
         Bytes to take, beside the caller's arrays and results; by default what the machine, or the
         device, has.
+    truncate : int, optional
+        Steps of a segment; by default gradients flow through all steps.
+    return_states : bool, default False
+        Whether outputs are all states of the last layer.
 
     Attributes
     ----------
@@ -131,10 +151,20 @@ class TrainingStep:
     (60, 20)
     """
 
-    def __init__(self, network: RecurrentLike, memory_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        network: RecurrentLike,
+        memory_limit: int | None = None,
+        truncate: int | None = None,
+        return_states: bool = False,
+    ) -> None:
         if memory_limit is not None:
             memory_limit = check_count("memory_limit", memory_limit, 0)
-        self.network, self.memory_limit = network, memory_limit
+        if truncate is not None:
+            truncate = check_count("truncate", truncate, 1)
+            check_one_direction(network, truncate)
+        self.network, self.memory_limit, self.truncate = network, memory_limit, truncate
+        self.return_states = check_flag("return_states", return_states)
         self._count = len(network.cells) * len(network.cells[0])
         self._shapes = [
             {network.name_of(own, layer, back): shape for own, shape in cell.shapes.items()}
@@ -143,7 +173,7 @@ class TrainingStep:
         ]
         self._directions: list[Any] = []
         self._made_for: tuple[np.dtype[Any], bool, int] | None = None
-        self._memory: Memory | None = None
+        self._memory: Memory | TruncatedMemory | None = None
         self._is_forward = False
         self._is_batched = True
 
@@ -203,7 +233,9 @@ class TrainingStep:
         Returns
         -------
         output : ndarray, shape (T, [batch,] directions · hidden_size)
-            The outputs ``h_t`` of the last layer, 0 in steps that a sample does not have.
+            The outputs ``h_t`` of the last layer, 0 in steps that a sample does not have. With
+            `return_states` there are ``states · directions · hidden_size``: those of one state of
+            the cells after the other, ``[h, c]`` of an LSTM.
         state : ndarray, shape (layers · directions, [batch,] state_size)
             The states after the last step of each sample.
 
@@ -294,15 +326,29 @@ class TrainingStep:
 
     # -- Input ------------------------------------------------------------------------------------
 
-    def _allocate(self, x: Array, has_resets: bool) -> Memory:
+    def _allocate(self, x: Array, has_resets: bool) -> Memory | TruncatedMemory:
         """Return memory that keeps the gates of all steps if the limit allows."""
         steps, batch, _ = x.shape
+        memory: Memory | TruncatedMemory
+        if device_of(x) is not None and (self.truncate is not None or self.return_states):
+            raise InputError(
+                f"truncate is {self.truncate} and return_states is {self.return_states}, and x is "
+                "on a device; expected None and False, or arrays in host memory"
+            )
+        if self.truncate is not None and steps > 2 * self.truncate:
+            make = partial(_memory_like, self.network, x, has_resets, self.return_states)
+            own = self.truncate, segments(2 * self.truncate), self.memory_limit
+            memory = TruncatedMemory(make, steps, batch, *own)
+            check_limit(self.memory_limit, memory.nbytes, steps, batch)
+            memory.allocate()
+            return memory
         on_host = device_of(x) is None
         key = x.dtype, on_host, _sample_rows(self.network, x) if on_host else 0
         if self._made_for != key:
             self._made_for, self._directions = key, _directions_of(self.network, x)
         for segment in segments(steps):
-            memory = _memory_for(self.network, self._directions, x, segment, has_resets)
+            about = self._directions, x, segment, has_resets, self.return_states
+            memory = _memory_for(self.network, *about)
             if self.memory_limit is None or memory.nbytes <= self.memory_limit:
                 break
         check_limit(self.memory_limit, memory.nbytes, steps, batch)
@@ -341,7 +387,9 @@ class TrainingStep:
             state = for_kernels(state.reshape(self._count, batch, net.state_size), dtype)
         return x, state, None if lengths is None else _read_lengths(lengths, steps, batch)
 
-    def _read_grads(self, memory: Memory, output: Any, state: Any) -> tuple[Array, Array]:
+    def _read_grads(
+        self, memory: Memory | TruncatedMemory, output: Any, state: Any
+    ) -> tuple[Array, Array]:
         """Return the gradients in both results of the forward pass, with an axis of samples."""
         xp, checked = np if memory.device is None else load_cupy(), []
         for name, grad, shape in (
@@ -460,6 +508,15 @@ def check_limit(limit: int | None, nbytes: int, steps: int, batch: int) -> None:
         )
 
 
+def check_one_direction(network: Layers, truncate: int) -> None:
+    """Raise if gradients of a network are to be truncated that has two directions."""
+    if len(network.cells[0]) > 1:
+        raise InputError(
+            f"truncate is {truncate}, and the network has two directions; expected None, or one "
+            "direction: segments of both would not be the same"
+        )
+
+
 def unroll(cell: CellLike, x: Array, state: Array) -> Array:
     """Return the states ``s_0, …, s_T`` of a cell, ``(T + 1, batch, state_size)``.
 
@@ -517,16 +574,36 @@ def _sample_rows(network: Layers, x: Array) -> int:
 
 
 def _memory_for(
-    network: Layers, directions: list[Any], x: Array, segment: int, has_resets: bool = False
+    network: Layers,
+    directions: list[Any],
+    x: Array,
+    segment: int,
+    has_resets: bool = False,
+    returns_states: bool = False,
 ) -> Memory:
     """Return memory for inputs like `x`, which keeps the gates of `segment` steps."""
     steps, batch, _ = x.shape
     if device_of(x) is None:
-        about = steps, batch, segment, Calls()
-        return HostMemory(network, directions, *about, has_resets=has_resets)
+        about = steps, batch, segment, Calls(), False, has_resets, returns_states
+        return HostMemory(network, directions, *about)
     from .device import DeviceMemory
 
     return DeviceMemory(directions, network.input_size, steps, batch, segment, has_resets)
+
+
+def _memory_like(
+    network: Layers,
+    x: Array,
+    has_resets: bool,
+    returns_states: bool,
+    steps: int,
+    batch: int,
+    segment: int,
+) -> Memory:
+    """Return memory for other steps and samples than those of `x`, on the host."""
+    like = np.broadcast_to(np.zeros((), x.dtype), (steps, batch, x.shape[2]))
+    about = _directions_of(network, like), like, segment, has_resets, returns_states
+    return _memory_for(network, *about)
 
 
 def memory_on_host(
@@ -537,15 +614,17 @@ def memory_on_host(
     segment: int,
     keeps_samples: bool = False,
     has_resets: bool = False,
+    returns_states: bool = False,
 ) -> HostMemory:
     """Return memory for inputs like `x`, and calls of kernels that others may make, or note.
 
     It keeps the gates of `segment` steps. If it `keeps_samples`, a backward pass returns what
     gradients of parameters are sums of. If it `has_resets`, states may begin anew in the middle.
+    If it `returns_states`, outputs are all states of the last layer.
     """
     steps, batch, _ = x.shape
     directions = _directions_of(network, x)
-    about = steps, batch, segment, calls, keeps_samples, has_resets
+    about = steps, batch, segment, calls, keeps_samples, has_resets, returns_states
     memory = HostMemory(network, directions, *about)
     memory.allocate()
     return memory

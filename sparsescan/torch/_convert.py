@@ -44,7 +44,9 @@ class Conversion(NamedTuple):
         return "\n".join(lines) or "no recurrent modules, and no pruned layers"
 
 
-def convert(model: nn.Module, *, memory_limit: int | None = None) -> Conversion:
+def convert(
+    model: nn.Module, *, memory_limit: int | None = None, truncate: int | None = None
+) -> Conversion:
     """Replace the recurrent modules of a model, and its pruned layers, in place.
 
     Each :class:`torch.nn.RNN`, ``GRU`` and ``LSTM`` becomes one of this package, and so does each
@@ -79,6 +81,9 @@ def convert(model: nn.Module, *, memory_limit: int | None = None) -> Conversion:
     memory_limit : int, optional
         Bytes that a call of a recurrent module of PyTorch may keep for its backward pass, beside
         input and output; see :class:`RNN`. Gates that do not fit are computed again.
+    truncate : int, optional
+        Steps of a segment, of which gradients of these modules flow at most to the one before; see
+        :class:`RNN`.
 
     Returns
     -------
@@ -90,7 +95,7 @@ def convert(model: nn.Module, *, memory_limit: int | None = None) -> Conversion:
     InputTypeError
         If `model` is no module.
     InputError
-        If `memory_limit` is no count of bytes.
+        If `memory_limit` is no count of bytes, or `truncate` none of steps.
 
     Examples
     --------
@@ -104,6 +109,8 @@ def convert(model: nn.Module, *, memory_limit: int | None = None) -> Conversion:
         raise InputTypeError(f"model is {short(model)}; expected a torch.nn.Module")
     if memory_limit is not None:
         check_count("memory_limit", memory_limit, 0)
+    if truncate is not None:
+        check_count("truncate", truncate, 1)
     replaced, left = list[str](), dict[str, str]()
     inside = set[nn.Module]()
     for name, module in model.named_modules():
@@ -114,6 +121,8 @@ def convert(model: nn.Module, *, memory_limit: int | None = None) -> Conversion:
             module.__class__ = kind
             if memory_limit is not None:
                 module.memory_limit = memory_limit
+            if truncate is not None:
+                module.truncate = truncate
             replaced.append(name)
         if type(module) is Sequential:
             for each in modules_of(module):

@@ -89,7 +89,7 @@ def run_differentiable(
     rows = range(0, len(weights), len(names))
     cells = [dict(zip(names, weights[k : k + len(names)], strict=True)) for k in rows]
     about = shape.program, cells, shape.directions, x, state, lengths, dropout, resets
-    return run_plain(kind.cell, *about)
+    return run_plain(kind.cell, *about, return_states=shape.return_states)
 
 
 def _run_layers(
@@ -106,7 +106,9 @@ def _run_layers(
     for layer in range(shape.num_layers):
         if layer and dropout:
             x = torch.nn.functional.dropout(x, dropout)
-        one = shape._replace(input_size=x.shape[-1], num_layers=1)
+        is_last = layer + 1 == shape.num_layers
+        returns = shape.return_states and is_last
+        one = shape._replace(input_size=x.shape[-1], num_layers=1, return_states=returns)
         own = [each[None] for each in weights[layer * count : (layer + 1) * count]]
         begin = state[layer * rows : (layer + 1) * rows]
         output, last = _Layer.apply(one, *marks, x[None], begin[None], *own)
@@ -258,10 +260,14 @@ class _Tangent(NamedTuple):
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the derivatives of the outputs and the last states."""
         output, last = _Layer.apply(self.shape, *self.tensors)
+        if self.shape.return_states:
+            output = output[..., : output.shape[-1] // 2]
         return output, last[..., : last.shape[-1] // 2]
 
     def gradients(self, in_output: Tensor, in_last: Tensor) -> tuple[Tensor, ...]:
         """Return the derivatives of the gradients, from those in outputs and last states."""
+        if self.shape.return_states:
+            in_output = torch.cat([in_output, torch.zeros_like(in_output)], -1)
         above = in_output, torch.cat([in_last, torch.zeros_like(in_last)], -1)
         x, state, *params = _Gradients.apply(self.shape, *above, *self.tensors)
         _, about = _mode_of(self.other.mode, self.other.has_bias)
@@ -313,6 +319,7 @@ class _MemberPasses:
             lengths=np.int64 if has_lengths else None,
             has_resets=has_resets,
             has_backward=has_backward,
+            returns_states=shape.return_states,
         )
         self._forward = passes.forward
         self._backward: Recording | None = None

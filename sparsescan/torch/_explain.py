@@ -86,6 +86,8 @@ def explain(module: nn.Module, input: Any, hx: Any = None) -> Explanation:  # no
     if is_recorded() or not module._takes(input, hx, weights):
         what = "a dtype, a device, a size or a transform that has no kernel here"
         return Explanation("pytorch", None, None, what)
+    if not module.is_usual:
+        return _ours("PyTorch knows no memory_limit, truncate or return_states")
     if module._theirs is None:
         return _ours("PyTorch has no kernel for this cell")
     names = module._flat_weights_names

@@ -174,6 +174,8 @@ def run_plain(
     lengths: Tensor | None,
     dropout: float = 0.0,
     resets: Tensor | None = None,
+    *,
+    return_states: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs and the last states of a network.
 
@@ -195,16 +197,19 @@ def run_plain(
         Share of the outputs between layers that are dropped.
     resets : Tensor of bool, shape (T, batch), optional
         Where states begin anew, with zeros.
+    return_states : bool, default False
+        Whether outputs are all states of the last layer.
     """
     units, lasts = state.shape[-1] // program.states, []
     for first in range(0, len(cells), directions):
         if first and dropout:
             x = functional.dropout(x, dropout)
-        outputs = []
+        outputs: list[list[Tensor]] = []
+        count = program.states if return_states and first + directions == len(cells) else 1
         for back, params in enumerate(cells[first : first + directions]):
             one = _Direction(cell, program, params, x, units)
             states = list(state[first + back].split(units, -1))
-            hs: list[Any] = [None] * len(x)
+            rows: list[Any] = [None] * len(x)
             begins = begins_before(resets, lengths, len(x), back)
             for t in range(len(x))[:: -1 if back else 1]:
                 anew = begins[t]
@@ -212,12 +217,13 @@ def run_plain(
                     states = [each.masked_fill(anew, 0) for each in states]
                 new = one.step(t, states)
                 if lengths is None:
-                    states, hs[t] = new, new[0]
+                    states, rows[t] = new, new[:count]
                     continue
                 has = (t < lengths).to(x.device)[:, None]
                 states = [torch.where(has, *both) for both in zip(new, states, strict=True)]
-                hs[t] = torch.where(has, new[0], 0)
-            outputs.append(torch.stack(hs) if hs else x.new_zeros((0, x.shape[1], units)))
+                rows[t] = [torch.where(has, each, 0) for each in new[:count]]
+            none = [x.new_zeros((0, x.shape[1], units))] * count
+            outputs.append([torch.stack(each) for each in zip(*rows, strict=True)] or none)
             lasts.append(torch.cat(states, -1))
-        x = torch.cat(outputs, -1)
+        x = torch.cat([each for parts in zip(*outputs, strict=True) for each in parts], -1)
     return x, torch.stack(lasts)

@@ -247,7 +247,7 @@ class Prepared:
         in_output = None if above is None else self._by_steps(above)
         state = self._joined(states) if count else None
         grads = gradients(
-            *((self.key.mode, *self.key[2:6], -1), needs_x),
+            *((self.key.mode, *self.key[2:6], -1, -1, False), needs_x),
             *((in_output, grad_state), torch.zeros(1, device="cpu")),
             (self._by_steps(x), state, None, list(params), []),
         )

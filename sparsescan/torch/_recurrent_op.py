@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..errors import InputError
 from ..recurrent import TrainingStep
 from ..recurrent.step_pool import StepPool, run_forward, runs_on_gpu
 from ._arrays import array_of, here, tensor_of
@@ -49,8 +50,10 @@ def has_kernels(mode: str, hidden_size: int, x: Tensor, has_bias: bool = True) -
 
 
 def _make(shape: Shape, kept: Sequence[NDArray[np.bool_] | None]) -> TrainingStep:
-    limit = shape.memory_limit
-    return network_of(shape, kept).training_step(memory_limit=None if limit < 0 else limit)
+    limit, truncate = (None if each < 0 else each for each in (shape.memory_limit, shape.truncate))
+    return network_of(shape, kept).training_step(
+        memory_limit=limit, truncate=truncate, return_states=shape.return_states
+    )
 
 
 class _Steps(StepPool[TrainingStep]):
@@ -134,9 +137,10 @@ def _forget(address: int, _: Any) -> None:
 # -- The operators --------------------------------------------------------------------------------
 
 _ABOUT = (
-    "str mode, int hidden_size, int num_layers, bool has_bias, bool bidirectional, int memory_limit"
+    "str mode, int hidden_size, int num_layers, bool has_bias, bool bidirectional, "
+    "int memory_limit, int truncate, bool return_states"
 )
-_COUNT = 6  # of these
+_COUNT = 8  # of these
 _GIVEN = "Tensor x, Tensor? state, Tensor? lengths, Tensor[] params, Tensor?[] masks"
 _library = torch.library.Library("sparsescan", "FRAGMENT")
 for _name in ("recurrent", "recurrent_forward"):
@@ -230,7 +234,7 @@ def _fake_forward(
     x: Tensor, state: Any, lengths: Any, params: Any, masks: Any, *about: Any, resets: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape, (steps, batch, _) = Shape.of(x, about[:_COUNT]), x.shape
-    output = x.new_empty((steps, batch, shape.directions * shape.hidden_size))
+    output = x.new_empty((steps, batch, shape.output_size))
     last = x.new_empty((shape.num_layers * shape.directions, batch, shape.state_size))
     return output, last, x.new_empty(1)
 
@@ -333,6 +337,11 @@ def _gradients(about: tuple[Any, ...], needs_input_grad: bool, *given: Any) -> l
     """Return what the backward pass does, by functions that PyTorch differentiates again."""
     grad_output, grad_state, resets, x, state, lengths, *params = given
     shape = Shape.of(x, about)
+    if shape.truncate >= 0:
+        raise InputError(
+            f"truncate is {shape.truncate}, and gradients are differentiated again or mapped; "
+            "expected None: truncated gradients are no derivatives of a function"
+        )
     begin = state
     if begin is None:
         begin = x.new_zeros((shape.num_layers * shape.directions, x.shape[1], shape.state_size))

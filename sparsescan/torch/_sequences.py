@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import InputError, InputTypeError, short
-from ..symbolic.schedule import check_count
+from ..symbolic.schedule import check_count, check_flag
 from ._derivatives import run_differentiable
 from ._direct import is_recorded, is_transformed
 from ._prepared import find, is_left, key_of, leave, left_key, prepare
@@ -39,6 +39,11 @@ class Sequences:
     memory_limit : int or None
         Bytes that a call may keep for its backward pass, beside input and output; None, the
         default, for no limit. Gates that do not fit are computed again by the backward pass.
+    truncate : int or None
+        Steps of a segment, of which gradients flow at most to the one before; None, the default,
+        if they flow through all steps.
+    return_states : bool
+        Whether a call returns the states of all steps, too.
     """
 
     _theirs: ClassVar[Any] = None
@@ -61,6 +66,8 @@ class Sequences:
     _forward_pre_hooks: Any
 
     _memory_limit: int | None = None
+    _truncate: int | None = None
+    _return_states = False
 
     @property
     def memory_limit(self) -> int | None:
@@ -70,6 +77,30 @@ class Sequences:
     @memory_limit.setter
     def memory_limit(self, limit: int | None) -> None:
         self._memory_limit = None if limit is None else check_count("memory_limit", limit, 0)
+
+    @property
+    def truncate(self) -> int | None:
+        """Steps of a segment, of which gradients flow to the one before; None for all steps."""
+        return self._truncate
+
+    @truncate.setter
+    def truncate(self, steps: int | None) -> None:
+        self._truncate = None if steps is None else check_count("truncate", steps, 1)
+
+    @property
+    def return_states(self) -> bool:
+        """Whether a call returns the states of all steps, too."""
+        return self._return_states
+
+    @return_states.setter
+    def return_states(self, returns: bool) -> None:
+        self._return_states = check_flag("return_states", returns)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether a call is one as of PyTorch's modules, but for resets."""
+        has_bounds = self.memory_limit is not None or self.truncate is not None
+        return not self.return_states and not (has_bounds and torch.is_grad_enabled())
 
     def forward(
         self,
@@ -96,18 +127,20 @@ class Sequences:
             The outputs of the last layer.
         hx : Tensor or tuple of Tensor
             The last states.
+        states : Tensor, PackedSequence or tuple of these
+            With `return_states` only: the states of the last layer after each step, in the form of
+            `output`; several as a tuple, ``(h, c)`` of an LSTM. The first is `output`.
 
         Raises
         ------
         InputError, InputTypeError
-            If resets have another shape, or are no bools.
+            If resets have another shape, or are no bools; or if gradients are to be truncated
+            that are of two directions, have dropout between layers, or are not by kernels.
         MemoryLimitError
             If a call needs more than `memory_limit`.
         """
         key = left = None
-        is_limited = self.memory_limit is not None and torch.is_grad_enabled()
-        is_usual = resets is None and not is_limited
-        if is_usual and not torch.compiler.is_compiling():
+        if resets is None and self.is_usual and not torch.compiler.is_compiling():
             if self._theirs is not None:
                 left = left_key(self, input, hx)
                 if is_left(left):
@@ -120,6 +153,9 @@ class Sequences:
                 return results
         weights: list[Tensor] = [weight for each in self.all_weights for weight in each]
         is_taken = self._takes(input, hx, weights)
+        if self.truncate is not None and torch.is_grad_enabled():
+            is_empty = isinstance(input, Tensor) and 0 in input.shape
+            self._check_truncated(has_kernels=(is_taken or is_empty) and not is_recorded())
         if is_taken and is_transformed() and weights[0].is_cpu:
             return self._differentiably(input, hx, weights, resets)
         if is_recorded() or not is_taken:
@@ -165,18 +201,35 @@ class Sequences:
             output, last = output.squeeze(1), last.squeeze(1)
         elif self.batch_first:
             output = output.transpose(0, 1)
-        return output, self._parted(last)
+        if not self.return_states:
+            return output, self._parted(last)
+        states = self._parted(output)
+        return states[0] if self.states > 1 else states, self._parted(last), states
+
+    def _check_truncated(self, *, has_kernels: bool) -> None:
+        """Raise unless gradients can be truncated."""
+        if self.bidirectional:
+            why = "bidirectional is True: segments of both directions would not be the same"
+        elif self.dropout > 0 and self.training and self.num_layers > 1:
+            why = f"dropout is {self.dropout}: layers run one by one"
+        elif not has_kernels:
+            why = "this input, or a transform of it, has no kernel"
+        else:
+            return
+        raise InputError(f"truncate is {self.truncate}; expected None, as {why}")
 
     def _takes(self, given: Any, hx: Any, weights: list[Tensor]) -> bool:
         """Return whether there are kernels for this."""
         is_packed = isinstance(given, PackedSequence)
         x = given.data if is_packed else given
         states = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
+        is_cut = self.truncate is not None and torch.is_grad_enabled()
         if (
             self.proj_size
             or (states and len(states) != self.states)
             or not all(isinstance(each, Tensor) for each in (x, *states))
             or x.dtype not in _DTYPES
+            or ((is_cut or self._returns_others) and x.device.type != "cpu")
             or any(each.dtype != x.dtype or each.device != x.device for each in (*states, *weights))
             or not has_kernels(self.mode, self.hidden_size, x, bool(self.bias))
             or torch.is_autocast_enabled(x.device.type)
@@ -197,13 +250,18 @@ class Sequences:
             batch = (given.shape[0 if self.batch_first else 1],)
         return (self.num_layers * (1 + self.bidirectional), *batch, self.hidden_size)
 
+    @property
+    def _returns_others(self) -> bool:
+        """Whether the states of all steps are more than the output."""
+        return self.return_states and self.states > 1
+
     def _parted(self, last: Tensor) -> Any:
         """Return the last states as PyTorch does: several as a tuple."""
         return last.chunk(self.states, -1) if self.states > 1 else last
 
     def _packed(
         self, given: PackedSequence, hx: Any, weights: list[Tensor], run: Run, resets: Any
-    ) -> tuple[PackedSequence, Any]:
+    ) -> Any:
         """Run samples of different lengths, which are sorted and packed step by step."""
         data, sizes, order, back = given  # sizes are on the CPU
         steps, batch = len(sizes), int(sizes[0])
@@ -218,7 +276,11 @@ class Sequences:
         output, last = run(x.reshape(steps, batch, -1), state, has.sum(0), weights, flags)
         rows = output.flatten(0, 1).index_select(0, places)
         states = self.permute_hidden(self._parted(last), back)
-        return PackedSequence(rows, sizes, order, back), states
+        if not self.return_states:
+            return PackedSequence(rows, sizes, order, back), states
+        parts = rows.chunk(self.states, -1)
+        every = tuple(PackedSequence(each, sizes, order, back) for each in parts)
+        return every[0], states, every if self.states > 1 else every[0]
 
     def _masks(self, weights: list[Tensor]) -> list[Tensor | None]:
         """Return the masks of pruned matrices, or None for others; [] if nothing is pruned.
@@ -256,10 +318,14 @@ class Sequences:
             begin = None if state is None else state[call * states : (call + 1) * states]
             given = [x, *weights[own], *([] if begin is None else [begin])]
             keeps = torch.is_grad_enabled() and any(each.requires_grad for each in given)
-            limit = self.memory_limit if keeps and self.memory_limit is not None else -1
+            limits = (
+                each if keeps and each is not None else -1
+                for each in (self.memory_limit, self.truncate)
+            )
+            returns = self._returns_others and call + 1 == calls
             x, last, _ = run(
                 *(x, begin, lengths, weights[own], masks[own], self.mode, self.hidden_size),
-                *(self.num_layers // calls, *flags, limit, keeps),
+                *(self.num_layers // calls, *flags, *limits, returns, keeps),
                 resets=resets,
             )
             lasts.append(last)
@@ -306,8 +372,9 @@ class Sequences:
         resets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Run all layers so."""
-        about = self.mode, self.hidden_size, self.num_layers, bool(self.bias)
-        shape = Shape.of(x, (*about, bool(self.bidirectional)))
+        about = self.mode, self.hidden_size, self.num_layers
+        flags = bool(self.bias), bool(self.bidirectional)
+        shape = Shape.of(x, (*about, *flags, -1, -1, self._returns_others))
         if state is None:
             rows = shape.num_layers * shape.directions
             state = x.new_zeros((rows, x.shape[1], shape.state_size))

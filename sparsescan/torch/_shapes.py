@@ -72,6 +72,10 @@ class Shape(NamedTuple):
         As in PyTorch.
     memory_limit : int
         Bytes for what the backward pass needs; -1 if there is no limit.
+    truncate : int
+        Steps of a segment, of which gradients flow to the one before; -1 if they flow through all.
+    return_states : bool
+        Whether outputs are all states of the last layer.
     """
 
     mode: str
@@ -81,6 +85,8 @@ class Shape(NamedTuple):
     has_bias: bool
     bidirectional: bool
     memory_limit: int = -1
+    truncate: int = -1
+    return_states: bool = False
 
     @classmethod
     def of(cls, x: Tensor, about: tuple[Any, ...]) -> Shape:
@@ -97,6 +103,12 @@ class Shape(NamedTuple):
     def program(self) -> Program:
         """What a step of its cells computes."""
         return kind_of(self.mode).program(self.has_bias)
+
+    @property
+    def output_size(self) -> int:
+        """Numbers of an output."""
+        own = self.state_size if self.return_states else self.hidden_size
+        return self.directions * own
 
     @property
     def state_size(self) -> int:

@@ -302,7 +302,7 @@ class _Sequence(NamedTuple):
             given = [x, *flat, *([] if begin is None else [begin])]
             keeps = torch.is_grad_enabled() and any(one.requires_grad for one in given)
             inputs.append(x[-1])
-            about = self.mode, units, each, True, False, -1, keeps
+            about = self.mode, units, each, True, False, -1, -1, False, keeps
             some = masks if any(mask is not None for mask in masks) else []
             often = None
             if not some and resets is None:

@@ -44,6 +44,10 @@ class CellModule(Sequences, nn.Module):
         Of the parameters.
     memory_limit : int, optional
         Bytes that a call may keep for its backward pass, beside input and output; see :class:`RNN`.
+    truncate : int, optional
+        Steps of a segment, of which gradients flow at most to the one before; see :class:`RNN`.
+    return_states : bool, default False
+        Whether a call returns the states of all steps, too; see :class:`RNN`.
     **options
         Options of the cells.
 
@@ -68,10 +72,13 @@ class CellModule(Sequences, nn.Module):
         dtype: torch.dtype | None = None,
         *,
         memory_limit: int | None = None,
+        truncate: int | None = None,
+        return_states: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.memory_limit = memory_limit
+        self.memory_limit, self.truncate = memory_limit, truncate
+        self.return_states = return_states
         # Which checks all of them.
         net = Recurrent(
             *(self.cell, input_size, hidden_size, num_layers, bias),
@@ -179,8 +186,9 @@ def module(cell: type[Cell]) -> type[CellModule]:
 
     They are made as PyTorch's recurrent modules are: ``module(MGU)(12, 20, num_layers=1, bias=True,
     batch_first=False, dropout=0.0, bidirectional=False, device=None, dtype=None,
-    memory_limit=None)``, and with the options of the cell. Parameters have the names that they have
-    in a :class:`~sparsescan.recurrent.Recurrent`, in the order of the cell's: ``weight_ih_l0``, ….
+    memory_limit=None, truncate=None, return_states=False)``, and with the options of the cell.
+    Parameters have the names that they have in a :class:`~sparsescan.recurrent.Recurrent`, in the
+    order of the cell's: ``weight_ih_l0``, ….
 
     Inputs are ``(T, batch, input_size)``, with `batch_first` ``(batch, T, input_size)``, ``(T,
     input_size)`` or a `PackedSequence`. Initial and last states are a tensor ``(num_layers ·

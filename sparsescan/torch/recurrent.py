@@ -14,10 +14,13 @@ __all__ = ["GRU", "LSTM", "RNN"]
 
 
 def _signature() -> inspect.Signature:
-    """Return the signature of all three: PyTorch's, and `memory_limit`."""
+    """Return the signature of all three: PyTorch's, and what these take besides."""
     _, _, *own = inspect.signature(nn.RNNBase.__init__).parameters.values()
     kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature([*own, inspect.Parameter("memory_limit", kind, default=None)])
+    more = {"memory_limit": None, "truncate": None, "return_states": False}
+    return inspect.Signature(
+        [*own, *(inspect.Parameter(name, kind, default=each) for name, each in more.items())]
+    )
 
 
 class _Recurrent(Sequences, nn.RNNBase):
@@ -32,10 +35,17 @@ class _Recurrent(Sequences, nn.RNNBase):
     __signature__: ClassVar[Any] = _signature()
 
     def __init__(
-        self, mode: str, *arguments: Any, memory_limit: int | None = None, **options: Any
+        self,
+        mode: str,
+        *arguments: Any,
+        memory_limit: int | None = None,
+        truncate: int | None = None,
+        return_states: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(mode, *arguments, **options)
-        self.memory_limit = memory_limit
+        self.memory_limit, self.truncate = memory_limit, truncate
+        self.return_states = return_states
 
     @property
     def states(self) -> int:  # type: ignore[override]
@@ -46,12 +56,13 @@ class _Recurrent(Sequences, nn.RNNBase):
         self, given: Any, hx: Any, weights: list[Tensor], resets: Any = None
     ) -> Any:
         """Let PyTorch compute, or refuse, what has no kernels, unless states begin anew."""
-        if resets is None:
+        if resets is None and not self.return_states:
             return self._theirs.forward(self, given, hx)
         if self.proj_size:
+            what = "return_states is True" if resets is None else "resets were given"
             raise InputError(
-                f"resets were given, and proj_size is {self.proj_size}; expected 0: projections "
-                "are PyTorch's, which knows no resets"
+                f"{what}, and proj_size is {self.proj_size}; expected 0: projections are "
+                "PyTorch's, which knows neither resets nor return_states"
             )
         return self._differentiably(given, hx, weights, resets)
 
@@ -73,7 +84,18 @@ class RNN(_Recurrent):
 
     What a backward pass needs is kept from the forward pass on. `memory_limit`, an attribute and an
     argument by name, bounds these bytes, beside input and output: gates that do not fit are
-    computed again.
+    computed again. `truncate`, likewise, bounds how far gradients flow: ``truncate=k`` cuts the
+    steps into segments of ``k``, and what the loss owes to outputs of a segment flows through that
+    and the one before, not further (truncated back-propagation through time; the formula is that of
+    :class:`sparsescan.recurrent.TrainingStep`). Outputs are the same, and gradients leave out what
+    is owed to earlier steps, so dependencies over more than ``2·k`` steps are not learned. Next to
+    nothing is kept. Modules of one direction have it on the CPU, without dropout between layers,
+    where kernels run.
+
+    `return_states`, likewise, returns the states of all steps: ``output, (h_n, c_n), (h, c) =
+    LSTM(12, 20, return_states=True)(x)``, where `c` has the cell states of the last layer in the
+    form of the output, which is `h`. Gradients flow through all of them. Cells of one state return
+    their output once more.
 
     There are derivatives of any order, in both modes. The derivative of a network in a direction is
     a forward pass of cells of twice as many states, which also compute the derivatives, and the

@@ -305,6 +305,15 @@ def test_what_is_mixed_is_refused(cupy: Any) -> None:
         step.backward(np.zeros((3, 2, 4), F4))
 
 
+def test_what_only_hosts_have_is_refused(cupy: Any) -> None:
+    net, x = LSTM(1, 2, dtype=F4, rng=0), cupy.asarray(np.zeros((9, 1, 1), F4))
+    put(cupy, net)
+    options: list[dict[str, Any]] = [{"truncate": 2}, {"return_states": True}]
+    for each in options:
+        with pytest.raises(InputError, match=r"return_states is .*, and x is on a device"):
+            net.training_step(**each).forward(x)
+
+
 def test_units_that_are_too_many_are_refused(cupy: Any) -> None:
     net = LSTM(1, 1300, dtype=F4, rng=0)
     put(cupy, net)

@@ -32,7 +32,8 @@ def autograd_of(
 ) -> Expected:
     """Return outputs, last states and gradients, as a training step is asked for.
 
-    Where a sample is reset, a sequence of its own begins, with zeros.
+    Where a sample is reset, a sequence of its own begins, with zeros. Outputs are all states of the
+    last layer if there are gradients in them.
     """
     steps, batch, _ = x.shape
     lengths = np.full(batch, steps) if lengths is None else lengths
@@ -71,11 +72,14 @@ def _run_sample(
         for back in range(width):
             begin = _parts(state[layer * width + back], units)
             runs = _run(net, layer, back, given, begin, None, resets)
-            outputs.append(_turned(runs.outputs[0], back))
+            outputs.append([_turned(each, back) for each in runs.outputs])
             last = np.concatenate([each[-1] for each in runs.outputs], axis=-1)
             results["last"][layer * width + back, n] = last[0]
-        given = np.concatenate(outputs, axis=-1)
-    results["output"][:length, n] = given[:, 0]
+        every = [np.concatenate(each, axis=-1) for each in zip(*outputs, strict=True)]
+        given = every[0]
+    wide = width * units
+    whole = np.concatenate(every[: above.shape[-1] // wide], axis=-1)
+    results["output"][:length, n] = whole[:, 0]
     grad = above[:length]
     for layer, cells in reversed(list(enumerate(net.cells))):
         below = np.zeros(layers[layer].shape)
@@ -83,7 +87,8 @@ def _run_sample(
             k = layer * width + back
             states = cell.state_size // units
             cotangents = [np.zeros((length, 1, units)) for _ in range(states)]
-            cotangents[0] += _turned(grad[..., back * units : (back + 1) * units], back)
+            for begin in range(back * units, grad.shape[-1], wide):
+                cotangents[begin // wide] += _turned(grad[..., begin : begin + units], back)
             for each, part in zip(cotangents, _parts(carry[k], units), strict=True):
                 each[-1] += part
             begin = _parts(state[k], units)

@@ -225,7 +225,7 @@ def test_opcheck(kind: str) -> None:
     net = getattr(sparsescan.torch, kind)(2, 3)
     params, resets = list(net.parameters()), torch.rand(5, 4) < 0.5
     x, lengths = torch.randn(5, 4, 2, requires_grad=True), torch.tensor([5, 2, 3, 5])
-    about = net.mode, 3, 1, True, False, -1
+    about = net.mode, 3, 1, True, False, -1, -1, False
     given = x, None, lengths, params, [], *about, True
     torch.library.opcheck(torch.ops.sparsescan.recurrent.default, given, {"resets": resets})
     given = x.detach(), None, None, [each.detach() for each in params], [], *about, False

@@ -87,8 +87,9 @@ def no_grads_above(s, first, above, t):
         return all_zero(above, at, samples * s.units)
     at += s.back * s.units
     for b in range(samples):
-        if not all_zero(above, at + b * s.width, s.units):
-            return False
+        for k in range(1 + s.others if s.next_output > 0 else 1):
+            if not all_zero(above, at + b * s.width + k * s.next_output, s.units):
+                return False
     return True
 
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...kernels.compile import njit
-from ...kernels.cpu.lanes import lane_count, load, number, store_some
+from ...kernels.cpu.lanes import lane_count, less_or, load, number, store_some
 from .callers import copy_some, row_of, turn_row_in, turn_row_out, turn_slots_out, turn_steps_in
 from .pauses import (
     NEVER,
@@ -92,8 +92,9 @@ class Sequence(NamedTuple):
         sample has, as a number of its dtype.
     states : ndarray
         ``[steps + 2][batch][units]``, or that for each group.
-    width : int
-        Length of a row of the outputs of both directions.
+    width, next_output : int
+        Length of a row of the outputs of both directions; and the columns from those of the first
+        state to those of the next, 0 if the first states alone are outputs.
     inputs, cols, block : int
         Length of an input, and of one here, which may be filled up; and how much of it is the
         state of one direction of the layer below.
@@ -182,6 +183,7 @@ class Sequence(NamedTuple):
     lengths: Array
     states: Array
     width: int
+    next_output: int
     inputs: int
     cols: int
     block: int
@@ -346,11 +348,24 @@ def _clear_carried(s, first, t):
 
 @_inline
 def _take_above(s, first, above, t):
-    """Put the gradients in the states of a step that are not of later steps where products are."""
-    at = (t * s.given + first) * s.width + s.back * s.units
+    """Take over the gradients in the states of a step that are not of later steps.
+
+    Those in the first state are put where products are.
+    """
     if len(above) == 0:
         clear(s.products, 0, s.samples * s.units)
         return
+    if s.next_output > 0:
+        for k in range(1, 1 + s.others):
+            _take_rows(s, first, above, t, k)
+            _add_taken(s, first, t, k)
+    _take_rows(s, first, above, t, 0)
+
+
+@_helper
+def _take_rows(s, first, above, t, k):
+    """Put the gradients in the `k`-th outputs of a step where products are."""
+    at = (t * s.given + first) * s.width + k * s.next_output + s.back * s.units
     if s.sample_lanes:
         left = s.given - first
         turn_row_in(above, at, s.width, left, s.units, s.products, 0, s.pairs)
@@ -358,6 +373,17 @@ def _take_above(s, first, above, t):
     for b in range(s.samples):
         room = (s.samples - 1 - b) * s.width + s.units
         copy_some(above, at + b * s.width, s.products, b * s.units, s.units, room)
+
+
+@_helper
+def _add_taken(s, first, t, k):
+    """Add what was taken to the gradients in the `k`-th states of samples that have a step."""
+    own, count, at = first * s.units, s.samples * s.units, number(s.carry, t)
+    for i in range(0, count, lane_count(s.carry)):
+        to = k * s.carry_step + own + i
+        before = load(s.carry, to)
+        more = before + load(s.products, i)
+        store_some(s.carry, to, less_or(at, load(s.lengths, own + i), more, before), count - i)
 
 
 @_inline

@@ -1,0 +1,212 @@
+"""Gradients that flow at most to the segment before, and outputs that are all states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from fresh_python import run_python
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from network_oracle import autograd_of
+from plain_networks import plain_run, truncated_grads
+from sampling import examples
+from some_cells import CELLS
+from test_resets import F4, F8, arguments_of, close, made, results_of, rows_for
+
+from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
+from sparsescan.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, Recurrent, host, truncated
+from sparsescan.recurrent import step as step_module
+
+KINDS: dict[str, Any] = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
+SEVERAL = [LSTMCell, *(cell for cell in CELLS.values() if Recurrent(cell, 2, 2).state_size > 2)]
+seeds = st.integers(0, 2**32 - 1)
+
+# -- Truncated gradients ---------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(seeds)
+def test_gradients_flow_to_the_segment_before(seed: int) -> None:
+    """Beside loops of PyTorch that detach states, in any number of windows at once."""
+    rng = np.random.default_rng(seed)
+    kind = str(rng.choice(list(KINDS)))
+    steps, batch, k = int(rng.integers(0, 40)), int(rng.integers(1, 5)), int(rng.integers(1, 9))
+    net = KINDS[kind](int(rng.integers(1, 5)), int(rng.integers(1, 6)), int(rng.integers(1, 4)))
+    whole = bool(rng.integers(2)) and net.state_size > net.hidden_size
+    arguments, (above, carry) = arguments_of(rng, net, steps, batch, F8)
+    if whole:
+        above = rng.standard_normal((steps, batch, net.state_size))
+    x, state, lengths, resets = arguments
+    resets = resets if rng.integers(2) else None
+    step = net.training_step(truncate=k, return_states=whole)
+    counts = np.full(batch, steps) if lengths is None else lengths
+    tensors = [torch.tensor(each) for each in (x, state, counts)]
+    flags = None if resets is None else torch.tensor(resets)
+    leaves = [each.requires_grad_() for each in tensors[:2]]
+    params = {
+        name: torch.tensor(each, dtype=torch.float64).requires_grad_()
+        for name, each in net.params.items()
+    }
+    about = kind, params, *leaves, tensors[2], flags
+    outputs, last = plain_run(*about) if steps else ([torch.zeros(above.shape)], leaves[1])
+    expected = {"output": torch.cat(outputs[: 1 + whole], -1), "last": last}
+    filled = np.concatenate([above, np.zeros((*above.shape[:2], net.state_size))], -1)
+    own = torch.tensor(filled[..., : net.state_size]), torch.tensor(carry)
+    names = ["input", "state", *params]
+    expected |= zip(names, truncated_grads(*about, k, *own), strict=True)
+    arrays = {name: each.detach().numpy() for name, each in expected.items()}
+    with patch.object(truncated, "_SAMPLES", int(rng.choice([1, 6, 1024]))):
+        for _ in range(3):
+            given_grads = above, carry
+            close(results_of(step, (x, state, lengths, resets), given_grads), arrays, F8)
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(seeds)
+def test_windows_take_any_memory(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    net = GRU(2, 4, 2)
+    steps, batch, k = int(rng.integers(30, 60)), int(rng.integers(1, 4)), int(rng.integers(2, 9))
+    given, grads = arguments_of(rng, net, steps, batch, F8)
+    free = net.training_step(truncate=k)
+    with patch.object(step_module, "_SEGMENT", 2):
+        expected = results_of(free, given, grads)
+        limit = free.nbytes
+        while True:
+            step = net.training_step(truncate=k, memory_limit=limit)
+            try:
+                close(results_of(step, given, grads), expected, F8)
+            except MemoryLimitError:
+                break
+            assert step.nbytes <= limit
+            limit = step.nbytes - 1
+    assert limit < free.nbytes - 1
+
+
+def test_nothing_but_two_segments_is_kept() -> None:
+    net, x = GRU(1, 16), np.zeros((50_000, 1, 1), np.float32)
+    whole, cut = net.training_step(), net.training_step(truncate=100, memory_limit=1 << 20)
+    for step in (whole, cut):
+        step.forward(x)
+    assert cut.nbytes < 1 << 20 < 10 << 20 < whole.nbytes
+
+
+def test_bits_are_those_of_one_thread() -> None:
+    rng = np.random.default_rng(0)
+    net = GRU(2, 12, rng=rng)
+    given, grads = arguments_of(rng, net, 900, 3, F4)
+    found = []
+    for count in (1, 2, 5):
+        with (
+            patch.object(host, "thread_count", lambda count=count: count),
+            patch.object(host, "_SMALL", 1),
+        ):
+            found.append(results_of(net.training_step(truncate=20), given, grads))
+    for other in found[1:]:
+        for name, array in found[0].items():
+            np.testing.assert_array_equal(other[name], array)
+
+
+def test_no_samples() -> None:
+    step = GRU(2, 3).training_step(truncate=3)
+    output, last = step.forward(np.zeros((20, 0, 2)))
+    grads = step.backward(output, last)
+    assert grads.input is not None
+    assert grads.input.shape == (20, 0, 2)
+    assert not any(each.any() for each in grads.params.values())
+
+
+def test_errors_name_truncate() -> None:
+    net = GRU(2, 3)
+    with pytest.raises(InputError, match="truncate is 0; expected"):
+        net.training_step(truncate=0)
+    with pytest.raises(InputTypeError, match="truncate is 'x'"):
+        net.training_step(truncate="x")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="truncate is 5, and the network has two directions"):
+        GRU(2, 3, bidirectional=True).training_step(truncate=5)
+    with pytest.raises(InputTypeError, match="return_states is 3"):
+        net.training_step(return_states=3)  # type: ignore[arg-type]
+    step = GRUCell(2, 3).training_step(truncate=1)
+    step.forward(np.zeros((5, 1, 2)))
+    with pytest.raises(InputError, match="grad_output has shape"):
+        step.backward(np.zeros((4, 1, 3)))
+
+
+# -- All states ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F8, F4], ids=str)
+@settings(max_examples=examples(60), deadline=None)
+@given(seeds)
+def test_outputs_are_all_states(dtype: Any, seed: int) -> None:
+    """Gradients in each of them count, also where steps without any are left out."""
+    rng = np.random.default_rng(seed)
+    net = made(rng, SEVERAL[rng.integers(len(SEVERAL))], dtype=dtype)
+    steps, batch = int(rng.integers(1, 40)), int(rng.choice([1, 2, 5, 16, 17, 33]))
+    given, (above, carry) = arguments_of(rng, net, steps, batch, dtype)
+    x, state, lengths, resets = given
+    resets = resets if rng.integers(2) else None
+    several = net.state_size // net.hidden_size
+    above = rng.standard_normal((*above.shape[:2], several * above.shape[2])).astype(dtype)
+    above[rng.random(steps) < rng.choice([0, 0.9])] = 0
+    above[..., : above.shape[2] // several] *= rng.integers(2)
+    expected = autograd_of(net, x, state, lengths, above, carry, resets)
+    rows, segment = rows_for(rng, net, dtype), int(rng.integers(1, 9))
+    with (
+        patch.object(step_module, "_sample_rows", lambda *_: rows),
+        patch.object(step_module, "_SEGMENT", segment),
+        patch.object(host, "_DIRECT", 2),
+    ):
+        step = net.training_step(return_states=True)
+        for _ in range(4):
+            actual = results_of(step, (x, state, lengths, resets), (above, carry))
+    close(actual, expected, dtype)
+
+
+def test_cells_of_one_state_have_no_others() -> None:
+    net, x = GRU(2, 3), np.ones((4, 2, 2))
+    first, second = (net.training_step(return_states=each) for each in (False, True))
+    np.testing.assert_array_equal(first.forward(x)[0], second.forward(x)[0])
+
+
+# -- The memory of a process -----------------------------------------------------------------------
+
+
+def test_a_process_stays_within_its_limits(tmp_path: Path) -> None:
+    """In a new one: 400,000 steps add what the limit says, and inputs, outputs and gradients."""
+    code = """
+        from pathlib import Path
+
+        import numpy as np
+
+        from sparsescan.recurrent import GRU
+
+
+        def memory(name):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            (line,) = (each for each in lines if each.startswith(name))
+            return 1024 * int(line.split()[1])
+
+
+        net, x = GRU(4, 32, rng=0), np.zeros((400_000, 1, 4), np.float32)
+        for options in ({"memory_limit": 80 << 20}, {"memory_limit": 30 << 20, "truncate": 500}):
+            step = net.training_step(**options)
+            step.forward(x[:2_000])
+            step.backward()
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+            before = memory("VmRSS")
+            output, _ = step.forward(x)
+            grads = step.backward(output)
+            assert step.nbytes <= options["memory_limit"]
+            print(memory("VmHWM") - before - output.nbytes - grads.input.nbytes)
+            del step, output, grads
+    """
+    whole, cut = map(int, run_python(code, tmp_path).split())
+    slack = 8 << 20
+    assert whole < (80 << 20) + slack
+    assert cut < (30 << 20) + slack

@@ -1,0 +1,109 @@
+"""RNN, GRU and LSTM networks as plain loops of PyTorch's operations, with states for all to see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["plain_run", "truncated_grads"]
+
+
+def _step(kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Any:
+    """Return the new states of a cell, by the equations of PyTorch's documentation."""
+    w_ih, w_hh, b_ih, b_hh = weights
+    h = states[0]
+    given, own = x @ w_ih.T + b_ih, h @ w_hh.T + b_hh
+    if kind == "RNN":
+        return [torch.tanh(given + own)]
+    if kind == "GRU":
+        r, z, n = given.chunk(3, -1)
+        r_own, z_own, n_own = own.chunk(3, -1)
+        r, z = torch.sigmoid(r + r_own), torch.sigmoid(z + z_own)
+        n = torch.tanh(n + r * n_own)
+        return [(1 - z) * n + z * h]
+    i, f, g, o = (given + own).chunk(4, -1)
+    c = torch.sigmoid(f) * states[1] + torch.sigmoid(i) * torch.tanh(g)
+    return [torch.sigmoid(o) * torch.tanh(c), c]
+
+
+def plain_run(
+    kind: str,
+    params: Mapping[str, Tensor],
+    x: Tensor,
+    state: Tensor,
+    lengths: Tensor,
+    resets: Tensor | None = None,
+    cut: int = 0,
+) -> tuple[list[Tensor], Tensor]:
+    """Return the outputs of each state, and the last states, of a network of one or two directions.
+
+    States before step `cut` are constants, in a network of one direction.
+    """
+    count = 2 if kind == "LSTM" else 1
+    bidirectional = any(name.endswith("_reverse") for name in params)
+    layers = len(state) // (1 + bidirectional)
+    steps, lasts = len(x), []
+    outputs: list[Tensor] = []
+    for layer in range(layers):
+        found = []
+        for back in range(1 + bidirectional):
+            names = ["weight_ih", "weight_hh", "bias_ih", "bias_hh"]
+            weights = [params[f"{name}_l{layer}{'_reverse' * back}"] for name in names]
+            states = list(state[layer * (1 + bidirectional) + back].chunk(count, -1))
+            rows: list[Any] = [None] * steps
+            for t in range(steps)[:: -1 if back else 1]:
+                if cut and t == cut:
+                    states = [each.detach() for each in states]
+                if resets is not None:
+                    anew = resets[t] & (t < lengths)
+                    if back:
+                        anew = resets[t + 1] & (t + 1 < lengths) if t + 1 < steps else anew & False
+                    states = [each.masked_fill(anew[:, None], 0) for each in states]
+                has = (t < lengths)[:, None]
+                new = _step(kind, x[t], states, weights)
+                states = [torch.where(has, *both) for both in zip(new, states, strict=True)]
+                rows[t] = [torch.where(has, each, 0) for each in states]
+            found.append(rows)
+            lasts.append(torch.cat(states, -1))
+        outputs = [
+            torch.stack([torch.cat([rows[t][n] for rows in found], -1) for t in range(steps)])
+            for n in range(count)
+        ]
+        x = outputs[0]
+    return outputs, torch.stack(lasts)
+
+
+def truncated_grads(
+    kind: str,
+    params: Mapping[str, Tensor],
+    x: Tensor,
+    state: Tensor,
+    lengths: Tensor,
+    resets: Tensor | None,
+    truncate: int,
+    above: Tensor,
+    carry: Tensor,
+) -> list[Tensor]:
+    """Return gradients in input, state and parameters that flow at most to the segment before.
+
+    The gradients in all outputs are `above`, those in the last states `carry`.
+    """
+    leaves = [x, state, *params.values()]
+    totals = [torch.zeros_like(each) for each in leaves]
+    lasts = torch.clamp(-(-lengths // truncate) - 1, min=0)
+    for segment in range(-(-len(x) // truncate)):
+        begin = segment * truncate
+        outputs, last = plain_run(
+            kind, params, x, state, lengths, resets, cut=max(0, begin - truncate)
+        )
+        own = slice(begin, begin + truncate)
+        loss = (torch.cat(outputs, -1)[own] * above[own]).sum()
+        loss = loss + (last * carry * (lasts == segment)[:, None]).sum()
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        for total, grad in zip(totals, grads, strict=True):
+            if grad is not None:
+                total += grad
+    return totals

@@ -1,0 +1,216 @@
+"""Modules whose gradients flow at most to the segment before, and that return all states."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_networks import plain_run, truncated_grads
+from sampling import examples
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from sparsescan import InputError, InputTypeError
+from sparsescan.recurrent.catalogue import MGU
+from sparsescan.torch import GRU, LSTM, RNN, convert, explain, module
+
+KINDS: dict[str, Any] = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
+F8 = torch.float64
+seeds = st.integers(0, 2**32 - 1)
+
+
+class Case:
+    """A module, and what it is called with."""
+
+    def __init__(
+        self, seed: int, kind: str, *, bidirectional: bool = False, **options: Any
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(most: int) -> int:
+            return int(torch.randint(1, most, (), generator=generator))
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, dtype=F8)
+
+        self.kind, self.steps, self.batch, layers, units = kind, draw(30), draw(5), draw(4), draw(5)
+        self.truncate, self.count = draw(9), 2 if kind == "LSTM" else 1
+        torch.manual_seed(seed)
+        about = dict(dtype=F8, bidirectional=bidirectional, **options)
+        self.net = KINDS[kind](2, units, layers, **about)
+        rows = layers * (1 + bidirectional)
+        self.x = normal(self.steps, self.batch, 2).requires_grad_()
+        self.state = normal(rows, self.batch, self.count * units).requires_grad_()
+        lengths = torch.randint(1, self.steps + 1, (self.batch,), generator=generator)
+        self.lengths = lengths.sort(descending=True).values
+        self.lengths[0] = self.steps
+        self.is_packed = draw(3) == 1
+        if not self.is_packed:
+            self.lengths[:] = self.steps
+        width = self.count * units * (1 + bidirectional)
+        self.above = normal(self.steps, self.batch, width)
+        self.carry = normal(*self.state.shape)
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        return [self.x, self.state, *self.net.parameters()]
+
+    def called(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return the outputs of each state, and the last states side by side."""
+        hx: Any = tuple(self.state.chunk(2, -1)) if self.count > 1 else self.state
+        x = pack_padded_sequence(self.x, self.lengths) if self.is_packed else self.x
+        output, last, *rest = self.net(x, hx)
+        states = rest[0] if rest else output
+        several = states if self.net.return_states and self.count > 1 else (states,)
+        if self.is_packed:
+            several = tuple(pad_packed_sequence(each)[0] for each in several)
+        return list(several), torch.cat(last, -1) if self.count > 1 else last
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(seeds, st.sampled_from(list(KINDS)), st.booleans())
+def test_truncated_gradients(seed: int, kind: str, whole: bool) -> None:
+    case = Case(seed, kind, return_states=whole)
+    case.net.truncate = case.truncate
+    params, given = dict(case.net.named_parameters()), (case.x, case.state, case.lengths)
+    if not whole:
+        case.above[..., case.above.shape[-1] // case.count :] = 0
+    outputs, last = case.called()
+    loss = (torch.cat(outputs, -1) * case.above[..., : len(outputs) * outputs[0].shape[-1]]).sum()
+    loss = loss + (last * case.carry).sum()
+    actual = torch.autograd.grad(loss, case.leaves)
+    about = None, case.truncate, case.above, case.carry
+    expected = truncated_grads(kind, params, *given, *about)
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(seeds, st.sampled_from(list(KINDS)), st.booleans())
+def test_all_states(seed: int, kind: str, bidirectional: bool) -> None:
+    case = Case(seed, kind, bidirectional=bidirectional, return_states=True)
+    found = []
+    params = dict(case.net.named_parameters())
+    for outputs, last in (
+        case.called(),
+        plain_run(kind, params, case.x, case.state, case.lengths),
+    ):
+        loss = (torch.cat(outputs, -1) * case.above).sum() + (last * case.carry).sum()
+        found.append([*outputs, last, *torch.autograd.grad(loss, case.leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_states_have_the_form_of_the_output(batch_first: bool) -> None:
+    net, x = LSTM(2, 3, 2, batch_first=batch_first, return_states=True), torch.randn(4, 5, 2)
+    output, (_, c_n), (h, c) = net(x)
+    assert h is output
+    assert c.shape == output.shape
+    torch.testing.assert_close(c[:, -1] if batch_first else c[-1], c_n[1])
+    output, (_, c_n), (_, c) = net(x[0])
+    assert c.shape == output.shape == (5, 3)
+    torch.testing.assert_close(c[-1], c_n[1])
+    # The same step by step, in another dtype.
+    half = copy.deepcopy(net).bfloat16()
+    _, _, (_, in_half) = half(x.bfloat16())
+    torch.testing.assert_close(in_half.float(), net(x)[2][1], rtol=0.1, atol=0.05)
+    output, last, states = module(MGU)(2, 3, return_states=True)(x)
+    assert states is output
+    assert last.shape == (1, 5, 3)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_derivatives_of_all_states() -> None:
+    """By transforms, and of gradients, which are differentiated step by step."""
+    net = LSTM(2, 3, dtype=F8, return_states=True)
+    params = dict(net.named_parameters())
+    x, state = torch.randn(4, 2, 2, dtype=F8), torch.zeros(1, 2, 6, dtype=F8)
+    lengths = torch.full((2,), 4)
+
+    def loss(outputs: Any) -> Any:
+        return outputs[1].tanh().sum() + outputs[0].sin().sum()
+
+    def ours(x: torch.Tensor) -> Any:
+        return loss(net(x)[2])
+
+    def plain(x: torch.Tensor) -> Any:
+        return loss(plain_run("LSTM", params, x, state, lengths)[0])
+
+    for derivative in (torch.func.grad, torch.func.hessian):
+        torch.testing.assert_close(derivative(ours)(x), derivative(plain)(x))
+    hessians = [torch.autograd.functional.hessian(each, x) for each in (ours, plain)]
+    torch.testing.assert_close(*hessians)
+
+
+def test_options_go_with_the_module() -> None:
+    net = LSTM(3, 4, truncate=5, return_states=True)
+    for same in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert (same.truncate, same.return_states) == (5, True)
+    own = module(MGU)(3, 4, truncate=5)
+    assert pickle.loads(pickle.dumps(own)).truncate == 5
+    assert GRU(3, 4).truncate is None
+    assert explain(own, torch.zeros(4, 2, 3)).kernel == "sparsescan"
+    model = nn.Sequential(nn.GRU(3, 4), nn.Linear(4, 2))
+    convert(model, truncate=7)
+    assert model[0].truncate == 7
+
+
+def test_compiled_graphs_stay_whole() -> None:
+    torch.manual_seed(0)
+    net, x = LSTM(3, 4, truncate=10, return_states=True), torch.randn(50, 2, 3)
+    compiled = torch.compile(lambda x: net(x)[2][1], fullgraph=True, backend="aot_eager")
+    grads = []
+    for call in (compiled, lambda x: net(x)[2][1]):
+        net.zero_grad()
+        call(x).square().sum().backward()
+        grads.append([each.grad for each in net.parameters()])
+    torch.testing.assert_close(*grads)
+
+
+def test_nothing_changes_without_gradients_or_behind_few_steps() -> None:
+    net, x = GRU(3, 4, bidirectional=True, truncate=2), torch.randn(50, 2, 3)
+    with torch.no_grad():
+        net(x)
+    with pytest.raises(InputError, match="truncate is 2; expected None, as bidirectional is True"):
+        net(x)
+    free = GRU(3, 4)
+    cut = copy.deepcopy(free)
+    cut.truncate = 25
+    grads = []
+    for each in (free, cut):
+        each(x)[0].sum().backward()
+        grads.append(each.weight_hh_l0.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_no_samples() -> None:
+    output, _ = GRU(3, 4, truncate=3)(torch.zeros(20, 0, 3))
+    assert output.shape == (20, 0, 4)
+
+
+def test_errors_name_what_cannot_be_truncated() -> None:
+    x = torch.randn(50, 2, 3)
+    with pytest.raises(InputError, match=r"dropout is 0\.5: layers run one by one"):
+        GRU(3, 4, 2, dropout=0.5, truncate=3)(x)
+    with pytest.raises(InputError, match="no kernel"):
+        GRU(3, 4, truncate=3).bfloat16()(x.bfloat16())
+    with pytest.raises(InputError, match="no kernel"):
+        torch.func.grad(lambda x: GRU(3, 4, truncate=3)(x)[0].sum())(x)
+    given = x.requires_grad_()
+    (grad,) = torch.autograd.grad(GRU(3, 4, truncate=3)(given)[0].sum(), given, create_graph=True)
+    with pytest.raises(InputError, match="truncate is 3, and gradients are differentiated again"):
+        grad.sum().backward()
+    with pytest.raises(InputError, match="truncate is 0; expected"):
+        GRU(3, 4, truncate=0)
+    with pytest.raises(InputError, match="truncate is -1; expected"):
+        convert(nn.GRU(3, 4), truncate=-1)
+    with pytest.raises(InputTypeError, match="return_states is 3"):
+        GRU(3, 4, return_states=3)
+    with pytest.raises(InputError, match="return_states is True, and proj_size is 2"):
+        LSTM(3, 4, proj_size=2, return_states=True)(x)
