@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from ..recurrent import Recurrent
 from ..recurrent.definition import CellLike
@@ -28,6 +27,7 @@ from ..recurrent.recorded import Parameters, RecordedStep, parameters_of, progra
 from ..recurrent.step import RecurrentLike
 from ..recurrent.tangent import Tangent, tangent_of
 from ._programs import Lengths, add, call, key_of
+from ._rules import alike, differentiated, filled, mapped, merge, parted, primitive, size_of
 
 __all__ = ["Network", "run"]
 
@@ -229,30 +229,14 @@ def _gradients_of(kept: Any, *given: Any, form: _Form, maps: int) -> list[Any]:
         params = [found[f"{name} {k}"] for k, each in enumerate(cells) for name in each.shapes]
         return [*params, found["input"], found["state"]]
     in_x, in_state = found.pop("input"), found.pop("state")
-    factors = {name: _parted(array, maps) for name, array in found.items()}
+    factors = {name: parted(array, maps) for name, array in found.items()}
     sums = jax.vmap(functools.partial(_sums, form.network))
-    return [*sums(factors, _parted(x, maps)), in_x, in_state]
+    return [*sums(factors, parted(x, maps)), in_x, in_state]
 
 
 def _nothing_kept() -> Any:
     """Return what stands for the memory of a pass if that has to be run again."""
     return jnp.zeros(0, np.uint8)
-
-
-def _merge(array: Any, is_mapped: bool, count: int, axis: int) -> Any:
-    """Return an array whose axis of samples has those of all maps, which are in front."""
-    if not is_mapped:
-        array = jnp.broadcast_to(array, (count, *array.shape))
-    array = jnp.moveaxis(array, 0, axis)
-    samples = count * array.shape[axis + 1]
-    return array.reshape(*array.shape[:axis], samples, *array.shape[axis + 2 :])
-
-
-def _parted(array: Any, count: int, axis: int = 1) -> Any:
-    """Return an array with an axis of maps before all others, which its samples were of."""
-    samples = array.shape[axis] // count
-    apart = array.reshape(*array.shape[:axis], count, samples, *array.shape[axis + 1 :])
-    return jnp.moveaxis(apart, axis, 0)
 
 
 # -- Derivatives -----------------------------------------------------------------------------------
@@ -403,33 +387,6 @@ def _tangent(network: Network) -> _TangentLayer:
 # -- The primitives --------------------------------------------------------------------------------
 
 
-def _primitive(name: str, compute: Callable[..., Any]) -> Any:
-    """Return a primitive that computes what a function does."""
-
-    @functools.lru_cache(maxsize=256)
-    def compiled(about: tuple[tuple[str, Any], ...]) -> Any:
-        return jax.jit(functools.partial(compute, **dict(about)))
-
-    made = Primitive(f"sparsescan_{name}")
-    made.multiple_results = True
-    made.def_impl(lambda *given, **about: compiled(tuple(about.items()))(*given))
-    mlir.register_lowering(made, mlir.lower_fun(compute, multiple_results=True), platform="cpu")
-    return made
-
-
-def _alike(x: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """Return an abstract array, which varies over the axes of a mesh over which another does."""
-    return x.update(shape=shape, dtype=x.dtype if dtype is None else np.dtype(dtype))
-
-
-def _filled(values: Sequence[Any], slopes: Sequence[Any]) -> list[Any]:
-    """Return directions, zeros where there are none."""
-    return [
-        jnp.zeros_like(value) if type(slope) is ad.Zero else slope
-        for value, slope in zip(values, slopes, strict=True)
-    ]
-
-
 def _one_by_one(function: Callable[..., Any], args: Sequence[Any], dims: Sequence[Any]) -> Any:
     """Return the results of a function for each of the mapped arguments, and their axes."""
     mapped = [
@@ -444,22 +401,20 @@ def _one_by_one(function: Callable[..., Any], args: Sequence[Any], dims: Sequenc
     return results, [0] * len(results)
 
 
-def _size_of(args: Sequence[Any], dims: Sequence[Any]) -> Any:
-    return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-
-
 def _merged(
     count: int, args: Sequence[Any], dims: Sequence[Any], axes: Sequence[int | None]
 ) -> list[Any]:
     """Return arguments whose samples are those of all maps."""
     merged = []
     for each, dim, axis in zip(args, dims, axes, strict=True):
-        front = each if dim is None else jnp.moveaxis(each, dim, 0)
-        merged.append(each if axis is None else _merge(front, dim is not None, count, axis))
+        if axis is not None:
+            whole = jnp.broadcast_to(each, (count, *each.shape)) if dim is None else each
+            each = merge(whole if dim is None else jnp.moveaxis(each, dim, 0), axis)
+        merged.append(each)
     return merged
 
 
-_run = _primitive("run", _forward)
+_run = primitive("run", _forward)
 
 
 def _shapes_of_run(*given: Any, form: _Form, keeps: str) -> list[Any]:
@@ -467,13 +422,13 @@ def _shapes_of_run(*given: Any, form: _Form, keeps: str) -> list[Any]:
     net = form.network.network
     (steps, batch, _), width = x.shape, len(net.cells[0]) * form.network.cells[0].hidden_size
     rows = len(form.network.cells)
-    results = [_alike(x, (steps, batch, width)), _alike(x, (rows, batch, net.state_size))]
-    return [*results, _alike(x, _kept_shape(form, x, keeps), np.uint8)] if keeps else results
+    results = [alike(x, (steps, batch, width)), alike(x, (rows, batch, net.state_size))]
+    return [*results, alike(x, _kept_shape(form, x, keeps), np.uint8)] if keeps else results
 
 
 def _jvp_of_run(given: Any, slopes: Any, *, form: _Form, keeps: str) -> Any:
     output, last, kept = _run.bind(*given, form=form, keeps=keeps or "all")
-    own = _filled(given[: form.size], slopes[: form.size])
+    own = filled(given[: form.size], slopes[: form.size])
     along = _slope.bind(kept, *given, *own, form=form)
     if not keeps:
         return [output, last], along
@@ -483,10 +438,10 @@ def _jvp_of_run(given: Any, slopes: Any, *, form: _Form, keeps: str) -> Any:
 def _map_run(args: Any, dims: Any, *, form: _Form, keeps: str) -> Any:
     if any(each is not None for each in dims[: form.network.count]):
         return _one_by_one(functools.partial(_run.bind, form=form, keeps=keeps), args, dims)
-    count = _size_of(args, dims)
+    count = size_of(args, dims)
     own = _merged(count, args, dims, form.axes)
     output, last, *kept = _run.bind(*own, form=form, keeps=keeps and "each")
-    results = [_parted(output, count), _parted(last, count), *kept]
+    results = [parted(output, count), parted(last, count), *kept]
     # There is one memory, for the samples of all maps.
     return results, [0, 0, *(None for _ in kept)]
 
@@ -500,7 +455,7 @@ def _compute_slope(kept: Any, *given: Any, form: _Form) -> Any:
     return _along(form, given[: -form.size], given[-form.size :])
 
 
-_slope = _primitive("slope", _compute_slope)
+_slope = primitive("slope", _compute_slope)
 
 
 def _shapes_of_slope(kept: Any, *given: Any, form: _Form) -> list[Any]:
@@ -515,63 +470,35 @@ def _transpose_slope(above: Any, kept: Any, *given: Any, form: _Form) -> Any:
     return [None] * (1 + len(numbers)) + needed
 
 
-def _differentiated(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a rule for forward mode, by that of what a primitive computes."""
-
-    def rule(given: Any, slopes: Any, **about: Any) -> Any:
-        places = [k for k, each in enumerate(given) if jnp.issubdtype(each.dtype, np.floating)]
-
-        def own(*numbers: Any) -> Any:
-            whole = list(given)
-            for k, each in zip(places, numbers, strict=True):
-                whole[k] = each
-            return compute(*whole, **about)
-
-        numbers = [given[k] for k in places]
-        return jax.jvp(own, numbers, _filled(numbers, [slopes[k] for k in places]))
-
-    return rule
-
-
-def _mapped(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a rule for maps, by those of what a primitive computes."""
-
-    def rule(args: Any, dims: Any, **about: Any) -> Any:
-        results = jax.vmap(functools.partial(compute, **about), dims)(*args)
-        return results, [0] * len(results)
-
-    return rule
-
-
 _slope.def_abstract_eval(_shapes_of_slope)
-ad.primitive_jvps[_slope] = _differentiated(_compute_slope)
+ad.primitive_jvps[_slope] = differentiated(_compute_slope)
 ad.primitive_transposes[_slope] = _transpose_slope
-batching.primitive_batchers[_slope] = _mapped(_compute_slope)
+batching.primitive_batchers[_slope] = mapped(_compute_slope)
 
-_gradients = _primitive("gradients", _gradients_of)
+_gradients = primitive("gradients", _gradients_of)
 
 
 def _shapes_of_gradients(kept: Any, *given: Any, form: _Form, maps: int) -> list[Any]:
     numbers = given[2 : 2 + form.size]
     lead = (maps,) if maps else ()
-    params = [_alike(each, (*lead, *each.shape)) for each in numbers[:-2]]
-    return [*params, *(_alike(each, each.shape) for each in numbers[-2:])]
+    params = [alike(each, (*lead, *each.shape)) for each in numbers[:-2]]
+    return [*params, *(alike(each, each.shape) for each in numbers[-2:])]
 
 
 def _jvp_of_gradients(given: Any, slopes: Any, *, form: _Form, maps: int) -> Any:
     if maps:
         one = functools.partial(_each_map, form=form, maps=maps)
-        return _differentiated(one)(given, slopes)
+        return differentiated(one)(given, slopes)
     results = _gradients.bind(*given, form=form, maps=0)
     count = 2 + form.size
-    own = _filled(given[1 : 1 + count], slopes[1 : 1 + count])
+    own = filled(given[1 : 1 + count], slopes[1 : 1 + count])
     return results, _slope_of_gradients.bind(*given[1:], *own, form=form)
 
 
 def _apart(maps: int, args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
     """Return arguments whose samples, at these axes, are those of each map, which are in front."""
     pairs = zip(args, axes, strict=True)
-    return [each if axis is None else _parted(each, maps, axis) for each, axis in pairs]
+    return [each if axis is None else parted(each, maps, axis) for each, axis in pairs]
 
 
 def _each_map(kept: Any, *given: Any, form: _Form, maps: int) -> Any:
@@ -580,7 +507,7 @@ def _each_map(kept: Any, *given: Any, form: _Form, maps: int) -> Any:
     function = functools.partial(_gradients.bind, _nothing_kept(), form=form, maps=0)
     dims = [None if axis is None else 0 for axis in axes]
     (*params, x, state), _ = _one_by_one(function, _apart(maps, given, axes), dims)
-    return [*params, *(_merge(each, True, maps, 1) for each in (x, state))]
+    return [*params, *(merge(each, 1) for each in (x, state))]
 
 
 def _transpose_gradients(slopes: Any, kept: Any, *given: Any, form: _Form, maps: int) -> Any:
@@ -593,7 +520,7 @@ def _transpose_gradients(slopes: Any, kept: Any, *given: Any, form: _Form, maps:
         dims = [*(None if axis is None else 0 for axis in form.axes), *(0 for _ in directions)]
         function = functools.partial(_slope.bind, _nothing_kept(), form=form)
         results, _ = _one_by_one(function, own, dims)
-        along = [_merge(one, True, maps, 1) for one in results]
+        along = [merge(one, 1) for one in results]
     else:
         along = _slope.bind(kept, *numbers, *directions, form=form)
     needed = [a if ad.is_undefined_primal(b) else None for a, b in zip(along, above, strict=True)]
@@ -605,14 +532,14 @@ def _map_gradients(args: Any, dims: Any, *, form: _Form, maps: int) -> Any:
     if any(each is not None for each in dims[3:first]):
         function = functools.partial(_gradients.bind, form=form, maps=maps)
         return _one_by_one(function, args, dims)
-    count, (kept, *given) = _size_of(args, dims), args
+    count, (kept, *given) = size_of(args, dims), args
     own = _merged(count, given, dims[1:], [1, 1, *form.axes])
     # Memory that is mapped is of single maps; that of all has these samples, or others.
     kept = _nothing_kept() if dims[0] is not None else kept
     *params, x, state = _gradients.bind(kept, *own, form=form, maps=count * max(maps, 1))
     if maps:
         params = [each.reshape(count, maps, *each.shape[1:]) for each in params]
-    results = [*params, _parted(x, count), _parted(state, count)]
+    results = [*params, parted(x, count), parted(state, count)]
     return results, [0] * len(results)
 
 
@@ -630,11 +557,11 @@ def _compute_slope_of_gradients(*given: Any, form: _Form) -> list[Any]:
     return [a + b for a, b in zip(along, more, strict=True)]
 
 
-_slope_of_gradients = _primitive("slope_of_gradients", _compute_slope_of_gradients)
+_slope_of_gradients = primitive("slope_of_gradients", _compute_slope_of_gradients)
 
 
 def _shapes_of_slope_of_gradients(*given: Any, form: _Form) -> list[Any]:
-    return [_alike(each, each.shape) for each in given[2 : 2 + form.size]]
+    return [alike(each, each.shape) for each in given[2 : 2 + form.size]]
 
 
 def _transpose_slope_of_gradients(slopes: Any, *given: Any, form: _Form) -> Any:
@@ -650,6 +577,6 @@ def _transpose_slope_of_gradients(slopes: Any, *given: Any, form: _Form) -> Any:
 
 
 _slope_of_gradients.def_abstract_eval(_shapes_of_slope_of_gradients)
-ad.primitive_jvps[_slope_of_gradients] = _differentiated(_compute_slope_of_gradients)
+ad.primitive_jvps[_slope_of_gradients] = differentiated(_compute_slope_of_gradients)
 ad.primitive_transposes[_slope_of_gradients] = _transpose_slope_of_gradients
-batching.primitive_batchers[_slope_of_gradients] = _mapped(_compute_slope_of_gradients)
+batching.primitive_batchers[_slope_of_gradients] = mapped(_compute_slope_of_gradients)

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +16,13 @@ from numpy.typing import DTypeLike
 
 from .. import __version__
 from ..execution.recording import Recording
+from ..execution.recurrence import Recorded
 from ..execution.threads import thread_count
 from ..kernels.compile import entry_for_c
 from ._calls import vary, varying
 from ._handler import ROOT, Program, Root, handle, help_replay
 
-__all__ = ["Lengths", "add", "call", "key_of"]
+__all__ = ["Lengths", "add", "call", "key_of", "replay"]
 
 _TARGET = "sparsescan"
 _lock = threading.Lock()
@@ -132,3 +133,35 @@ def call(
         _TARGET, kinds, vmap_method="sequential", input_output_aliases=aliases
     )
     return list(vary(function(*arguments, key=np.int64(key)), varying(arguments)))
+
+
+def replay(
+    record: Callable[..., Recorded], about: tuple[Any, ...], arguments: Sequence[Any]
+) -> list[Any]:
+    """Return the results of the calls that ``record(*about)`` records.
+
+    Parameters
+    ----------
+    record : callable
+        A function of a module, whose name stands for it.
+    about : tuple
+        Its arguments, whose texts, or those of their keys, stand for them.
+    arguments : sequence of jax.Array
+        The arrays between the memory and the results.
+    """
+    key, kinds = _program(record, about, len(arguments))
+    return call(key, arguments, kinds)[:-1]
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(
+    record: Callable[..., Recorded], about: tuple[Any, ...], arguments: int
+) -> tuple[int, list[Any]]:
+    """Return the key of a program, and the shapes and dtypes of its results and its memory."""
+    recording, nbytes = record(*about)
+    results = [(each.shape, each.dtype) for each in recording.results]
+    name = f"{record.__module__}.{record.__qualname__}"
+    key = key_of(name, *(getattr(each, "key", each) for each in about))
+    count = len(results)
+    add(key, recording, [-1 - count, *range(arguments), *range(-1, -1 - count, -1)])
+    return key, [*results, ((nbytes,), np.uint8)]

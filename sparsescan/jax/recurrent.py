@@ -14,7 +14,7 @@ from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
 from ..recurrent.step import OneCell, RecurrentLike, check_resets
 from ..symbolic.schedule import check_count
-from ._calls import as_float, check_platform, together
+from ._calls import FLOATS, as_arrays, check_platform, together
 from ._primitives import Network, run
 
 __all__ = ["recurrent"]
@@ -107,14 +107,12 @@ def recurrent(
     if not isinstance(params, Mapping) or set(params) != set(known):
         names = sorted(params) if isinstance(params, Mapping) else short(params)
         raise InputError(f"params has {names}; expected {sorted(known)}, as network.params")
-    given = {name: as_float(f"params[{name!r}]", params[name]) for name in known}
-    for name, param in given.items():
-        if param.shape != known[name].shape:
-            raise InputError(
-                f"params[{name!r}] has shape {param.shape}; expected {known[name].shape}"
-            )
-    inputs = as_float("x", x)
-    begin = None if state is None else as_float("state", state)
+    names = [f"params[{name!r}]" for name in known]
+    named = dict(zip(names, map(params.__getitem__, known), strict=True))
+    *own, inputs, begin = as_arrays(FLOATS, **named, x=x, state=state)
+    for name, param, like in zip(names, own, known.values(), strict=True):
+        if param.shape != like.shape:
+            raise InputError(f"{name} has shape {param.shape}; expected {like.shape}")
     if inputs.ndim not in (2, 3) or inputs.shape[-1] != net.input_size:
         raise InputError(
             f"x has shape {inputs.shape}; expected (T, batch, {net.input_size}) or (T, "
@@ -127,10 +125,7 @@ def recurrent(
         lengths = _read_lengths(lengths, inputs.shape)
     if resets is not None:
         resets = _read_resets(resets, inputs.shape)
-    arrays = [inputs, *given.values(), *([] if begin is None else [begin])]
-    dtype = jnp.result_type(*arrays)
-    inputs, own = inputs.astype(dtype), [param.astype(dtype) for param in given.values()]
-    begin = jnp.zeros(states, dtype) if begin is None else begin.astype(dtype)
+    begin = jnp.zeros(states, inputs.dtype) if begin is None else begin
     is_batched = inputs.ndim == 3
     if not is_batched:
         inputs, begin = inputs[:, None], begin[:, None]

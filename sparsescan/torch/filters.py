@@ -100,10 +100,10 @@ def lfilter(
     start = None if zi is None else zi.shape
     axis, batch = filters.read_lfilter(b.shape, a.shape, x.shape, axis, start)
     samples = _folded(x, axis, batch)
-    shared = [_shared(each if each.dim() > 1 else each[None], 2, batch) for each in (b, a)]
+    b, a = (_shared(each if each.dim() > 1 else each[None], 2, batch) for each in (b, a))
     if zi is None:
-        return _unfolded(_filter(*shared, samples, None), axis, batch)
-    y, final = _with_delays(*shared, samples, _folded(zi, axis, batch))
+        return _unfolded(_filter(b, a, samples, None), axis, batch)
+    y, final = _with_delays(b, a, samples, _folded(zi, axis, batch))
     return _unfolded(y, axis, batch), _unfolded(final, axis, batch)
 
 
