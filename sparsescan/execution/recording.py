@@ -122,7 +122,7 @@ class Recording:
         read: object,
         results: Sequence[Result],
     ) -> None:
-        self._read, self.results = read, results
+        self._read, self.results, self._phases = read, results, phases
         self._usual, self._alone, self._pause = inf, 0, 1
         strands = [strand for phase in phases for strand in phase]
         calls = [call for strand in strands for call in strand]
@@ -146,6 +146,35 @@ class Recording:
         self.header[Header.WORD_COUNT] = len(words)
         self.header[Header.PLACE_COUNT] = len(where)
         self.words = Control.SIZE + len(words)
+
+    def members(self, count: int, nbytes: Sequence[int]) -> Recording:
+        """Return these calls for so many members, which threads share.
+
+        Parameters
+        ----------
+        count : int
+            How many members there are. Each has arrays of its own, one behind the other.
+        nbytes : sequence of int
+            The bytes of the array of one member, for each array of a replay.
+        """
+
+        def moved(strand: Sequence[tuple[int, list[int]]], k: int) -> list[tuple[int, list[int]]]:
+            return [
+                (function, [w + k * nbytes[w // _SPACE - 1] if w >= _SPACE else w for w in words])
+                for function, words in strand
+            ]
+
+        if count < thread_count():
+            phases = [
+                [moved(strand, k) for k in range(count) for strand in phase]
+                for phase in self._phases
+            ]
+        else:  # nobody waits for others, and what a thread has written is near
+            strands = [strand for phase in self._phases for strand in phase]
+            calls = [call for strand in strands for call in strand]
+            phases = [[moved(calls, k) for k in range(count)]]
+        results = [each._replace(shape=(count, *each.shape)) for each in self.results]
+        return Recording(phases, self._read, results)
 
     @property
     def threads(self) -> int:

@@ -7,13 +7,16 @@ makes, and that of its gradients a backward pass of these. Networks of several l
 differentiated layer by layer.
 
 All take *numbers*: the parameters in their order, the inputs and the initial states; and *marks*:
-lengths and resets, if there are any.
+lengths and resets, if there are any. New axes of inputs are samples. New axes of parameters, as of
+an ensemble of models, are *members*: all numbers and marks have one in front, and one call runs all
+members, which threads share.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching
 
+from ..execution.calls import LINE
+from ..execution.recording import Recording
 from ..recurrent import Recurrent
 from ..recurrent.definition import CellLike
 from ..recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
@@ -73,12 +78,16 @@ class Network:
 
 
 class _Form(NamedTuple):
-    """A network, which marks there are, and bytes for the memory of a pass, if limited."""
+    """A network, which marks there are, and bytes for the memory of a pass, if limited.
+
+    `members` is how many members there are, 0 if arrays have no axis of these.
+    """
 
     network: Network
     has_lengths: bool
     has_resets: bool
     memory_limit: int | None
+    members: int = 0
 
     @property
     def size(self) -> int:
@@ -92,10 +101,33 @@ class _Form(NamedTuple):
         return lengths, next(each) if self.has_resets else None
 
     @property
+    def lead(self) -> tuple[int, ...]:
+        """The axes in front of all others."""
+        return (self.members,) if self.members else ()
+
+    @property
     def axes(self) -> list[int | None]:
         """The axis of samples of each of the numbers and marks; None for parameters."""
-        marks = [0] * self.has_lengths + [1] * self.has_resets
-        return [*(None,) * self.network.count, 1, 1, *marks]
+        first = len(self.lead)
+        marks = [first] * self.has_lengths + [first + 1] * self.has_resets
+        return [*(None,) * self.network.count, first + 1, first + 1, *marks]
+
+    @property
+    def one(self) -> _Form:
+        """The form of one member."""
+        return self._replace(members=0)
+
+    def times(self, count: int) -> _Form:
+        """Return the form of so many times as many members."""
+        return self._replace(members=count * max(self.members, 1))
+
+    def joined(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return arrays for these, from some with another axis of members in front."""
+        return [merge(each, 0) for each in arrays] if self.members else list(arrays)
+
+    def apart(self, count: int, arrays: Sequence[Any]) -> list[Any]:
+        """Return arrays with another axis in front, of so many times as many members."""
+        return [each.reshape(count, *self.lead, *each.shape[1:]) for each in arrays]
 
 
 def run(
@@ -143,37 +175,64 @@ def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str) -> _St
     )
     about = form, steps, batch, dtype, keeps
     forward, backward = key_of("forward", *about), key_of("backward", *about)
-    count = 2 + form.has_lengths + form.has_resets + len(net.params)
+    shapes = [(steps, batch, net.input_size), (len(form.network.cells), batch, net.state_size)]
+    size = np.dtype(dtype).itemsize
+    marks = [4 * batch] * form.has_lengths + [steps * batch] * form.has_resets
+    given = [math.prod(each) * size for each in shapes] + marks
+    given += [each.size * size for each in net.params.values()]
+    kept = math.prod(_memory_shape(recorded, batch, keeps))
+    count = len(given)
     # Of the arrays only the memory, and the results behind all others, are results.
-    checked = Lengths(2, batch, steps) if form.has_lengths else None
-    add(forward, recorded.forward, [-3, *range(count), -1, -2], checked)
+    checked = Lengths(2, max(form.members, 1) * batch, steps) if form.has_lengths else None
+    made = _for_members(form, recorded.forward, [kept, *given])
+    add(forward, made, [-3, *range(count), -1, -2], checked)
     if recorded.backward is None:
         return _Step(recorded, forward, 0)
+    above = [math.prod(each.shape) * size for each in recorded.forward.results]
     results = len(recorded.backward.results)
     places = [0, -results - 2, 1, 2, *range(-1, -results - 1, -1)]
-    add(backward, recorded.backward, places)
+    made = _for_members(form, recorded.backward, [kept, recorded.back_nbytes, *above])
+    add(backward, made, places)
     return _Step(recorded, forward, backward)
+
+
+def _for_members(form: _Form, recording: Recording, given: list[int]) -> Recording:
+    """Return a recording for all members, given the bytes of all arrays but the results."""
+    own = [math.prod(each.shape) * each.dtype.itemsize for each in recording.results]
+    return recording.members(form.members, [*given, *own]) if form.members else recording
+
+
+def _memory_shape(recorded: RecordedStep, batch: int, keeps: str) -> tuple[int, ...]:
+    """Return the shape of the memory of a pass: that for each sample has an axis for these."""
+    rows = max(batch, 1) if keeps == "each" else 1
+    line = rows * LINE
+    columns = -(-recorded.nbytes // line) * LINE
+    return (rows, columns) if keeps == "each" else (columns,)
 
 
 def _step_for(form: _Form, x: Any, keeps: str) -> _Step:
     """Return the programs of a network for such inputs."""
-    return _step_of(form, *x.shape[:2], x.dtype.name, keeps)
+    return _step_of(form, *x.shape[-3:-1], x.dtype.name, keeps)
 
 
 def _kept_shape(form: _Form, x: Any, keeps: str) -> tuple[int, ...]:
-    """Return the shape of the memory of a pass: that for each sample has an axis for these."""
-    nbytes = _step_for(form, x, keeps).recorded.nbytes
-    rows = max(x.shape[1], 1)
-    return (rows, -(-nbytes // rows)) if keeps == "each" else (nbytes,)
+    """Return the shape of the memory of a pass."""
+    recorded = _step_for(form, x, keeps).recorded
+    return *form.lead, *_memory_shape(recorded, x.shape[-2], keeps)
+
+
+def _kinds(form: _Form, recording: Recording) -> list[Any]:
+    """Return the shapes and dtypes of the results of a recording of one member, for all."""
+    return [((*form.lead, *each.shape), each.dtype) for each in recording.results]
 
 
 def _forward(*given: Any, form: _Form, keeps: str) -> list[Any]:
     """Return outputs, last states and, if it `keeps` that, the memory of the pass."""
     params, (x, state, *marks) = given[: form.network.count], given[form.network.count :]
     step = _step_for(form, x, keeps)
-    results = [(each.shape, each.dtype) for each in step.recorded.forward.results]
     memory = _kept_shape(form, x, keeps), np.uint8
-    found = call(step.forward, [x, state, *marks, *params], [*results, memory])
+    results = [*_kinds(form, step.recorded.forward), memory]
+    found = call(step.forward, [x, state, *marks, *params], results)
     return found if keeps else found[:2]
 
 
@@ -182,8 +241,9 @@ def _backward(form: _Form, keeps: str, kept: Any, above: Any, given: Any) -> dic
     step = _step_for(form, given[form.network.count], keeps)
     assert step.recorded.backward is not None
     names = [each.name for each in step.recorded.backward.results]
-    results = [(each.shape, each.dtype) for each in step.recorded.backward.results]
-    memory = [(kept.shape, np.uint8), ((step.recorded.back_nbytes,), np.uint8)]
+    results = _kinds(form, step.recorded.backward)
+    nbytes = *form.lead, step.recorded.back_nbytes
+    memory = [(kept.shape, np.uint8), (nbytes, np.uint8)]
     arrays = call(step.backward, [kept, *above], [*results, *memory], {0: len(results)})
     return dict(zip(names, arrays, strict=False))
 
@@ -229,9 +289,13 @@ def _gradients_of(kept: Any, *given: Any, form: _Form, maps: int) -> list[Any]:
         params = [found[f"{name} {k}"] for k, each in enumerate(cells) for name in each.shapes]
         return [*params, found["input"], found["state"]]
     in_x, in_state = found.pop("input"), found.pop("state")
-    factors = {name: parted(array, maps) for name, array in found.items()}
-    sums = jax.vmap(functools.partial(_sums, form.network))
-    return [*sums(factors, parted(x, maps)), in_x, in_state]
+
+    def sums(x: Any, factors: Any) -> Any:
+        own = {name: parted(array, maps) for name, array in factors.items()}
+        return jax.vmap(functools.partial(_sums, form.network))(own, parted(x, maps))
+
+    params = (jax.vmap(sums) if form.members else sums)(x, found)
+    return [*params, in_x, in_state]
 
 
 def _nothing_kept() -> Any:
@@ -244,6 +308,8 @@ def _nothing_kept() -> Any:
 
 def _along(form: _Form, given: Sequence[Any], slopes: Sequence[Any]) -> Any:
     """Return the derivatives of outputs and last states in a direction."""
+    if form.members:
+        return jax.vmap(functools.partial(_along, form.one))(list(given), list(slopes))
     if form.network.network.cells[1:]:
         numbers, marks = given[: form.size], given[form.size :]
         by_layers = functools.partial(_by_layers, form, marks)
@@ -259,6 +325,9 @@ def _gradients_along(
     form: _Form, above: Sequence[Any], given: Sequence[Any], slopes: Sequence[Any]
 ) -> Any:
     """Return the derivatives of the gradients in all numbers in a direction of these."""
+    if form.members:
+        each = functools.partial(_gradients_along, form.one)
+        return jax.vmap(each)(list(above), list(given), list(slopes))
     numbers, marks = given[: form.size], given[form.size :]
     if form.network.network.cells[1:]:
         by_layers = functools.partial(_by_layers, form, marks)
@@ -387,18 +456,17 @@ def _tangent(network: Network) -> _TangentLayer:
 # -- The primitives --------------------------------------------------------------------------------
 
 
-def _one_by_one(function: Callable[..., Any], args: Sequence[Any], dims: Sequence[Any]) -> Any:
-    """Return the results of a function for each of the mapped arguments, and their axes."""
-    mapped = [
-        batching.bdim_at_front(a, d, 1) for a, d in zip(args, dims, strict=True) if d is not None
-    ]
+def _in_front(count: int, each: Any, dim: int | None) -> Any:
+    """Return an argument with an axis of maps in front, of which all may share it."""
+    if dim is None:
+        return jnp.broadcast_to(each, (count, *each.shape))
+    return jnp.moveaxis(each, dim, 0)
 
-    def call_for(own: list[Any]) -> Any:
-        rest = iter(own)
-        return function(*(a if d is None else next(rest) for a, d in zip(args, dims, strict=True)))
 
-    results = jax.lax.map(call_for, mapped)
-    return results, [0] * len(results)
+def _as_members(form: _Form, count: int, args: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
+    """Return arguments of which those of each map are members."""
+    pairs = zip(args, dims, strict=True)
+    return form.joined([_in_front(count, each, dim) for each, dim in pairs])
 
 
 def _merged(
@@ -408,8 +476,7 @@ def _merged(
     merged = []
     for each, dim, axis in zip(args, dims, axes, strict=True):
         if axis is not None:
-            whole = jnp.broadcast_to(each, (count, *each.shape)) if dim is None else each
-            each = merge(whole if dim is None else jnp.moveaxis(each, dim, 0), axis)
+            each = merge(_in_front(count, each, dim), axis)
         merged.append(each)
     return merged
 
@@ -420,9 +487,10 @@ _run = primitive("run", _forward)
 def _shapes_of_run(*given: Any, form: _Form, keeps: str) -> list[Any]:
     x = given[form.network.count]
     net = form.network.network
-    (steps, batch, _), width = x.shape, len(net.cells[0]) * form.network.cells[0].hidden_size
+    (*lead, steps, batch, _), width = x.shape, len(net.cells[0]) * form.network.cells[0].hidden_size
     rows = len(form.network.cells)
-    results = [alike(x, (steps, batch, width)), alike(x, (rows, batch, net.state_size))]
+    shapes = (*lead, steps, batch, width), (*lead, rows, batch, net.state_size)
+    results = [alike(x, shape) for shape in shapes]
     return [*results, alike(x, _kept_shape(form, x, keeps), np.uint8)] if keeps else results
 
 
@@ -436,12 +504,15 @@ def _jvp_of_run(given: Any, slopes: Any, *, form: _Form, keeps: str) -> Any:
 
 
 def _map_run(args: Any, dims: Any, *, form: _Form, keeps: str) -> Any:
-    if any(each is not None for each in dims[: form.network.count]):
-        return _one_by_one(functools.partial(_run.bind, form=form, keeps=keeps), args, dims)
     count = size_of(args, dims)
+    if any(each is not None for each in dims[: form.network.count]):
+        own = _as_members(form, count, args, dims)
+        results = form.apart(count, _run.bind(*own, form=form.times(count), keeps=keeps))
+        return results, [0] * len(results)
     own = _merged(count, args, dims, form.axes)
     output, last, *kept = _run.bind(*own, form=form, keeps=keeps and "each")
-    results = [parted(output, count), parted(last, count), *kept]
+    axis = len(form.lead) + 1
+    results = [*(parted(each, count, axis) for each in (output, last)), *kept]
     # There is one memory, for the samples of all maps.
     return results, [0, 0, *(None for _ in kept)]
 
@@ -480,8 +551,10 @@ _gradients = primitive("gradients", _gradients_of)
 
 def _shapes_of_gradients(kept: Any, *given: Any, form: _Form, maps: int) -> list[Any]:
     numbers = given[2 : 2 + form.size]
-    lead = (maps,) if maps else ()
-    params = [alike(each, (*lead, *each.shape)) for each in numbers[:-2]]
+    lead, first = (maps,) if maps else (), len(form.lead)
+    params = [
+        alike(each, (*each.shape[:first], *lead, *each.shape[first:])) for each in numbers[:-2]
+    ]
     return [*params, *(alike(each, each.shape) for each in numbers[-2:])]
 
 
@@ -495,32 +568,38 @@ def _jvp_of_gradients(given: Any, slopes: Any, *, form: _Form, maps: int) -> Any
     return results, _slope_of_gradients.bind(*given[1:], *own, form=form)
 
 
-def _apart(maps: int, args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
-    """Return arguments whose samples, at these axes, are those of each map, which are in front."""
+def _apart(form: _Form, maps: int, args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
+    """Return arguments whose samples, at these axes, are of each map, which is a member."""
     pairs = zip(args, axes, strict=True)
-    return [each if axis is None else parted(each, maps, axis) for each, axis in pairs]
+    return form.joined(
+        [
+            _in_front(maps, each, None) if axis is None else parted(each, maps, axis)
+            for each, axis in pairs
+        ]
+    )
 
 
 def _each_map(kept: Any, *given: Any, form: _Form, maps: int) -> Any:
     """Return the gradients of each map by itself."""
-    axes = [1, 1, *form.axes]
-    function = functools.partial(_gradients.bind, _nothing_kept(), form=form, maps=0)
-    dims = [None if axis is None else 0 for axis in axes]
-    (*params, x, state), _ = _one_by_one(function, _apart(maps, given, axes), dims)
-    return [*params, *(merge(each, 1) for each in (x, state))]
+    first = len(form.lead)
+    own = _apart(form, maps, given, [first + 1, first + 1, *form.axes])
+    results = _gradients.bind(_nothing_kept(), *own, form=form.times(maps), maps=0)
+    *params, x, state = form.apart(maps, results)
+    moved = [jnp.moveaxis(each, 0, first) for each in params]
+    return [*moved, *(merge(each, first + 1) for each in (x, state))]
 
 
 def _transpose_gradients(slopes: Any, kept: Any, *given: Any, form: _Form, maps: int) -> Any:
     above, numbers = given[:2], given[2:]
     directions = [ad.instantiate_zeros(each) for each in slopes]
     if maps:
+        first, count = len(form.lead), form.network.count
+        own = _apart(form, maps, [*numbers, *directions[count:]], [*form.axes, *2 * [first + 1]])
         # Directions of parameters have an axis of maps, and no samples.
-        axes = [*form.axes, *(None for _ in range(form.network.count)), 1, 1]
-        own = _apart(maps, [*numbers, *directions], axes)
-        dims = [*(None if axis is None else 0 for axis in form.axes), *(0 for _ in directions)]
-        function = functools.partial(_slope.bind, _nothing_kept(), form=form)
-        results, _ = _one_by_one(function, own, dims)
-        along = [merge(one, 1) for one in results]
+        turns = form.joined([jnp.moveaxis(each, first, 0) for each in directions[:count]])
+        whole = *own[:-2], *turns, *own[-2:]
+        results = _slope.bind(_nothing_kept(), *whole, form=form.times(maps))
+        along = [merge(each, first + 1) for each in form.apart(maps, results)]
     else:
         along = _slope.bind(kept, *numbers, *directions, form=form)
     needed = [a if ad.is_undefined_primal(b) else None for a, b in zip(along, above, strict=True)]
@@ -528,18 +607,20 @@ def _transpose_gradients(slopes: Any, kept: Any, *given: Any, form: _Form, maps:
 
 
 def _map_gradients(args: Any, dims: Any, *, form: _Form, maps: int) -> Any:
-    first = 3 + form.network.count
-    if any(each is not None for each in dims[3:first]):
-        function = functools.partial(_gradients.bind, form=form, maps=maps)
-        return _one_by_one(function, args, dims)
     count, (kept, *given) = size_of(args, dims), args
-    own = _merged(count, given, dims[1:], [1, 1, *form.axes])
+    first = len(form.lead)
+    if any(each is not None for each in dims[3 : 3 + form.network.count]):
+        own = _as_members(form, count, args, dims)
+        results = form.apart(count, _gradients.bind(*own, form=form.times(count), maps=maps))
+        return results, [0] * len(results)
+    own = _merged(count, given, dims[1:], [first + 1, first + 1, *form.axes])
     # Memory that is mapped is of single maps; that of all has these samples, or others.
     kept = _nothing_kept() if dims[0] is not None else kept
     *params, x, state = _gradients.bind(kept, *own, form=form, maps=count * max(maps, 1))
-    if maps:
-        params = [each.reshape(count, maps, *each.shape[1:]) for each in params]
-    results = [*params, parted(x, count), parted(state, count)]
+    params = [parted(each, count, first) for each in params]
+    if not maps:
+        params = [each.squeeze(1 + first) for each in params]
+    results = [*params, *(parted(each, count, first + 1) for each in (x, state))]
     return results, [0] * len(results)
 
 

@@ -299,9 +299,9 @@ def _record_gradients(*about: Any) -> Recorded:
 
 def _results(
     record: Any, how: _How, shapes: Any, given: list[Any], results: list[tuple[int, ...]]
-) -> Sequence[Any]:
+) -> tuple[Any, ...]:
     """Return the results of a recording."""
     dtype = given[0].dtype
     if 0 in results[-1] or 0 in given[1].shape:  # no kernel runs
-        return list(vary([jnp.zeros(shape, dtype) for shape in results], varying(given)))
-    return replay(record, (*how, *shapes, dtype.name), given)
+        return tuple(vary([jnp.zeros(shape, dtype) for shape in results], varying(given)))
+    return tuple(replay(record, (*how, *shapes, dtype.name), given))

@@ -22,15 +22,22 @@ EPS = np.finfo(np.float64).eps
 def by_loop(b: Any, a: Any, x: Any) -> Any:
     """Filter along the last axis, step by step."""
     steps = x.shape[-1]
-    b, a = (each[None] if each.ndim == 1 else each for each in (b, a))
-    b, a = (jnp.broadcast_to(each, (*each.shape[:-2], steps, each.shape[-1])) for each in (b, a))
-    y: list[Any] = []
-    for t in range(steps):
-        total = sum(b[..., t, k] * x[..., t - k] for k in range(min(b.shape[-1], t + 1)))
-        for k in range(1, min(a.shape[-1], t + 1)):
-            total = total - a[..., t, k] * y[t - k]
-        y.append(total / a[..., t, 0])
-    return jnp.stack(y, -1)
+    b, a = (each if each.ndim > 1 else each[None] for each in (b, a))
+    rows = [
+        jnp.moveaxis(jnp.broadcast_to(each, (*each.shape[:-2], steps, each.shape[-1])), -2, 0)
+        for each in (b, a)
+    ]
+
+    def step(past: Any, of: Any) -> Any:
+        """Carry the latest samples and results, the last one in front."""
+        (xs, ys), (b_now, a_now, now) = past, of
+        xs = jnp.concatenate([now[..., None], xs], -1)
+        y = (b_now * xs).sum(-1) - (a_now[..., 1:] * ys).sum(-1)
+        y = y / a_now[..., 0]
+        return (xs[..., :-1], jnp.concatenate([y[..., None], ys], -1)[..., :-1]), y
+
+    begin = tuple(jnp.zeros((*x.shape[:-1], each.shape[-1] - 1)) for each in (b, a))
+    return jnp.moveaxis(jax.lax.scan(step, begin, (*rows, jnp.moveaxis(x, -1, 0)))[1], 0, -1)
 
 
 class Case:
@@ -103,9 +110,9 @@ def test_as_scipy(b_taps: int, a_taps: int, shape: list[int], has_zi: bool, seed
 @pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_sections_as_scipy(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    sos = scipy.signal.butter(6, rng.uniform(0.1, 0.8), output="sos")
+    sos = scipy.signal.butter(4, rng.uniform(0.1, 0.8), output="sos")
     axis = int(rng.integers(-3, 3))
-    x = rng.standard_normal((3, 7, 30))
+    x = rng.standard_normal((2, 5, 9))
     near(sosfilt(sos, x, axis), scipy.signal.sosfilt(sos, x, axis))
     shape = [len(sos), *x.shape]
     shape[axis if axis < 0 else axis + 1] = 2

@@ -68,13 +68,13 @@ class Case:
         whole = batch, channels, length
         self.inputs: dict[str, Any] = {
             "u": made(*whole),
-            "delta": made(*whole) / 2,
+            "delta": np.abs(made(*whole)) / 2,  # states that grow would round away the gradients
             "A": -rng.random((channels, states)),
             "B": factor(),
             "C": factor(),
         }
-        more = {"D": (channels,), "z": whole, "delta_bias": (channels,)}
-        self.inputs |= {name: made(*more[name]) for name in more if rng.random() < 0.6}
+        more = {"D": made(channels), "z": made(*whole), "delta_bias": rng.random(channels)}
+        self.inputs |= {name: each for name, each in more.items() if rng.random() < 0.6}
         self.softplus = bool(rng.random() < 0.5)
 
     def run(self, inputs: dict[str, Any]) -> Any:
