@@ -36,6 +36,8 @@ _MARGIN = 1 << 13
 # How many times the usual seconds, and seconds more, a replay takes if threads wait for other
 # programs; and how many of the next have one thread at most.
 _CROWDED, _LATE, _MOST_ALONE = 3, 3e-4, 64
+# Groups of members for each thread, since some come late.
+_TURNS = 4
 
 
 class Space:
@@ -147,7 +149,7 @@ class Recording:
         self.header[Header.PLACE_COUNT] = len(where)
         self.words = Control.SIZE + len(words)
 
-    def members(self, count: int, nbytes: Sequence[int]) -> Recording:
+    def members(self, count: int, nbytes: Sequence[int], scratch: int) -> Recording:
         """Return these calls for so many members, which threads share.
 
         Parameters
@@ -156,23 +158,38 @@ class Recording:
             How many members there are. Each has arrays of its own, one behind the other.
         nbytes : sequence of int
             The bytes of the array of one member, for each array of a replay.
+        scratch : int
+            The number of memory that is not read later, of which there is one for each of
+            :func:`groups_of` members; -1 if there is none.
         """
 
-        def moved(strand: Sequence[tuple[int, list[int]]], k: int) -> list[tuple[int, list[int]]]:
+        def moved(
+            strand: Sequence[tuple[int, list[int]]], member: int, group: int
+        ) -> list[tuple[int, list[int]]]:
+            steps = [member * each for each in nbytes]
+            if scratch >= 0:
+                steps[scratch] = group * nbytes[scratch]
             return [
-                (function, [w + k * nbytes[w // _SPACE - 1] if w >= _SPACE else w for w in words])
+                (function, [w + steps[w // _SPACE - 1] if w >= _SPACE else w for w in words])
                 for function, words in strand
             ]
 
-        if count < thread_count():
+        groups = groups_of(count)
+        if groups < thread_count():
             phases = [
-                [moved(strand, k) for k in range(count) for strand in phase]
+                [moved(strand, k, k) for k in range(count) for strand in phase]
                 for phase in self._phases
             ]
         else:  # nobody waits for others, and what a thread has written is near
             strands = [strand for phase in self._phases for strand in phase]
             calls = [call for strand in strands for call in strand]
-            phases = [[moved(calls, k) for k in range(count)]]
+            members = [range(count * k // groups, count * (k + 1) // groups) for k in range(groups)]
+            phases = [
+                [
+                    [call for member in own for call in moved(calls, member, group)]
+                    for group, own in enumerate(members)
+                ]
+            ]
         results = [each._replace(shape=(count, *each.shape)) for each in self.results]
         return Recording(phases, self._read, results)
 
@@ -209,6 +226,11 @@ class Recording:
             self._usual = min(taken, 1.01 * self._usual)
         if control[Control.FAILED]:
             raise RuntimeError("a kernel has failed")
+
+
+def groups_of(count: int) -> int:
+    """Return in how many groups members are that have memory together, one after the other."""
+    return min(count, _TURNS * thread_count())
 
 
 class Recorder(Calls):

@@ -25,7 +25,7 @@ import numpy as np
 from jax.interpreters import ad, batching
 
 from ..execution.calls import LINE
-from ..execution.recording import Recording
+from ..execution.recording import Recording, groups_of
 from ..recurrent import Recurrent
 from ..recurrent.definition import CellLike
 from ..recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
@@ -158,11 +158,12 @@ class _Step(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str) -> _Step:
+def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str, needs_x: bool) -> _Step:
     """Return the programs of a network for inputs of a shape.
 
     A backward pass will come if `keeps` says whether there are gradients of the parameters for
-    ``"all"`` samples, or only what they are sums of, for ``"each"``.
+    ``"all"`` samples, or only what they are sums of, for ``"each"``. It has those in inputs if they
+    are needed.
     """
     net = form.network.network
     recorded = record(
@@ -171,54 +172,59 @@ def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str) -> _St
         has_resets=form.has_resets,
         has_backward=keeps != "",
         keeps_samples=keeps == "each",
+        needs_input_grad=needs_x,
         memory_limit=form.memory_limit if keeps == "all" else None,
     )
     about = form, steps, batch, dtype, keeps
-    forward, backward = key_of("forward", *about), key_of("backward", *about)
+    forward, backward = key_of("forward", *about), key_of("backward", *about, needs_x)
     shapes = [(steps, batch, net.input_size), (len(form.network.cells), batch, net.state_size)]
     size = np.dtype(dtype).itemsize
     marks = [4 * batch] * form.has_lengths + [steps * batch] * form.has_resets
     given = [math.prod(each) * size for each in shapes] + marks
     given += [each.size * size for each in net.params.values()]
-    kept = math.prod(_memory_shape(recorded, batch, keeps))
+    kept = math.prod(_memory_shape(form.one, recorded, batch, keeps))
     count = len(given)
     # Of the arrays only the memory, and the results behind all others, are results.
     checked = Lengths(2, max(form.members, 1) * batch, steps) if form.has_lengths else None
-    made = _for_members(form, recorded.forward, [kept, *given])
-    add(forward, made, [-3, *range(count), -1, -2], checked)
+    made = _for_members(form, recorded.forward, [kept, *given], -1 if keeps else 0)
+    nbytes = math.prod(_memory_shape(form, recorded, batch, keeps))
+    add(forward, made, [-3, *range(count), -1, -2], nbytes, checked)
     if recorded.backward is None:
         return _Step(recorded, forward, 0)
     above = [math.prod(each.shape) * size for each in recorded.forward.results]
     results = len(recorded.backward.results)
     places = [0, -results - 2, 1, 2, *range(-1, -results - 1, -1)]
-    made = _for_members(form, recorded.backward, [kept, recorded.back_nbytes, *above])
-    add(backward, made, places)
+    made = _for_members(form, recorded.backward, [kept, recorded.back_nbytes, *above], 1)
+    add(backward, made, places, 0)
     return _Step(recorded, forward, backward)
 
 
-def _for_members(form: _Form, recording: Recording, given: list[int]) -> Recording:
+def _for_members(form: _Form, recording: Recording, given: list[int], scratch: int) -> Recording:
     """Return a recording for all members, given the bytes of all arrays but the results."""
+    if not form.members:
+        return recording
     own = [math.prod(each.shape) * each.dtype.itemsize for each in recording.results]
-    return recording.members(form.members, [*given, *own]) if form.members else recording
+    return recording.members(form.members, [*given, *own], scratch)
 
 
-def _memory_shape(recorded: RecordedStep, batch: int, keeps: str) -> tuple[int, ...]:
+def _memory_shape(form: _Form, recorded: RecordedStep, batch: int, keeps: str) -> tuple[int, ...]:
     """Return the shape of the memory of a pass: that for each sample has an axis for these."""
-    rows = max(batch, 1) if keeps == "each" else 1
-    line = rows * LINE
-    columns = -(-recorded.nbytes // line) * LINE
-    return (rows, columns) if keeps == "each" else (columns,)
+    if not keeps:
+        return (max(groups_of(form.members), 1) * recorded.nbytes,)
+    if keeps == "all":
+        return *form.lead, recorded.nbytes
+    rows = max(batch, 1)
+    return *form.lead, rows, -(-recorded.nbytes // (rows * LINE)) * LINE
 
 
-def _step_for(form: _Form, x: Any, keeps: str) -> _Step:
+def _step_for(form: _Form, x: Any, keeps: str, needs_x: bool = True) -> _Step:
     """Return the programs of a network for such inputs."""
-    return _step_of(form, *x.shape[-3:-1], x.dtype.name, keeps)
+    return _step_of(form, *x.shape[-3:-1], x.dtype.name, keeps, needs_x)
 
 
 def _kept_shape(form: _Form, x: Any, keeps: str) -> tuple[int, ...]:
     """Return the shape of the memory of a pass."""
-    recorded = _step_for(form, x, keeps).recorded
-    return *form.lead, *_memory_shape(recorded, x.shape[-2], keeps)
+    return _memory_shape(form, _step_for(form, x, keeps).recorded, x.shape[-2], keeps)
 
 
 def _kinds(form: _Form, recording: Recording) -> list[Any]:
@@ -236,14 +242,16 @@ def _forward(*given: Any, form: _Form, keeps: str) -> list[Any]:
     return found if keeps else found[:2]
 
 
-def _backward(form: _Form, keeps: str, kept: Any, above: Any, given: Any) -> dict[str, Any]:
+def _backward(
+    form: _Form, keeps: str, kept: Any, above: Any, given: Any, needs_x: bool
+) -> dict[str, Any]:
     """Return the results of a backward pass by their names."""
-    step = _step_for(form, given[form.network.count], keeps)
+    step = _step_for(form, given[form.network.count], keeps, needs_x)
     assert step.recorded.backward is not None
     names = [each.name for each in step.recorded.backward.results]
     results = _kinds(form, step.recorded.backward)
-    nbytes = *form.lead, step.recorded.back_nbytes
-    memory = [(kept.shape, np.uint8), (nbytes, np.uint8)]
+    scratch = max(groups_of(form.members), 1) * step.recorded.back_nbytes
+    memory = [(kept.shape, np.uint8), ((scratch,), np.uint8)]
     arrays = call(step.backward, [kept, *above], [*results, *memory], {0: len(results)})
     return dict(zip(names, arrays, strict=False))
 
@@ -272,10 +280,11 @@ def _sums(network: Network, factors: Mapping[str, Any], x: Any) -> list[Any]:
     return grads
 
 
-def _gradients_of(kept: Any, *given: Any, form: _Form, maps: int) -> list[Any]:
+def _gradients_of(kept: Any, *given: Any, form: _Form, maps: int, needs_x: bool) -> list[Any]:
     """Return the gradients in all numbers, those in parameters for each of so many maps.
 
-    The samples of maps are side by side; without maps, 0, there are sums over all samples.
+    The samples of maps are side by side; without maps, 0, there are sums over all samples. Those in
+    inputs are zeros unless they are needed.
     """
     above, numbers = given[:2], given[2:]
     x = numbers[form.network.count]
@@ -283,12 +292,13 @@ def _gradients_of(kept: Any, *given: Any, form: _Form, maps: int) -> list[Any]:
     if kept.shape != _kept_shape(form, x, keeps):
         # Of another pass, which had these samples and others, or fewer.
         *_, kept = _forward(*numbers, form=form, keeps=keeps)
-    found = _backward(form, keeps, kept, above, numbers)
+    found = _backward(form, keeps, kept, above, numbers, needs_x)
+    in_x = found.pop("input") if needs_x else jnp.zeros_like(x)
     cells = form.network.cells
     if not maps:
         params = [found[f"{name} {k}"] for k, each in enumerate(cells) for name in each.shapes]
-        return [*params, found["input"], found["state"]]
-    in_x, in_state = found.pop("input"), found.pop("state")
+        return [*params, in_x, found["state"]]
+    in_state = found.pop("state")
 
     def sums(x: Any, factors: Any) -> Any:
         own = {name: parted(array, maps) for name, array in factors.items()}
@@ -343,7 +353,7 @@ def _gradients_along(
     *_, kept = _run.bind(*whole, form=own, keeps="all")
     in_output, in_last = above
     in_last = jnp.concatenate([in_last, jnp.zeros_like(in_last)], -1)
-    grads = _gradients.bind(kept, in_output, in_last, *whole, form=own, maps=0)
+    grads = _gradients.bind(kept, in_output, in_last, *whole, form=own, maps=0, needs_x=True)
     return made.parted(grads)
 
 
@@ -536,7 +546,8 @@ def _shapes_of_slope(kept: Any, *given: Any, form: _Form) -> list[Any]:
 def _transpose_slope(above: Any, kept: Any, *given: Any, form: _Form) -> Any:
     numbers, slopes = given[: -form.size], given[-form.size :]
     own = [ad.instantiate_zeros(each) for each in above]
-    grads = _gradients.bind(kept, *own, *numbers, form=form, maps=0)
+    needs_x = ad.is_undefined_primal(slopes[form.network.count])
+    grads = _gradients.bind(kept, *own, *numbers, form=form, maps=0, needs_x=needs_x)
     needed = [g if ad.is_undefined_primal(s) else None for g, s in zip(grads, slopes, strict=True)]
     return [None] * (1 + len(numbers)) + needed
 
@@ -549,7 +560,9 @@ batching.primitive_batchers[_slope] = mapped(_compute_slope)
 _gradients = primitive("gradients", _gradients_of)
 
 
-def _shapes_of_gradients(kept: Any, *given: Any, form: _Form, maps: int) -> list[Any]:
+def _shapes_of_gradients(
+    kept: Any, *given: Any, form: _Form, maps: int, needs_x: bool
+) -> list[Any]:
     numbers = given[2 : 2 + form.size]
     lead, first = (maps,) if maps else (), len(form.lead)
     params = [
@@ -558,11 +571,11 @@ def _shapes_of_gradients(kept: Any, *given: Any, form: _Form, maps: int) -> list
     return [*params, *(alike(each, each.shape) for each in numbers[-2:])]
 
 
-def _jvp_of_gradients(given: Any, slopes: Any, *, form: _Form, maps: int) -> Any:
+def _jvp_of_gradients(given: Any, slopes: Any, *, form: _Form, maps: int, needs_x: bool) -> Any:
     if maps:
-        one = functools.partial(_each_map, form=form, maps=maps)
+        one = functools.partial(_each_map, form=form, maps=maps, needs_x=needs_x)
         return differentiated(one)(given, slopes)
-    results = _gradients.bind(*given, form=form, maps=0)
+    results = _gradients.bind(*given, form=form, maps=0, needs_x=needs_x)
     count = 2 + form.size
     own = filled(given[1 : 1 + count], slopes[1 : 1 + count])
     return results, _slope_of_gradients.bind(*given[1:], *own, form=form)
@@ -579,17 +592,20 @@ def _apart(form: _Form, maps: int, args: Sequence[Any], axes: Sequence[int | Non
     )
 
 
-def _each_map(kept: Any, *given: Any, form: _Form, maps: int) -> Any:
+def _each_map(kept: Any, *given: Any, form: _Form, maps: int, needs_x: bool) -> Any:
     """Return the gradients of each map by itself."""
     first = len(form.lead)
     own = _apart(form, maps, given, [first + 1, first + 1, *form.axes])
-    results = _gradients.bind(_nothing_kept(), *own, form=form.times(maps), maps=0)
+    about = {"form": form.times(maps), "maps": 0, "needs_x": needs_x}
+    results = _gradients.bind(_nothing_kept(), *own, **about)
     *params, x, state = form.apart(maps, results)
     moved = [jnp.moveaxis(each, 0, first) for each in params]
     return [*moved, *(merge(each, first + 1) for each in (x, state))]
 
 
-def _transpose_gradients(slopes: Any, kept: Any, *given: Any, form: _Form, maps: int) -> Any:
+def _transpose_gradients(
+    slopes: Any, kept: Any, *given: Any, form: _Form, maps: int, needs_x: bool
+) -> Any:
     above, numbers = given[:2], given[2:]
     directions = [ad.instantiate_zeros(each) for each in slopes]
     if maps:
@@ -606,17 +622,19 @@ def _transpose_gradients(slopes: Any, kept: Any, *given: Any, form: _Form, maps:
     return [None, *needed, *(None for _ in numbers)]
 
 
-def _map_gradients(args: Any, dims: Any, *, form: _Form, maps: int) -> Any:
+def _map_gradients(args: Any, dims: Any, *, form: _Form, maps: int, needs_x: bool) -> Any:
     count, (kept, *given) = size_of(args, dims), args
     first = len(form.lead)
     if any(each is not None for each in dims[3 : 3 + form.network.count]):
         own = _as_members(form, count, args, dims)
-        results = form.apart(count, _gradients.bind(*own, form=form.times(count), maps=maps))
+        found = _gradients.bind(*own, form=form.times(count), maps=maps, needs_x=needs_x)
+        results = form.apart(count, found)
         return results, [0] * len(results)
     own = _merged(count, given, dims[1:], [first + 1, first + 1, *form.axes])
     # Memory that is mapped is of single maps; that of all has these samples, or others.
     kept = _nothing_kept() if dims[0] is not None else kept
-    *params, x, state = _gradients.bind(kept, *own, form=form, maps=count * max(maps, 1))
+    about = {"form": form, "maps": count * max(maps, 1), "needs_x": needs_x}
+    *params, x, state = _gradients.bind(kept, *own, **about)
     params = [parted(each, count, first) for each in params]
     if not maps:
         params = [each.squeeze(1 + first) for each in params]
@@ -634,7 +652,7 @@ def _compute_slope_of_gradients(*given: Any, form: _Form) -> list[Any]:
     count = 2 + form.size
     own, slopes = given[:-count], given[-count:]
     along = _gradients_along(form, own[:2], own[2:], slopes[2:])
-    more = _gradients.bind(_nothing_kept(), *slopes[:2], *own[2:], form=form, maps=0)
+    more = _gradients.bind(_nothing_kept(), *slopes[:2], *own[2:], form=form, maps=0, needs_x=True)
     return [a + b for a, b in zip(along, more, strict=True)]
 
 

@@ -25,6 +25,8 @@ from ._handler import ROOT, Program, Root, handle, help_replay
 __all__ = ["Lengths", "add", "call", "key_of", "replay"]
 
 _TARGET = "sparsescan"
+# Bytes from which memory is best in large pages.
+_LARGE = 1 << 22
 _lock = threading.Lock()
 _root = np.zeros(Root.SIZE, np.int64)
 _programs: dict[int, Any] = {}
@@ -55,7 +57,11 @@ def key_of(*parts: Any) -> int:
 
 
 def add(
-    key: int, recording: Recording, sources: Sequence[int], lengths: Lengths | None = None
+    key: int,
+    recording: Recording,
+    sources: Sequence[int],
+    nbytes: int,
+    lengths: Lengths | None = None,
 ) -> None:
     """Let XLA call a recording by a key.
 
@@ -67,6 +73,8 @@ def add(
         What is called.
     sources : sequence of int
         For each array of the recording which argument it is, or -1 and below for a result.
+    nbytes : int
+        The bytes of the first, which is new memory; 0 if that is an argument.
     lengths : Lengths, optional
         What is checked before a call.
     """
@@ -79,6 +87,7 @@ def add(
         words[Program.WORDS] = recording.words
         words[Program.SOURCES], words[Program.ARRAYS] = own.ctypes.data, len(own)
         words[Program.THREADS] = min(recording.width, thread_count())
+        words[Program.LARGE] = nbytes if nbytes >= _LARGE else 0
         about = (-1, 0, 0) if lengths is None else lengths
         words[[Program.LENGTHS, Program.LENGTH_COUNT, Program.STEPS]] = about
         _programs[key] = words, own, recording
@@ -163,5 +172,5 @@ def _program(
     name = f"{record.__module__}.{record.__qualname__}"
     key = key_of(name, *(getattr(each, "key", each) for each in about))
     count = len(results)
-    add(key, recording, [-1 - count, *range(arguments), *range(-1, -1 - count, -1)])
+    add(key, recording, [-1 - count, *range(arguments), *range(-1, -1 - count, -1)], nbytes)
     return key, [*results, ((nbytes,), np.uint8)]

@@ -35,8 +35,9 @@ def recurrent(
     """Return the outputs and the last states of a recurrent network.
 
     As :meth:`sparsescan.recurrent.TrainingStep.forward`, for arrays of JAX, under ``jax.jit``,
-    ``jax.vmap``, by which samples become a batch, and all of its derivatives, of any order:
-    ``jax.grad``, ``jvp``, ``jacfwd``, ``jacrev``, ``hessian``. It takes the place of a
+    ``jax.vmap``, by which samples become a batch, and members of an ensemble, with parameters of
+    their own, are shared by threads, and all of its derivatives, of any order: ``jax.grad``,
+    ``jvp``, ``jacfwd``, ``jacrev``, ``hessian``. It takes the place of a
     ``jax.lax.scan`` over a cell. Derivatives in a direction, and those of gradients, are passes of
     the cell that computes the derivative of a step.
 

@@ -61,6 +61,7 @@ def record(
     has_resets: bool = False,
     has_backward: bool = True,
     keeps_samples: bool = False,
+    needs_input_grad: bool = True,
     memory_limit: int | None = None,
 ) -> RecordedStep:
     """Record the training step of a network.
@@ -84,6 +85,8 @@ def record(
         each direction the gradients in slots, ``products``, and what they are multiplied by,
         ``states``, ``arguments`` and, above the first layer, ``input``, of all steps and samples;
         and the gradients in ``rows`` of parameters, of all samples. See :class:`Parameters`.
+    needs_input_grad : bool, default True
+        Whether its results are gradients in inputs, too.
     memory_limit : int, optional
         Bytes of the memory; gates that do not fit are computed again by the backward pass.
 
@@ -104,7 +107,9 @@ def record(
         if memory_limit is None or passes.nbytes <= memory_limit:
             break
     check_limit(memory_limit, passes.nbytes, steps, batch)
-    backward, back_nbytes = passes.backward() if has_backward else (None, 0)
+    backward, back_nbytes = None, 0
+    if has_backward:
+        backward, back_nbytes = passes.backward(needs_input_grad=needs_input_grad)
     return RecordedStep(passes.forward, backward, passes.nbytes, back_nbytes)
 
 
