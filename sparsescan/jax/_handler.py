@@ -58,7 +58,7 @@ class _Program(NamedTuple):
     Array number `k` of the recording is an argument, or a result if the number at `SOURCES`
     is negative, which counts from -1 down. `LENGTHS` is the argument that holds lengths of samples,
     int32, if it is not negative: so many from 0 to `STEPS`. `THREADS` are worth having. `LARGE` is
-    how many bytes array 0 has, a result, if these are best in large pages, else 0.
+    the address of how many bytes each array has, if it is new and best in large pages, else 0.
     """
 
     HEADER: int = 0
@@ -286,11 +286,12 @@ def handle(frame):
     control = words_at(address + _WORD, count)
     places = words_at(address + (1 + count) * _WORD, arrays)
     sources = words_at(program[Program.SOURCES], arrays)
+    large = words_at(program[Program.LARGE], arrays)
     for k in range(arrays):
         source = sources[k]
         places[k] = _data(arguments, source) if source >= 0 else _data(results, -1 - source)
-    if program[Program.LARGE] > 0:
-        _take_large_pages(places[0], program[Program.LARGE])
+        if large[k] > 0:
+            _take_large_pages(places[k], large[k])
     header = words_at(program[Program.HEADER], Header.SIZE)
     fill(header, places, control)
     if program[Program.THREADS] > 1:

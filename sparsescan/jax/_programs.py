@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -87,10 +88,15 @@ def add(
         words[Program.WORDS] = recording.words
         words[Program.SOURCES], words[Program.ARRAYS] = own.ctypes.data, len(own)
         words[Program.THREADS] = min(recording.width, thread_count())
-        words[Program.LARGE] = nbytes if nbytes >= _LARGE else 0
+        large = np.zeros(len(own), np.int64)
+        large[0] = nbytes
+        for k, each in enumerate(reversed(recording.results), start=1):
+            large[-k] = math.prod(each.shape) * each.dtype.itemsize
+        large[large < _LARGE] = 0
+        words[Program.LARGE] = large.ctypes.data
         about = (-1, 0, 0) if lengths is None else lengths
         words[[Program.LENGTHS, Program.LENGTH_COUNT, Program.STEPS]] = about
-        _programs[key] = words, own, recording
+        _programs[key] = words, own, large, recording
         _publish()
 
 
