@@ -80,11 +80,14 @@ class Ensemble:
         return loss
 
 
-CASES = [(GRU, 3, {}), (GRU, 1, {}), *slow((LSTM, 3, {"num_layers": 2}), (LSTM, 4, {}))]
+CASES = [
+    (GRU, 3, {}, False),
+    *slow((GRU, 1, {}, True), (GRU, 1, {}, False), (GRU, 3, {}, True)),
+    *slow((LSTM, 3, {"num_layers": 2}, True), (LSTM, 4, {}, False)),
+]
 
 
-@pytest.mark.parametrize(("kind", "members", "options"), CASES)
-@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize(("kind", "members", "options", "is_shared"), CASES)
 def test_results_and_gradients(kind: Any, members: int, options: Any, is_shared: bool) -> None:
     """Of members with inputs of their own, and of members with the same."""
     about = Ensemble(kind, members, **options)
@@ -124,7 +127,7 @@ def test_bits_of_single_calls() -> None:
             assert np.array_equal(ours[k], single)
 
 
-@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("is_inside", [False, *slow(True)])
 def test_maps_in_maps(is_inside: bool) -> None:
     """Of samples in members, and of members in samples: forward, and gradients of each pair."""
     about = Ensemble(GRU, 3)
@@ -144,7 +147,7 @@ def test_maps_in_maps(is_inside: bool) -> None:
     close(results(recurrent), results(scan))
 
 
-@pytest.mark.parametrize("kind", [GRU, *slow(LSTM)])
+@pytest.mark.parametrize("kind", slow(GRU, LSTM))
 def test_other_derivatives(kind: Any) -> None:
     """In a direction, of vectors of results, of gradients, and of gradients of each sample."""
     about = Ensemble(kind, 2)
