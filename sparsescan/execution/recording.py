@@ -7,7 +7,7 @@ memory is, and finds these addresses among the arguments of kernels, which it do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from time import perf_counter
@@ -149,7 +149,32 @@ class Recording:
         self.header[Header.PLACE_COUNT] = len(where)
         self.words = Control.SIZE + len(words)
 
-    def members(self, count: int, nbytes: Sequence[int], scratch: int) -> Recording:
+    def then(self, other: Recording, own: Sequence[int], others: Sequence[int]) -> Recording:
+        """Return these calls and then those of another recording, whose results it has.
+
+        Parameters
+        ----------
+        other : Recording
+            The other one.
+        own, others : sequence of int
+            The new numbers of the arrays of both.
+        """
+
+        def numbered(strand: Sequence[tuple[int, list[int]]], numbers: Sequence[int]) -> Any:
+            return [
+                (function, [_renumbered(word, numbers) for word in words])
+                for function, words in strand
+            ]
+
+        pairs = (self._phases, own), (other._phases, others)
+        phases = [
+            [numbered(strand, numbers) for strand in phase]
+            for each, numbers in pairs
+            for phase in each
+        ]
+        return Recording(phases, (self._read, other._read), other.results)
+
+    def members(self, count: int, nbytes: Sequence[int], scratch: Collection[int]) -> Recording:
         """Return these calls for so many members, which threads share.
 
         Parameters
@@ -158,17 +183,18 @@ class Recording:
             How many members there are. Each has arrays of its own, one behind the other.
         nbytes : sequence of int
             The bytes of the array of one member, for each array of a replay.
-        scratch : int
-            The number of memory that is not read later, of which there is one for each of
-            :func:`groups_of` members; -1 if there is none.
+        scratch : collection of int
+            The numbers of memory that is not read later, of which there is one for each of
+            :func:`groups_of` members.
         """
 
         def moved(
             strand: Sequence[tuple[int, list[int]]], member: int, group: int
         ) -> list[tuple[int, list[int]]]:
-            steps = [member * each for each in nbytes]
-            if scratch >= 0:
-                steps[scratch] = group * nbytes[scratch]
+            steps = [
+                each * (group if number in scratch else member)
+                for number, each in enumerate(nbytes)
+            ]
             return [
                 (function, [w + steps[w // _SPACE - 1] if w >= _SPACE else w for w in words])
                 for function, words in strand
@@ -316,6 +342,13 @@ class Recorder(Calls):
 
 
 # -- Calls by words --------------------------------------------------------------------------------
+
+
+def _renumbered(word: int, numbers: Sequence[int]) -> int:
+    """Return a word, which may be an address in an array that has a new number."""
+    if word < _SPACE:
+        return word
+    return (numbers[word // _SPACE - 1] + 1) * _SPACE + word % _SPACE
 
 
 def _words(value: Any) -> Iterator[int]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,7 @@ from ..recurrent.definition import CellLike
 from ..recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
 from ..recurrent.step import RecurrentLike
 from ..recurrent.tangent import Tangent, tangent_of
+from ._calls import vary, varying
 from ._programs import Lengths, add, call, key_of
 from ._rules import alike, differentiated, filled, mapped, merge, parted, primitive, size_of
 
@@ -149,12 +150,36 @@ def run(
 # -- Programs --------------------------------------------------------------------------------------
 
 
+# Bytes of the memory of all members from which it is not kept: a backward pass begins with another
+# forward one, in memory that stays near. New memory takes as long, and may be too much.
+_MOST_KEPT = 1 << 24
+
+
 class _Step(NamedTuple):
-    """A recorded training step, and the keys of its programs; `backward` is 0 if it has none."""
+    """A recorded training step, and the keys of its programs.
+
+    Attributes
+    ----------
+    recorded : RecordedStep
+        The step of one member.
+    memory : tuple of int
+        The shape of the memory of the forward pass.
+    kept : tuple of int
+        What is kept of it.
+    forward, backward : int
+        The keys; `backward` is 0 if there is none.
+    """
 
     recorded: RecordedStep
+    memory: tuple[int, ...]
+    kept: tuple[int, ...]
     forward: int
     backward: int
+
+    @property
+    def is_again(self) -> bool:
+        """Whether the backward pass begins with a forward one."""
+        return self.kept != self.memory
 
 
 @functools.lru_cache(maxsize=256)
@@ -182,24 +207,49 @@ def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str, needs_
     marks = [4 * batch] * form.has_lengths + [steps * batch] * form.has_resets
     given = [math.prod(each) * size for each in shapes] + marks
     given += [each.size * size for each in net.params.values()]
-    kept = math.prod(_memory_shape(form.one, recorded, batch, keeps))
-    count = len(given)
+    count, groups = len(given), max(groups_of(form.members), 1)
+    # Memory that gradients of each sample need has an axis for these.
+    rows = max(batch, 1) if keeps == "each" else 1
+    columns = -(-recorded.nbytes // (rows * LINE)) * LINE
+    memory = kept = (*form.lead, rows, columns) if keeps == "each" else (*form.lead, columns)
+    is_again = keeps != "" and groups < form.members and math.prod(memory) > _MOST_KEPT
+    if is_again or not keeps:
+        memory = (groups * columns * rows,)
+        kept = (*form.lead, 0) if is_again else memory
     # Of the arrays only the memory, and the results behind all others, are results.
     checked = Lengths(2, max(form.members, 1) * batch, steps) if form.has_lengths else None
-    made = _for_members(form, recorded.forward, [kept, *given], -1 if keeps else 0)
-    nbytes = math.prod(_memory_shape(form, recorded, batch, keeps))
-    add(forward, made, [-3, *range(count), -1, -2], nbytes, checked)
+    one = columns * rows
+    own_memory = [0] if is_again or not keeps else []
+    made = _for_members(form, recorded.forward, [one, *given], own_memory)
+    add(forward, made, [-3, *range(count), -1, -2], math.prod(memory), checked)
+    step = _Step(recorded, memory, kept, forward, 0 if recorded.backward is None else backward)
     if recorded.backward is None:
-        return _Step(recorded, forward, 0)
+        return step
     above = [math.prod(each.shape) * size for each in recorded.forward.results]
     results = len(recorded.backward.results)
-    places = [0, -results - 2, 1, 2, *range(-1, -results - 1, -1)]
-    made = _for_members(form, recorded.backward, [kept, recorded.back_nbytes, *above], 1)
-    add(backward, made, places, 0)
-    return _Step(recorded, forward, backward)
+    own = [-1 - k for k in range(results)]
+    if not is_again:
+        bytes_of = [one, recorded.back_nbytes, *above]
+        made = _for_members(form, recorded.backward, bytes_of, [1])
+        add(backward, made, [0, -results - 2, 1, 2, *own], 0)
+        return step
+    # Memory of both passes, and what the first of them returns, are results behind the others.
+    behind = 4 + count
+    both = recorded.forward.then(
+        recorded.backward,
+        [0, *range(4, behind), 2, 3],
+        [0, 1, *range(behind, behind + 2 + results)],
+    )
+    bytes_of = [one, recorded.back_nbytes, *above, *given, *above]
+    made = _for_members(form, both, bytes_of, range(4))
+    memories = [-results - 1 - k for k in range(4)]
+    add(backward, made, [*memories, *range(count + 2), *own], math.prod(memory), checked)
+    return step
 
 
-def _for_members(form: _Form, recording: Recording, given: list[int], scratch: int) -> Recording:
+def _for_members(
+    form: _Form, recording: Recording, given: list[int], scratch: Collection[int]
+) -> Recording:
     """Return a recording for all members, given the bytes of all arrays but the results."""
     if not form.members:
         return recording
@@ -207,24 +257,9 @@ def _for_members(form: _Form, recording: Recording, given: list[int], scratch: i
     return recording.members(form.members, [*given, *own], scratch)
 
 
-def _memory_shape(form: _Form, recorded: RecordedStep, batch: int, keeps: str) -> tuple[int, ...]:
-    """Return the shape of the memory of a pass: that for each sample has an axis for these."""
-    if not keeps:
-        return (max(groups_of(form.members), 1) * recorded.nbytes,)
-    if keeps == "all":
-        return *form.lead, recorded.nbytes
-    rows = max(batch, 1)
-    return *form.lead, rows, -(-recorded.nbytes // (rows * LINE)) * LINE
-
-
 def _step_for(form: _Form, x: Any, keeps: str, needs_x: bool = True) -> _Step:
     """Return the programs of a network for such inputs."""
     return _step_of(form, *x.shape[-3:-1], x.dtype.name, keeps, needs_x)
-
-
-def _kept_shape(form: _Form, x: Any, keeps: str) -> tuple[int, ...]:
-    """Return the shape of the memory of a pass."""
-    return _memory_shape(form, _step_for(form, x, keeps).recorded, x.shape[-2], keeps)
 
 
 def _kinds(form: _Form, recording: Recording) -> list[Any]:
@@ -232,14 +267,20 @@ def _kinds(form: _Form, recording: Recording) -> list[Any]:
     return [((*form.lead, *each.shape), each.dtype) for each in recording.results]
 
 
+def _given(form: _Form, numbers: Sequence[Any]) -> list[Any]:
+    """Return numbers and marks in the order of programs."""
+    count = form.network.count
+    return [*numbers[count:], *numbers[:count]]
+
+
 def _forward(*given: Any, form: _Form, keeps: str) -> list[Any]:
     """Return outputs, last states and, if it `keeps` that, the memory of the pass."""
-    params, (x, state, *marks) = given[: form.network.count], given[form.network.count :]
+    x = given[form.network.count]
     step = _step_for(form, x, keeps)
-    memory = _kept_shape(form, x, keeps), np.uint8
-    results = [*_kinds(form, step.recorded.forward), memory]
-    found = call(step.forward, [x, state, *marks, *params], results)
-    return found if keeps else found[:2]
+    results = [*_kinds(form, step.recorded.forward), (step.memory, np.uint8)]
+    output, last, memory = call(step.forward, _given(form, given), results)
+    kept = vary(jnp.zeros(step.kept, np.uint8), varying(x)) if step.is_again else memory
+    return [output, last, kept] if keeps else [output, last]
 
 
 def _backward(
@@ -250,9 +291,15 @@ def _backward(
     assert step.recorded.backward is not None
     names = [each.name for each in step.recorded.backward.results]
     results = _kinds(form, step.recorded.backward)
-    scratch = max(groups_of(form.members), 1) * step.recorded.back_nbytes
-    memory = [(kept.shape, np.uint8), ((scratch,), np.uint8)]
-    arrays = call(step.backward, [kept, *above], [*results, *memory], {0: len(results)})
+    groups = max(groups_of(form.members), 1)
+    scratch = ((groups * step.recorded.back_nbytes,), np.uint8)
+    if step.is_again:
+        memory: list[Any] = [(step.memory, np.uint8), scratch]
+        memory += [((groups, *each.shape), each.dtype) for each in step.recorded.forward.results]
+        arrays = call(step.backward, [*_given(form, given), *above], [*results, *memory])
+    else:
+        memory = [(kept.shape, np.uint8), scratch]
+        arrays = call(step.backward, [kept, *above], [*results, *memory], {0: len(results)})
     return dict(zip(names, arrays, strict=False))
 
 
@@ -289,7 +336,7 @@ def _gradients_of(kept: Any, *given: Any, form: _Form, maps: int, needs_x: bool)
     above, numbers = given[:2], given[2:]
     x = numbers[form.network.count]
     keeps = "each" if maps else "all"
-    if kept.shape != _kept_shape(form, x, keeps):
+    if kept.shape != _step_for(form, x, keeps).kept:
         # Of another pass, which had these samples and others, or fewer.
         *_, kept = _forward(*numbers, form=form, keeps=keeps)
     found = _backward(form, keeps, kept, above, numbers, needs_x)
@@ -501,7 +548,7 @@ def _shapes_of_run(*given: Any, form: _Form, keeps: str) -> list[Any]:
     rows = len(form.network.cells)
     shapes = (*lead, steps, batch, width), (*lead, rows, batch, net.state_size)
     results = [alike(x, shape) for shape in shapes]
-    return [*results, alike(x, _kept_shape(form, x, keeps), np.uint8)] if keeps else results
+    return [*results, alike(x, _step_for(form, x, keeps).kept, np.uint8)] if keeps else results
 
 
 def _jvp_of_run(given: Any, slopes: Any, *, form: _Form, keeps: str) -> Any:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from sampling import slow
 
-from sparsescan.jax import recurrent
+from sparsescan.execution.threads import thread_count
+from sparsescan.jax import _primitives, recurrent
 from sparsescan.recurrent import GRU, LSTM
 
 Call = Callable[..., Any]
@@ -110,8 +111,12 @@ def test_results_and_gradients(kind: Any, members: int, options: Any, is_shared:
     close(results(recurrent), results(scan))
 
 
-def test_bits_of_single_calls() -> None:
-    about = Ensemble(GRU, 5, num_layers=2, bidirectional=True)
+@pytest.mark.parametrize("most", [1 << 24, 0])
+def test_bits_of_single_calls(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all memory kept for the backward pass, and with none."""
+    monkeypatch.setattr(_primitives, "_MOST_KEPT", most)
+    members = 4 * thread_count() + (1 if most else 2)  # more than have memory at once
+    about = Ensemble(GRU, members, num_layers=2, bidirectional=True)
     params, x = about.params, about.x
 
     def gradient(params: Any, x: Any) -> Any:
@@ -120,8 +125,10 @@ def test_bits_of_single_calls() -> None:
         )
 
     whole = jax.jit(jax.vmap(gradient))(params, x)
+    kinds = jax.make_jaxpr(jax.vmap(gradient))(params, x)
+    assert ("u8[0" in str(kinds) or f"u8[{members},0]" in str(kinds)) == (most == 0)
     one = jax.jit(gradient)
-    for k in range(5):
+    for k in range(members):
         own = one({name: each[k] for name, each in params.items()}, x[k])
         for ours, single in zip(jax.tree.leaves(whole), jax.tree.leaves(own), strict=True):
             assert np.array_equal(ours[k], single)
