@@ -1,4 +1,4 @@
-"""Recursive filters of many samples on the host, and what the gradients in them take."""
+"""Recursive filters of many samples on the host, what shapes they take, and their gradients."""
 
 from __future__ import annotations
 
@@ -7,17 +7,34 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from .errors import Allocating, InputError
-from .execution.threads import share, thread_count
+from .errors import Allocating, InputError, InputTypeError, short
+from .execution.calls import Calls
+from .execution.recording import Recorder, Space
+from .execution.recurrence import Recorded
+from .execution.threads import thread_count
+from .kernels.cpu.copies import fill_with
 from .kernels.cpu.filters import FilterNeeds, FilterSizes, differentiate, filter_blocks
 from .kernels.cpu.sixteen import WIDTH
 
-__all__ = ["FilterGrads", "filter_samples", "filter_samples_vjp"]
+__all__ = [
+    "FilterGrads",
+    "factors_of",
+    "filter_samples",
+    "filter_samples_vjp",
+    "is_per_sample",
+    "read_lfilter",
+    "read_sosfilt",
+    "record_filter",
+    "record_filter_vjp",
+]
 
 Array = NDArray[Any]
+Shape = tuple[int, ...]
 
+# Coefficients of a second-order section: three of its numerator, three of its denominator.
+_SECTION = 6
 # Multiply-adds that are worth another thread, and parts for each, so that late ones delay nobody.
 _GRAIN, _PARTS = 1 << 19, 4
 # As many multiply-adds as a forward pass has are those in a backward pass, of all gradients.
@@ -76,15 +93,12 @@ def filter_samples(b: Array, a: Array, x: Array, start: Array | None = None) -> 
         y = np.empty(x.shape, x.dtype)
         if y.size == 0:
             return y
-        shape = _shape(b, a, x, start)
-        given = _factors(b, shape, False), _factors(a, shape, True), x.ravel(), _flat(start, x)
-        rows = 2 * (shape.tile + shape.before) + _rows_of_coefficients(shape)
-
-        def run(first: int, last: int) -> None:
-            room = np.empty((rows, WIDTH), x.dtype)
-            filter_blocks(shape, *given, y.ravel(), room, first, last)
-
-        _share(run, shape, 1)
+        starts = 0 if start is None else start.shape[1]
+        sizes = _sizes(b.shape, a.shape, x.shape, starts)
+        with np.errstate(all="ignore"):
+            own = factors_of(b, a, sizes.before)
+        given = *own, x.ravel(), np.empty(0, x.dtype) if start is None else start.ravel()
+        _write(Calls(), sizes, given, y.ravel())
         return y
 
 
@@ -115,37 +129,22 @@ def filter_samples_vjp(
     FilterGrads
         The gradients. The bits do not depend on the number of threads.
     """
-    samples = len(x)
     with Allocating("the gradients"):
-        blocks = -(-samples // WIDTH)
-        own = [_gradients(each, need, x, blocks) for each, need in zip((b, a), needs, strict=False)]
-        in_x = np.empty(x.shape if needs[2] else 0, x.dtype)
-        in_start = np.zeros((samples, starts) if needs[3] else 0, x.dtype)
+        shapes = _gradient_shapes(b.shape, a.shape, x.shape, starts, needs)
         if x.size == 0:
-            return _found(
-                needs, *(np.zeros(each.shape, x.dtype) for each in (b, a)), in_x, in_start
-            )
-        shape = _shape(b, a, x, None)._replace(starts=starts)
-        given = (
-            *(grads.ravel(), _factors(b, shape, False), _factors(a, shape, True)),
-            *(x.ravel(), y.ravel(), own[0].ravel(), own[1].ravel(), in_x.ravel(), in_start.ravel()),
-        )
-        flags = FilterNeeds(*map(int, needs))
-        taps = shape.b_taps + shape.a_taps
-        rows = 5 * (shape.tile + shape.before) + taps * (1 + shape.tile)
-        rows += _rows_of_coefficients(shape)
-
-        def run(first: int, last: int) -> None:
-            room = np.empty((rows, WIDTH), x.dtype)
-            differentiate(shape, flags, *given, room, first, last)
-
-        _share(run, shape, _PASSES)
-        in_b, in_a = (
+            return _found(needs, *(np.zeros(n, x.dtype) for n in (b.shape, a.shape, *shapes[2:])))
+        into = [np.empty(n, x.dtype) for n in shapes]
+        into[3][:] = 0
+        sizes = _sizes(b.shape, a.shape, x.shape, starts)
+        with np.errstate(all="ignore"):
+            own = factors_of(b, a, sizes.before)
+        given = grads.ravel(), *own, x.ravel(), y.ravel()
+        _write_gradients(Calls(), sizes, needs, given, [each.ravel() for each in into])
+        for k, to in enumerate((b, a)):
             # Of each sample and tap, or of each block, step and tap, if it is not of all three.
-            each.sum(0, keepdims=True) if need and len(each) > len(to) else each
-            for each, to, need in zip(own, (b, a), needs, strict=False)
-        )
-        return _found(needs, in_b, in_a, in_x, in_start)
+            if needs[k] and len(into[k]) > len(to):
+                into[k] = into[k].sum(0, keepdims=True)
+        return _found(needs, *into)
 
 
 def _found(needs: Sequence[bool], *gradients: Array) -> FilterGrads:
@@ -154,68 +153,285 @@ def _found(needs: Sequence[bool], *gradients: Array) -> FilterGrads:
     )
 
 
-def _gradients(coefficients: Array, need: bool, x: Array, blocks: int) -> Array:
-    """Return room for gradients in coefficients, of which some are then added up."""
-    count, changes, taps = coefficients.shape
-    if not need:
-        return np.empty((0, 1, taps), x.dtype)
-    varies = changes > 1
-    lead = len(x) if count > 1 or not varies else blocks
-    return np.empty((lead, changes if varies else 1, taps), x.dtype)
+def factors_of(b: Any, a: Any, before: int, library: Any = np) -> tuple[Any, Any]:
+    """Return coefficients as kernels read them, flat.
+
+    Those that samples share are normalised in `a`, and have zeros behind the last of many steps.
+
+    Parameters
+    ----------
+    b, a : array, shape (1 or N, 1 or T, taps)
+        The coefficients.
+    before : int
+        Steps that they reach back.
+    library : module, default numpy
+        NumPy, or a library with its functions.
+    """
+    divided = a
+    if len(a) == 1:
+        first = a[..., :1]
+        divided = library.concatenate([1 / first, a[..., 1:] / -first], -1)
+    flat = []
+    for each in (b, divided):
+        own = each
+        if len(each) == 1 < each.shape[1]:
+            zeros = library.zeros((1, before, each.shape[2]), each.dtype)
+            own = library.concatenate([each, zeros], 1)
+        flat.append(own.reshape(-1))
+    return flat[0], flat[1]
 
 
-def _shape(b: Array, a: Array, x: Array, start: Array | None) -> FilterSizes:
-    """Return the sizes of a filter."""
-    before = max(b.shape[2], a.shape[2]) - 1
-    changes = b.shape[1] > 1 or a.shape[1] > 1
-    tile = max(_TILE_OF_CHANGES if changes else _TILE, -(-before // 8) * 8)
+# -- Kernel calls ----------------------------------------------------------------------------------
+
+
+def _write(calls: Calls, sizes: FilterSizes, given: Sequence[Array], y: Array) -> None:
+    """Write filtered samples, given factors, samples and terms of leading steps; all are flat."""
+    rows = 2 * (sizes.tile + sizes.before) + _rows_of_coefficients(sizes)
+
+    def run(first: int, last: int) -> None:
+        room = calls.borrow(rows * WIDTH, y.dtype)
+        own = room[: rows * WIDTH].reshape(rows, WIDTH)
+        calls.launch(filter_blocks, sizes, *given, y, own, first, last)
+        calls.give_back(room)
+
+    _share(calls, run, sizes, 1)
+
+
+def _write_gradients(
+    calls: Calls,
+    sizes: FilterSizes,
+    needs: Sequence[bool],
+    given: Sequence[Array],
+    into: Sequence[Array],
+) -> None:
+    """Write gradients, given those in results, factors, samples and results; all are flat."""
+    flags = FilterNeeds(*map(int, needs))
+    taps = sizes.b_taps + sizes.a_taps
+    rows = 5 * (sizes.tile + sizes.before) + taps * (1 + sizes.tile)
+    rows += _rows_of_coefficients(sizes)
+
+    def run(first: int, last: int) -> None:
+        room = calls.borrow(rows * WIDTH, given[0].dtype)
+        own = room[: rows * WIDTH].reshape(rows, WIDTH)
+        calls.launch(differentiate, sizes, flags, *given, *into, own, first, last)
+        calls.give_back(room)
+
+    _share(calls, run, sizes, _PASSES)
+
+
+def _gradient_shapes(
+    b: Shape, a: Shape, x: Shape, starts: int, needs: Sequence[bool]
+) -> list[Shape]:
+    """Return the shapes of what is written: of gradients in coefficients, some are added up."""
+    shapes = []
+    for (count, changes, taps), need in zip((b, a), needs, strict=False):
+        lead = x[0] if count > 1 or changes == 1 else -(-x[0] // WIDTH)
+        shapes.append((lead if need else 0, changes, taps))
+    return [*shapes, x if needs[2] else (0,), (x[0], starts) if needs[3] else (0,)]
+
+
+def _sizes(b: Shape, a: Shape, x: Shape, starts: int) -> FilterSizes:
+    """Return the sizes of a filter, for coefficients and samples of these shapes."""
+    before = max(b[2], a[2]) - 1
+    tile = max(_TILE_OF_CHANGES if max(b[1], a[1]) > 1 else _TILE, -(-before // 8) * 8)
     return FilterSizes(
-        samples=len(x),
-        steps=x.shape[1],
+        samples=x[0],
+        steps=x[1],
         tile=tile,
         before=before,
-        b_taps=b.shape[2],
-        a_taps=a.shape[2],
-        b_sample=b.shape[1] * b.shape[2] if len(b) > 1 else 0,
-        b_step=b.shape[2] if b.shape[1] > 1 else 0,
-        a_sample=a.shape[1] * a.shape[2] if len(a) > 1 else 0,
-        a_step=a.shape[2] if a.shape[1] > 1 else 0,
-        starts=0 if start is None else start.shape[1],
+        b_taps=b[2],
+        a_taps=a[2],
+        b_sample=b[1] * b[2] if b[0] > 1 else 0,
+        b_step=b[2] if b[1] > 1 else 0,
+        a_sample=a[1] * a[2] if a[0] > 1 else 0,
+        a_step=a[2] if a[1] > 1 else 0,
+        starts=starts,
     )
 
 
-def _flat(start: Array | None, x: Array) -> Array:
-    return np.empty(0, x.dtype) if start is None else start.ravel()
-
-
-def _factors(coefficients: Array, shape: FilterSizes, normalise: bool) -> Array:
-    """Return coefficients as kernels read them: normalised, and with zeros behind, if shared."""
-    if len(coefficients) > 1:
-        return coefficients.ravel()
-    own: Array = coefficients[0]
-    if normalise:
-        with np.errstate(all="ignore"):
-            own = own / -own[:, :1]
-            own[:, 0] = 1 / coefficients[0, :, 0]
-    if len(own) > 1:
-        own = np.concatenate([own, np.zeros((shape.before, own.shape[1]), own.dtype)])
-    flat: Array = own.ravel()
-    return flat
-
-
-def _rows_of_coefficients(shape: FilterSizes) -> int:
+def _rows_of_coefficients(sizes: FilterSizes) -> int:
     """Return how many rows coefficients of a tile take."""
-    if not shape.b_sample and not shape.a_sample:
+    if not sizes.b_sample and not sizes.a_sample:
         return 0
-    return (shape.tile + shape.before) * (shape.b_taps + shape.a_taps)
+    return (sizes.tile + sizes.before) * (sizes.b_taps + sizes.a_taps)
 
 
-def _share(run: Any, shape: FilterSizes, passes: int) -> None:
+def _share(calls: Calls, run: Any, sizes: FilterSizes, passes: int) -> None:
     """Share out blocks of samples, through which so many passes are made."""
-    blocks = -(-shape.samples // WIDTH)
-    work = passes * shape.samples * shape.steps * (shape.b_taps + shape.a_taps)
+    blocks = -(-sizes.samples // WIDTH)
+    work = passes * sizes.samples * sizes.steps * (sizes.b_taps + sizes.a_taps)
     threads = max(1, min(thread_count(), work // _GRAIN))
     parts = min(blocks, threads * _PARTS) if threads > 1 else 1
     ends = [blocks * k // parts for k in range(parts + 1)]
-    tasks = [partial(run, *ends[k : k + 2]) for k in range(parts)]
-    share(lambda k: tasks[k](), parts)
+    calls.together([partial(run, *ends[k : k + 2]) for k in range(parts)])
+
+
+# -- Recordings ------------------------------------------------------------------------------------
+
+
+def record_filter(b: Shape, a: Shape, x: Shape, starts: int, dtype: DTypeLike) -> Recorded:
+    """Record what :func:`filter_samples` does, for arrays of some shapes with samples and steps.
+
+    Arrays of a replay are the memory, the coefficients as :func:`factors_of` makes them, the
+    samples, the terms of leading steps, and the result ``y``.
+    """
+    space = Space(0)
+    sizes = _sizes(b, a, x, starts)
+    shapes = [*_factor_shapes(b, a, sizes.before), x, (x[0], starts)]
+    recorder = Recorder(space, 1 + len(shapes))
+    given = [recorder.array(1 + k, each, dtype).reshape(-1) for k, each in enumerate(shapes)]
+    _write(recorder, sizes, given, recorder.result("y", x, dtype).reshape(-1))
+    return Recorded(recorder.recording(), space.nbytes)
+
+
+def record_filter_vjp(
+    b: Shape, a: Shape, x: Shape, starts: int, needs: tuple[bool, ...], dtype: DTypeLike
+) -> Recorded:
+    """Record what :func:`filter_samples_vjp` does, for arrays of some shapes.
+
+    Arrays of a replay are the memory, the gradients in results, the coefficients as
+    :func:`factors_of` makes them, the samples, the results, and all gradients that are needed, of
+    which those in coefficients are still to be added up over their first axis: it has samples, or
+    blocks of these, if coefficients change that samples share.
+    """
+    space = Space(0)
+    sizes = _sizes(b, a, x, starts)
+    shapes = [x, *_factor_shapes(b, a, sizes.before), x, x]
+    recorder = Recorder(space, 1 + len(shapes))
+    given = [recorder.array(1 + k, each, dtype).reshape(-1) for k, each in enumerate(shapes)]
+    into = []
+    for name, shape, need in zip(
+        FilterGrads._fields, _gradient_shapes(b, a, x, starts, needs), needs, strict=True
+    ):
+        each = recorder.result(name, shape, dtype) if need else np.empty(shape, dtype)
+        into.append(each.reshape(-1))
+    if needs[3]:
+        recorder.launch(fill_with, into[3], 0)
+    _write_gradients(recorder, sizes, needs, given, into)
+    return Recorded(recorder.recording(), space.nbytes)
+
+
+def _factor_shapes(b: Shape, a: Shape, before: int) -> list[Shape]:
+    return [(n, t + before if n == 1 < t else t, taps) for n, t, taps in (b, a)]
+
+
+# -- Shapes ----------------------------------------------------------------------------------------
+
+
+def read_lfilter(b: Shape, a: Shape, x: Shape, axis: Any, zi: Shape | None) -> tuple[int, Shape]:
+    """Return the axis of time, counted from the last one, and the axes that all have but that.
+
+    Parameters
+    ----------
+    b, a, x : tuple of int
+        The shapes of coefficients and samples, as :func:`sparsescan.torch.lfilter` takes them.
+    axis : int
+        The axis of time.
+    zi : tuple of int or None
+        The shape of initial conditions, if there are any.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If a shape or the axis is wrong.
+    """
+    axis = _read_axis(axis, len(x))
+    for name, each in (("b", b), ("a", a)):
+        if not each or not each[-1]:
+            raise InputError(
+                f"{name} has shape {tuple(each)}; expected (taps,), (T, taps) or "
+                "(..., T, taps), with at least one tap"
+            )
+    batch = _read_batch(x, axis, b=b, a=a)
+    if zi is not None:
+        wanted = list(x)
+        wanted[axis] = max(b[-1], a[-1]) - 1
+        if len(x) != len(zi) or zi[axis] != wanted[axis]:
+            raise InputError(f"zi has shape {tuple(zi)}; expected {tuple(wanted)}")
+        _check_delays(zi, axis, batch)
+        _check_constant((b, a), "b and a")
+    return axis, batch
+
+
+def read_sosfilt(sos: Shape, x: Shape, axis: Any, zi: Shape | None) -> tuple[int, Shape]:
+    """Return what :func:`read_lfilter` does, for a cascade of sections."""
+    axis = _read_axis(axis, len(x))
+    if len(sos) < 2 or sos[-1] != _SECTION or not sos[-2]:
+        raise InputError(
+            f"sos has shape {tuple(sos)}; expected (sections, 6), (T, sections, 6) or "
+            "(..., T, sections, 6), with at least one section"
+        )
+    own = *sos[:-2], sos[-2] * _SECTION
+    batch = _read_batch(x, axis, sos=own)
+    if zi is not None:
+        wanted = [sos[-2], *x]
+        wanted[axis] = 2
+        if len(zi) != len(wanted) or (zi[0], zi[axis]) != (wanted[0], 2):
+            raise InputError(f"zi has shape {tuple(zi)}; expected {tuple(wanted)}")
+        _check_delays(zi[1:], axis, batch)
+        _check_constant((own,), "sos")
+    return axis, batch
+
+
+def is_per_sample(lead: Shape) -> bool:
+    """Return whether coefficients with these leading axes differ from sample to sample."""
+    return any(n != 1 for n in lead)
+
+
+def _read_axis(axis: Any, count: int) -> int:
+    """Return an axis as it is counted from the last one."""
+    if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
+        raise InputTypeError(f"axis is {short(axis)}; expected an int")
+    if not -count <= axis < count:
+        raise InputError(f"axis is {axis}; expected one of x, which has {count}")
+    return int(axis) if axis < 0 else int(axis) - count
+
+
+def _read_batch(x: Shape, axis: int, **coefficients: Shape) -> Shape:
+    """Return the axes that all have but that of time."""
+    batch, steps = (*x[: len(x) + axis], *x[len(x) + axis + 1 :]), x[axis]
+    for name, each in coefficients.items():
+        changes = each[-2] if len(each) > 1 else 1
+        if changes not in (1, steps):
+            raise InputError(
+                f"{name} has coefficients of {changes} steps; expected {steps}, as x has "
+                f"along axis {axis}, or 1"
+            )
+        both = _broadcast(batch, each[:-2])
+        if both is None:
+            raise InputError(
+                f"{name} has leading axes {tuple(each[:-2])}; expected some that "
+                f"broadcast against {batch}, those of x without axis {axis} and of other "
+                "coefficients"
+            )
+        batch = both
+    return batch
+
+
+def _broadcast(one: Shape, other: Shape) -> Shape | None:
+    """Return the shape that two shapes broadcast to, if they do."""
+    count = max(len(one), len(other))
+    pairs = zip((1,) * (count - len(one)) + one, (1,) * (count - len(other)) + other, strict=True)
+    whole = []
+    for n, m in pairs:
+        if n != m and n != 1 and m != 1:
+            return None
+        whole.append(m if n == 1 else n)
+    return tuple(whole)
+
+
+def _check_delays(zi: Shape, axis: int, batch: Shape) -> None:
+    own = *zi[: len(zi) + axis], *zi[len(zi) + axis + 1 :]
+    if _broadcast(own, batch) != batch:
+        raise InputError(
+            f"zi has axes {tuple(own)} beside that of time; expected some that broadcast "
+            f"to {batch}, as x has"
+        )
+
+
+def _check_constant(coefficients: Sequence[Shape], names: str) -> None:
+    if any(len(each) > 1 and each[-2] != 1 for each in coefficients):
+        raise InputError(
+            f"zi is given, and {names} change from step to step; expected constant coefficients, "
+            "or no zi: the delays of a filter that changes are no state of its"
+        )

@@ -99,7 +99,10 @@ class Calls:
 
     def borrow(self, count: int, dtype: DTypeLike) -> Array:
         """Return memory of any content for one of the functions that run together."""
-        room = self._rooms.pop() if self._rooms else self.room(0, dtype)
+        try:
+            room = self._rooms.pop()
+        except IndexError:  # other threads may have taken the last one just now
+            return self.room(count, dtype)
         return room if len(room) >= count else self.room(count, dtype)
 
     def give_back(self, room: Array) -> None:

@@ -7,7 +7,7 @@ memory is, and finds these addresses among the arguments of kernels, which it do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from time import perf_counter
@@ -36,6 +36,8 @@ _MARGIN = 1 << 13
 # How many times the usual seconds, and seconds more, a replay takes if threads wait for other
 # programs; and how many of the next have one thread at most.
 _CROWDED, _LATE, _MOST_ALONE = 3, 3e-4, 64
+# Groups of members for each thread, since some come late.
+_TURNS = 4
 
 
 class Space:
@@ -122,7 +124,7 @@ class Recording:
         read: object,
         results: Sequence[Result],
     ) -> None:
-        self._read, self.results = read, results
+        self._read, self.results, self._phases = read, results, phases
         self._usual, self._alone, self._pause = inf, 0, 1
         strands = [strand for phase in phases for strand in phase]
         calls = [call for strand in strands for call in strand]
@@ -146,6 +148,76 @@ class Recording:
         self.header[Header.WORD_COUNT] = len(words)
         self.header[Header.PLACE_COUNT] = len(where)
         self.words = Control.SIZE + len(words)
+
+    def then(self, other: Recording, own: Sequence[int], others: Sequence[int]) -> Recording:
+        """Return these calls and then those of another recording, whose results it has.
+
+        Parameters
+        ----------
+        other : Recording
+            The other one.
+        own, others : sequence of int
+            The new numbers of the arrays of both.
+        """
+
+        def numbered(strand: Sequence[tuple[int, list[int]]], numbers: Sequence[int]) -> Any:
+            return [
+                (function, [_renumbered(word, numbers) for word in words])
+                for function, words in strand
+            ]
+
+        pairs = (self._phases, own), (other._phases, others)
+        phases = [
+            [numbered(strand, numbers) for strand in phase]
+            for each, numbers in pairs
+            for phase in each
+        ]
+        return Recording(phases, (self._read, other._read), other.results)
+
+    def members(self, count: int, nbytes: Sequence[int], scratch: Collection[int]) -> Recording:
+        """Return these calls for so many members, which threads share.
+
+        Parameters
+        ----------
+        count : int
+            How many members there are. Each has arrays of its own, one behind the other.
+        nbytes : sequence of int
+            The bytes of the array of one member, for each array of a replay.
+        scratch : collection of int
+            The numbers of memory that is not read later, of which there is one for each of
+            :func:`groups_of` members.
+        """
+
+        def moved(
+            strand: Sequence[tuple[int, list[int]]], member: int, group: int
+        ) -> list[tuple[int, list[int]]]:
+            steps = [
+                each * (group if number in scratch else member)
+                for number, each in enumerate(nbytes)
+            ]
+            return [
+                (function, [w + steps[w // _SPACE - 1] if w >= _SPACE else w for w in words])
+                for function, words in strand
+            ]
+
+        groups = groups_of(count)
+        if groups < thread_count():
+            phases = [
+                [moved(strand, k, k) for k in range(count) for strand in phase]
+                for phase in self._phases
+            ]
+        else:  # nobody waits for others, and what a thread has written is near
+            strands = [strand for phase in self._phases for strand in phase]
+            calls = [call for strand in strands for call in strand]
+            members = [range(count * k // groups, count * (k + 1) // groups) for k in range(groups)]
+            phases = [
+                [
+                    [call for member in own for call in moved(calls, member, group)]
+                    for group, own in enumerate(members)
+                ]
+            ]
+        results = [each._replace(shape=(count, *each.shape)) for each in self.results]
+        return Recording(phases, self._read, results)
 
     @property
     def threads(self) -> int:
@@ -180,6 +252,11 @@ class Recording:
             self._usual = min(taken, 1.01 * self._usual)
         if control[Control.FAILED]:
             raise RuntimeError("a kernel has failed")
+
+
+def groups_of(count: int) -> int:
+    """Return in how many groups members are that have memory together, one after the other."""
+    return min(count, _TURNS * thread_count())
 
 
 class Recorder(Calls):
@@ -265,6 +342,13 @@ class Recorder(Calls):
 
 
 # -- Calls by words --------------------------------------------------------------------------------
+
+
+def _renumbered(word: int, numbers: Sequence[int]) -> int:
+    """Return a word, which may be an address in an array that has a new number."""
+    if word < _SPACE:
+        return word
+    return (numbers[word // _SPACE - 1] + 1) * _SPACE + word % _SPACE
 
 
 def _words(value: Any) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Selective scans on the host, and their gradients, in arrays of NumPy."""
+"""Selective scans on the host, what shapes they take, their gradients, and recordings of both."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
+from ..errors import InputError
 from ..kernels.cpu import selective as kernels
 from ..kernels.cpu.lanes import lanes
 from ..kernels.cpu.selective import (
@@ -18,12 +19,24 @@ from ..kernels.cpu.selective import (
     Gradients,
     Scan,
 )
-from .calls import aligned_empty
-from .threads import share, thread_count
+from .calls import Calls
+from .recording import Recorder, Space
+from .recurrence import Recorded
+from .threads import thread_count
 
-__all__ = ["Inputs", "segments_of", "selective_scan", "selective_scan_vjp"]
+__all__ = [
+    "Inputs",
+    "check_shapes",
+    "factor_grad",
+    "record_scan",
+    "record_scan_vjp",
+    "segments_of",
+    "selective_scan",
+    "selective_scan_vjp",
+]
 
 Array = NDArray[Any]
+Shape = tuple[int, ...]
 
 # States of steps that are worth another thread, and tasks for each thread, since some come late.
 _GRAIN, _TURNS = 1 << 15, 4
@@ -89,20 +102,7 @@ def selective_scan(inputs: Inputs, *, keeps: bool) -> tuple[Array, Array, Array]
     kept : ndarray, shape (batch, segments, states, channels)
         States before segments of steps; none of them unless they are kept.
     """
-    scan = _scan(inputs)
-    batch, states = len(inputs.u), scan.states
-    segments = segments_of(scan.length, states) if keeps else 0
-    dtype = inputs.u.dtype
-    out = np.empty(inputs.u.shape, dtype)
-    final = np.empty((batch, states, scan.channels), dtype)
-    kept = np.empty((batch, segments, states, scan.channels), dtype)
-    arrays = out.reshape(-1), final.reshape(-1), kept.reshape(-1)
-
-    def call(first: int, last: int) -> None:
-        room = _room(scan, FORWARD_TILES)
-        kernels.forward(scan, first, last, *arrays, room)
-
-    _share(call, batch * scan.cells * scan.blocks, inputs.u.size * states)
+    out, final, kept = _write(Calls(), inputs, keeps)
     return out, np.ascontiguousarray(final.swapaxes(1, 2)), kept
 
 
@@ -128,88 +128,127 @@ def selective_scan_vjp(
     needs : tuple of bool
         Which are needed.
     """
-    scan = _scan(inputs)
     u, dtype = inputs.u, inputs.u.dtype
-    batch, width = len(u), lanes(dtype)
-    blocks = (batch, scan.cells, scan.blocks)
-    wide = -(-scan.length // width) * width
-    sums = (batch, scan.cells, scan.parts, scan.states, wide)
-    in_u, in_delta, in_a, in_b, in_c, in_skip, in_z, in_bias = needs
-
-    def empty(shape: tuple[int, ...], needed: bool) -> Array:
-        # Without channels nobody writes sums over them.
-        create = np.empty if scan.channels else np.zeros
-        return create(shape if needed else 0, dtype)
-
-    def zeros(shape: tuple[int, ...], needed: bool) -> Array:
-        return np.zeros(shape if needed else 0)
-
-    of_states = (*blocks, scan.states, width)
-    own = Gradients(
-        u=empty(u.shape, in_u),
-        delta=empty(u.shape, in_delta),
-        z=empty(u.shape, in_z),
-        b=empty(sums, in_b and scan.b_cells > 0),
-        c=empty(sums, in_c and scan.c_cells > 0),
-        b_constant=zeros(of_states, in_b and scan.b_cells == 0),
-        c_constant=zeros(of_states, in_c and scan.c_cells == 0),
-        rates=zeros(of_states, in_a),
-        skip=zeros((*blocks, width), in_skip),
-        bias=zeros((*blocks, width), in_bias),
-        width=wide,
-    )
-    flat = own._replace(
-        u=own.u.reshape(-1),
-        delta=own.delta.reshape(-1),
-        z=own.z.reshape(-1),
-        b=own.b.reshape(-1),
-        c=own.c.reshape(-1),
-        b_constant=own.b_constant.reshape(-1),
-        c_constant=own.c_constant.reshape(-1),
-        rates=own.rates.reshape(-1),
-        skip=own.skip.reshape(-1),
-        bias=own.bias.reshape(-1),
-    )
     above = np.zeros(u.size, dtype) if grads is None else _flat(grads)
     final = np.empty(0, dtype) if grads_final is None else _flat(grads_final.swapaxes(1, 2))
-    states = kept.reshape(-1)
+    found: list[Any] = _write_gradients(Calls(), inputs, kept.reshape(-1), above, final, needs)
+    for k, like in enumerate((inputs.b, inputs.c), start=3):
+        if needs[k] and like.ndim > 2:
+            # Sums may be too large for float32, or not numbers, as those of PyTorch.
+            with np.errstate(over="ignore", invalid="ignore"):
+                found[k] = np.ascontiguousarray(factor_grad(found[k], like.shape))
+    return found
+
+
+def factor_grad(sums: Any, shape: Shape) -> Any:
+    """Return the gradient in a factor `B` or `C` that varies in time, from the sums of parts.
+
+    Parameters
+    ----------
+    sums : array, shape (batch, cells, parts, states, width)
+        The sums, in the order of channels.
+    shape : tuple of int
+        That of the factor: (batch, states, length) or (batch, groups, states, length).
+    """
+    groups = shape[1] if len(shape) == 4 else 1
+    batch, cells, parts = sums.shape[:3]
+    own = sums.reshape(batch, groups, cells // groups * parts, *sums.shape[3:])
+    return own.sum(2)[..., : shape[-1]].reshape(shape)
+
+
+# -- Kernel calls ----------------------------------------------------------------------------------
+
+
+def _write(calls: Calls, inputs: Inputs, keeps: bool) -> tuple[Array, Array, Array]:
+    """Write the outputs, the last states ``(batch, states, channels)``, and states for gradients.
+
+    They are the results ``out``, ``last`` and, if `keeps`, ``kept``.
+    """
+    scan = _scan(inputs)
+    batch, dtype = len(inputs.u), inputs.u.dtype
+    rows = scan.states, scan.channels
+    out = calls.result("out", inputs.u.shape, dtype)
+    final = calls.result("last", (batch, *rows), dtype)
+    kept = np.empty((batch, 0, *rows), dtype)
+    if keeps:
+        kept = calls.result("kept", (batch, segments_of(scan.length, scan.states), *rows), dtype)
+    arrays = out.reshape(-1), final.reshape(-1), kept.reshape(-1)
 
     def call(first: int, last: int) -> None:
-        room = _room(scan, BACKWARD_TILES)
-        kernels.backward(scan, first, last, above, final, states, flat, room)
+        room = _room(calls, scan, FORWARD_TILES)
+        calls.launch(kernels.forward, scan, first, last, *arrays, room)
+        calls.give_back(room)
 
-    _share(call, batch * scan.cells * scan.parts, 3 * u.size * scan.states)
-    of_channels = partial(_of_channels, scan, dtype=dtype)
-
-    def in_factor(needed: bool, cells: int, like: Array, each: Array, constant: Array) -> Any:
-        if not needed:
-            return None
-        if cells == 0:
-            return of_channels(constant)
-        each = each.reshape(batch, scan.cells // cells, cells * scan.parts, scan.states, wide)
-        return np.ascontiguousarray(each.sum(2)[..., : scan.length]).reshape(like.shape)
-
-    # Sums may be too large for float32, or not numbers, as those of PyTorch.
-    with np.errstate(over="ignore", invalid="ignore"):
-        return [
-            own.u if in_u else None,
-            own.delta if in_delta else None,
-            of_channels(own.rates) if in_a else None,
-            in_factor(in_b, scan.b_cells, inputs.b, own.b, own.b_constant),
-            in_factor(in_c, scan.c_cells, inputs.c, own.c, own.c_constant),
-            of_channels(own.skip) if in_skip else None,
-            own.z if in_z else None,
-            of_channels(own.bias) if in_bias else None,
-        ]
+    _share(calls, call, batch * scan.cells * scan.blocks, inputs.u.size * scan.states)
+    return out, final, kept
 
 
-def _of_channels(scan: Scan, sums: Array, dtype: Any) -> Array:
-    """Return the sum over samples of sums of all blocks, with channels first."""
-    of_blocks = np.moveaxis(sums.sum(0), -1, 2)
-    size = scan.channels // scan.cells
-    of_cells = of_blocks.reshape(scan.cells, scan.blocks * of_blocks.shape[2], *of_blocks.shape[3:])
-    own: Array = of_cells[:, :size].reshape(scan.channels, *of_blocks.shape[3:]).astype(dtype)
-    return own
+def _write_gradients(
+    calls: Calls, inputs: Inputs, kept: Array, above: Array, final: Array, needs: tuple[bool, ...]
+) -> list[Array | None]:
+    """Write the gradients in all inputs that are needed, which are results by the inputs' names.
+
+    Those in `B` and `C` that vary in time are still to be summed, by :func:`factor_grad`. States,
+    and gradients in outputs and in last states, ``(batch, states, channels)``, are flat.
+    """
+    scan, u, dtype = _scan(inputs), inputs.u, inputs.u.dtype
+    batch, width, rows = len(u), lanes(dtype), scan.states
+    blocks = (batch, scan.cells, scan.blocks)
+    wide = -(-scan.length // width) * width
+    sums = (batch, scan.cells, scan.parts, rows, wide)
+    channels = (scan.channels,)
+    shapes = {
+        "u": u.shape,
+        "delta": u.shape,
+        "a": (*channels, rows),
+        "b": sums if scan.b_cells else (*channels, rows),
+        "c": sums if scan.c_cells else (*channels, rows),
+        "skip": channels,
+        "z": u.shape,
+        "bias": channels,
+    }
+    needed = dict(zip(shapes, needs, strict=True))
+    into = {name: calls.result(name, shapes[name], dtype) for name in shapes if needed[name]}
+    if not scan.channels:  # nobody writes sums over them
+        for each in into.values():
+            each[:] = 0
+    none = np.empty(0, dtype)
+    flat = {name: into[name].reshape(-1) if name in into else none for name in shapes}
+    # Gradients in what belongs to channels are summed in float64.
+    of_channels = {"a": rows, "skip": 1, "bias": 1}
+    if not scan.b_cells:
+        of_channels["b"] = rows
+    if not scan.c_cells:
+        of_channels["c"] = rows
+    own = {
+        name: calls.zeros(math.prod(blocks) * count * width if name in into else 0, np.float64)
+        for name, count in of_channels.items()
+    }
+    nothing = np.empty(0)
+    gradients = Gradients(
+        u=flat["u"],
+        delta=flat["delta"],
+        z=flat["z"],
+        b=flat["b"] if scan.b_cells else none,
+        c=flat["c"] if scan.c_cells else none,
+        b_constant=own.get("b", nothing),
+        c_constant=own.get("c", nothing),
+        rates=own["a"],
+        skip=own["skip"],
+        bias=own["bias"],
+        width=wide,
+    )
+
+    def call(first: int, last: int) -> None:
+        room = _room(calls, scan, BACKWARD_TILES)
+        calls.launch(kernels.backward, scan, first, last, above, final, kept, gradients, room)
+        calls.give_back(room)
+
+    _share(calls, call, batch * scan.cells * scan.parts, 3 * u.size * rows)
+    for name, count in of_channels.items():
+        if name in into and scan.channels:
+            calls.launch(kernels.add_up, scan, own[name], count, flat[name])
+    return [into.get(name) for name in shapes]
 
 
 def _scan(inputs: Inputs) -> Scan:
@@ -257,15 +296,126 @@ def _flat(array: Array) -> Array:
     return np.ascontiguousarray(array).reshape(-1)
 
 
-def _room(scan: Scan, tiles: int) -> Array:
+def _room(calls: Calls, scan: Scan, tiles: int) -> Array:
     rows = tiles * scan.segment + STATE_ROWS * scan.states
-    return aligned_empty((rows * lanes(scan.u.dtype),), scan.u.dtype)
+    return calls.borrow(rows * lanes(scan.u.dtype), scan.u.dtype)
 
 
-def _share(call: Any, tasks: int, work: int) -> None:
+def _share(calls: Calls, call: Any, tasks: int, work: int) -> None:
     """Share out tasks, in as many ranges as threads need to end together."""
     if tasks == 0:
         return
     ranges = max(1, min(tasks, _TURNS * thread_count(), work // _GRAIN))
     ends = [tasks * k // ranges for k in range(ranges + 1)]
-    share(lambda k: call(ends[k], ends[k + 1]), ranges)
+    calls.together([partial(call, *ends[k : k + 2]) for k in range(ranges)])
+
+
+# -- Recordings ------------------------------------------------------------------------------------
+
+
+def record_scan(shapes: Inputs, keeps: bool, dtype: DTypeLike) -> Recorded:
+    """Record what :func:`selective_scan` does, for inputs of some shapes, none of which has a 0.
+
+    Arrays of a replay are the memory; the inputs that are there, of which those of two axes, with
+    channels in front, are transposed; and the results ``out``, ``last``, of shape (batch, states,
+    channels), and, if `keeps`, ``kept``.
+
+    Parameters
+    ----------
+    shapes : Inputs
+        The shapes in place of arrays.
+    keeps : bool
+        Whether states are kept for gradients.
+    dtype : dtype
+        Of all arrays.
+    """
+    space, count = Space(0), sum(isinstance(each, tuple) for each in shapes)
+    recorder = Recorder(space, 1 + count)
+    _write(recorder, _stand_ins(recorder, 1, shapes, dtype), keeps)
+    return Recorded(recorder.recording(), space.nbytes)
+
+
+def record_scan_vjp(shapes: Inputs, needs: tuple[bool, ...], dtype: DTypeLike) -> Recorded:
+    """Record what :func:`selective_scan_vjp` does, for inputs of some shapes.
+
+    Arrays of a replay are the memory, what is kept, the gradients in outputs and in last states,
+    (batch, states, channels), the inputs as those of :func:`record_scan`, and the gradients that
+    are needed, of which those in `B` and `C` that vary in time are for :func:`factor_grad`.
+    """
+    space, count = Space(0), sum(isinstance(each, tuple) for each in shapes)
+    recorder = Recorder(space, 4 + count)
+    inputs = _stand_ins(recorder, 4, shapes, dtype)
+    (batch, channels, length), states = inputs.u.shape, inputs.a.shape[1]
+    rows = states, channels
+    above = (
+        (batch, segments_of(length, states), *rows),
+        (batch, channels, length),
+        (batch, *rows),
+    )
+    flat = [recorder.array(k, each, dtype).reshape(-1) for k, each in enumerate(above, start=1)]
+    kept, grads, final = flat
+    _write_gradients(recorder, inputs, kept, grads, final, needs)
+    return Recorded(recorder.recording(), space.nbytes)
+
+
+def _stand_ins(recorder: Recorder, first: int, shapes: Inputs, dtype: DTypeLike) -> Inputs:
+    """Return what stands for inputs, the arrays of a replay from the first of these on."""
+    arrays: Any = []
+    number = first
+    for shape in shapes[:-1]:
+        if shape is None:
+            arrays.append(None)
+            continue
+        whole: Any = shape
+        each = recorder.array(number, whole[::-1] if len(whole) == 2 else whole, dtype)
+        arrays.append(each.T if len(whole) == 2 else each)
+        number += 1
+    arrays.append(shapes.softplus)
+    return Inputs(*arrays)
+
+
+# -- Shapes ----------------------------------------------------------------------------------------
+
+
+def check_shapes(
+    u: Shape,
+    delta: Shape,
+    A: Shape,
+    B: Shape,
+    C: Shape,
+    D: Shape | None,
+    z: Shape | None,
+    delta_bias: Shape | None,
+) -> None:
+    """Raise an InputError unless the shapes of inputs fit each other."""
+    if len(u) != 3:
+        raise InputError(f"u has shape {tuple(u)}; expected (batch, channels, length)")
+    batch, channels, length = u
+    if len(A) != 2 or A[0] != channels:
+        raise InputError(
+            f"A has shape {tuple(A)}; expected (channels, states) with {channels} channels, as u "
+            "has"
+        )
+    states = A[1]
+    for name, like in (("delta", delta), ("z", z)):
+        if like is not None and like != u:
+            raise InputError(f"{name} has shape {tuple(like)}; expected {tuple(u)}")
+    for name, vector in (("D", D), ("delta_bias", delta_bias)):
+        if vector is not None and vector != (channels,):
+            raise InputError(f"{name} has shape {tuple(vector)}; expected ({channels},)")
+    for name, shape in (("B", tuple(B)), ("C", tuple(C))):
+        constant, shared = (channels, states), (batch, states, length)
+        groups = shape[1] if len(shape) == 4 else 1
+        expected: Shape = constant if len(shape) == 2 else shared
+        if len(shape) == 4:
+            expected = (batch, groups, states, length)
+        if shape != expected or groups < 1:
+            raise InputError(
+                f"{name} has shape {shape}; expected {shared}, ({batch}, groups, {states}, "
+                f"{length}), or {constant} if it is constant in time"
+            )
+        if channels % groups:
+            raise InputError(
+                f"{name} has {groups} groups; expected a number that divides the {channels} "
+                "channels"
+            )

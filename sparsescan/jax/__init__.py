@@ -5,6 +5,8 @@ the CPU, with its threads and without Python.
 """
 
 from .affine import affine_scan
+from .filters import lfilter, sosfilt
 from .recurrent import recurrent
+from .selective import selective_scan
 
-__all__ = ["affine_scan", "recurrent"]
+__all__ = ["affine_scan", "lfilter", "recurrent", "selective_scan", "sosfilt"]

@@ -10,7 +10,10 @@ import jax.numpy as jnp
 from ..arrays.arrays import check_no_mask
 from ..errors import DeviceError, InputTypeError, short
 
-__all__ = ["as_float", "as_number", "check_platform", "together", "vary", "varying"]
+__all__ = ["FLOATS", "NUMBERS", "as_arrays", "check_platform", "together", "vary", "varying"]
+
+FLOATS = "float32", "float64"
+NUMBERS = *FLOATS, "complex64", "complex128"
 
 
 def check_platform() -> None:
@@ -23,14 +26,14 @@ def check_platform() -> None:
         )
 
 
-def as_float(name: str, given: Any) -> Any:
-    """Return an array of JAX, or of a trace, of float32 or float64."""
-    return _as_array(name, given, ("float32", "float64"))
-
-
-def as_number(name: str, given: Any) -> Any:
-    """Return an array of JAX, or of a trace, of real or complex numbers."""
-    return _as_array(name, given, ("float32", "float64", "complex64", "complex128"))
+def as_arrays(dtypes: tuple[str, ...], **given: Any) -> list[Any]:
+    """Return arrays of JAX, or of a trace, of one dtype, that of all; None stays."""
+    arrays = {
+        name: None if each is None else _as_array(name, each, dtypes)
+        for name, each in given.items()
+    }
+    dtype = jnp.result_type(*(each for each in arrays.values() if each is not None))
+    return [None if each is None else each.astype(dtype) for each in arrays.values()]
 
 
 def _as_array(name: str, given: Any, dtypes: tuple[str, ...]) -> Any:

@@ -7,6 +7,7 @@ places of members in its structures, which a later version may only add to.
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -56,7 +57,8 @@ class _Program(NamedTuple):
     `HEADER` is the address of the header of a recording, and `WORDS` how many words a replay takes.
     Array number `k` of the recording is an argument, or a result if the number at `SOURCES`
     is negative, which counts from -1 down. `LENGTHS` is the argument that holds lengths of samples,
-    int32, if it is not negative: so many from 0 to `STEPS`. `THREADS` are worth having.
+    int32, if it is not negative: so many from 0 to `STEPS`. `THREADS` are worth having. `LARGE` is
+    the address of how many bytes each array has, if it is new and best in large pages, else 0.
     """
 
     HEADER: int = 0
@@ -67,7 +69,8 @@ class _Program(NamedTuple):
     LENGTH_COUNT: int = 5
     STEPS: int = 6
     THREADS: int = 7
-    SIZE: int = 8
+    LARGE: int = 8
+    SIZE: int = 9
 
 
 Root, Program = _Root(), _Program()
@@ -99,6 +102,8 @@ _METADATA, _EXECUTE, _INVALID, _MISSING = 1, 3, 3, 9
 
 _malloc = types.ExternalFunction("malloc", types.int64(types.int64))
 _free = types.ExternalFunction("free", types.void(types.int64))
+_madvise = types.ExternalFunction("madvise", types.int32(types.int64, types.int64, types.int32))
+_HAS_LARGE_PAGES, _LARGE_PAGES, _PAGE = sys.platform == "linux", 14, 1 << 12
 
 
 @intrinsic
@@ -245,6 +250,14 @@ def _data(buffers, k):
     return _word(_word(buffers + k * _WORD) + 24)
 
 
+@njit
+def _take_large_pages(address, nbytes):
+    """Ask for large pages: the system clears new ones of the usual size slower than kernels run."""
+    if _HAS_LARGE_PAGES:
+        begin = (address + _PAGE - 1) // _PAGE * _PAGE
+        _madvise(begin, address + nbytes - begin, _LARGE_PAGES)
+
+
 @njit(nogil=True, cache=True)
 def handle(frame):
     """Run what a call frame asks for; return an error of XLA, or 0."""
@@ -273,9 +286,12 @@ def handle(frame):
     control = words_at(address + _WORD, count)
     places = words_at(address + (1 + count) * _WORD, arrays)
     sources = words_at(program[Program.SOURCES], arrays)
+    large = words_at(program[Program.LARGE], arrays)
     for k in range(arrays):
         source = sources[k]
         places[k] = _data(arguments, source) if source >= 0 else _data(results, -1 - source)
+        if large[k] > 0:
+            _take_large_pages(places[k], large[k])
     header = words_at(program[Program.HEADER], Header.SIZE)
     fill(header, places, control)
     if program[Program.THREADS] > 1:

@@ -7,28 +7,34 @@ makes, and that of its gradients a backward pass of these. Networks of several l
 differentiated layer by layer.
 
 All take *numbers*: the parameters in their order, the inputs and the initial states; and *marks*:
-lengths and resets, if there are any.
+lengths and resets, if there are any. New axes of inputs are samples. New axes of parameters, as of
+an ensemble of models, are *members*: all numbers and marks have one in front, and one call runs all
+members, which threads share.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from ..errors import MemoryLimitError
+from ..execution.calls import LINE
+from ..execution.recording import Recording, groups_of
 from ..recurrent import Recurrent
 from ..recurrent.definition import CellLike
 from ..recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
 from ..recurrent.step import RecurrentLike
 from ..recurrent.tangent import Tangent, tangent_of
+from ._calls import vary, varying
 from ._programs import Lengths, add, call, key_of
+from ._rules import alike, differentiated, filled, mapped, merge, parted, primitive, size_of
 
 __all__ = ["Network", "fits", "run"]
 
@@ -74,13 +80,17 @@ class Network:
 
 
 class _Form(NamedTuple):
-    """A network, its marks, bytes of a pass if limited, and whether outputs are all states."""
+    """A network, its marks, bytes of a pass if limited, and whether outputs are all states.
+
+    `members` is how many members there are, 0 if arrays have no axis of these.
+    """
 
     network: Network
     has_lengths: bool
     has_resets: bool
     memory_limit: int | None
     returns_states: bool = False
+    members: int = 0
 
     @property
     def size(self) -> int:
@@ -94,10 +104,33 @@ class _Form(NamedTuple):
         return lengths, next(each) if self.has_resets else None
 
     @property
+    def lead(self) -> tuple[int, ...]:
+        """The axes in front of all others."""
+        return (self.members,) if self.members else ()
+
+    @property
     def axes(self) -> list[int | None]:
         """The axis of samples of each of the numbers and marks; None for parameters."""
-        marks = [0] * self.has_lengths + [1] * self.has_resets
-        return [*(None,) * self.network.count, 1, 1, *marks]
+        first = len(self.lead)
+        marks = [first] * self.has_lengths + [first + 1] * self.has_resets
+        return [*(None,) * self.network.count, first + 1, first + 1, *marks]
+
+    @property
+    def one(self) -> _Form:
+        """The form of one member."""
+        return self._replace(members=0)
+
+    def times(self, count: int) -> _Form:
+        """Return the form of so many times as many members."""
+        return self._replace(members=count * max(self.members, 1))
+
+    def joined(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return arrays for these, from some with another axis of members in front."""
+        return [merge(each, 0) for each in arrays] if self.members else list(arrays)
+
+    def apart(self, count: int, arrays: Sequence[Any]) -> list[Any]:
+        """Return arrays with another axis in front, of so many times as many members."""
+        return [each.reshape(count, *self.lead, *each.shape[1:]) for each in arrays]
 
 
 def run(
@@ -121,20 +154,45 @@ def run(
 # -- Programs --------------------------------------------------------------------------------------
 
 
+# Bytes of the memory of all members from which it is not kept: a backward pass begins with another
+# forward one, in memory that stays near. New memory takes as long, and may be too much.
+_MOST_KEPT = 1 << 24
+
+
 class _Step(NamedTuple):
-    """A recorded training step, and the keys of its programs; `backward` is 0 if it has none."""
+    """A recorded training step, and the keys of its programs.
+
+    Attributes
+    ----------
+    recorded : RecordedStep
+        The step of one member.
+    memory : tuple of int
+        The shape of the memory of the forward pass.
+    kept : tuple of int
+        What is kept of it.
+    forward, backward : int
+        The keys; `backward` is 0 if there is none.
+    """
 
     recorded: RecordedStep
+    memory: tuple[int, ...]
+    kept: tuple[int, ...]
     forward: int
     backward: int
 
+    @property
+    def is_again(self) -> bool:
+        """Whether the backward pass begins with a forward one."""
+        return self.kept != self.memory
+
 
 @functools.lru_cache(maxsize=256)
-def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str) -> _Step:
+def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str, needs_x: bool) -> _Step:
     """Return the programs of a network for inputs of a shape.
 
     A backward pass will come if `keeps` says whether there are gradients of the parameters for
-    ``"all"`` samples, or only what they are sums of, for ``"each"``.
+    ``"all"`` samples, or only what they are sums of, for ``"each"``. It has those in inputs if they
+    are needed.
     """
     net = form.network.network
     recorded = record(
@@ -144,20 +202,54 @@ def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str) -> _St
         has_backward=keeps != "",
         keeps_samples=keeps == "each",
         returns_states=form.returns_states,
+        needs_input_grad=needs_x,
         memory_limit=form.memory_limit if keeps == "all" else None,
     )
     about = form, steps, batch, dtype, keeps
-    forward, backward = key_of("forward", *about), key_of("backward", *about)
-    count = 2 + form.has_lengths + form.has_resets + len(net.params)
+    forward, backward = key_of("forward", *about), key_of("backward", *about, needs_x)
+    shapes = [(steps, batch, net.input_size), (len(form.network.cells), batch, net.state_size)]
+    size = np.dtype(dtype).itemsize
+    marks = [4 * batch] * form.has_lengths + [steps * batch] * form.has_resets
+    given = [math.prod(each) * size for each in shapes] + marks
+    given += [each.size * size for each in net.params.values()]
+    count, groups = len(given), max(groups_of(form.members), 1)
+    # Memory that gradients of each sample need has an axis for these.
+    rows = max(batch, 1) if keeps == "each" else 1
+    columns = -(-recorded.nbytes // (rows * LINE)) * LINE
+    memory = kept = (*form.lead, rows, columns) if keeps == "each" else (*form.lead, columns)
+    is_again = keeps != "" and groups < form.members and math.prod(memory) > _MOST_KEPT
+    if is_again or not keeps:
+        memory = (groups * columns * rows,)
+        kept = (*form.lead, 0) if is_again else memory
     # Of the arrays only the memory, and the results behind all others, are results.
-    checked = Lengths(2, batch, steps) if form.has_lengths else None
-    add(forward, recorded.forward, [-3, *range(count), -1, -2], checked)
+    checked = Lengths(2, max(form.members, 1) * batch, steps) if form.has_lengths else None
+    one = columns * rows
+    own_memory = [0] if is_again or not keeps else []
+    made = _for_members(form, recorded.forward, [one, *given], own_memory)
+    add(forward, made, [-3, *range(count), -1, -2], math.prod(memory), checked)
+    step = _Step(recorded, memory, kept, forward, 0 if recorded.backward is None else backward)
     if recorded.backward is None:
-        return _Step(recorded, forward, 0)
+        return step
+    above = [math.prod(each.shape) * size for each in recorded.forward.results]
     results = len(recorded.backward.results)
-    places = [0, -results - 2, 1, 2, *range(-1, -results - 1, -1)]
-    add(backward, recorded.backward, places)
-    return _Step(recorded, forward, backward)
+    own = [-1 - k for k in range(results)]
+    if not is_again:
+        bytes_of = [one, recorded.back_nbytes, *above]
+        made = _for_members(form, recorded.backward, bytes_of, [1])
+        add(backward, made, [0, -results - 2, 1, 2, *own], 0)
+        return step
+    # Memory of both passes, and what the first of them returns, are results behind the others.
+    behind = 4 + count
+    both = recorded.forward.then(
+        recorded.backward,
+        [0, *range(4, behind), 2, 3],
+        [0, 1, *range(behind, behind + 2 + results)],
+    )
+    bytes_of = [one, recorded.back_nbytes, *above, *given, *above]
+    made = _for_members(form, both, bytes_of, range(4))
+    memories = [-results - 1 - k for k in range(4)]
+    add(backward, made, [*memories, *range(count + 2), *own], math.prod(memory), checked)
+    return step
 
 
 def fits(
@@ -173,42 +265,65 @@ def fits(
     """Return whether a backward pass fits in a limit."""
     form = _Form(network, has_lengths, has_resets, memory_limit, returns_states)
     try:
-        _step_of(form, steps, batch, dtype, "all")
+        _step_of(form, steps, batch, dtype, "all", True)
     except MemoryLimitError:
         return False
     return True
 
 
-def _step_for(form: _Form, x: Any, keeps: str) -> _Step:
+def _for_members(
+    form: _Form, recording: Recording, given: list[int], scratch: Collection[int]
+) -> Recording:
+    """Return a recording for all members, given the bytes of all arrays but the results."""
+    if not form.members:
+        return recording
+    own = [math.prod(each.shape) * each.dtype.itemsize for each in recording.results]
+    return recording.members(form.members, [*given, *own], scratch)
+
+
+def _step_for(form: _Form, x: Any, keeps: str, needs_x: bool = True) -> _Step:
     """Return the programs of a network for such inputs."""
-    return _step_of(form, *x.shape[:2], x.dtype.name, keeps)
+    return _step_of(form, *x.shape[-3:-1], x.dtype.name, keeps, needs_x)
 
 
-def _kept_shape(form: _Form, x: Any, keeps: str) -> tuple[int, ...]:
-    """Return the shape of the memory of a pass: that for each sample has an axis for these."""
-    nbytes = _step_for(form, x, keeps).recorded.nbytes
-    rows = max(x.shape[1], 1)
-    return (rows, -(-nbytes // rows)) if keeps == "each" else (nbytes,)
+def _kinds(form: _Form, recording: Recording) -> list[Any]:
+    """Return the shapes and dtypes of the results of a recording of one member, for all."""
+    return [((*form.lead, *each.shape), each.dtype) for each in recording.results]
+
+
+def _given(form: _Form, numbers: Sequence[Any]) -> list[Any]:
+    """Return numbers and marks in the order of programs."""
+    count = form.network.count
+    return [*numbers[count:], *numbers[:count]]
 
 
 def _forward(*given: Any, form: _Form, keeps: str) -> list[Any]:
     """Return outputs, last states and, if it `keeps` that, the memory of the pass."""
-    params, (x, state, *marks) = given[: form.network.count], given[form.network.count :]
+    x = given[form.network.count]
     step = _step_for(form, x, keeps)
-    results = [(each.shape, each.dtype) for each in step.recorded.forward.results]
-    memory = _kept_shape(form, x, keeps), np.uint8
-    found = call(step.forward, [x, state, *marks, *params], [*results, memory])
-    return found if keeps else found[:2]
+    results = [*_kinds(form, step.recorded.forward), (step.memory, np.uint8)]
+    output, last, memory = call(step.forward, _given(form, given), results)
+    kept = vary(jnp.zeros(step.kept, np.uint8), varying(x)) if step.is_again else memory
+    return [output, last, kept] if keeps else [output, last]
 
 
-def _backward(form: _Form, keeps: str, kept: Any, above: Any, given: Any) -> dict[str, Any]:
+def _backward(
+    form: _Form, keeps: str, kept: Any, above: Any, given: Any, needs_x: bool
+) -> dict[str, Any]:
     """Return the results of a backward pass by their names."""
-    step = _step_for(form, given[form.network.count], keeps)
+    step = _step_for(form, given[form.network.count], keeps, needs_x)
     assert step.recorded.backward is not None
     names = [each.name for each in step.recorded.backward.results]
-    results = [(each.shape, each.dtype) for each in step.recorded.backward.results]
-    memory = [(kept.shape, np.uint8), ((step.recorded.back_nbytes,), np.uint8)]
-    arrays = call(step.backward, [kept, *above], [*results, *memory], {0: len(results)})
+    results = _kinds(form, step.recorded.backward)
+    groups = max(groups_of(form.members), 1)
+    scratch = ((groups * step.recorded.back_nbytes,), np.uint8)
+    if step.is_again:
+        memory: list[Any] = [(step.memory, np.uint8), scratch]
+        memory += [((groups, *each.shape), each.dtype) for each in step.recorded.forward.results]
+        arrays = call(step.backward, [*_given(form, given), *above], [*results, *memory])
+    else:
+        memory = [(kept.shape, np.uint8), scratch]
+        arrays = call(step.backward, [kept, *above], [*results, *memory], {0: len(results)})
     return dict(zip(names, arrays, strict=False))
 
 
@@ -236,26 +351,32 @@ def _sums(network: Network, factors: Mapping[str, Any], x: Any) -> list[Any]:
     return grads
 
 
-def _gradients_of(kept: Any, *given: Any, form: _Form, maps: int) -> list[Any]:
+def _gradients_of(kept: Any, *given: Any, form: _Form, maps: int, needs_x: bool) -> list[Any]:
     """Return the gradients in all numbers, those in parameters for each of so many maps.
 
-    The samples of maps are side by side; without maps, 0, there are sums over all samples.
+    The samples of maps are side by side; without maps, 0, there are sums over all samples. Those in
+    inputs are zeros unless they are needed.
     """
     above, numbers = given[:2], given[2:]
     x = numbers[form.network.count]
     keeps = "each" if maps else "all"
-    if kept.shape != _kept_shape(form, x, keeps):
+    if kept.shape != _step_for(form, x, keeps).kept:
         # Of another pass, which had these samples and others, or fewer.
         *_, kept = _forward(*numbers, form=form, keeps=keeps)
-    found = _backward(form, keeps, kept, above, numbers)
+    found = _backward(form, keeps, kept, above, numbers, needs_x)
+    in_x = found.pop("input") if needs_x else jnp.zeros_like(x)
     cells = form.network.cells
     if not maps:
         params = [found[f"{name} {k}"] for k, each in enumerate(cells) for name in each.shapes]
-        return [*params, found["input"], found["state"]]
-    in_x, in_state = found.pop("input"), found.pop("state")
-    factors = {name: _parted(array, maps) for name, array in found.items()}
-    sums = jax.vmap(functools.partial(_sums, form.network))
-    return [*sums(factors, _parted(x, maps)), in_x, in_state]
+        return [*params, in_x, found["state"]]
+    in_state = found.pop("state")
+
+    def sums(x: Any, factors: Any) -> Any:
+        own = {name: parted(array, maps) for name, array in factors.items()}
+        return jax.vmap(functools.partial(_sums, form.network))(own, parted(x, maps))
+
+    params = (jax.vmap(sums) if form.members else sums)(x, found)
+    return [*params, in_x, in_state]
 
 
 def _nothing_kept() -> Any:
@@ -263,27 +384,13 @@ def _nothing_kept() -> Any:
     return jnp.zeros(0, np.uint8)
 
 
-def _merge(array: Any, is_mapped: bool, count: int, axis: int) -> Any:
-    """Return an array whose axis of samples has those of all maps, which are in front."""
-    if not is_mapped:
-        array = jnp.broadcast_to(array, (count, *array.shape))
-    array = jnp.moveaxis(array, 0, axis)
-    samples = count * array.shape[axis + 1]
-    return array.reshape(*array.shape[:axis], samples, *array.shape[axis + 2 :])
-
-
-def _parted(array: Any, count: int, axis: int = 1) -> Any:
-    """Return an array with an axis of maps before all others, which its samples were of."""
-    samples = array.shape[axis] // count
-    apart = array.reshape(*array.shape[:axis], count, samples, *array.shape[axis + 1 :])
-    return jnp.moveaxis(apart, axis, 0)
-
-
 # -- Derivatives -----------------------------------------------------------------------------------
 
 
 def _along(form: _Form, given: Sequence[Any], slopes: Sequence[Any]) -> Any:
     """Return the derivatives of outputs and last states in a direction."""
+    if form.members:
+        return jax.vmap(functools.partial(_along, form.one))(list(given), list(slopes))
     if form.network.network.cells[1:]:
         numbers, marks = given[: form.size], given[form.size :]
         by_layers = functools.partial(_by_layers, form, marks)
@@ -301,6 +408,9 @@ def _gradients_along(
     form: _Form, above: Sequence[Any], given: Sequence[Any], slopes: Sequence[Any]
 ) -> Any:
     """Return the derivatives of the gradients in all numbers in a direction of these."""
+    if form.members:
+        each = functools.partial(_gradients_along, form.one)
+        return jax.vmap(each)(list(above), list(given), list(slopes))
     numbers, marks = given[: form.size], given[form.size :]
     if form.network.network.cells[1:]:
         by_layers = functools.partial(_by_layers, form, marks)
@@ -318,7 +428,7 @@ def _gradients_along(
     in_last = jnp.concatenate([in_last, jnp.zeros_like(in_last)], -1)
     if form.returns_states:
         in_output = jnp.concatenate([in_output, jnp.zeros_like(in_output)], -1)
-    grads = _gradients.bind(kept, in_output, in_last, *whole, form=own, maps=0)
+    grads = _gradients.bind(kept, in_output, in_last, *whole, form=own, maps=0, needs_x=True)
     return made.parted(grads)
 
 
@@ -432,49 +542,17 @@ def _tangent(network: Network) -> _TangentLayer:
 # -- The primitives --------------------------------------------------------------------------------
 
 
-def _primitive(name: str, compute: Callable[..., Any]) -> Any:
-    """Return a primitive that computes what a function does."""
-
-    @functools.lru_cache(maxsize=256)
-    def compiled(about: tuple[tuple[str, Any], ...]) -> Any:
-        return jax.jit(functools.partial(compute, **dict(about)))
-
-    made = Primitive(f"sparsescan_{name}")
-    made.multiple_results = True
-    made.def_impl(lambda *given, **about: compiled(tuple(about.items()))(*given))
-    mlir.register_lowering(made, mlir.lower_fun(compute, multiple_results=True), platform="cpu")
-    return made
+def _in_front(count: int, each: Any, dim: int | None) -> Any:
+    """Return an argument with an axis of maps in front, of which all may share it."""
+    if dim is None:
+        return jnp.broadcast_to(each, (count, *each.shape))
+    return jnp.moveaxis(each, dim, 0)
 
 
-def _alike(x: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """Return an abstract array, which varies over the axes of a mesh over which another does."""
-    return x.update(shape=shape, dtype=x.dtype if dtype is None else np.dtype(dtype))
-
-
-def _filled(values: Sequence[Any], slopes: Sequence[Any]) -> list[Any]:
-    """Return directions, zeros where there are none."""
-    return [
-        jnp.zeros_like(value) if type(slope) is ad.Zero else slope
-        for value, slope in zip(values, slopes, strict=True)
-    ]
-
-
-def _one_by_one(function: Callable[..., Any], args: Sequence[Any], dims: Sequence[Any]) -> Any:
-    """Return the results of a function for each of the mapped arguments, and their axes."""
-    mapped = [
-        batching.bdim_at_front(a, d, 1) for a, d in zip(args, dims, strict=True) if d is not None
-    ]
-
-    def call_for(own: list[Any]) -> Any:
-        rest = iter(own)
-        return function(*(a if d is None else next(rest) for a, d in zip(args, dims, strict=True)))
-
-    results = jax.lax.map(call_for, mapped)
-    return results, [0] * len(results)
-
-
-def _size_of(args: Sequence[Any], dims: Sequence[Any]) -> Any:
-    return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+def _as_members(form: _Form, count: int, args: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
+    """Return arguments of which those of each map are members."""
+    pairs = zip(args, dims, strict=True)
+    return form.joined([_in_front(count, each, dim) for each, dim in pairs])
 
 
 def _merged(
@@ -483,27 +561,29 @@ def _merged(
     """Return arguments whose samples are those of all maps."""
     merged = []
     for each, dim, axis in zip(args, dims, axes, strict=True):
-        front = each if dim is None else jnp.moveaxis(each, dim, 0)
-        merged.append(each if axis is None else _merge(front, dim is not None, count, axis))
+        if axis is not None:
+            each = merge(_in_front(count, each, dim), axis)
+        merged.append(each)
     return merged
 
 
-_run = _primitive("run", _forward)
+_run = primitive("run", _forward)
 
 
 def _shapes_of_run(*given: Any, form: _Form, keeps: str) -> list[Any]:
     x = given[form.network.count]
     net = form.network.network
-    (steps, batch, _), one = x.shape, form.network.cells[0]
+    (*lead, steps, batch, _), one = x.shape, form.network.cells[0]
     states = one.program.states if form.returns_states else 1
     rows, width = len(form.network.cells), states * len(net.cells[0]) * one.hidden_size
-    results = [_alike(x, (steps, batch, width)), _alike(x, (rows, batch, net.state_size))]
-    return [*results, _alike(x, _kept_shape(form, x, keeps), np.uint8)] if keeps else results
+    shapes = (*lead, steps, batch, width), (*lead, rows, batch, net.state_size)
+    results = [alike(x, shape) for shape in shapes]
+    return [*results, alike(x, _step_for(form, x, keeps).kept, np.uint8)] if keeps else results
 
 
 def _jvp_of_run(given: Any, slopes: Any, *, form: _Form, keeps: str) -> Any:
     output, last, kept = _run.bind(*given, form=form, keeps=keeps or "all")
-    own = _filled(given[: form.size], slopes[: form.size])
+    own = filled(given[: form.size], slopes[: form.size])
     along = _slope.bind(kept, *given, *own, form=form)
     if not keeps:
         return [output, last], along
@@ -511,12 +591,15 @@ def _jvp_of_run(given: Any, slopes: Any, *, form: _Form, keeps: str) -> Any:
 
 
 def _map_run(args: Any, dims: Any, *, form: _Form, keeps: str) -> Any:
+    count = size_of(args, dims)
     if any(each is not None for each in dims[: form.network.count]):
-        return _one_by_one(functools.partial(_run.bind, form=form, keeps=keeps), args, dims)
-    count = _size_of(args, dims)
+        own = _as_members(form, count, args, dims)
+        results = form.apart(count, _run.bind(*own, form=form.times(count), keeps=keeps))
+        return results, [0] * len(results)
     own = _merged(count, args, dims, form.axes)
     output, last, *kept = _run.bind(*own, form=form, keeps=keeps and "each")
-    results = [_parted(output, count), _parted(last, count), *kept]
+    axis = len(form.lead) + 1
+    results = [*(parted(each, count, axis) for each in (output, last)), *kept]
     # There is one memory, for the samples of all maps.
     return results, [0, 0, *(None for _ in kept)]
 
@@ -530,7 +613,7 @@ def _compute_slope(kept: Any, *given: Any, form: _Form) -> Any:
     return _along(form, given[: -form.size], given[-form.size :])
 
 
-_slope = _primitive("slope", _compute_slope)
+_slope = primitive("slope", _compute_slope)
 
 
 def _shapes_of_slope(kept: Any, *given: Any, form: _Form) -> list[Any]:
@@ -540,109 +623,99 @@ def _shapes_of_slope(kept: Any, *given: Any, form: _Form) -> list[Any]:
 def _transpose_slope(above: Any, kept: Any, *given: Any, form: _Form) -> Any:
     numbers, slopes = given[: -form.size], given[-form.size :]
     own = [ad.instantiate_zeros(each) for each in above]
-    grads = _gradients.bind(kept, *own, *numbers, form=form, maps=0)
+    needs_x = ad.is_undefined_primal(slopes[form.network.count])
+    grads = _gradients.bind(kept, *own, *numbers, form=form, maps=0, needs_x=needs_x)
     needed = [g if ad.is_undefined_primal(s) else None for g, s in zip(grads, slopes, strict=True)]
     return [None] * (1 + len(numbers)) + needed
 
 
-def _differentiated(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a rule for forward mode, by that of what a primitive computes."""
-
-    def rule(given: Any, slopes: Any, **about: Any) -> Any:
-        places = [k for k, each in enumerate(given) if jnp.issubdtype(each.dtype, np.floating)]
-
-        def own(*numbers: Any) -> Any:
-            whole = list(given)
-            for k, each in zip(places, numbers, strict=True):
-                whole[k] = each
-            return compute(*whole, **about)
-
-        numbers = [given[k] for k in places]
-        return jax.jvp(own, numbers, _filled(numbers, [slopes[k] for k in places]))
-
-    return rule
-
-
-def _mapped(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a rule for maps, by those of what a primitive computes."""
-
-    def rule(args: Any, dims: Any, **about: Any) -> Any:
-        results = jax.vmap(functools.partial(compute, **about), dims)(*args)
-        return results, [0] * len(results)
-
-    return rule
-
-
 _slope.def_abstract_eval(_shapes_of_slope)
-ad.primitive_jvps[_slope] = _differentiated(_compute_slope)
+ad.primitive_jvps[_slope] = differentiated(_compute_slope)
 ad.primitive_transposes[_slope] = _transpose_slope
-batching.primitive_batchers[_slope] = _mapped(_compute_slope)
+batching.primitive_batchers[_slope] = mapped(_compute_slope)
 
-_gradients = _primitive("gradients", _gradients_of)
+_gradients = primitive("gradients", _gradients_of)
 
 
-def _shapes_of_gradients(kept: Any, *given: Any, form: _Form, maps: int) -> list[Any]:
+def _shapes_of_gradients(
+    kept: Any, *given: Any, form: _Form, maps: int, needs_x: bool
+) -> list[Any]:
     numbers = given[2 : 2 + form.size]
-    lead = (maps,) if maps else ()
-    params = [_alike(each, (*lead, *each.shape)) for each in numbers[:-2]]
-    return [*params, *(_alike(each, each.shape) for each in numbers[-2:])]
+    lead, first = (maps,) if maps else (), len(form.lead)
+    params = [
+        alike(each, (*each.shape[:first], *lead, *each.shape[first:])) for each in numbers[:-2]
+    ]
+    return [*params, *(alike(each, each.shape) for each in numbers[-2:])]
 
 
-def _jvp_of_gradients(given: Any, slopes: Any, *, form: _Form, maps: int) -> Any:
+def _jvp_of_gradients(given: Any, slopes: Any, *, form: _Form, maps: int, needs_x: bool) -> Any:
     if maps:
-        one = functools.partial(_each_map, form=form, maps=maps)
-        return _differentiated(one)(given, slopes)
-    results = _gradients.bind(*given, form=form, maps=0)
+        one = functools.partial(_each_map, form=form, maps=maps, needs_x=needs_x)
+        return differentiated(one)(given, slopes)
+    results = _gradients.bind(*given, form=form, maps=0, needs_x=needs_x)
     count = 2 + form.size
-    own = _filled(given[1 : 1 + count], slopes[1 : 1 + count])
+    own = filled(given[1 : 1 + count], slopes[1 : 1 + count])
     return results, _slope_of_gradients.bind(*given[1:], *own, form=form)
 
 
-def _apart(maps: int, args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
-    """Return arguments whose samples, at these axes, are those of each map, which are in front."""
+def _apart(form: _Form, maps: int, args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
+    """Return arguments whose samples, at these axes, are of each map, which is a member."""
     pairs = zip(args, axes, strict=True)
-    return [each if axis is None else _parted(each, maps, axis) for each, axis in pairs]
+    return form.joined(
+        [
+            _in_front(maps, each, None) if axis is None else parted(each, maps, axis)
+            for each, axis in pairs
+        ]
+    )
 
 
-def _each_map(kept: Any, *given: Any, form: _Form, maps: int) -> Any:
+def _each_map(kept: Any, *given: Any, form: _Form, maps: int, needs_x: bool) -> Any:
     """Return the gradients of each map by itself."""
-    axes = [1, 1, *form.axes]
-    function = functools.partial(_gradients.bind, _nothing_kept(), form=form, maps=0)
-    dims = [None if axis is None else 0 for axis in axes]
-    (*params, x, state), _ = _one_by_one(function, _apart(maps, given, axes), dims)
-    return [*params, *(_merge(each, True, maps, 1) for each in (x, state))]
+    first = len(form.lead)
+    own = _apart(form, maps, given, [first + 1, first + 1, *form.axes])
+    about = {"form": form.times(maps), "maps": 0, "needs_x": needs_x}
+    results = _gradients.bind(_nothing_kept(), *own, **about)
+    *params, x, state = form.apart(maps, results)
+    moved = [jnp.moveaxis(each, 0, first) for each in params]
+    return [*moved, *(merge(each, first + 1) for each in (x, state))]
 
 
-def _transpose_gradients(slopes: Any, kept: Any, *given: Any, form: _Form, maps: int) -> Any:
+def _transpose_gradients(
+    slopes: Any, kept: Any, *given: Any, form: _Form, maps: int, needs_x: bool
+) -> Any:
     above, numbers = given[:2], given[2:]
     directions = [ad.instantiate_zeros(each) for each in slopes]
     if maps:
+        first, count = len(form.lead), form.network.count
+        own = _apart(form, maps, [*numbers, *directions[count:]], [*form.axes, *2 * [first + 1]])
         # Directions of parameters have an axis of maps, and no samples.
-        axes = [*form.axes, *(None for _ in range(form.network.count)), 1, 1]
-        own = _apart(maps, [*numbers, *directions], axes)
-        dims = [*(None if axis is None else 0 for axis in form.axes), *(0 for _ in directions)]
-        function = functools.partial(_slope.bind, _nothing_kept(), form=form)
-        results, _ = _one_by_one(function, own, dims)
-        along = [_merge(one, True, maps, 1) for one in results]
+        turns = form.joined([jnp.moveaxis(each, first, 0) for each in directions[:count]])
+        whole = *own[:-2], *turns, *own[-2:]
+        results = _slope.bind(_nothing_kept(), *whole, form=form.times(maps))
+        along = [merge(each, first + 1) for each in form.apart(maps, results)]
     else:
         along = _slope.bind(kept, *numbers, *directions, form=form)
     needed = [a if ad.is_undefined_primal(b) else None for a, b in zip(along, above, strict=True)]
     return [None, *needed, *(None for _ in numbers)]
 
 
-def _map_gradients(args: Any, dims: Any, *, form: _Form, maps: int) -> Any:
-    first = 3 + form.network.count
-    if any(each is not None for each in dims[3:first]):
-        function = functools.partial(_gradients.bind, form=form, maps=maps)
-        return _one_by_one(function, args, dims)
-    count, (kept, *given) = _size_of(args, dims), args
-    own = _merged(count, given, dims[1:], [1, 1, *form.axes])
+def _map_gradients(args: Any, dims: Any, *, form: _Form, maps: int, needs_x: bool) -> Any:
+    count, (kept, *given) = size_of(args, dims), args
+    first = len(form.lead)
+    if any(each is not None for each in dims[3 : 3 + form.network.count]):
+        own = _as_members(form, count, args, dims)
+        found = _gradients.bind(*own, form=form.times(count), maps=maps, needs_x=needs_x)
+        results = form.apart(count, found)
+        return results, [0] * len(results)
+    own = _merged(count, given, dims[1:], [first + 1, first + 1, *form.axes])
     # Memory that is mapped is of single maps; that of all has these samples, or others.
     kept = _nothing_kept() if dims[0] is not None else kept
-    *params, x, state = _gradients.bind(kept, *own, form=form, maps=count * max(maps, 1))
-    if maps:
-        params = [each.reshape(count, maps, *each.shape[1:]) for each in params]
-    results = [*params, _parted(x, count), _parted(state, count)]
+    about = {"form": form, "maps": count * max(maps, 1), "needs_x": needs_x}
+    *params, x, state = _gradients.bind(kept, *own, **about)
+    params = [parted(each, count, first) for each in params]
+    if not maps:
+        params = [each.squeeze(1 + first) for each in params]
+    results = [*params, *(parted(each, count, first + 1) for each in (x, state))]
     return results, [0] * len(results)
 
 
@@ -656,15 +729,15 @@ def _compute_slope_of_gradients(*given: Any, form: _Form) -> list[Any]:
     count = 2 + form.size
     own, slopes = given[:-count], given[-count:]
     along = _gradients_along(form, own[:2], own[2:], slopes[2:])
-    more = _gradients.bind(_nothing_kept(), *slopes[:2], *own[2:], form=form, maps=0)
+    more = _gradients.bind(_nothing_kept(), *slopes[:2], *own[2:], form=form, maps=0, needs_x=True)
     return [a + b for a, b in zip(along, more, strict=True)]
 
 
-_slope_of_gradients = _primitive("slope_of_gradients", _compute_slope_of_gradients)
+_slope_of_gradients = primitive("slope_of_gradients", _compute_slope_of_gradients)
 
 
 def _shapes_of_slope_of_gradients(*given: Any, form: _Form) -> list[Any]:
-    return [_alike(each, each.shape) for each in given[2 : 2 + form.size]]
+    return [alike(each, each.shape) for each in given[2 : 2 + form.size]]
 
 
 def _transpose_slope_of_gradients(slopes: Any, *given: Any, form: _Form) -> Any:
@@ -680,6 +753,6 @@ def _transpose_slope_of_gradients(slopes: Any, *given: Any, form: _Form) -> Any:
 
 
 _slope_of_gradients.def_abstract_eval(_shapes_of_slope_of_gradients)
-ad.primitive_jvps[_slope_of_gradients] = _differentiated(_compute_slope_of_gradients)
+ad.primitive_jvps[_slope_of_gradients] = differentiated(_compute_slope_of_gradients)
 ad.primitive_transposes[_slope_of_gradients] = _transpose_slope_of_gradients
-batching.primitive_batchers[_slope_of_gradients] = _mapped(_compute_slope_of_gradients)
+batching.primitive_batchers[_slope_of_gradients] = mapped(_compute_slope_of_gradients)

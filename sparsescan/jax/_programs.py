@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,14 +17,17 @@ from numpy.typing import DTypeLike
 
 from .. import __version__
 from ..execution.recording import Recording
+from ..execution.recurrence import Recorded
 from ..execution.threads import thread_count
 from ..kernels.compile import entry_for_c
 from ._calls import vary, varying
 from ._handler import ROOT, Program, Root, handle, help_replay
 
-__all__ = ["Lengths", "add", "call", "key_of"]
+__all__ = ["Lengths", "add", "call", "key_of", "replay"]
 
 _TARGET = "sparsescan"
+# Bytes from which memory is best in large pages.
+_LARGE = 1 << 22
 _lock = threading.Lock()
 _root = np.zeros(Root.SIZE, np.int64)
 _programs: dict[int, Any] = {}
@@ -54,7 +58,11 @@ def key_of(*parts: Any) -> int:
 
 
 def add(
-    key: int, recording: Recording, sources: Sequence[int], lengths: Lengths | None = None
+    key: int,
+    recording: Recording,
+    sources: Sequence[int],
+    nbytes: int,
+    lengths: Lengths | None = None,
 ) -> None:
     """Let XLA call a recording by a key.
 
@@ -66,6 +74,8 @@ def add(
         What is called.
     sources : sequence of int
         For each array of the recording which argument it is, or -1 and below for a result.
+    nbytes : int
+        The bytes of the first, which is new memory; 0 if that is an argument.
     lengths : Lengths, optional
         What is checked before a call.
     """
@@ -78,9 +88,15 @@ def add(
         words[Program.WORDS] = recording.words
         words[Program.SOURCES], words[Program.ARRAYS] = own.ctypes.data, len(own)
         words[Program.THREADS] = min(recording.width, thread_count())
+        large = np.zeros(len(own), np.int64)
+        large[0] = nbytes
+        for k, each in enumerate(reversed(recording.results), start=1):
+            large[-k] = math.prod(each.shape) * each.dtype.itemsize
+        large[large < _LARGE] = 0
+        words[Program.LARGE] = large.ctypes.data
         about = (-1, 0, 0) if lengths is None else lengths
         words[[Program.LENGTHS, Program.LENGTH_COUNT, Program.STEPS]] = about
-        _programs[key] = words, own, recording
+        _programs[key] = words, own, large, recording
         _publish()
 
 
@@ -132,3 +148,35 @@ def call(
         _TARGET, kinds, vmap_method="sequential", input_output_aliases=aliases
     )
     return list(vary(function(*arguments, key=np.int64(key)), varying(arguments)))
+
+
+def replay(
+    record: Callable[..., Recorded], about: tuple[Any, ...], arguments: Sequence[Any]
+) -> list[Any]:
+    """Return the results of the calls that ``record(*about)`` records.
+
+    Parameters
+    ----------
+    record : callable
+        A function of a module, whose name stands for it.
+    about : tuple
+        Its arguments, whose texts, or those of their keys, stand for them.
+    arguments : sequence of jax.Array
+        The arrays between the memory and the results.
+    """
+    key, kinds = _program(record, about, len(arguments))
+    return call(key, arguments, kinds)[:-1]
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(
+    record: Callable[..., Recorded], about: tuple[Any, ...], arguments: int
+) -> tuple[int, list[Any]]:
+    """Return the key of a program, and the shapes and dtypes of its results and its memory."""
+    recording, nbytes = record(*about)
+    results = [(each.shape, each.dtype) for each in recording.results]
+    name = f"{record.__module__}.{record.__qualname__}"
+    key = key_of(name, *(getattr(each, "key", each) for each in about))
+    count = len(results)
+    add(key, recording, [-1 - count, *range(arguments), *range(-1, -1 - count, -1)], nbytes)
+    return key, [*results, ((nbytes,), np.uint8)]

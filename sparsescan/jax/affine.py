@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_batching import custom_vmap
 
-from ..execution.recurrence import record_gradients, record_states
+from ..execution.recurrence import Recorded, record_gradients, record_states
 from ..readings import read_shapes
 from ..symbolic.pattern import Pattern, rows_of
-from ._calls import as_number, check_platform, together, vary, varying
-from ._programs import add, call, key_of
+from ._calls import NUMBERS, as_arrays, check_platform, together, vary, varying
+from ._programs import replay
 
 __all__ = ["affine_scan"]
 
@@ -77,9 +76,7 @@ def affine_scan(
     (1.875, [0.0, 0.25, 0.75, 1.75])
     """
     check_platform()
-    a = as_number("matrices", matrices)
-    b = None if offsets is None else as_number("offsets", offsets)
-    y0 = None if initial is None else as_number("initial", initial)
+    a, b, y0 = as_arrays(NUMBERS, matrices=matrices, offsets=offsets, initial=initial)
     added, begin = (None if each is None else each.shape for each in (b, y0))
     reading = read_shapes(a.shape, added, begin, pattern)
     size, pattern = reading.size, reading.pattern(pattern)
@@ -87,11 +84,9 @@ def affine_scan(
     # There is one form of the call: what is not given is zeros, and values have a pattern.
     b = jnp.zeros((reading.steps, size), a.dtype) if b is None else b
     y0 = jnp.zeros(size, a.dtype) if y0 is None else y0
-    dtype = jnp.result_type(a, b, y0)
     if reading.kind == "dense":
         a = a.reshape(*a.shape[:-2], pattern.nnz)
-    given = tuple(each.astype(dtype) for each in (a, b, y0))
-    return _functions(pattern, bool(transposed)).states(*together(given))
+    return _functions(pattern, bool(transposed)).states(*together((a, b, y0)))
 
 
 class _Functions(NamedTuple):
@@ -297,8 +292,9 @@ def _run_gradients(how: _How, a: Any, y0: Any, y: Any, loss: Any) -> Any:
     return _results(_record_gradients, how, shapes, given, [*results, loss.shape, loss.shape[1:]])
 
 
-# JAX's gradients in complex numbers are no conjugates.
-_record_gradients = functools.partial(record_gradients, conjugated=False)
+def _record_gradients(*about: Any) -> Recorded:
+    # JAX's gradients in complex numbers are no conjugates.
+    return record_gradients(*about, conjugated=False)
 
 
 def _results(
@@ -308,17 +304,4 @@ def _results(
     dtype = given[0].dtype
     if 0 in results[-1] or 0 in given[1].shape:  # no kernel runs
         return tuple(vary([jnp.zeros(shape, dtype) for shape in results], varying(given)))
-    key, nbytes = _program(record, how, shapes, dtype.name, len(given))
-    kinds = [*((shape, dtype) for shape in results), ((nbytes,), np.uint8)]
-    return tuple(call(key, given, kinds)[:-1])
-
-
-@functools.lru_cache(maxsize=1024)
-def _program(record: Any, how: _How, shapes: Any, dtype: str, arguments: int) -> tuple[int, int]:
-    """Return the key of a program, and the bytes of its memory."""
-    pattern, transposed = how
-    recording, nbytes = record(pattern, transposed, *shapes, dtype)
-    results = len(recording.results)
-    key = key_of(record is record_states, pattern.key, transposed, shapes, dtype)
-    add(key, recording, [-1 - results, *range(arguments), *range(-1, -1 - results, -1)])
-    return key, nbytes
+    return tuple(replay(record, (*how, *shapes, dtype.name), given))

@@ -14,7 +14,7 @@ from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
 from ..recurrent.step import OneCell, RecurrentLike, check_one_direction, check_resets
 from ..symbolic.schedule import check_count, check_flag
-from ._calls import as_float, check_platform, together
+from ._calls import FLOATS, as_arrays, check_platform, together
 from ._primitives import Network, run
 from ._truncated import run_truncated
 
@@ -38,8 +38,9 @@ def recurrent(
     """Return the outputs and the last states of a recurrent network.
 
     As :meth:`sparsescan.recurrent.TrainingStep.forward`, for arrays of JAX, under ``jax.jit``,
-    ``jax.vmap``, by which samples become a batch, and all of its derivatives, of any order:
-    ``jax.grad``, ``jvp``, ``jacfwd``, ``jacrev``, ``hessian``. It takes the place of a
+    ``jax.vmap``, by which samples become a batch, and members of an ensemble, with parameters of
+    their own, are shared by threads, and all of its derivatives, of any order: ``jax.grad``,
+    ``jvp``, ``jacfwd``, ``jacrev``, ``hessian``. It takes the place of a
     ``jax.lax.scan`` over a cell. Derivatives in a direction, and those of gradients, are passes of
     the cell that computes the derivative of a step.
 
@@ -123,14 +124,12 @@ def recurrent(
     if not isinstance(params, Mapping) or set(params) != set(known):
         names = sorted(params) if isinstance(params, Mapping) else short(params)
         raise InputError(f"params has {names}; expected {sorted(known)}, as network.params")
-    given = {name: as_float(f"params[{name!r}]", params[name]) for name in known}
-    for name, param in given.items():
-        if param.shape != known[name].shape:
-            raise InputError(
-                f"params[{name!r}] has shape {param.shape}; expected {known[name].shape}"
-            )
-    inputs = as_float("x", x)
-    begin = None if state is None else as_float("state", state)
+    names = [f"params[{name!r}]" for name in known]
+    named = dict(zip(names, map(params.__getitem__, known), strict=True))
+    *own, inputs, begin = as_arrays(FLOATS, **named, x=x, state=state)
+    for name, param, like in zip(names, own, known.values(), strict=True):
+        if param.shape != like.shape:
+            raise InputError(f"{name} has shape {param.shape}; expected {like.shape}")
     if inputs.ndim not in (2, 3) or inputs.shape[-1] != net.input_size:
         raise InputError(
             f"x has shape {inputs.shape}; expected (T, batch, {net.input_size}) or (T, "
@@ -143,10 +142,7 @@ def recurrent(
         lengths = _read_lengths(lengths, inputs.shape)
     if resets is not None:
         resets = _read_resets(resets, inputs.shape)
-    arrays = [inputs, *given.values(), *([] if begin is None else [begin])]
-    dtype = jnp.result_type(*arrays)
-    inputs, own = inputs.astype(dtype), [param.astype(dtype) for param in given.values()]
-    begin = jnp.zeros(states, dtype) if begin is None else begin.astype(dtype)
+    begin = jnp.zeros(states, inputs.dtype) if begin is None else begin
     is_batched = inputs.ndim == 3
     if not is_batched:
         inputs, begin = inputs[:, None], begin[:, None]

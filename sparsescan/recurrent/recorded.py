@@ -62,6 +62,7 @@ def record(
     has_backward: bool = True,
     keeps_samples: bool = False,
     returns_states: bool = False,
+    needs_input_grad: bool = True,
     memory_limit: int | None = None,
 ) -> RecordedStep:
     """Record the training step of a network.
@@ -87,6 +88,8 @@ def record(
         and the gradients in ``rows`` of parameters, of all samples. See :class:`Parameters`.
     returns_states : bool, default False
         Whether outputs are all states of the last layer.
+    needs_input_grad : bool, default True
+        Whether its results are gradients in inputs, too.
     memory_limit : int, optional
         Bytes of the memory; gates that do not fit are computed again by the backward pass.
 
@@ -108,7 +111,9 @@ def record(
         if memory_limit is None or passes.nbytes <= memory_limit:
             break
     check_limit(memory_limit, passes.nbytes, steps, batch)
-    backward, back_nbytes = passes.backward() if has_backward else (None, 0)
+    backward, back_nbytes = None, 0
+    if has_backward:
+        backward, back_nbytes = passes.backward(needs_input_grad=needs_input_grad)
     return RecordedStep(passes.forward, backward, passes.nbytes, back_nbytes)
 
 

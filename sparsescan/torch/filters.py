@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import filters
-from ..errors import DeviceError, InputError, InputTypeError, short
+from ..errors import DeviceError, InputTypeError, short
 from ._arrays import array_of, here, tensor_of
 from ._direct import is_direct, is_eager, is_forward_twice, is_mapped, is_transformed
 from ._once import over_maps
@@ -19,8 +19,6 @@ from ._once import over_maps
 __all__ = ["lfilter", "sosfilt"]
 
 _DTYPES = (torch.float32, torch.float64)
-# Coefficients of a second-order section: three of its numerator, three of its denominator.
-_SECTION = 6
 
 
 def lfilter(
@@ -99,26 +97,13 @@ def lfilter(
     2.75
     """
     _check_tensors(b=b, a=a, x=x, zi=zi)
-    axis = _check_axis(axis, x)
-    for name, each in (("b", b), ("a", a)):
-        if not each.dim() or not each.shape[-1]:
-            raise InputError(
-                f"{name} has shape {tuple(each.shape)}; expected (taps,), (T, taps) or "
-                "(..., T, taps), with at least one tap"
-            )
-    own = b.unsqueeze(0) if b.dim() == 1 else b, a.unsqueeze(0) if a.dim() == 1 else a
-    samples, batch = _folded(x, axis, b=own[0], a=own[1])
-    shared = _shared(own[0], 2, batch), _shared(own[1], 2, batch)
+    start = None if zi is None else zi.shape
+    axis, batch = filters.read_lfilter(b.shape, a.shape, x.shape, axis, start)
+    samples = _folded(x, axis, batch)
+    b, a = (_shared(each if each.dim() > 1 else each[None], 2, batch) for each in (b, a))
     if zi is None:
-        return _unfolded(_filter(*shared, samples, None), axis, batch)
-    taps = max(b.shape[-1], a.shape[-1])
-    if x.dim() != zi.dim() or zi.shape[axis] != taps - 1:
-        wanted = list(x.shape)
-        wanted[axis] = taps - 1
-        raise InputError(f"zi has shape {tuple(zi.shape)}; expected {tuple(wanted)}")
-    delays = _delays(zi.movedim(axis, -1), x, batch)
-    _check_constant(own, "b and a")
-    y, final = _with_delays(*shared, samples, delays)
+        return _unfolded(_filter(b, a, samples, None), axis, batch)
+    y, final = _with_delays(b, a, samples, _folded(zi, axis, batch))
     return _unfolded(y, axis, batch), _unfolded(final, axis, batch)
 
 
@@ -181,28 +166,18 @@ def sosfilt(
     [1.0, 1.0, 1.0, -1.0, -1.0, -0.75]
     """
     _check_tensors(sos=sos, x=x, zi=zi)
-    axis = _check_axis(axis, x)
-    if sos.dim() < 2 or sos.shape[-1] != _SECTION or not sos.shape[-2]:
-        raise InputError(
-            f"sos has shape {tuple(sos.shape)}; expected (sections, 6), (T, sections, 6) or "
-            "(..., T, sections, 6), with at least one section"
-        )
-    own = sos.unsqueeze(0) if sos.dim() == 2 else sos
-    samples, batch = _folded(x, axis, sos=own.flatten(-2))
+    start = None if zi is None else zi.shape
+    axis, batch = filters.read_sosfilt(sos.shape, x.shape, axis, start)
+    samples = _folded(x, axis, batch)
+    own = sos if sos.dim() > 2 else sos[None]
     sections = [each.split(3, -1) for each in _shared(own, 3, batch).unbind(2)]
     if zi is None:
         for b, a in sections:
             samples = _filter(b, a, samples, None)
         return _unfolded(samples, axis, batch)
-    wanted = [len(sections), *x.shape]
-    wanted[axis] = 2
-    if zi.dim() != len(wanted) or (zi.shape[0], zi.shape[axis]) != (len(sections), 2):
-        raise InputError(f"zi has shape {tuple(zi.shape)}; expected {tuple(wanted)}")
-    _check_constant([own.flatten(-2)], "sos")
     finals = []
     for (b, a), each in zip(sections, zi, strict=True):
-        delays = _delays(each.movedim(axis, -1), x, batch)
-        samples, final = _with_delays(b, a, samples, delays)
+        samples, final = _with_delays(b, a, samples, _folded(each, axis, batch))
         finals.append(_unfolded(final, axis, batch))
     return _unfolded(samples, axis, batch), torch.stack(finals)
 
@@ -231,76 +206,22 @@ def _check_tensors(**tensors: Tensor | None) -> None:
             )
 
 
-def _check_axis(axis: int, x: Tensor) -> int:
-    """Return an axis as it is counted from the last one."""
-    if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
-        raise InputTypeError(f"axis is {short(axis)}; expected an int")
-    if not -x.dim() <= axis < x.dim():
-        raise InputError(f"axis is {axis}; expected one of x, which has {x.dim()}")
-    return int(axis) if axis < 0 else int(axis) - x.dim()
-
-
-def _check_constant(coefficients: Any, names: str) -> None:
-    if any(each.shape[-2] != 1 for each in coefficients):
-        raise InputError(
-            f"zi is given, and {names} change from step to step; expected constant coefficients, "
-            "or no zi: the delays of a filter that changes are no state of its"
-        )
-
-
-def _folded(x: Tensor, axis: int, **coefficients: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return samples end to end, ``(N, T)``, and the axes that all have but that of time."""
+def _folded(x: Tensor, axis: int, batch: tuple[int, ...]) -> Tensor:
+    """Return samples end to end, ``(N, T)``."""
     moved = x.movedim(axis, -1)
-    steps = moved.shape[-1]
-    batch: tuple[int, ...] = tuple(moved.shape[:-1])
-    for name, each in coefficients.items():
-        if each.shape[-2] not in (1, steps):
-            raise InputError(
-                f"{name} has coefficients of {each.shape[-2]} steps; expected {steps}, as x has "
-                f"along axis {axis}, or 1"
-            )
-        if each.dim() > 2:
-            try:
-                batch = tuple(torch.broadcast_shapes(batch, each.shape[:-2]))
-            except RuntimeError:
-                raise InputError(
-                    f"{name} has leading axes {tuple(each.shape[:-2])}; expected some that "
-                    f"broadcast against {batch}, those of x without axis {axis} and of other "
-                    "coefficients"
-                ) from None
-    if batch != tuple(moved.shape[:-1]):
-        moved = moved.expand(*batch, steps)
-    return moved.reshape(_count(batch), steps), batch
-
-
-def _count(batch: tuple[int, ...]) -> int:
-    count = 1
-    for each in batch:
-        count *= each
-    return count
+    return moved.expand(*batch, -1).reshape(math.prod(batch), moved.shape[-1])
 
 
 def _shared(each: Tensor, own: int, batch: tuple[int, ...]) -> Tensor:
     """Return coefficients of every sample, or one for all; the last `own` axes are theirs."""
     lead, rest = each.shape[:-own], each.shape[-own:]
-    if all(n == 1 for n in lead):
+    if not filters.is_per_sample(lead):
         return each.reshape(1, *rest)
-    return each.expand(*batch, *rest).reshape(_count(batch), *rest)
+    return each.expand(*batch, *rest).reshape(math.prod(batch), *rest)
 
 
 def _unfolded(samples: Tensor, axis: int, batch: tuple[int, ...]) -> Tensor:
     return samples.reshape(*batch, samples.shape[-1]).movedim(-1, axis)
-
-
-def _delays(zi: Tensor, x: Tensor, batch: tuple[int, ...]) -> Tensor:
-    """Return initial conditions of every sample."""
-    try:
-        return zi.expand(*batch, zi.shape[-1]).reshape(_count(batch), zi.shape[-1])
-    except RuntimeError:
-        raise InputError(
-            f"zi has axes {tuple(zi.shape[:-1])} beside that of time; expected some that broadcast "
-            f"to {batch}, as x has"
-        ) from None
 
 
 def _with_delays(b: Tensor, a: Tensor, x: Tensor, zi: Tensor) -> tuple[Tensor, Tensor]:

@@ -156,7 +156,8 @@ def selective_scan(
 def _check(*given: Any) -> None:
     """Raise an error unless the kernels can take what is given."""
     _check_types(dict(zip(_NAMES, given, strict=True)))
-    _check_shapes(*given)
+    shapes: Any = [None if each is None else each.shape for each in given]
+    selective.check_shapes(*shapes)
 
 
 def _check_types(given: dict[str, Any]) -> None:
@@ -181,52 +182,6 @@ def _check_types(given: dict[str, Any]) -> None:
             raise DeviceError(
                 f"{name} is on {each.device}; expected a tensor on the CPU ({name}.cpu()): on a "
                 "CUDA device use selective_scan_fn of mamba-ssm"
-            )
-
-
-def _check_shapes(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-) -> None:
-    """Raise an error unless the shapes fit."""
-    if u.dim() != 3:
-        raise InputError(f"u has shape {tuple(u.shape)}; expected (batch, channels, length)")
-    batch, channels, length = u.shape
-    if A.dim() != 2 or A.shape[0] != channels:
-        raise InputError(
-            f"A has shape {tuple(A.shape)}; expected (channels, states) with {channels} channels, "
-            "as u has"
-        )
-    states = A.shape[1]
-    for name, like in (("delta", delta), ("z", z)):
-        if like is not None and like.shape != u.shape:
-            raise InputError(f"{name} has shape {tuple(like.shape)}; expected {tuple(u.shape)}")
-    for name, vector in (("D", D), ("delta_bias", delta_bias)):
-        if vector is not None and (vector.dim() != 1 or vector.shape[0] != channels):
-            raise InputError(f"{name} has shape {tuple(vector.shape)}; expected ({channels},)")
-    for name, factor in (("B", B), ("C", C)):
-        constant, shared = (channels, states), (batch, states, length)
-        expected: tuple[int, ...]
-        shape = tuple(factor.shape)
-        groups = shape[1] if len(shape) == 4 else 1
-        expected = constant if len(shape) == 2 else shared
-        if len(shape) == 4:
-            expected = (batch, groups, states, length)
-        if shape != expected or groups < 1:
-            raise InputError(
-                f"{name} has shape {shape}; expected {shared}, ({batch}, groups, {states}, "
-                f"{length}), or {constant} if it is constant in time"
-            )
-        if channels % groups:
-            raise InputError(
-                f"{name} has {groups} groups; expected a number that divides the {channels} "
-                "channels"
             )
 
 

@@ -20,7 +20,7 @@ START = """
     from jax.sharding import Mesh, PartitionSpec as P
     from sparsescan import Pattern
     from sparsescan.recurrent import {kind}
-    from sparsescan.jax import affine_scan, recurrent
+    from sparsescan.jax import affine_scan, lfilter, recurrent, selective_scan
 
     steps, batch, hidden, size = {shape}
     assert len(jax.devices()) == 4
@@ -31,6 +31,8 @@ START = """
     a = rng.random((steps, batch, size), np.float32)
     b = rng.standard_normal((steps, batch, size), np.float32)
     diagonal = Pattern.diagonal(size)
+    taps = np.array([1, -0.5], np.float32)
+    rates = -rng.random((size, 2), np.float32)
 
     def loss_of_network(params, x, lengths):
         output, last = recurrent(net, params, x, lengths=lengths)
@@ -39,9 +41,18 @@ START = """
     def loss_of_scan(a, b):
         return jnp.sin(affine_scan(a, b, pattern=diagonal)).sum()
 
+    def loss_of_filter(taps, x):
+        return jnp.sin(lfilter(np.ones(1, np.float32), taps, x, axis=0)).sum()
+
+    def loss_of_selective(rates, x):
+        u = jnp.moveaxis(x, 0, -1)
+        return jnp.sin(selective_scan(u, jnp.ones_like(u), rates, rates, rates)).sum()
+
     cases = [
         (jax.value_and_grad(loss_of_network, argnums=(0, 1)), (net.params, x, lengths)),
         (jax.value_and_grad(loss_of_scan, argnums=(0, 1)), (a, b)),
+        (jax.value_and_grad(loss_of_filter, argnums=(0, 1)), (taps, b)),
+        (jax.value_and_grad(loss_of_selective, argnums=(0, 1)), (rates, b)),
     ]
 
     def check(actual, expected, rtol=0.0):
@@ -95,6 +106,8 @@ SHARDED = """
         (loss_of_network, (net.params, x, lengths), (whole, sharded, P("d"))),
         (loss_of_scan, (a, b), (sharded, sharded)),
         (lambda a, b: loss_of_scan(a[:, 0], b), (a, b), (whole, sharded)),  # shared by samples
+        (loss_of_filter, (taps, b), (whole, sharded)),
+        (loss_of_selective, (rates, b), (whole, sharded)),
     ):
         gradients = partial(jax.value_and_grad, argnums=(0, 1))
 

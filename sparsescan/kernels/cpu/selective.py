@@ -54,6 +54,7 @@ __all__ = [
     "STATE_ROWS",
     "Gradients",
     "Scan",
+    "add_up",
     "backward",
     "forward",
 ]
@@ -483,3 +484,31 @@ def _add_products(s, count, room, sums, constant, to, to_own, adds):
         for t in range(count):
             total = total + load(room, start + t * w)
         add_to(constant, to_own, total)
+
+
+@njit(nogil=True, cache=True)
+def add_up(s, sums, rows, out):
+    """Write the sums over samples of what blocks have added up.
+
+    Parameters
+    ----------
+    s : Scan
+        The scan.
+    sums : ndarray of float64, shape (batch, cells, blocks, rows, lanes)
+        The sums of blocks.
+    rows : int
+        How many numbers a channel has.
+    out : ndarray, shape (channels, rows)
+        What is written.
+    """
+    w = lane_count(s.u)
+    size, row = s.channels // s.cells, rows * w
+    sample = s.cells * s.blocks * row
+    for channel in range(s.channels):
+        cell, own = channel // size, channel % size
+        at = (cell * s.blocks + own // w) * row + own % w
+        for n in range(rows):
+            total = 0.0
+            for place in range(at + n * w, len(sums), sample):
+                total += sums[place]
+            out[channel * rows + n] = total

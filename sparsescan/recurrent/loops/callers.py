@@ -18,6 +18,7 @@ from ...kernels.cpu.lanes import (
     number,
     sample_count,
     store,
+    store_some,
     store_square,
     transpose,
 )
@@ -256,12 +257,18 @@ def lengths_in(s, out, lengths):
     """Write how many steps each sample has, `s.steps` without `lengths`, for each of its units."""
     samples, per = s.samples, 2 if s.pairs else 1
     for first in range(s.first, s.first + s.count, samples):
-        for i in range(_count(s, first) * s.units):
-            b = first + (i // per % samples if s.sample_lanes else i // s.units)
+        at, count = first * s.units, _count(s, first)
+        for k in range(count):
             length = 0
-            if b < s.given:
-                length = lengths[b] if len(lengths) > 0 else s.steps
-            out[first * s.units + i] = length
+            if first + k < s.given:
+                length = lengths[first + k] if len(lengths) > 0 else s.steps
+            if not s.sample_lanes:
+                for i in range(at + k * s.units, at + (k + 1) * s.units):
+                    out[i] = length
+            else:
+                for i in range(at + k * per, at + samples * s.units, per * samples):
+                    out[i] = length
+                    out[i + per - 1] = length
 
 
 @_kernel
@@ -340,11 +347,13 @@ def pack(param, table, out):
 @_kernel
 def clear_places(table, out):
     """Write zeros: from a place on so many times so many of them, so far apart."""
+    zero, width = number(out, 0.0), lane_count(out)
     for p in range(0, len(table), 4):
         at, times, step, count = _four(table, p)
         for k in range(times):
-            for i in range(at + k * step, at + k * step + count):
-                out[i] = 0
+            # There are few at once: to call the system's function for them takes longer.
+            for i in range(0, count, width):
+                store_some(out, at + k * step + i, zero, count - i)
 
 
 @_kernel
