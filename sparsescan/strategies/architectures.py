@@ -34,19 +34,6 @@ from ..jacobians.reshape import Permute
 from ..symbolic.pattern import Pattern
 from .graph import Graph, Layer
 
-__all__ = [
-    "CELLS",
-    "HIDDEN",
-    "NAMES",
-    "Builder",
-    "append",
-    "build",
-    "from_chain",
-    "from_sequential",
-    "output_size",
-    "pair",
-    "sequential",
-]
 
 #: Names for :func:`.build`; ``N`` is 8, 14, 20, …, and ``T`` a number of time steps.
 NAMES = (

@@ -33,20 +33,6 @@ from .strategy import MOST_SAMPLES, MOST_WORKERS, Prediction, Strategy, Training
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "Comparison",
-    "Measured",
-    "Run",
-    "compare",
-    "draw_over_workers",
-    "measure_here",
-    "measure_in_turns",
-    "named",
-    "plot_comparison",
-    "run",
-    "strategies",
-    "styles",
-]
 
 # Steps before a measurement, its seconds, fewest and most steps, and steps of a turn.
 _WARM, _SECONDS, _LEAST, _MOST, _IN_A_ROW = 2, 1.0, 5, 50, 3

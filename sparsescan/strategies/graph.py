@@ -10,7 +10,6 @@ from functools import cached_property
 
 from ..errors import InputError
 
-__all__ = ["KINDS", "MIXING", "Graph", "Layer", "blocks"]
 
 #: Kinds of layers. A "cell" is one time step of a recurrent network.
 KINDS = (

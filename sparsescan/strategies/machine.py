@@ -22,15 +22,6 @@ from ..plan.costs.constants import file_to_write, machine_file
 from .graph import Graph
 from .times import Times
 
-__all__ = [
-    "PRESETS",
-    "Machine",
-    "load_machine",
-    "measure_machine",
-    "save_machine",
-    "usual",
-    "worker_file",
-]
 
 # Measurements: a convolution, numbers that are copied, and repetitions of each.
 _CONV, _IMAGE, _COPIED, _TIMES = (16, 16, 3), (16, 16, 16), 1 << 22, 51

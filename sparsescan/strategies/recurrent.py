@@ -16,7 +16,6 @@ from ..symbolic.schedule import check_count
 from .architectures import CELLS, HIDDEN, Builder, append, build, from_sequential
 from .graph import Graph
 
-__all__ = ["Recurrent", "Step", "Trainable", "as_graph", "graph_of", "operators"]
 
 Array = NDArray[Any]
 

@@ -18,7 +18,6 @@ from .exchanges import descend
 from .recurrent import Step
 from .strategy import Job, Training, check_samples
 
-__all__ = ["Gradients", "RecurrentStage", "Stage", "StageTraining", "copies", "stage_of"]
 
 Array = Any
 Gradients = list[dict[str, Array]]

@@ -17,18 +17,6 @@ from .graph import Graph
 from .machine import Machine, load_machine
 from .recurrent import Trainable, as_graph
 
-__all__ = [
-    "MOST_SAMPLES",
-    "MOST_WORKERS",
-    "Job",
-    "LayerPlan",
-    "Prediction",
-    "Strategy",
-    "Training",
-    "Work",
-    "check_samples",
-    "cross_entropy",
-]
 
 # Predictions for more would take minutes.
 MOST_WORKERS, MOST_SAMPLES = 1 << 20, 1 << 24

@@ -17,8 +17,6 @@ from ..per_layer.configurations import MODES, Configuration, Configurations, Lim
 from ..per_layer.costs import LayerCosts, NetworkCosts
 from ..per_layer.predict import Divided
 
-__all__ = ["BatchParallel", "DomainParallel", "Integrated", "ModelParallel"]
-
 
 class Integrated(Divided):
     """The best ``P_r × P_c`` grid, with every layer by batch, by model or by domain.

@@ -19,21 +19,6 @@ from ...parallel.grid import bounds
 from ..exchanges import Box
 from ..graph import MIXING, Graph, Layer
 
-__all__ = [
-    "MANY",
-    "MODES",
-    "Configuration",
-    "Configurations",
-    "Moves",
-    "Pairs",
-    "allowed",
-    "box_needed",
-    "edges_of",
-    "image_of",
-    "limits",
-    "on_grid",
-    "reach",
-]
 
 #: Parts along samples, channels, height and width.
 Configuration = tuple[int, int, int, int]

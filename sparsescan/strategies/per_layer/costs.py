@@ -32,7 +32,6 @@ from .configurations import (
     on_grid,
 )
 
-__all__ = ["Chosen", "LayerCosts", "NetworkCosts", "moves_of", "optimise", "with_loss"]
 
 Times = NDArray[np.float64]
 Chosen = NDArray[np.int64]

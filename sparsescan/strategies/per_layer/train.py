@@ -42,7 +42,6 @@ from ..stage import RecurrentStage, Stage, copies
 from ..strategy import Job, Training, check_samples, cross_entropy
 from .configurations import Configuration, Limits, box_needed, image_of, limits
 
-__all__ = ["Partitioned", "limits_of"]
 
 Array = NDArray[Any]
 

@@ -15,7 +15,6 @@ from ..machine import Machine
 from ..strategy import LayerPlan
 from .schedule import Placement
 
-__all__ = ["StageCosts", "balance", "block_ends", "place"]
 
 Costs = NDArray[np.float64]
 

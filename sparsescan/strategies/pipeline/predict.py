@@ -14,8 +14,6 @@ from .costs import StageCosts, block_ends, place
 from .schedule import Placement
 from .train import MicroBatchTraining, PipelineTraining
 
-__all__ = ["MicroBatches", "Pipeline"]
-
 
 class _Stages(Strategy):
     """A pipeline with a stage of the network on each worker."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from ...errors import InputError
 
-__all__ = ["Placement"]
-
 
 @dataclass(frozen=True)
 class Placement:

@@ -19,7 +19,6 @@ from ..graph import Graph, blocks
 from ..machine import Machine
 from ..strategy import LayerPlan, Prediction
 
-__all__ = ["NAME", "Division", "most_parts", "parts_of"]
 
 #: Name of the strategy.
 NAME = "scan"

@@ -9,8 +9,6 @@ from ..strategy import Job, Prediction, Strategy, Training, Work
 from .costs import NAME, Division, most_parts
 from .train import ScanTraining
 
-__all__ = ["Scan"]
-
 
 class Scan(Strategy):
     """The parts of a chain on workers, and the scan over its Jacobians; exact.

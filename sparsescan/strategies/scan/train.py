@@ -16,8 +16,6 @@ from ..stage import Gradients, StageTraining
 from ..strategy import Job, cross_entropy
 from .costs import parts_of
 
-__all__ = ["ScanTraining"]
-
 
 class ScanTraining(StageTraining):
     """A part of a network on every rank, for a group of samples, combined by `schedule`."""
