@@ -30,7 +30,6 @@ from .machine import Machine
 from .scan.predict import Scan
 from .strategy import Prediction
 
-
 _SAMPLES = "scan, samples only"
 _UNTRAINED = "a chain has no layers to train: only its scan is run"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,10 +29,6 @@ from .pipeline.predict import MicroBatches, Pipeline
 from .recurrent import Recurrent, Trainable, as_graph, graph_of
 from .scan.predict import Scan
 from .strategy import MOST_SAMPLES, MOST_WORKERS, Prediction, Strategy, Training
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 # Steps before a measurement, its seconds, fewest and most steps, and steps of a turn.
 _WARM, _SECONDS, _LEAST, _MOST, _IN_A_ROW = 2, 1.0, 5, 50, 3
@@ -158,22 +154,18 @@ def _page(
 
 
 def compare(
-    network: Graph | Trainable | nn.Module,
+    network: Graph | Trainable,
     machine: Machine,
     workers: int,
     batch: int,
     chosen: Sequence[Strategy] | None = None,
-    *,
-    input_shape: Sequence[int] | None = None,
 ) -> Comparison:
     """Predict a step of a network by all strategies.
 
     Parameters
     ----------
-    network : Graph, Sequential, Recurrent or torch.nn.Module
-        The network. Layers of a module of PyTorch are measured here, as
-        :func:`~sparsescan.strategies.pytorch.measure_module` does, in place of what `machine` says
-        of them; the scan, whose Jacobians PyTorch does not have, is left out.
+    network : Graph, Sequential or Recurrent
+        The network.
     machine : Machine
         A worker, and the network between workers.
     workers : int
@@ -182,8 +174,6 @@ def compare(
         Samples of a step, of all workers together.
     chosen : sequence of Strategy, optional
         Strategies to be compared; by default all.
-    input_shape : sequence of int, optional
-        Shape of one sample, of a module of PyTorch.
 
     Returns
     -------
@@ -193,8 +183,7 @@ def compare(
     Raises
     ------
     InputError, InputTypeError
-        If there is no worker, or no sample, or `network` is no network, or a module that cannot be
-        traced.
+        If there is no worker, or no sample, or `network` is no network.
 
     Examples
     --------
@@ -206,25 +195,15 @@ def compare(
     """
     workers = check_count("workers", workers, 1, MOST_WORKERS)
     batch = check_count("batch", batch, 1, MOST_SAMPLES)
-    known: Any = network
-    if input_shape is not None:
-        # PyTorch is imported for its modules alone.
-        from .pytorch import from_torch, measure_module
-
-        machine = measure_module(known, input_shape, batch, machine)
-        known = from_torch(known, input_shape)
-    graph = as_graph(known)
+    graph = as_graph(network)
     predictions, reasons = [], {}
     for strategy in strategies() if chosen is None else chosen:
-        if input_shape is not None and isinstance(strategy, Scan):
-            reasons[strategy.name] = "PyTorch has no Jacobians, so that none was measured"
-            continue
         try:
-            predictions.append(strategy.predict(known, machine, workers, batch))
+            predictions.append(strategy.predict(network, machine, workers, batch))
         except InputError as error:
             reasons[strategy.name] = str(error)
     predictions.sort(key=lambda one: (one.memory > machine.memory, one.total))
-    alone = PerLayer().predict(known, machine, 1, batch)
+    alone = PerLayer().predict(network, machine, 1, batch)
     single = replace(alone, strategy="one worker", how="")
     return Comparison(graph, machine, workers, batch, single, predictions, reasons)
 

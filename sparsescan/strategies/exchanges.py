@@ -18,7 +18,6 @@ from numpy.typing import DTypeLike, NDArray
 from ..parallel.communicator import Communicator
 from ..parallel.grid import bounds
 
-
 #: First index, and the one behind the last.
 Range = tuple[int, int]
 #: A range along every axis.

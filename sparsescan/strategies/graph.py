@@ -10,7 +10,6 @@ from functools import cached_property
 
 from ..errors import InputError
 
-
 #: Kinds of layers. A "cell" is one time step of a recurrent network.
 KINDS = (
     *("input", "conv", "pool", "linear", "cell", "norm", "elementwise", "flatten"),

@@ -22,7 +22,6 @@ from ..plan.costs.constants import file_to_write, machine_file
 from .graph import Graph
 from .times import Times
 
-
 # Measurements: a convolution, numbers that are copied, and repetitions of each.
 _CONV, _IMAGE, _COPIED, _TIMES = (16, 16, 3), (16, 16, 16), 1 << 22, 51
 # Where the system does not say how much memory there is.

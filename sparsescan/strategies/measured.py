@@ -23,7 +23,6 @@ from .stage import RecurrentStage, Stage
 from .strategy import cross_entropy
 from .times import PARTS, Times
 
-
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
 

@@ -10,16 +10,12 @@ from numpy.typing import NDArray
 
 from ..errors import InputError, InputTypeError
 from ..jacobians import Linear, Operator, Sequential
-from ..recurrent import GRUCell, RNNCell
 from ..recurrent.cells import Cell
 from ..symbolic.schedule import check_count
-from .architectures import CELLS, HIDDEN, Builder, append, build, from_sequential
+from .architectures import CELLS, HIDDEN, Builder, build, from_sequential
 from .graph import Graph
 
-
 Array = NDArray[Any]
-
-_CELLS: dict[str, type[Cell]] = {"rnn": RNNCell, "gru": GRUCell}
 
 
 class Step(Operator):
@@ -104,20 +100,18 @@ class Recurrent:
     def named(cls, name: str, rng: np.random.Generator | int | None = None) -> Recurrent:
         """Return the network of which ``build(name)`` is the graph: ``"rnn:T"`` or ``"gru:T"``."""
         kind, _, steps = name.partition(":")
-        if kind not in _CELLS:
+        if kind not in CELLS:
             raise InputError(f"network is {name!r}; expected rnn:T or gru:T")
         build(name)  # which refuses other numbers of steps
-        generator, (_, features, classes) = np.random.default_rng(rng), CELLS[kind]
-        cell = _CELLS[kind](features, HIDDEN, rng=generator)
-        return cls(cell, Linear(HIDDEN, classes, rng=generator), int(steps))
+        generator, (cell, features, classes) = np.random.default_rng(rng), CELLS[kind]
+        first = cell(features, HIDDEN, rng=generator)
+        return cls(first, Linear(HIDDEN, classes, rng=generator), int(steps))
 
     def graph(self, name: str = "recurrent") -> Graph:
         """Return the graph, as :func:`.build` makes it."""
         cell, builder = self.cell, Builder(name, (self.cell.state_size,))
-        weights = sum(param.size for param in cell.params.values())
-        taps = sum(param.size for param in cell.params.values() if param.ndim == 2)
-        builder.cells(self.steps, cell.state_size, weights, taps, cell.nnz)
-        append(builder, [self.readout], builder.last)
+        builder.cells(cell, self.steps)
+        builder.extend([self.readout])
         return builder.graph()
 
 

@@ -18,7 +18,6 @@ from .exchanges import descend
 from .recurrent import Step
 from .strategy import Job, Training, check_samples
 
-
 Array = Any
 Gradients = list[dict[str, Array]]
 

@@ -17,7 +17,6 @@ from .graph import Graph
 from .machine import Machine, load_machine
 from .recurrent import Trainable, as_graph
 
-
 # Predictions for more would take minutes.
 MOST_WORKERS, MOST_SAMPLES = 1 << 20, 1 << 24
 

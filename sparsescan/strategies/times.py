@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from .graph import Graph, Layer
 
-
 #: Parts of a layer's work: its output, the values of its Jacobian, the product of that with a
 #: gradient, the gradients of its parameters, and their update.
 PARTS = ("forward", "values", "product", "params", "update")

@@ -19,7 +19,6 @@ from ...parallel.grid import bounds
 from ..exchanges import Box
 from ..graph import MIXING, Graph, Layer
 
-
 #: Parts along samples, channels, height and width.
 Configuration = tuple[int, int, int, int]
 Limits = tuple[int, int, int, int]

@@ -32,7 +32,6 @@ from .configurations import (
     on_grid,
 )
 
-
 Times = NDArray[np.float64]
 Chosen = NDArray[np.int64]
 # Weights of the backward pass, and of sums of gradients.

@@ -31,7 +31,6 @@ from .configurations import (
 from .costs import Chosen, LayerCosts, NetworkCosts, moves_of, optimise, with_loss
 from .train import Partitioned, limits_of
 
-
 # Most groups of layers in a description.
 _WORDS = 4
 

@@ -15,7 +15,6 @@ from ..machine import Machine
 from ..strategy import LayerPlan
 from .schedule import Placement
 
-
 Costs = NDArray[np.float64]
 
 # Most places for registers among which the best are chosen; tables grow with its square.

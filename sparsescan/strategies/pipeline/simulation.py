@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from ..stage import Gradients
 from ..strategy import cross_entropy
 
-
 Array = NDArray[Any]
 Batch = tuple[Array, NDArray[np.int64]]
 

@@ -16,7 +16,6 @@ from ..strategy import Job, cross_entropy
 from .schedule import Placement
 from .simulation import Batch, Pipelined, Worker
 
-
 Array = NDArray[Any]
 Message = tuple[int, Array]
 

@@ -19,7 +19,6 @@ from ..graph import Graph, blocks
 from ..machine import Machine
 from ..strategy import LayerPlan, Prediction
 
-
 #: Name of the strategy.
 NAME = "scan"
 
