@@ -31,7 +31,7 @@ from sparsescan.strategies import (
     load_machine,
     sequential,
 )
-from sparsescan.strategies.pipeline.schedule import Placement
+from sparsescan.strategies.pipeline.simulation import Placement
 
 from .experiment import Experiment, Piece, Results, Table
 from .page import significant

@@ -33,7 +33,7 @@ __all__ = ["main"]
 _SCHEDULES = "auto, linear, blelloch, truncated:K (K up-sweep levels) or chunked:C (C chunks)"
 _DEMO_PACKAGES = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
 _MPI_SCHEDULES = ("auto", "vectors", "products")
-# Those of sparsescan.strategies.architectures, which is imported when it is used.
+# Those of sparsescan.strategies.networks, which is imported when it is used.
 _NETWORKS = (
     *("lenet5", "alexnet", "alexnet-owt", "vgg11", "vgg16", "resnet-N", "inception-v3"),
     *("rnn:T", "gru:T"),

@@ -24,10 +24,10 @@ from ..parallel.plan import ParallelPlan
 from ..parallel.scan_file import Loaded, load_part
 from ..plan.scan_plan import Gradients
 from ..symbolic.pattern import Pattern
-from .architectures import from_chain
 from .compare import Run, measure_here, measure_in_turns, strategies
 from .machine import Machine
-from .scan.predict import Scan
+from .networks import from_chain
+from .scan import Scan
 from .strategy import Prediction
 
 _SAMPLES = "scan, samples only"

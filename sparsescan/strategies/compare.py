@@ -19,15 +19,14 @@ from ..parallel.communicator import Communicator
 from ..parallel.network import measure as measure_network
 from ..plan.drawing import check_packages
 from ..symbolic.schedule import check_count
-from .architectures import sequential
 from .graph import Graph
-from .integrated.predict import BatchParallel, DomainParallel, Integrated, ModelParallel
+from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine, measure_machine
 from .measured import measure_exchanges, measure_times
+from .networks import Recurrent, Trainable, as_graph, graph_of, sequential
 from .per_layer.predict import PerLayer
 from .pipeline.predict import MicroBatches, Pipeline
-from .recurrent import Recurrent, Trainable, as_graph, graph_of
-from .scan.predict import Scan
+from .scan import Scan
 from .strategy import MOST_SAMPLES, MOST_WORKERS, Prediction, Strategy, Training
 
 # Steps before a measurement, its seconds, fewest and most steps, and steps of a turn.

@@ -17,11 +17,10 @@ from ..jacobians import Conv2d, Linear, Operator, Sequential
 from ..parallel.communicator import Communicator
 from ..parallel.network import observe, time_together
 from .exchanges import Sums
-from .machine import usual
-from .recurrent import Recurrent, Step, Trainable, graph_of, operators
+from .machine import PARTS, Times, usual
+from .networks import Recurrent, Step, Trainable, graph_of, operators
 from .stage import RecurrentStage, Stage
 from .strategy import cross_entropy
-from .times import PARTS, Times
 
 Array = NDArray[Any]
 Floats = NDArray[np.float64]

@@ -16,8 +16,8 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from ..errors import InputError, InputTypeError, SparseScanError
 from ..jacobians import from_torch as operators_of
-from .architectures import Builder
 from .graph import Graph, Layer
+from .networks import Builder
 from .strategy import Prediction
 
 __all__ = ["TorchPlan", "from_torch", "to_torch"]

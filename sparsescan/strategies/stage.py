@@ -15,7 +15,7 @@ from .. import api
 from ..jacobians import Operator, Sequential
 from ..parallel.communicator import Fault
 from .exchanges import descend
-from .recurrent import Step
+from .networks import Step
 from .strategy import Job, Training, check_samples
 
 Array = Any

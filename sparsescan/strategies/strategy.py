@@ -15,7 +15,7 @@ from ..parallel.communicator import Communicator
 from ..symbolic.schedule import check_count
 from .graph import Graph
 from .machine import Machine, load_machine
-from .recurrent import Trainable, as_graph
+from .networks import Trainable, as_graph
 
 # Predictions for more would take minutes.
 MOST_WORKERS, MOST_SAMPLES = 1 << 20, 1 << 24

@@ -41,14 +41,12 @@ from sparsescan.strategies import (
     Machine,
     ModelParallel,
 )
-from sparsescan.strategies.architectures import Builder, sequential
 from sparsescan.strategies.exchanges import Box, Redistribution, blocks, cut, volume
 from sparsescan.strategies.graph import Graph
+from sparsescan.strategies.networks import Builder, Recurrent, graph_of, operators, sequential
 from sparsescan.strategies.per_layer.configurations import Configurations, allowed
-from sparsescan.strategies.per_layer.costs import with_loss
-from sparsescan.strategies.per_layer.predict import Divided, PerLayer
+from sparsescan.strategies.per_layer.predict import Divided, PerLayer, with_loss
 from sparsescan.strategies.per_layer.train import Partitioned, limits_of
-from sparsescan.strategies.recurrent import Recurrent, graph_of, operators
 from sparsescan.strategies.stage import Stage
 from sparsescan.strategies.strategy import Job, Training, cross_entropy
 

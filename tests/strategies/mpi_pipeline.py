@@ -19,9 +19,9 @@ from sparsescan.jacobians import AvgPool2d, Conv2d, Flatten, Linear, Residual, S
 from sparsescan.parallel import Communicator, Network
 from sparsescan.recurrent import GRUCell, RNNCell
 from sparsescan.strategies import Machine, Strategy
+from sparsescan.strategies.networks import Recurrent, Trainable, graph_of
 from sparsescan.strategies.pipeline.predict import MicroBatches, Pipeline
 from sparsescan.strategies.pipeline.simulation import Simulation
-from sparsescan.strategies.recurrent import Recurrent, Trainable, graph_of
 from sparsescan.strategies.stage import Gradients, Stage, stage_of
 
 pytestmark = pytest.mark.ranks(2, slow=(1, 3), doubling=True)

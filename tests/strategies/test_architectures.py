@@ -29,7 +29,7 @@ from sparsescan.jacobians import (
 )
 from sparsescan.parameters import parametrised
 from sparsescan.recurrent import GRUCell, RNNCell
-from sparsescan.strategies.architectures import (
+from sparsescan.strategies.networks import (
     NAMES,
     Builder,
     build,

@@ -39,8 +39,8 @@ from sparsescan.strategies import (
     ModelParallel,
     compare,
 )
-from sparsescan.strategies.architectures import Builder, build
 from sparsescan.strategies.exchanges import Redistribution, blocks, intersection, volume
+from sparsescan.strategies.networks import Builder, build
 from sparsescan.strategies.per_layer.configurations import (
     Configurations,
     Moves,
@@ -50,13 +50,13 @@ from sparsescan.strategies.per_layer.configurations import (
     limits,
     reach,
 )
-from sparsescan.strategies.per_layer.costs import (
+from sparsescan.strategies.per_layer.predict import (
     LayerCosts,
     NetworkCosts,
+    PerLayer,
     optimise,
     with_loss,
 )
-from sparsescan.strategies.per_layer.predict import PerLayer
 
 SEEDS = st.integers(0, 2**32 - 1)
 BATCH, GPUS = 512, 16

@@ -26,17 +26,15 @@ from sparsescan.jacobians import BatchNorm2d, LayerNorm, Linear, Residual, Seque
 from sparsescan.parallel import Network
 from sparsescan.recurrent import GRUCell, LSTMCell, RNNCell
 from sparsescan.strategies import Graph, Layer, Machine, Recurrent
-from sparsescan.strategies.architectures import Builder, build
 from sparsescan.strategies.exchanges import sum_words
-from sparsescan.strategies.integrated.predict import (
+from sparsescan.strategies.integrated import (
     BatchParallel,
     DomainParallel,
     Integrated,
     ModelParallel,
 )
-from sparsescan.strategies.per_layer.costs import with_loss
-from sparsescan.strategies.per_layer.predict import PerLayer
-from sparsescan.strategies.recurrent import Step, graph_of
+from sparsescan.strategies.networks import Builder, Step, build, graph_of
+from sparsescan.strategies.per_layer.predict import PerLayer, with_loss
 
 # Table 1 of the paper: 2 µs and 6 GB/s.
 CORI = Network("Cori", latency=2000.0, inverse_bandwidth=1 / 6, exchange=0.0, call=0.0)

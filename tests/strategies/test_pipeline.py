@@ -17,12 +17,9 @@ from sparsescan.jacobians import Linear, Operator, Residual, Sequential, Tanh
 from sparsescan.parallel import Network
 from sparsescan.recurrent import GRUCell, RNNCell
 from sparsescan.strategies import BatchParallel, Graph, Layer, Machine, load_machine
-from sparsescan.strategies.architectures import build, from_sequential
-from sparsescan.strategies.pipeline.costs import balance
-from sparsescan.strategies.pipeline.predict import MicroBatches, Pipeline
-from sparsescan.strategies.pipeline.schedule import Placement
-from sparsescan.strategies.pipeline.simulation import Simulation
-from sparsescan.strategies.recurrent import Recurrent
+from sparsescan.strategies.networks import Recurrent, build, from_sequential
+from sparsescan.strategies.pipeline.predict import MicroBatches, Pipeline, balance
+from sparsescan.strategies.pipeline.simulation import Placement, Simulation
 from sparsescan.strategies.stage import Gradients, Stage, stage_of
 from sparsescan.strategies.strategy import cross_entropy
 

@@ -51,11 +51,10 @@ from sparsescan.strategies import (
 )
 from sparsescan.strategies.compare import strategies
 from sparsescan.strategies.graph import blocks
-from sparsescan.strategies.machine import PRESETS
+from sparsescan.strategies.machine import PRESETS, Times
+from sparsescan.strategies.networks import graph_of
 from sparsescan.strategies.per_layer.train import limits_of
-from sparsescan.strategies.recurrent import graph_of
-from sparsescan.strategies.scan.costs import parts_of
-from sparsescan.strategies.times import Times
+from sparsescan.strategies.scan import parts_of
 
 ROOT = Path(__file__).parents[2]
 NETWORK = Network("test", 100.0, 0.5, 0.5, 10.0)

@@ -10,7 +10,7 @@ import numpy as np
 
 from sparsescan.jacobians import Linear, Operator, Residual, Tanh
 from sparsescan.recurrent import GRUCell
-from sparsescan.strategies.recurrent import Recurrent, Step, Trainable
+from sparsescan.strategies.networks import Recurrent, Step, Trainable
 
 __all__ = ["loss_of", "parameters", "start_of", "transcription"]
 

@@ -36,7 +36,7 @@ from ..exchanges import (
     volume,
 )
 from ..graph import Graph, Layer
-from ..recurrent import Step
+from ..networks import Step
 from ..stage import RecurrentStage, Stage, copies
 from ..strategy import Job, Training, check_samples, cross_entropy
 from .configurations import Configuration, Limits, box_needed, image_of, limits
