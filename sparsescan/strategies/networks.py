@@ -224,7 +224,9 @@ _KINDS: dict[str, tuple[type[Operator], ...]] = {
 def _layer(op: Operator) -> Layer:
     """Return what an operator is in a graph, without a name and inputs."""
     kind = next((kind for kind, ops in _KINDS.items() if isinstance(op, ops)), "norm")
-    shapes: dict[str, tuple[int, ...]] = getattr(op, "shapes", {})
+    # Without the statistics of a normalisation, which are not learned.
+    every: dict[str, tuple[int, ...]] = getattr(op, "shapes", {})
+    shapes = {name: shape for name, shape in every.items() if not name.startswith("running")}
     nnz, shape = op.nnz, op.output_shape
     layer = Layer("", kind, (), shape, sum(map(math.prod, shapes.values())), nnz=nnz)
     if isinstance(op, AdaptiveAvgPool2d):

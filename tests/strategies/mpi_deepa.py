@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,12 +42,12 @@ from sparsescan.strategies import (
 )
 from sparsescan.strategies.exchanges import Box, Redistribution, blocks, cut, volume
 from sparsescan.strategies.graph import Graph
-from sparsescan.strategies.networks import Builder, Recurrent, graph_of, operators, sequential
+from sparsescan.strategies.networks import Recurrent, graph_of, operators, sequential
 from sparsescan.strategies.per_layer.configurations import Configurations, allowed
 from sparsescan.strategies.per_layer.predict import Divided, PerLayer, with_loss
-from sparsescan.strategies.per_layer.train import Partitioned, limits_of
+from sparsescan.strategies.per_layer.train import limits_of
 from sparsescan.strategies.stage import Stage
-from sparsescan.strategies.strategy import Job, Training, cross_entropy
+from sparsescan.strategies.strategy import Training, cross_entropy
 
 pytestmark = pytest.mark.ranks(2, slow=(3,), doubling=True)
 
@@ -138,21 +137,6 @@ def of_layers(ops: Sequence[Operator], params: Iterator[dict[str, Any]], x: Any)
         else:
             x = applied(op, next(params), x)
     return x
-
-
-def of_graph(graph: Graph, ops: Sequence[Operator | None], params: Params, x: Any) -> Any:
-    """Compute the output of a graph, in whose sums missing channels are zeros."""
-    outputs, given = [x], iter(params)
-    for layer, op in zip(graph.layers[1:-1], ops[1:], strict=False):
-        read = [outputs[j] for j in layer.inputs]
-        if op is None:
-            total = np.zeros((len(x), *layer.shape), complex)
-            for term in read:
-                total[:, : term.shape[1]] += term
-            outputs.append(total)
-        else:
-            outputs.append(applied(op, next(given), read[0]))
-    return outputs[-1]
 
 
 def of_sequences(network: Recurrent, params: Params, x: Any) -> Any:
@@ -268,40 +252,6 @@ def random_conv(
     return Conv2d(*sizes, groups=groups, input_shape=shape, dtype=np.float64, rng=rng)
 
 
-def random_sums(rng: np.random.Generator) -> tuple[Graph, list[Operator | None]]:
-    """Convolutions, activations, and sums of any layers before them, the input included."""
-    builder = Builder("sums", (2, 4, 5))
-    ops: list[Operator | None] = [None]
-
-    def add(*inputs: int) -> None:
-        # The first has the most channels.
-        builder.sum(*sorted(inputs, key=lambda j: -builder.layers[j].shape[0]))
-        ops.append(None)
-
-    for _ in range(6):
-        x, kind = int(rng.integers(builder.last + 1)), int(rng.integers(3))
-        shape = builder.layers[x].shape
-        if kind == 0:
-            ops.append(random_conv(rng, shape, int(rng.integers(1, 4)), 3))
-            builder.conv(ops[-1].output_shape[0], 3, padding=1, x=x)
-        elif kind == 1:
-            ops.append(Tanh(input_shape=shape))
-            builder.elementwise(x=x)
-        else:
-            add(*rng.integers(builder.last + 1, size=int(rng.integers(2, 4))).tolist())
-    # All that no layer has read yet.
-    add(
-        *set(range(builder.last + 1)) - {j for layer in builder.layers for j in layer.inputs},
-        builder.last,
-    )
-    shape = builder.layers[-1].shape
-    builder.flatten()
-    builder.linear(3)
-    size = math.prod(shape)
-    ops += [Flatten(input_shape=shape), Linear(size, 3, dtype=np.float64, rng=rng), None]
-    return with_loss(builder.graph()), ops
-
-
 def random_recurrent(rng: np.random.Generator) -> Recurrent:
     cell, features, hidden = rng.choice([RNNCell, GRUCell]), *rng.integers(1, 5, 2).tolist()
     readout = Linear(hidden, 4, rng.random() < 0.7, dtype=np.float64, rng=rng)
@@ -400,20 +350,6 @@ def check_network(
         check(training, params, batches, expected, rtol, moved if exact else None)
 
 
-def check_sums(rng: np.random.Generator) -> None:
-    """Any graph of layers and sums."""
-    (graph, ops), batch = random_sums(rng), int(rng.integers(1, 5))
-    chosen = random_configurations(rng, graph, ops, batch)
-    given = [op.params for op in ops if op is not None]
-    shape = graph.layers[0].shape
-    batches = random_data(rng, shape, 3, batch, np.float64)
-    expected = by_complex_steps(lambda params, x: of_graph(graph, ops, params, x), given, batches)
-    job = Job(WORLD, SimpleNamespace(input_shape=shape), batch, RATE)  # type: ignore[arg-type]
-    training = Partitioned(job, graph, ops, chosen)  # type: ignore[arg-type]
-    moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]  # type: ignore[arg-type]
-    check(training, given, batches, expected, 1e4 * EPS, moved)
-
-
 def pools_inside(network: Sequential) -> bool:
     """Whether the box that every pool needs follows from its windows alone."""
     return not any(isinstance(op, AvgPool2d) and any(op.padding) for op in network.layers)
@@ -499,11 +435,6 @@ def test_recurrent_and_residual_networks(seeds: Callable[..., range], make: Any)
         batches = data(rng, network, batch, np.float64)
         chosen = random_configurations_of(rng, network, batch)
         check_network(network, [image_parallelism, chosen, None], batches, 1e4 * EPS)
-
-
-def test_graphs_with_sums(seeds: Callable[..., range]) -> None:
-    for seed in seeds(1, 3, 25):
-        check_sums(np.random.default_rng([WORLD.size, seed]))
 
 
 def images(rng: np.random.Generator) -> Sequential:

@@ -19,13 +19,13 @@ from integrated_paper import (
     log,
     products,
 )
-from sampling import examples, slow
+from sampling import examples
 
 from sparsescan import InputError
 from sparsescan.jacobians import BatchNorm2d, LayerNorm, Linear, Residual, Sequential
 from sparsescan.parallel import Network
 from sparsescan.recurrent import GRUCell, LSTMCell, RNNCell
-from sparsescan.strategies import Graph, Layer, Machine, Recurrent
+from sparsescan.strategies import Graph, Machine, Recurrent
 from sparsescan.strategies.exchanges import sum_words
 from sparsescan.strategies.integrated import (
     BatchParallel,
@@ -140,27 +140,6 @@ def test_a_halo_has_two_neighbours(rows: int) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["alexnet", "gru:20", *slow("vgg11", "inception-v3", "resnet-110")]
-)
-def test_the_best_grid_is_no_worse_than_any(name: str) -> None:
-    graph = build(name)
-    best = Integrated().predict(graph, Machine(), 16, 64)
-    tried = 0
-    for rows in (1, 2, 4, 8, 16):
-        for modes in (("batch",), ("model",), ("domain", "model"), ("batch", "model")):
-            try:
-                other = Integrated((rows, 16 // rows), modes).predict(graph, Machine(), 16, 64)
-            except InputError:
-                continue
-            tried += 1
-            assert best.total <= other.total * (1 + 1e-12)
-    assert tried > 5
-    assert best.memory > 0
-    assert best.bytes > 0
-    assert not best.stale
-
-
 @settings(max_examples=examples(20))
 @given(
     st.sampled_from([RNNCell, GRUCell]), st.integers(1, 4), st.integers(2, 9), st.booleans(),
@@ -255,23 +234,6 @@ def test_memory_of_weights_is_divided_by_rows() -> None:
 # -------------------------------------------------------------------------------------------------
 # The paper's figures
 # -------------------------------------------------------------------------------------------------
-
-
-def test_equation_5() -> None:
-    """3×3 filters on 13×13×384: the equation gives 13.6, where the text says 12."""
-    builder = Builder("13", (384, 13, 13))
-    builder.add(
-        Layer("conv", "conv", (0,), (384, 13, 13), weights=9 * 384 * 384, kernel=(3, 3),
-              padding=(1, 1))
-    )  # fmt: skip
-    layer = products(builder.graph())[0]
-    crossover = 2 * layer.weights / (3 * layer.output_row * layer.output_rows)
-    assert math.isclose(crossover, 2 * 9 * 384 / (3 * 13 * 13))
-    assert abs(crossover - 12) < 0.15 * 12
-    # Below it model parallelism sends less: one layer of many, so with the gradient of its input.
-    for batch in range(1, 30):
-        by_model = 3 * batch * layer.made
-        assert (by_model < 2 * layer.weights) == (batch < crossover)
 
 
 GROUPED = [96 * 363, 256 * 1200, 384 * 2304, 384 * 1728, 256 * 1728]
@@ -373,21 +335,6 @@ def test_no_reading_gives_the_published_speedups() -> None:
     assert (round(every[16], 1), round(linear[16], 1)) == (5.2, 9.7)
 
 
-def test_published_grid_is_not_the_one_that_sends_least() -> None:
-    """If 16 × 32 sends a fifth of pure batch, 8 × 64 sends less, whatever activations are."""
-    weights = sum(GROUPED + LINEAR)
-    batch = 2 * weights * 511 / 512
-
-    def shared(rows: int, activations: float) -> float:
-        columns = 512 // rows
-        words = 2 * weights / rows * (columns - 1) / columns
-        return words + activations * 2048 / columns * (rows - 1) / rows
-
-    activations = (batch / 5.0 - shared(16, 0)) / (shared(16, 1) - shared(16, 0))
-    assert math.isclose(shared(16, activations), batch / 5.0)
-    assert shared(8, activations) < 0.96 * shared(16, activations)
-
-
 def test_published_totals_agree_with_each_other() -> None:
     """2.1× in all with 5.0× in communication, and 2.5× with 9.7×: one computing time fits both.
 
@@ -453,17 +400,3 @@ def test_pure_domain_parallelism_has_rows_of_all_images_that_are_high_enough() -
     with pytest.raises(InputError, match="no layer has images of so many rows"):
         DomainParallel().predict(graph, machine, 64, 64)
     assert DomainParallel().predict(graph, machine, 1, 16).nanoseconds["halo"] == 0
-
-
-def test_domain_where_it_pays() -> None:
-    """Large images, few weights, and fewer samples than workers."""
-    builder = Builder("wide", (3, 256, 256))
-    for _ in range(3):
-        builder.conv(32, 3, padding=1)
-        builder.elementwise()
-    builder.pool(32)
-    builder.flatten()
-    builder.linear(512)
-    prediction = Integrated().predict(builder.graph(), Machine(network=CORI), 8, 2)
-    assert prediction.how == "8 × 1, domain in conv1–conv3, model in linear1"
-    assert prediction.nanoseconds["halo"] > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -33,9 +32,8 @@ from sparsescan.strategies import (
     Scan,
     build,
     compare,
-    load_machine,
 )
-from sparsescan.strategies.pytorch import from_torch, measure_module, to_torch
+from sparsescan.strategies.pytorch import from_torch, to_torch
 
 
 class Block(nn.Module):
@@ -51,16 +49,6 @@ class Block(nn.Module):
     def forward(self, x: Any) -> Any:
         y = torch.relu(self.norm(self.conv1(x)) + self.shortcut(x))
         return torch.cat([y, self.conv2(y).relu()], dim=1)
-
-
-class Slow(nn.Linear):
-    """A layer that takes 2 ms forward; `torch.fx` looks into no layer of PyTorch's."""
-
-    __module__ = "torch.nn.slow"
-
-    def forward(self, x: Any) -> Any:
-        time.sleep(0.002)
-        return super().forward(x)
 
 
 def lenet5() -> nn.Sequential:
@@ -79,75 +67,6 @@ def test_the_graph_of_lenet5_is_the_one_that_is_built_in() -> None:
     layers = [replace(layer, name=other.name) for layer, other in zip(actual.layers, wanted.layers)]  # noqa: B905
     assert layers == list(wanted.layers)
     assert [layer.name for layer in actual.layers[1:]] == [str(k) for k in range(12)]
-
-
-def test_layers_of_a_module_are_measured_with_pytorch() -> None:
-    """A step of one worker takes what its layers take, those that overwrite inputs among them."""
-    net = nn.Sequential(
-        *(nn.Conv2d(1, 3, 3), nn.ReLU(inplace=True), Block(3), nn.Flatten()),
-        *(nn.Linear(324, 2000), nn.BatchNorm1d(2000), nn.Tanh(), Slow(2000, 3)),
-    )
-    before, training = {name: x.clone() for name, x in net.state_dict().items()}, net.training
-    machine = measure_module(net, (1, 8, 8), batch=12)
-    assert training == net.training
-    assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
-    graph, times = from_torch(net, (1, 8, 8)), machine.times
-    assert times is not None
-    assert times.samples == [2, 3, 6, 12]
-    assert all(times.knows(graph, k) for k in range(1, len(graph.layers)))
-    row = {layer.name: k for k, layer in enumerate(times.layers)}
-    assert (times.parts["forward"][row["7"]] >= 2e6).all()
-    assert times.parts["params"][row["6"], -1] == 0 < times.parts["params"][row["5"], -1]
-    # The gradient in the network's input is not asked for.
-    total = sum(table[:, -1].sum() for table in times.parts.values())
-    total += times.loss[-1] - times.parts["product"][0, -1]
-    assert compare(graph, machine, 1, 12).single.total == pytest.approx(total)
-    (shared,) = compare(graph, machine, 3, 12, [BatchParallel()]).predictions
-    # Four samples lie between three and six.
-    forward = (times.parts["forward"][:, 1:3] @ [2 / 3, 1 / 3]).sum()
-    assert shared.nanoseconds["forward"] == pytest.approx(forward)
-
-
-class SlowOutputs(nn.Linear):
-    """A layer that takes 10 ms for each of its outputs, and 20 ms besides."""
-
-    __module__ = "torch.nn.slow"
-
-    def forward(self, x: Any) -> Any:
-        time.sleep(0.02 + 0.01 * len(self.weight))
-        return super().forward(x)
-
-
-def test_half_of_the_channels_are_measured() -> None:
-    """Ten outputs take 120 ms, and five 70 ms: so two workers that share them take as long."""
-    net = nn.Sequential(nn.Linear(4, 4), SlowOutputs(4, 10))
-    machine, graph = measure_module(net, (4,), batch=4), from_torch(net, (4,))
-    assert machine.times is not None
-    whole, half = machine.times.halves["forward"][1]
-    assert whole >= 120e6
-    assert 70e6 <= half < 0.85 * whole
-    assert machine.forward(graph, 2, 4, 0.5) == pytest.approx(half)
-    # An activation has no such half, nor has a convolution in groups.
-    others = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Tanh(), nn.Conv2d(4, 1, 1))
-    times = measure_module(others, (4, 5, 5), batch=2).times
-    assert times is not None
-    assert np.isnan(times.halves["forward"][:, 1]).all()
-
-
-def test_a_module_is_compared_by_what_is_measured() -> None:
-    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Slow(8, 6))
-    compared = compare(net, load_machine("h100"), 2, 8, input_shape=(8,))
-    assert compared.machine.name == "h100, layers measured with PyTorch"
-    assert compared.network.layers[3].name == "2"
-    # A GPU would take a thousandth of it.
-    assert compared.single.nanoseconds["forward"] >= 2e6
-    assert compared.single.nanoseconds["loss"] > 0
-    assert "PyTorch has no Jacobians" in compared.reasons["scan"]
-    assert {"batch", "model", "per layer"} <= {one.strategy for one in compared.predictions}
-    with pytest.raises(InputTypeError, match="expected a Graph"):
-        compare(net, Machine(), 2, 8)  # without the shape of a sample
-    with pytest.raises(InputTypeError, match="module is a Graph"):
-        compare(build("lenet5"), Machine(), 2, 8, input_shape=(1, 32, 32))
 
 
 @settings(max_examples=examples(20))

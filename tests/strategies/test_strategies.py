@@ -31,7 +31,6 @@ from sparsescan.strategies import (
     Graph,
     Integrated,
     Layer,
-    LayerPlan,
     Machine,
     MicroBatches,
     ModelParallel,
@@ -143,12 +142,6 @@ def test_parts_follow_each_other_and_none_is_empty(graph: Graph, data: st.DataOb
     assert [k for part in parts for k in part] == list(range(units))
 
 
-def test_equal_steps_are_cut_equally() -> None:
-    sizes = [len(part) for part in parts_of(build("rnn:96"), 8)]
-    # The last part has the linear layer, too.
-    assert sizes == [12] * 7 + [13]
-
-
 def test_products_take_a_constant_more_for_twice_the_steps_and_workers() -> None:
     """Equation 6: Θ(log n) with a step for each worker, where the vectors take Θ(n)."""
     machine = Machine(network=NETWORK)
@@ -189,10 +182,6 @@ def test_where_nothing_fits_the_least_memory_is_predicted() -> None:
         Scan(grid, "vectors").predict(build("lenet5"), machine, 4, 16) for grid in ((2, 2), (4, 1))
     ]
     assert prediction.memory == min(other.memory for other in others) > machine.memory
-
-
-def test_two_workers_or_more_share_the_chain() -> None:
-    assert Scan().predict(build("lenet5"), Machine(), 8, 64).how.startswith(("2 ", "4 ", "8 "))
 
 
 def test_unknown_schedules_are_refused() -> None:
@@ -254,31 +243,11 @@ def test_parts_of_all_predictions_are_printed_and_add_up(name: str) -> None:
         assert f"\n  {one.strategy}" in str(comparison)
 
 
-@pytest.mark.parametrize("option", ["workers", "batch"])
-def test_there_is_a_worker_and_a_sample(option: str) -> None:
-    counts = {"workers": 2, "batch": 2} | {option: 0}
-    with pytest.raises(InputError, match=option):
-        compare(build("lenet5"), Machine(), **counts)
-
-
 def test_a_picture_is_drawn(tmp_path: Any) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "picture"
     plot_comparison(build("lenet5"), Machine(), 6, 8, path)
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_numbers_of_a_prediction_are_those_of_python() -> None:
-    times = {"forward": np.float64(2), "loss": np.float32(1)}
-    prediction = Prediction("any", "", times, np.int64(3), np.int32(4), np.float64(0.5))  # type: ignore[arg-type]
-    numbers = [
-        prediction.bytes,
-        prediction.memory,
-        prediction.stale,
-        *prediction.nanoseconds.values(),
-    ]
-    assert [type(number) for number in numbers] == [int, int, float, float, float]
-    assert prediction == Prediction("any", "", {"forward": 2.0, "loss": 1.0}, 3, 4, 0.5)
 
 
 @pytest.mark.slow
@@ -380,29 +349,6 @@ def test_equal_plans_cost_and_need_the_same_in_every_row(name: str) -> None:
         prediction = row.predict(graph, machine, 1, batch)
         assert (prediction.bytes, prediction.memory) == (0, alone.memory)
         assert prediction.total == pytest.approx(alone.total)
-
-
-@pytest.mark.parametrize(("preset", "overlap"), [(None, False), ("h100", True)])
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("workers", [6, *slow(64)])
-def test_no_plan_that_per_layer_contains_is_better(
-    name: str, workers: int, preset: str | None, overlap: bool
-) -> None:
-    machine = replace(Machine() if preset is None else load_machine(preset), overlap=overlap)
-    graph = build(name)
-    best = PerLayer().predict(graph, machine, workers, 64).total
-    rows = [BatchParallel(), ModelParallel(), DomainParallel(), Integrated()]
-    others = compare(graph, machine, workers, 64, rows).predictions
-    assert all(best <= other.total * (1 + 1e-9) for other in others)
-
-
-def test_as_many_parts_as_there_are_samples() -> None:
-    """However many workers: each of them may have one sample."""
-    graph, machine, many = build("resnet-20"), Machine(), 8192
-    best = PerLayer().predict(graph, machine, many, many).total
-    others = compare(graph, machine, many, many, [BatchParallel(), Integrated()]).predictions
-    assert {other.strategy for other in others} == {"batch", "integrated"}
-    assert all(best <= other.total * (1 + 1e-9) for other in others)
 
 
 def test_sums_of_gradients_are_hidden_behind_the_backward_pass() -> None:
@@ -510,18 +456,6 @@ def test_machines_come_back_from_files(
     machine = Machine("ours", rate, bandwidth, overhead, memory, network, 8)
     path = tmp_path_factory.mktemp("machine") / "folder" / "machine.json"
     assert load_machine(save_machine(machine, path)) == machine
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_loaded_by_name(name: str, tmp_path: Any) -> None:
-    machine = load_machine(name)
-    assert (machine.name, machine.node) == (name, 4 if name == "p100" else 8)
-    within = machine.within
-    assert within is not None
-    assert within.latency < machine.network.latency
-    assert within.inverse_bandwidth < machine.network.inverse_bandwidth
-    assert PRESETS[name][1]
-    assert load_machine(save_machine(machine, tmp_path / "machine.json")) == machine
 
 
 def test_the_documented_machines_are_those_of_the_code() -> None:
@@ -683,20 +617,6 @@ def test_the_command_writes_plans(tmp_path: Any, capsys: Any) -> None:
     assert sum(layer["bytes"] for layer in batch["layers"]) == pytest.approx(
         batch["bytes"], rel=1e-3
     )
-
-
-def test_plans_of_many_workers_are_short() -> None:
-    """Devices are ranges: a list of 100,000 for each layer took 22 GiB."""
-    plan = LayerPlan("fc", (1, 1, 1, 1), range(3, 10**15, 10), 5, 6)
-    written = json.dumps(Prediction("any", "", {}, 5, 6, layers=(plan,)).to_dict())
-    (layer,) = json.loads(written)["layers"]
-    assert layer == {
-        "name": "fc",
-        "configuration": [1, 1, 1, 1],
-        "devices": {"start": 3, "stop": 10**15, "step": 10},
-        "bytes": 5,
-        "memory": 6,
-    }
 
 
 def test_whoever_reads_the_output_may_stop() -> None:
