@@ -257,20 +257,10 @@ class NetworkCosts:
 
         Each way has numbers of configurations of each layer; one more, `whole`, has all others.
         """
-        overlap = self.costs.machine.overlap
-        weights = [(1.0, 0.0), (0.5, 0.5), (0.0, 1.0)] if overlap else [(1.0, 1.0)]
-        every = [self._by_node(way) for way in ways]
-        bounds = self._bounds(every, weights)
-        order = np.argsort(bounds, kind="stable").tolist()
-        if whole is not None:
-            order.append(len(every))
-            every.append(self._by_node(whole))
-            bounds.append(0.0)
         best: _Plan = math.inf, []
-        for k in order:
-            if bounds[k] < best[0]:
-                search = self._overlapped if overlap else self._by_copies
-                best = min([best, *search(every[k], best)])
+        search = self._overlapped if self.costs.machine.overlap else self._by_copies
+        for way in [*ways, *([] if whole is None else [whole])]:
+            best = min([best, *search(self._by_node(way), best)])
         total, numbers = best
         chosen = self.of.all[[numbers[node] for node in self._node_of]]
         return [(int(n), int(c), int(h), int(w)) for n, c, h, w in chosen], total
@@ -283,56 +273,21 @@ class NetworkCosts:
                 own[node].append(choice)
         return [one[0] if len(one) == 1 else reduce(np.intersect1d, one) for one in own]
 
-    def _bounds(self, ways: Sequence[Sequence[Chosen]], weights: Sequence[_Weights]) -> list[float]:
-        """Return what each way costs at least, the greatest of some weighted means."""
-        known: dict[Any, Times] = {}
-        columns = np.array([(1, backward, sums, 1) for backward, sums in weights]).T
-        bounds = []
-        for way in ways:
-            total = np.zeros(len(weights))
-            for node, choice in enumerate(way):
-                key = node, id(choice)
-                if key not in known:
-                    known[key] = (self._table(node, choice) @ columns).min(axis=0, initial=math.inf)
-                total += known[key]
-            bounds.append(float(total.max()))
-        return bounds
-
     def _overlapped(self, choices: Sequence[Chosen], best: _Plan) -> Iterator[_Plan]:
         """Yield plans in which sums of gradients overlap with the backward pass.
 
-        A step is then the longer of two sums over layers. The least weighted means of both are
-        the corners of a convex hull, among which the best is found by bisection.
+        A step is then the longer of two sums over layers, and no less than any of their weighted
+        means. The weight with which both are equally long is found by bisection.
         """
-        ends: list[tuple[float, float]] = []
-        weight = 1.0
+        low, high = 0.0, 1.0
         for _ in range(_SEARCHES):
+            weight = (low + high) / 2
             ways = list(self._by_copies(choices, best, (weight, 1 - weight)))
             if not ways:
                 return
             yield from ways
-            best = min([best, *ways])
-            corners = [self._both(numbers) for _, numbers in ways]
-            corner = min(corners, key=lambda both: weight * both[0] + (1 - weight) * both[1])
-            if corner in ends:
-                return
-            if not ends:
-                ends, weight = [corner], 0.0
-                continue
-            if len(ends) == 1:
-                ends.append(corner)
-            else:
-                ends[corner[0] >= corner[1]] = corner
-            (backward, sums), (other, less) = ends
-            if backward >= other or sums <= less:
-                return
-            weight = (sums - less) / (sums - less + other - backward)
-
-    def _both(self, numbers: Sequence[int]) -> tuple[float, float]:
-        """Return nanoseconds of a step without sums of gradients, and without a backward pass."""
-        parts = self._parts(numbers)
-        total = math.fsum(parts.values())
-        return total - parts["weights"], total - parts["backward"]
+            best, parts = min([best, *ways]), self._parts(ways[0][1])
+            low, high = (weight, high) if parts["backward"] > parts["weights"] else (low, weight)
 
     def _by_copies(
         self, choices: Sequence[Chosen], best: _Plan, weights: _Weights = (1.0, 1.0)
