@@ -41,9 +41,6 @@ class Times:
         Numbers of samples, increasing; between them times are interpolated.
     parts : dict of str to ndarray, shape (layers, sizes)
         Times of each of :data:`PARTS`.
-    halves : dict of str to ndarray, shape (layers, 2)
-        Times with the most samples, of the whole layer and of half of its output channels; nan
-        where half of the channels are half of the work.
     calls : dict of str to ndarray, shape (2, sizes)
         Times of one call for all steps of a cell: of the call itself, and of each step.
     loss : ndarray, shape (sizes,)
@@ -62,7 +59,6 @@ class Times:
     layers: Sequence[Layer]
     samples: Sequence[int]
     parts: Mapping[str, Floats]
-    halves: Mapping[str, Floats]
     calls: Mapping[str, Floats]
     loss: Floats
     sweep: float
@@ -82,12 +78,8 @@ class Times:
     ) -> float:
         """Return nanoseconds of a part of a layer that was measured."""
         row = self._rows[graph.layers[graph.owner(k)]]
-        table, (whole, half) = self.parts[part][row], self.halves[part][row]
-        if share == 1 or not whole > 0 or np.isnan(half):
-            return self.at(table, samples * share)
-        # Overhead and reading the whole input do not become less.
-        kept = min(max(2 * float(half / whole) - 1, 0.0), 1.0)
-        return self.at(table, samples) * (kept + (1 - kept) * share)
+        # Half of the channels take as long as half of the samples.
+        return self.at(self.parts[part][row], samples * share)
 
     def at(self, table: Floats, samples: float) -> float:
         """Interpolate a table between the samples that were measured, and beyond them."""
@@ -171,7 +163,7 @@ class Machine:
         """
         if graph.layers[k].kind == "cell" and share == 1:
             return self._of_many(("forward",), graph, k, samples)
-        return self._part("forward", graph, k, samples, share)
+        return self.part("forward", graph, k, samples, share)
 
     def backward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
         """Return nanoseconds of its backward pass, for its input and for its parameters."""
@@ -179,31 +171,19 @@ class Machine:
         if layer.kind == "cell" and share == 1:
             return self._of_many(("values", "product", "params"), graph, k, samples)
         if self._measured(graph, k):
-            both = self.values(*work) + self.product(*work)
-            return self.params(*work) + both * graph.deep(k)
-        return (1 + layer.learns) * self._part("forward", *work)
-
-    def values(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
-        """Return nanoseconds in which the values of the Jacobian of layer `k` are written."""
-        return self._part("values", graph, k, samples, share)
-
-    def product(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
-        """Return nanoseconds of the product of its Jacobian with a gradient of each sample."""
-        return self._part("product", graph, k, samples, share)
-
-    def params(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
-        """Return nanoseconds of the gradients of its parameters."""
-        return self._part("params", graph, k, samples, share)
+            both = self.part("values", *work) + self.part("product", *work)
+            return self.part("params", *work) + both * graph.deep(k)
+        return (1 + layer.learns) * self.part("forward", *work)
 
     def update(self, graph: Graph, k: int, share: float = 1.0) -> float:
         """Return nanoseconds of the update of its parameters."""
         shared = graph.layers[k].shares is not None
-        return 0.0 if shared else self._part("update", graph, k, 1.0, share)
+        return 0.0 if shared else self.part("update", graph, k, 1.0, share)
 
-    def _part(
+    def part(
         self, part: str, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0
     ) -> float:
-        """Return nanoseconds of a part of layer `k` that was measured, or of the model."""
+        """Return nanoseconds of one of :data:`PARTS` of layer `k`, as measured or by the model."""
         layer = graph.layers[k]
         if times := self._measured(graph, k):
             return times.of(part, graph, k, samples, share)
@@ -238,7 +218,7 @@ class Machine:
         times = self._measured(graph, k)
         if times and graph.layers[k].kind == "cell":
             return times.at(times.calls[part][1], samples)
-        return self._part(part, graph, k, samples)
+        return self.part(part, graph, k, samples)
 
     def _of_many(self, parts: Sequence[str], graph: Graph, k: int, samples: float) -> float:
         """Return nanoseconds of a step of a cell; the first has those of the call."""
@@ -395,7 +375,7 @@ def load_machine(path: _Path | None = None) -> Machine:
         if path is None or not os.path.exists(path):
             return Machine(network=load_network())
     if path in PRESETS:
-        return PRESETS[str(path)][0]
+        return PRESETS[str(path)]
     try:
         machine: Machine = _record(Machine(), json.loads(Path(path).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
@@ -511,28 +491,15 @@ def _preset(
     return Machine(name, peak * 500, bandwidth, memory=memory << 30, **levels)
 
 
-#: Machines from public figures by name, and where these can be looked up. Workers are at their peak
-#: in float32, without tensor cores: what steps take at least. NVLink is counted in one direction,
-#: and the network cards of a node are shared by its workers.
+#: Machines from public figures by name; docs/how/strategies.md has the sources. Workers are at
+#: their peak in float32, without tensor cores: what steps take at least. NVLink is counted in one
+#: direction, and the network cards of a node are shared by its workers.
 PRESETS = {
-    "p100": (
-        _preset("p100", 10.6, 732.0, 16, 4, 80.0, 12.5 / 4),
-        "Tesla P100 SXM2 (NVIDIA's data sheet); nodes of four with one EDR InfiniBand card of 100 "
-        "Gb/s, as in DeePa (section 7.3)",
-    ),
-    "v100": (
-        _preset("v100", 15.7, 900.0, 16, 8, 150.0, 50.0 / 8),
-        "Tesla V100 SXM2 (NVIDIA's data sheet), as in BPPSA (appendix G); DGX-1: eight with four "
-        "EDR InfiniBand cards of 100 Gb/s",
-    ),
-    "a100": (
-        _preset("a100", 19.5, 1555.0, 40, 8, 300.0, 25.0),
-        "A100 SXM4 of 40 GB (NVIDIA's data sheet); DGX A100: eight with eight HDR InfiniBand cards "
-        "of 200 Gb/s",
-    ),
-    "h100": (
-        _preset("h100", 66.9, 3350.0, 80, 8, 450.0, 50.0),
-        "H100 SXM5 (NVIDIA's data sheet); DGX H100: eight with eight NDR InfiniBand cards of 400 "
-        "Gb/s",
-    ),
+    sizes[0]: _preset(*sizes)
+    for sizes in (
+        ("p100", 10.6, 732.0, 16, 4, 80.0, 12.5 / 4),
+        ("v100", 15.7, 900.0, 16, 8, 150.0, 50.0 / 8),
+        ("a100", 19.5, 1555.0, 40, 8, 300.0, 25.0),
+        ("h100", 66.9, 3350.0, 80, 8, 450.0, 50.0),
+    )
 }

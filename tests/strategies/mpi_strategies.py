@@ -205,7 +205,7 @@ def check_times(graph: Graph, machine: Machine) -> None:
         known = machine.times.knows(graph, k)
         assert known == (graph.layers[k].kind != "add")
         # A step of a cell is the difference of two times, which may vanish in their noise.
-        assert machine.forward(graph, k, 8) + machine.product(graph, k, 8) >= 0
+        assert machine.forward(graph, k, 8) + machine.part("product", graph, k, 8) >= 0
     whole = sum(machine.forward(graph, k, 8) for k in range(1, len(graph.layers)))
     assert whole > 0
     assert all(one == whole for one in WORLD.allgather(whole))

@@ -81,13 +81,6 @@ class Placement:
         return 2 * len(self.registers) + 2
 
     @property
-    def names(self) -> list[str]:
-        """Stages of each accelerator; the ``k``-th works on minibatch ``t - k`` in cycle ``t``."""
-        last = len(self.registers) + 1
-        forward = [f"FS{i}" for i in range(1, last)]
-        return [*forward, f"FS{last}, BKS1", *(f"BKS{i}" for i in range(2, last + 1))]
-
-    @property
     def parts(self) -> tuple[slice, ...]:
         """Layers of each forward stage, counted from 0."""
         bounds = (0, *self.registers, self.layers)
