@@ -147,7 +147,7 @@ def _add(builder: Builder, node: fx.Node, module: Any, inputs: list[int]) -> int
     if module is None:
         raise InputError("expected a layer, an activation, a sum, or a concatenation of channels")
     # Of another precision, and on another device, it is the same layer.
-    layer = copy.deepcopy(module).float().cpu()
+    layer = copy.deepcopy(module).eval().float().cpu()
     return builder.extend(operators_of(layer, builder.layers[x].shape), x)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from update_rule import loss_of, parameters
+from update_rule import loss_of, parameters, sgd
 
 from sparsescan import InputError
 from sparsescan.jacobians import (
@@ -75,32 +75,6 @@ def recurrent(rng: np.random.Generator, dtype: Any) -> Recurrent:
     # Weights that are pruned count as 0, whatever they are.
     readout.weight = rng.uniform(-1, 1, (4, 5)).astype(dtype)
     return Recurrent(cell, readout, int(rng.integers(4, 20)))
-
-
-def sgd(network: Any, x: Any, labels: Any) -> tuple[float, list[dict[str, Any]]]:
-    """Loss and gradients of one process, layer by layer and step by step."""
-    if isinstance(network, Recurrent):
-        cell, readout = network.cell, network.readout
-        x = x.swapaxes(0, 1)
-        states = cell.unroll(x)
-        loss, grad = loss_of(readout.forward(states[-1]), labels)
-        grads = [dict.fromkeys(cell.params, 0), readout.param_grads(states[-1], grad)]
-        grad = grad @ readout.jacobian(states[-1][0]).toarray().T
-        for before, now in zip(states[-2::-1], x[::-1], strict=True):
-            for name, grad_now in cell.param_grads(now, before, grad).items():
-                grads[0][name] = grads[0][name] + grad_now
-            steps = zip(now, before, grad, strict=True)
-            grad = np.stack([cell.jacobian(one, state) @ g for one, state, g in steps])
-        return loss, grads
-    xs = network.activations(x)
-    loss, grad = loss_of(xs[-1], labels)
-    samples = []
-    for k in range(len(x)):
-        gradients = [grad[k]]
-        for jacobian in network.jacobians([array[k] for array in xs])[:-1]:
-            gradients.append(jacobian @ gradients[-1])
-        samples.append(gradients)
-    return loss, network.param_grads(xs, [np.stack(step) for step in zip(*samples, strict=True)])
 
 
 def sent(training: Training) -> int:
