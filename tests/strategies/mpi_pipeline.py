@@ -186,27 +186,6 @@ def test_what_is_predicted_is_run(rng: np.random.Generator) -> None:
             assert predicted.how.startswith(f"{training._count} micro-batch")
 
 
-def test_what_cannot_be(rng: np.random.Generator) -> None:
-    """Predictions and runs refuse it by equal messages."""
-    size, cells = WORLD.size, recurrent(RNNCell, rng, np.float32)
-    both = [(images(rng, np.float32), "layers of a block stay together")]
-    both.append((Recurrent(cells.cell, cells.readout, 9), "layers that share their weights stay"))
-    for net, why in both:
-        for kind in (Pipeline, MicroBatches):
-            strategies = [kind((1,) * size), kind(range(1, 1 + size))]
-            wrong = [kind(range(2, 1 + size))] if size > 1 else []
-            if isinstance(net, Recurrent) and size > 2:
-                wrong.append(kind())
-            for strategy in strategies + wrong:
-                said = [
-                    raises(InputError, lambda: strategy.start(WORLD, net, BATCH)),  # noqa: B023
-                    raises(InputError, lambda: strategy.predict(graph_of(net), Machine(), size, 4)),  # noqa: B023
-                ]
-                assert said[0] == said[1], said
-                assert "expected" in said[0]
-                assert strategy not in wrong or why in said[0], said
-
-
 @pytest.mark.parametrize("kind", [None, *CELLS])
 def test_ranks_fail_together(kind: Any, rng: np.random.Generator) -> None:
     net = images(rng, np.float32) if kind is None else recurrent(kind, rng, np.float32)

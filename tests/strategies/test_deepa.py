@@ -25,7 +25,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from sparsescan import InputError
 from sparsescan.parallel.network import Network
 from sparsescan.plan.elimination import minimise
 from sparsescan.strategies import (
@@ -52,7 +51,6 @@ from sparsescan.strategies.per_layer.configurations import (
 )
 from sparsescan.strategies.per_layer.predict import (
     LayerCosts,
-    NetworkCosts,
     PerLayer,
     optimise,
     with_loss,
@@ -265,29 +263,6 @@ def test_nothing_that_it_contains_costs_less(seed, workers, overlap):
     assert chosen <= min(totals, default=0.0) * (1 + 1e-9)
 
 
-def test_cells_that_share_parameters_have_one_configuration():
-    graph = with_loss(build("rnn:20"))
-    # Updates are dear, so that one worker would do, but not for the last layer.
-    costs = LayerCosts(Machine(multiply_adds=1e-3, network=Network("slow", 1e5, 10.0, 0.0, 0.0)))
-    chosen, _ = optimise(graph, costs, 8, 64)
-    cells = {one for layer, one in zip(graph.layers, chosen, strict=True) if layer.kind == "cell"}
-    assert len(cells) == 1
-
-
-def test_one_configuration_beside_all_others_takes_little_memory():
-    """Many workers have tens of thousands of configurations: one beside all is no table of all."""
-    builder = Builder("wide", (720,))
-    builder.linear(720)
-    builder.linear(720)
-    of = Configurations(720, most=(720, 720, 1, 1))
-    model = NetworkCosts(builder.graph(), LayerCosts(Machine()), of, 720)
-    every, one = np.arange(len(of.all)), np.array([0])
-    ((_, _, moves),) = model._edges
-    model._transfer(moves, every, one)
-    model._transfer(moves, one, every)
-    assert sum(table._values.size for table in model._pairs.values()) == 2 * len(every)
-
-
 def test_measured_times_come_before_the_model():
     graph = with_loss(build("lenet5"))
     of = Configurations(4)
@@ -307,19 +282,6 @@ def test_inception_on_16_devices_takes_a_fraction_of_a_second():
 # -------------------------------------------------------------------------------------------------
 # Predictions
 # -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("chosen", "message"),
-    [
-        ([(1, 1, 1, 1)] * 5, "configurations has 5 entries; expected 14, one for each layer"),
-        ([(1, 1, 1, 1)] * 13 + [(3, 1, 1, 1)], r"layer loss .* \(3, 1, 1, 1\); expected parts of"),
-        ([(1, 1, 1, 1)] * 13 + [(1, 2, 1, 1)], r"layer loss .* at most \(64, 1, 1, 1\)"),
-    ],
-)
-def test_wrong_configurations_are_named(chosen, message):
-    with pytest.raises(InputError, match=message):
-        PerLayer(chosen).predict(build("lenet5"), Machine(), 4, 64)
 
 
 # -------------------------------------------------------------------------------------------------

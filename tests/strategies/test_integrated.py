@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 from deepa_paper import footprint
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from integrated_paper import (
     Product,
@@ -19,12 +19,11 @@ from integrated_paper import (
     log,
     products,
 )
-from sampling import examples
 
 from sparsescan import InputError
 from sparsescan.jacobians import BatchNorm2d, LayerNorm, Linear, Residual, Sequential
 from sparsescan.parallel import Network
-from sparsescan.recurrent import GRUCell, LSTMCell, RNNCell
+from sparsescan.recurrent import LSTMCell
 from sparsescan.strategies import Graph, Machine, Recurrent
 from sparsescan.strategies.exchanges import sum_words
 from sparsescan.strategies.integrated import (
@@ -33,7 +32,7 @@ from sparsescan.strategies.integrated import (
     Integrated,
     ModelParallel,
 )
-from sparsescan.strategies.networks import Builder, Step, build, graph_of
+from sparsescan.strategies.networks import Builder, build, graph_of
 from sparsescan.strategies.per_layer.predict import PerLayer, with_loss
 
 # Table 1 of the paper: 2 µs and 6 GB/s.
@@ -138,52 +137,6 @@ def test_a_halo_has_two_neighbours(rows: int) -> None:
 # -------------------------------------------------------------------------------------------------
 # The choice
 # -------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=examples(20))
-@given(
-    st.sampled_from([RNNCell, GRUCell]), st.integers(1, 4), st.integers(2, 9), st.booleans(),
-    st.booleans(), st.sampled_from([np.float32, np.float64]), st.integers(0, 1 << 30),
-)  # fmt: skip
-def test_a_share_of_a_cell(kind, features, hidden, bias, pruned, dtype, seed) -> None:
-    """Outputs, columns of the Jacobian and parameters' gradients of some units of the whole."""
-    rng = np.random.default_rng(seed)
-    gates = 3 if kind is GRUCell else 1
-    masks = {
-        f"weight_{name}_mask": rng.random((gates * hidden, size)) < 0.7 if pruned else None
-        for name, size in (("ih", features), ("hh", hidden))
-    }
-    options = {"nonlinearity": "relu"} if kind is RNNCell and rng.random() < 0.5 else {}
-    cell = kind(features, hidden, bias, dtype=dtype, rng=rng, **masks, **options)
-    start, stop = sorted(rng.choice(hidden + 1, 2, replace=False).tolist())
-    rows = np.arange(gates * hidden).reshape(gates, hidden)[:, start:stop].reshape(-1)
-    before = {name: param.copy() for name, param in cell.params.items()}
-    network = Recurrent(cell, Linear(hidden, 2, rng=0), 3)
-    x = rng.standard_normal((5, *network.input_shape)).astype(dtype)
-    state = rng.uniform(-1, 1, (5, hidden)).astype(dtype)
-    grad = rng.standard_normal((5, stop - start)).astype(dtype)
-    step = Step(cell.restrict(slice(start, stop)), 1)
-    step.read(x)
-    tolerance = {"rtol": 0, "atol": 30 * np.finfo(dtype).eps * (hidden + features)}
-    output = step.forward(state)
-    np.testing.assert_allclose(output, cell.forward(x[:, 1], state)[:, start:stop], **tolerance)
-    jacobians = step.values(state).reshape(5, hidden, -1)
-    for k in range(5):
-        whole = cell.jacobian(x[k, 1], state[k]).toarray()
-        np.testing.assert_allclose(jacobians[k], whole[:, start:stop], **tolerance)
-    full = np.zeros_like(state)
-    full[:, start:stop] = grad
-    expected = cell.param_grads(x[:, 1], state, full)
-    grads = step.param_grads(state, grad)
-    assert grads.keys() == expected.keys() == step.params.keys()
-    for name, one in expected.items():
-        assert output.dtype == jacobians.dtype == grads[name].dtype == dtype
-        np.testing.assert_allclose(grads[name], one[rows], **tolerance)
-        assert not np.delete(one, rows, axis=0).any()
-        np.testing.assert_array_equal(step.params[name], before[name][rows])
-        # They are its own.
-        step.params[name] += 1
-        np.testing.assert_array_equal(cell.params[name], before[name])
 
 
 def test_what_cannot_be_shared() -> None:

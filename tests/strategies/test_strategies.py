@@ -22,7 +22,7 @@ import sparsescan
 from sparsescan import Pattern
 from sparsescan.cli.main import main
 from sparsescan.errors import InputError, InputTypeError
-from sparsescan.jacobians import Conv2d, Linear, MaxPool2d, Sequential, Tanh
+from sparsescan.jacobians import Linear, Sequential, Tanh
 from sparsescan.parallel import Network, best_grid
 from sparsescan.recurrent import GRUCell, RNNCell
 from sparsescan.strategies import (
@@ -45,14 +45,12 @@ from sparsescan.strategies import (
     from_sequential,
     load_machine,
     measure_machine,
-    plot_comparison,
     save_machine,
 )
 from sparsescan.strategies.compare import strategies
 from sparsescan.strategies.graph import blocks
 from sparsescan.strategies.machine import PRESETS, Times
 from sparsescan.strategies.networks import graph_of
-from sparsescan.strategies.per_layer.train import limits_of
 from sparsescan.strategies.scan import parts_of
 
 ROOT = Path(__file__).parents[2]
@@ -111,15 +109,6 @@ def test_the_graph_of_a_recurrent_network_has_the_parameters_that_there_are() ->
     assert graph.weights == 9 * 2 + 9 * 3 + 12
     assert [layer.nnz for layer in graph.layers[1:]] == [3] * 5 + [12]
     assert [layer.shares for layer in graph.layers[1:]] == [None, 1, 1, 1, 1, None]
-
-
-def test_windows_with_gaps_are_divided_by_samples_alone() -> None:
-    for op in (
-        Conv2d(2, 4, 3, dilation=2, input_shape=(2, 8, 8), rng=0),
-        MaxPool2d(2, dilation=2, input_shape=(2, 8, 8)),
-    ):
-        layer = from_sequential(Sequential([op])).layers[1]
-        assert limits_of(op, layer, 6) == (6, 1, 1, 1)
 
 
 @given(graphs())
@@ -184,11 +173,6 @@ def test_where_nothing_fits_the_least_memory_is_predicted() -> None:
     assert prediction.memory == min(other.memory for other in others) > machine.memory
 
 
-def test_unknown_schedules_are_refused() -> None:
-    with pytest.raises(InputError, match="schedule is 'linear'"):
-        Scan(schedule="linear")
-
-
 # -- Side by side ---------------------------------------------------------------------------------
 
 
@@ -241,30 +225,6 @@ def test_parts_of_all_predictions_are_printed_and_add_up(name: str) -> None:
         assert one.bytes >= 0
         assert one.memory > 0
         assert f"\n  {one.strategy}" in str(comparison)
-
-
-def test_a_picture_is_drawn(tmp_path: Any) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "picture"
-    plot_comparison(build("lenet5"), Machine(), 6, 8, path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 8])
-def test_long_networks_take_linear_time(workers: int) -> None:
-    """Twice the steps take no more than four times as long, and few seconds."""
-    taken = []
-    for steps in (1500, 3000):
-        network, samples = build(f"rnn:{steps}"), []
-        for _ in range(3):
-            start = time.process_time()
-            comparison = compare(network, Machine(), workers, 16)
-            samples.append(time.process_time() - start)
-            assert len(comparison.predictions) == (7 if workers == 2 else 5)
-        taken.append(min(samples))
-    assert taken[1] < max(4 * taken[0], 1)
-    assert taken[1] < 10
 
 
 @pytest.mark.slow
@@ -513,15 +473,6 @@ def test_a_sum_over_nodes_is_that_of_each_and_that_of_their_pieces(
     steps += 2 * nbytes / node * (nodes - 1) / nodes * 7.0
     assert machine.summing(nbytes, nodes * node, node) == pytest.approx(steps)
     assert machine.rounds(4 * nodes) == 2 * (3.0 * 2 + 50.0 * (nodes - 1).bit_length())
-
-
-def test_what_a_machine_file_leaves_out_is_built_in(tmp_path: Any) -> None:
-    path = tmp_path / "machine.json"
-    path.write_text(json.dumps({"memory": 5, "network": {"latency": 7}}))
-    machine = load_machine(path)
-    assert (machine.memory, machine.network.latency) == (5, 7)
-    assert machine.network.inverse_bandwidth == Machine().network.inverse_bandwidth
-    assert machine.multiply_adds == Machine().multiply_adds
 
 
 @pytest.mark.parametrize(
