@@ -23,7 +23,7 @@ from .graph import Graph
 from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine, measure_machine
 from .measured import measure_exchanges, measure_times
-from .networks import Recurrent, Trainable, as_graph, graph_of, sequential
+from .networks import Recurrent, Trainable, graph_of, sequential
 from .per_layer.predict import PerLayer
 from .pipeline.predict import MicroBatches, Pipeline
 from .scan import Scan
@@ -194,7 +194,7 @@ def compare(
     """
     workers = check_count("workers", workers, 1, MOST_WORKERS)
     batch = check_count("batch", batch, 1, MOST_SAMPLES)
-    graph = as_graph(network)
+    graph = graph_of(network)
     predictions, reasons = [], {}
     for strategy in strategies() if chosen is None else chosen:
         try:

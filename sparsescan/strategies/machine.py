@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 
 @dataclass
 class Times:
-    """Nanoseconds of the layers of one network for some numbers of samples.
+    """Nanoseconds of the layers of one network for some numbers of samples; by default of none.
 
     Attributes
     ----------
@@ -56,14 +56,14 @@ class Times:
         Algorithm of the MPI library's exclusive scan.
     """
 
-    layers: Sequence[Layer]
-    samples: Sequence[int]
-    parts: Mapping[str, Floats]
-    calls: Mapping[str, Floats]
-    loss: Floats
-    sweep: float
-    collectives: Mapping[str, float]
-    contention: float
+    layers: Sequence[Layer] = ()
+    samples: Sequence[int] = (1,)
+    parts: Mapping[str, Floats] = field(default_factory=dict)
+    calls: Mapping[str, Floats] = field(default_factory=dict)
+    loss: Floats = field(default_factory=lambda: np.zeros(1))
+    sweep: float = 0.0
+    collectives: Mapping[str, float] = field(default_factory=dict)
+    contention: float = 1.0
     exscan: str = "doubling"
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class Machine:
         α and β between workers of one node.
     node : int
         Workers of a node, which are numbered one after the other; 1 without `within`.
-    times : Times, optional
+    times : Times
         Measured times of the layers of a network, which replace the model's; they are not saved.
         Without them, updates, the loss and agreements of ranks in every step take no time.
     """
@@ -145,7 +145,7 @@ class Machine:
     overlap: bool = False
     within: Network | None = None
     node: int = 1
-    times: Times | None = field(default=None, compare=False, repr=False)
+    times: Times = field(default_factory=Times, compare=False, repr=False)
 
     def forward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
         """Return nanoseconds of the forward pass of layer `k`; a whole cell is one step of many.
@@ -170,7 +170,7 @@ class Machine:
         layer, work = graph.layers[k], (graph, k, samples, share)
         if layer.kind == "cell" and share == 1:
             return self._of_many(("values", "product", "params"), graph, k, samples)
-        if self._measured(graph, k):
+        if self.times.knows(graph, k):
             both = self.part("values", *work) + self.part("product", *work)
             return self.part("params", *work) + both * graph.deep(k)
         return (1 + layer.learns) * self.part("forward", *work)
@@ -185,8 +185,8 @@ class Machine:
     ) -> float:
         """Return nanoseconds of one of :data:`PARTS` of layer `k`, as measured or by the model."""
         layer = graph.layers[k]
-        if times := self._measured(graph, k):
-            return times.of(part, graph, k, samples, share)
+        if self.times.knows(graph, k):
+            return self.times.of(part, graph, k, samples, share)
         if part == "values":
             return share * self.itemsize * layer.values(samples) / self.bandwidth
         if part == "product":
@@ -206,18 +206,16 @@ class Machine:
 
     def call(self, part: str, graph: Graph, k: int, samples: float = 1.0) -> float:
         """Return nanoseconds of one call for all steps of a cell, beside :meth:`step` of each."""
-        times = self._measured(graph, k)
-        if not times:
+        if not self.times.knows(graph, k):
             # A forward pass has the overhead in every step.
             return 0.0 if part == "forward" else self.overhead
         cell = graph.layers[k].kind == "cell"
-        return times.at(times.calls[part][0], samples) if cell else 0.0
+        return self.times.at(self.times.calls[part][0], samples) if cell else 0.0
 
     def step(self, part: str, graph: Graph, k: int, samples: float = 1.0) -> float:
         """Return nanoseconds of a part of layer `k`; a cell is one step of a call of many."""
-        times = self._measured(graph, k)
-        if times and graph.layers[k].kind == "cell":
-            return times.at(times.calls[part][1], samples)
+        if graph.layers[k].kind == "cell" and self.times.knows(graph, k):
+            return self.times.at(self.times.calls[part][1], samples)
         return self.part(part, graph, k, samples)
 
     def _of_many(self, parts: Sequence[str], graph: Graph, k: int, samples: float) -> float:
@@ -226,10 +224,6 @@ class Machine:
         if graph.layers[k].shares is None:
             calls = sum(self.call(part, graph, k, samples) for part in parts)
         return calls + sum(self.step(part, graph, k, samples) for part in parts)
-
-    def _measured(self, graph: Graph, k: int) -> Times | None:
-        """Return the times that were measured, if layer `k` is among them."""
-        return self.times if self.times is not None and self.times.knows(graph, k) else None
 
     def _work(self, graph: Graph, k: int, samples: float, share: float) -> float:
         """Return nanoseconds of arithmetic or of memory, whichever takes longer."""
@@ -241,34 +235,24 @@ class Machine:
 
     def loss(self, samples: float = 1.0) -> float:
         """Return nanoseconds of the loss and its gradient."""
-        return 0.0 if self.times is None else self.times.at(self.times.loss, samples)
-
-    @property
-    def sweep(self) -> float:
-        """Nanoseconds of a chain of products beside them."""
-        return 0.0 if self.times is None else self.times.sweep
-
-    @property
-    def contention(self) -> float:
-        """Time of work on all workers at once over that on one alone."""
-        return 1.0 if self.times is None else self.times.contention
+        return self.times.at(self.times.loss, samples)
 
     def chain(self, graph: Graph, k: int, share: float = 1.0) -> float:
-        """Return :attr:`sweep` for layer `k` alone, or 0 if its input needs no gradient.
+        """Return the sweep of layer `k` alone, or 0 if its input needs no gradient.
 
         All steps of a whole cell are one chain.
         """
         layer = graph.layers[k]
         if layer.kind == "cell" and share == 1:
-            return self.sweep * (layer.shares is None)
-        return self.sweep * graph.deep(k)
+            return self.times.sweep * (layer.shares is None)
+        return self.times.sweep * graph.deep(k)
 
     def shared(self, work: Sequence[float], workers: int) -> float:
         """Return nanoseconds of work, given for each worker that has some as if all worked.
 
         The others leave their cores to these.
         """
-        return max(max(work) / self.contention, sum(work) / workers)
+        return max(max(work) / self.times.contention, sum(work) / workers)
 
     def among(self, workers: int) -> Machine:
         """Return a machine whose network connects so many workers: that within a node, if it can.
@@ -333,13 +317,13 @@ class Machine:
 
     def collective(self, name: str, workers: int) -> float:
         """Return nanoseconds of a "maximum", "broadcast" or "gather" of a few bytes."""
-        if self.times is None:
-            return _ROUNDS[name] * (workers - 1).bit_length() * self.network.latency
-        return self.times.collectives.get(name, 0.0)
+        if self.times.layers:
+            return self.times.collectives.get(name, 0.0)
+        return _ROUNDS[name] * (workers - 1).bit_length() * self.network.latency
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes as JSON can hold them, without measured times of layers."""
-        content = asdict(replace(self, times=None))
+        content = asdict(replace(self, times=Times()))
         del content["times"]
         return content
 

@@ -711,20 +711,29 @@ class Recurrent:
 Trainable = Sequential | Recurrent
 
 
-def graph_of(network: Trainable, name: str = "network") -> Graph:
-    """Return the graph of a network that is trained.
+def _named(network: object) -> str:
+    """Return the whole name of its type: there are several of the name Sequential."""
+    kind = type(network)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def graph_of(network: Graph | Trainable, name: str = "network") -> Graph:
+    """Return a graph itself, or that of a network that is trained.
 
     Raises
     ------
     InputError, InputTypeError
         If two layers share parameters, or there is no such network.
     """
+    if isinstance(network, Graph):
+        return network
     if isinstance(network, Recurrent):
         return network.graph(name)
     if not isinstance(network, Sequential):
         raise InputTypeError(
-            f"network is a {_named(network)}; expected a sparsescan.jacobians.Sequential or a "
-            "Recurrent"
+            f"network is a {_named(network)}; expected a Graph, such as build('lenet5') or, of "
+            "a module of PyTorch, sparsescan.strategies.pytorch.from_torch(module, input_shape); a "
+            "sparsescan.jacobians.Sequential or a Recurrent"
         )
     owned = [(op, params) for op in network.layers if (params := [*op.params.values()])]
     for (op, mine), (other, theirs) in itertools.combinations(owned, 2):
@@ -734,25 +743,6 @@ def graph_of(network: Trainable, name: str = "network") -> Graph:
                 "expected layers with parameters of their own"
             )
     return from_sequential(network, name)
-
-
-def _named(network: object) -> str:
-    """Return the whole name of its type: there are several of the name Sequential."""
-    kind = type(network)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-
-
-def as_graph(network: Graph | Trainable) -> Graph:
-    """Return a graph itself, or that of a network that is trained."""
-    if isinstance(network, Graph):
-        return network
-    if not isinstance(network, (Sequential, Recurrent)):
-        raise InputTypeError(
-            f"network is a {_named(network)}; expected a Graph, such as build('lenet5') or, of a "
-            "module of PyTorch, sparsescan.strategies.pytorch.from_torch(module, input_shape); a "
-            "sparsescan.jacobians.Sequential or a Recurrent"
-        )
-    return graph_of(network)
 
 
 def operators(network: Trainable, graph: Graph) -> list[Operator | None]:

@@ -62,7 +62,7 @@ class Division:
         self._layers, self._batch = network.layers, batch
         # The largest group.
         self._samples = -(-batch // grid.batch)
-        self._exscan = "doubling" if machine.times is None else machine.times.exscan
+        self._exscan = machine.times.exscan
         units = blocks(network)
         self._parts = [
             [k for unit in units[part.start : part.stop] for k in unit]
@@ -78,8 +78,8 @@ class Division:
         by_products = schedule == "products"
         working, waiting = self._products if by_products else self._vectors
         agreed = network.allreduce(grid.chain, 8 * OPEN) + network.allreduce(grid.size, 8 * CLOSE)
-        measured = machine.times is not None
-        waiting += 2 * machine.collective("maximum", grid.size) if measured else agreed
+        measured = 2 * machine.collective("maximum", grid.size)
+        waiting += measured if machine.times.layers else agreed
         reduced = [self._summed(part) for part in self._parts]
         # By products there are elements given and returned, those of the library and the operator.
         elements = 4 * self._message(self._samples) if by_products else 0
@@ -140,7 +140,7 @@ class Division:
     def _sweeps(self) -> list[float]:
         """Nanoseconds in which each worker sweeps one gradient through its part."""
         return [
-            (self._machine.sweep or self._machine.overhead)
+            (self._machine.times.sweep or self._machine.overhead)
             + sum(self._machine.step("product", self._graph, k, self._samples) for k in part)
             for part in self._parts
         ]

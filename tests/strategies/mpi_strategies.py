@@ -172,7 +172,6 @@ def check_bytes(network: Any, rng: np.random.Generator, schedule: str) -> None:
 
 def check_times(graph: Graph, machine: Machine) -> None:
     """Every layer was measured, and the same is known on all ranks."""
-    assert machine.times is not None
     assert 1 <= machine.times.contention <= WORLD.size
     for k in range(1, len(graph.layers)):
         # Sums are no layers of their own to be measured.

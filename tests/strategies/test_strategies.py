@@ -366,7 +366,7 @@ def test_what_was_measured_counts() -> None:
     assert machine.loss(2) == 4
     # Nothing is known of another network.
     other = build("lenet5")
-    assert machine.forward(other, 1, 8) == replace(machine, times=None).forward(other, 1, 8)
+    assert machine.forward(other, 1, 8) == replace(machine, times=Times()).forward(other, 1, 8)
 
 
 def test_predictions_from_what_was_measured() -> None:
@@ -392,7 +392,7 @@ def test_workers_that_wait_leave_their_cores_to_others(
     taken = machine.shared(work, workers)
     # One alone is as much faster as it was measured to be; all together are as fast as all are.
     assert taken == pytest.approx(max(max(work) / contention, sum(work) / workers))
-    assert replace(machine, times=None).shared(work, workers) == max(work)
+    assert replace(machine, times=Times()).shared(work, workers) == max(work)
 
 
 # -- Machines -------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class LayerCosts:
     """
 
     def __init__(self, machine: Machine) -> None:
-        self.machine, self.by_name = machine, machine.times is not None
+        self.machine, self.by_name = machine, bool(machine.times.layers)
 
     def compute(self, graph: Graph, k: int, configurations: Chosen, batch: int) -> Times:
         """Return times of the forward and of the backward pass of a layer, ``(…, 2)``."""
@@ -77,7 +77,7 @@ class LayerCosts:
         work, which = np.unique(
             np.stack([samples, c if mixing else 1 + 0 * c]), axis=1, return_inverse=True
         )
-        if self.machine.times is None and graph.layers[k].kind != "cell":
+        if not self.by_name and graph.layers[k].kind != "cell":
             passes = np.stack(np.broadcast_arrays(*self._passes(graph, k, *work), work[0])[:2])
         else:
             passes = np.array([self._passes(graph, k, *one) for one in work.T.tolist()]).T
@@ -234,7 +234,7 @@ class NetworkCosts:
         """Return the columns of :meth:`_table` for one layer."""
         some = self.of.all[chosen]
         # Workers that have no work leave their cores to those of a configuration.
-        blocks, contention = some.prod(axis=1), self.costs.machine.contention
+        blocks, contention = some.prod(axis=1), self.costs.machine.times.contention
         share = np.maximum(1 / contention, blocks / self.of.workers)[:, None]
         passes = self.costs.compute(self.graph, k, some, self.batch) * share
         sums = self.costs.update(self.graph.layers[k], some)

@@ -147,8 +147,8 @@ class StageCosts:
         forward, backward, messages = _times(network, machine, samples)
         parts, both = placement.parts, forward + backward
         self.forward = np.array([forward[part].sum() for part in parts])
-        self.backward = np.array([backward[part].sum() for part in parts]) + machine.sweep
-        self.work = np.array([both[part].sum() for part in parts]) + machine.sweep
+        self.backward = np.array([backward[part].sum() for part in parts]) + machine.times.sweep
+        self.work = np.array([both[part].sum() for part in parts]) + machine.times.sweep
         self.messages = np.array([messages[part.start] + messages[part.stop] for part in parts])
         inside = [self._layers[part.start : part.stop + 1] for part in parts]
         self.weights = [sum(layer.weights for layer in own[1:]) for own in inside]
