@@ -57,10 +57,10 @@ class Times:
     """
 
     layers: Sequence[Layer] = ()
-    samples: Sequence[int] = (1,)
+    samples: Sequence[int] = ()
     parts: Mapping[str, Floats] = field(default_factory=dict)
     calls: Mapping[str, Floats] = field(default_factory=dict)
-    loss: Floats = field(default_factory=lambda: np.zeros(1))
+    loss: Floats = field(default_factory=lambda: np.empty(0))
     sweep: float = 0.0
     collectives: Mapping[str, float] = field(default_factory=dict)
     contention: float = 1.0
@@ -235,7 +235,7 @@ class Machine:
 
     def loss(self, samples: float = 1.0) -> float:
         """Return nanoseconds of the loss and its gradient."""
-        return self.times.at(self.times.loss, samples)
+        return self.times.at(self.times.loss, samples) if self.times.layers else 0.0
 
     def chain(self, graph: Graph, k: int, share: float = 1.0) -> float:
         """Return the sweep of layer `k` alone, or 0 if its input needs no gradient.

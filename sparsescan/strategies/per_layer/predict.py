@@ -56,7 +56,7 @@ _ROUNDING = 1e-9
 # no layer has more than a few, all are searched at once.
 _MOST, _FEW, _ROUNDS, _CANDIDATES = 64, 4, 3, 2048
 # Most searches for the step in which the backward pass hides as much as can be.
-_SEARCHES = 8
+_SEARCHES = 6
 
 
 class LayerCosts:
