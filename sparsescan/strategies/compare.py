@@ -323,14 +323,14 @@ class Measured(NamedTuple):
     bytes: int
 
 
-def measure_here(comm: Any, name: str | None = None, batch: int = 64) -> Machine:
+def measure_here(comm: Any, name: str, batch: int = 64) -> Machine:
     """Measure a worker of this computer while all ranks work, and the network; collective.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks.
-    name : str, optional
+    name : str
         Name of a network that is built in, whose layers are to be measured one by one.
     batch : int
         Samples of a step, of all ranks together.
@@ -346,7 +346,7 @@ def measure_here(comm: Any, name: str | None = None, batch: int = 64) -> Machine
         If the network cannot be run, or there is too little memory.
     """
     communicator = Communicator.of(comm)
-    batch, trained = check_count("batch", batch, 1), None if name is None else _runnable(name)
+    batch, trained = check_count("batch", batch, 1), _runnable(name)
     network = measure_network(communicator)
     communicator.agree()
     every: list[Machine] = communicator.gather(measure_machine(network))
@@ -362,9 +362,7 @@ def measure_here(comm: Any, name: str | None = None, batch: int = 64) -> Machine
         latency, inverse_bandwidth = measure_exchanges(communicator)
         network = replace(network, latency=latency, inverse_bandwidth=inverse_bandwidth)
         machine = replace(machine, network=network)
-    if trained is None:
-        return machine
-    _check_memory(graph_of(trained, str(name)), machine, communicator.size, batch)
+    _check_memory(graph_of(trained, name), machine, communicator.size, batch)
     times = communicator.broadcast(measure_times(comm, trained, batch), 0)
     return replace(machine, times=times)
 

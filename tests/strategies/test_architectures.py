@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -23,7 +21,6 @@ from sparsescan.jacobians import (
     Sequential,
     Softmax,
 )
-from sparsescan.recurrent import GRUCell, RNNCell
 from sparsescan.strategies.networks import (
     build,
     from_chain,
@@ -85,18 +82,6 @@ def test_inception_is_the_graph_of_the_paper():
     ends = [shapes[name] for name in shapes if name.endswith("concat1")]
     channels = [256, 288, 288, 768, 768, 768, 768, 768, 1280, 2048, 2048]
     assert ends == [(c, s, s) for c, s in zip(channels, [35] * 3 + [17] * 5 + [8] * 3, strict=True)]
-
-
-@pytest.mark.parametrize(("kind", "cell"), [("rnn", RNNCell(1, 20)), ("gru", GRUCell(20, 20))])
-def test_cells_share_weights(kind, cell):
-    graph = build(f"{kind}:7")
-    first, *rest, last = graph.layers[1:]
-    assert all(layer.inputs == (k,) for k, layer in enumerate(graph.layers[1:]))
-    assert len(rest) == 6
-    assert first.weights == sum(math.prod(array.shape) for array in cell.params.values())
-    assert {(layer.weights, layer.shares) for layer in rest} == {(0, 1)}
-    assert {layer.nnz for layer in (first, *rest)} == {cell.pattern.nnz}
-    assert last.kind == "linear"
 
 
 @pytest.mark.parametrize(

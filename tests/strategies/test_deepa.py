@@ -15,7 +15,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from deepa_paper import (
-    MeasuredCosts,
     SharedLink,
     image_parallelism,
     one_weird_trick,
@@ -63,20 +62,6 @@ BATCH, GPUS = 512, 16
 # -------------------------------------------------------------------------------------------------
 # Blocks, and what moves between them
 # -------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
-def test_blocks_tile_the_tensor(shape, data):
-    degrees = [data.draw(st.integers(1, n)) for n in shape]
-    count = np.zeros(shape, int)
-    boxes = blocks(shape, degrees, int(np.prod(degrees)) + 2)
-    for box in boxes:
-        count[tuple(slice(*ends) for ends in box)] += 1
-        sizes = [stop - start for start, stop in box]
-        assert volume(box) == 0 or all(
-            n // d <= size <= -(-n // d) for n, d, size in zip(shape, degrees, sizes, strict=True)
-        )
-    np.testing.assert_array_equal(count, 1)
 
 
 def random_graph(rng, layers=6):
@@ -261,14 +246,6 @@ def test_nothing_that_it_contains_costs_less(seed, workers, overlap):
     totals = [one.total for one in others if one.strategy == "integrated"]
     chosen = Integrated().predict(graph, worker, workers, batch).total if totals else 0.0
     assert chosen <= min(totals, default=0.0) * (1 + 1e-9)
-
-
-def test_measured_times_come_before_the_model():
-    graph = with_loss(build("lenet5"))
-    of = Configurations(4)
-    slow = {("conv1", tuple(one)): 1e12 for one in of.all.tolist() if one != [1, 1, 2, 2]}
-    chosen, _ = optimise(graph, MeasuredCosts(Machine(), slow), 4, 64)
-    assert chosen[1] == (1, 1, 2, 2)
 
 
 def test_inception_on_16_devices_takes_a_fraction_of_a_second():

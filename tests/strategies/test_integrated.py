@@ -145,6 +145,8 @@ def test_what_cannot_be_shared() -> None:
         BatchParallel().predict(graph, Machine(), 8, 4)
     with pytest.raises(InputError, match=r"conv1 of shape \(96, 55, 55\) cannot be shared by 128"):
         ModelParallel().predict(graph, Machine(), 128, 4)
+    with pytest.raises(InputError, match="no layer has images of so many rows"):
+        DomainParallel().predict(build("lenet5"), Machine(), 64, 64)
     with pytest.raises(InputError, match="grid is 2 × 3; expected 8 workers"):
         Integrated((2, 3)).predict(graph, Machine(), 8, 4)
     with pytest.raises(InputError, match="modes"):
@@ -329,27 +331,3 @@ def test_more_workers_than_samples() -> None:
         others = set(range(5)) - {i}
         by_domain = combined_equation(layers, 8, 512, 512, set(range(5))).words
         assert combined_equation(layers, 8, 512, 512, others).words < by_domain
-
-
-def test_pure_domain_parallelism_has_rows_of_all_images_that_are_high_enough() -> None:
-    """Equation 7, whatever else would be faster."""
-    builder = Builder("images", (3, 32, 32))
-    for stride in (1, 2, 4):
-        builder.conv(8, 3, stride, padding=1)
-        builder.elementwise()
-    builder.flatten()
-    builder.linear(10)
-    graph, machine = builder.graph(), Machine(network=CORI)
-    prediction = DomainParallel().predict(graph, machine, 8, 16)
-    # 32, 16 and 4 rows for 8 workers.
-    cuts = [layer.configuration for layer in prediction.layers]
-    assert cuts[:4] == [(1, 1, 8, 1)] * 4
-    assert set(cuts[4:]) == {(8, 1, 1, 1)}
-    assert prediction.how == "8 × 1, domain in conv1–conv2, batch in conv3–linear1"
-    # The first reads the input, which all workers have; the second, whose stride is 2, needs one
-    # row from the slab above, and gives its gradient back.
-    time = 2 * (CORI.latency + 4 * CORI.inverse_bandwidth * 16 * 8 * 32)
-    assert prediction.nanoseconds["halo"] == pytest.approx(time)
-    with pytest.raises(InputError, match="no layer has images of so many rows"):
-        DomainParallel().predict(graph, machine, 64, 64)
-    assert DomainParallel().predict(graph, machine, 1, 16).nanoseconds["halo"] == 0

@@ -146,18 +146,6 @@ def test_without_stale_weights_it_is_sgd_bit_for_bit(problem: Any) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def test_shares_of_stale_weights_of_lenet5() -> None:
-    """The stages of Table 2: registers behind the first, the second, … of five layers."""
-    weights = [layer.weights for layer in build("lenet5").layers[1:]]
-    bounds = list(itertools.accumulate((156, 2416, 48120, 10164, 850)))
-    assert sum(weights) == bounds[-1]
-    for count in range(5):
-        registers = (3, 6, 9, 11)[:count]
-        placement = Placement(12, registers)
-        assert placement.stages == 2 + 2 * count
-        assert placement.stale(weights) == (bounds[count - 1] / bounds[-1] if count else 0)
-
-
 @pytest.mark.parametrize("registers", [(0,), (3,), (2, 1), (1, 1), (-1, 1)])
 def test_registers_that_cannot_be(registers: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match="expected numbers of layers that increase, from 1 to 2"):
@@ -329,9 +317,9 @@ def test_layers_of_a_block_stay_together(network: str) -> None:
     for k in range(1, count - 1):
         if inside[k]:
             with pytest.raises(InputError, match=f"none after layer {k}: {together}"):
-                Pipeline((k,)).placement(graph, machine, 2, 16)
+                Pipeline((k,)).predict(graph, machine, 2, 16)
         else:
-            assert Pipeline((k,)).placement(graph, machine, 2, 16).registers == (k,)
+            assert Pipeline((k,)).predict(graph, machine, 2, 16).how.endswith(f" {k}")
     most = inside.count(False) - 1
     assert Pipeline().predict(graph, machine, most, 16).bytes > 0
     with pytest.raises(InputError, match=f"which are {most}: {together}"):

@@ -42,7 +42,6 @@ from sparsescan.strategies import (
     Strategy,
     build,
     compare,
-    from_sequential,
     load_machine,
     measure_machine,
     save_machine,
@@ -91,11 +90,6 @@ def test_networks_that_cannot_be_trained_are_refused() -> None:
         graph_of(Sequential([linear, Tanh(input_shape=(3,)), tied]))
     with pytest.raises(InputTypeError, match="network is a str; expected a Graph"):
         compare("lenet5", Machine(), 4, 8)  # type: ignore[arg-type]
-    # One that is trained needs no graph.
-    network = Sequential([linear, Tanh(input_shape=(3,))])
-    predictions = compare(network, Machine(), 2, 8).predictions
-    wanted = compare(from_sequential(network), Machine(), 2, 8).predictions
-    assert predictions == wanted
     # Only what is trained has to be there once.
     act = Tanh(input_shape=(3,))
     assert len(graph_of(Sequential([act, linear, act])).layers) == 4

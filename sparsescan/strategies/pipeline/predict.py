@@ -180,31 +180,15 @@ class StageCosts:
 
 
 class _Stages(Strategy):
-    """A pipeline with a stage of the network on each worker."""
+    """A pipeline with a stage of the network on each worker.
+
+    Registers that are not given are placed by dynamic programming, where one output is all that
+    later layers read, and not between layers that share their weights: so a recurrent network has
+    two stages at most, its steps and its readout.
+    """
 
     def __init__(self, registers: Sequence[int] | None = None) -> None:
         self._given = None if registers is None else tuple(registers)
-
-    def placement(
-        self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
-    ) -> Placement:
-        """Place the registers: by dynamic programming, if they are not given.
-
-        They are where one output is all that later layers read, and not between layers that share
-        their weights: so a recurrent network has two stages at most, its steps and its readout.
-
-        Parameters
-        ----------
-        network, machine, workers, batch
-            As for :meth:`predict`.
-
-        Raises
-        ------
-        InputError
-            If there are more workers than stages, or registers where none can be.
-        """
-        work = Work.of(network, machine, workers, batch)
-        return self._placed(work, work.batch)
 
     def _placed(self, work: Work, samples: int) -> Placement:
         return place(work.graph, work.machine, work.workers, samples, self._given)
