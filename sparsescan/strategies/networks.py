@@ -1,4 +1,4 @@
-"""Architectures: the networks that are built in, as graphs and as operators."""
+"""Networks: those that are built in, as graphs and as operators, and those that are trained."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Builder:
 
     Examples
     --------
-    >>> from sparsescan.strategies.architectures import Builder
+    >>> from sparsescan.strategies.networks import Builder
     >>> builder = Builder("small", (3, 32, 32))
     >>> builder.conv(64, 3, padding=1)
     1
@@ -298,7 +298,7 @@ def build(name: str) -> Graph:
 
     Examples
     --------
-    >>> from sparsescan.strategies.architectures import build
+    >>> from sparsescan.strategies.networks import build
     >>> build("lenet5")
     Graph('lenet5', 13 layers, 61706 weights)
     """
@@ -482,7 +482,7 @@ def sequential(name: str, rng: np.random.Generator | int | None = None) -> Seque
 
     Examples
     --------
-    >>> from sparsescan.strategies.architectures import sequential
+    >>> from sparsescan.strategies.networks import sequential
     >>> sequential("lenet5", 0)
     Sequential((1, 32, 32) → (10,), 12 steps)
     >>> sequential("resnet-20", 0).output_shape
@@ -570,7 +570,7 @@ def from_sequential(network: Sequential, name: str = "network") -> Graph:
     Examples
     --------
     >>> from sparsescan.jacobians import Linear, Sequential, Tanh
-    >>> from sparsescan.strategies.architectures import from_sequential
+    >>> from sparsescan.strategies.networks import from_sequential
     >>> from_sequential(Sequential([Linear(3, 2, rng=0), Tanh(input_shape=(2,))]))
     Graph('network', 3 layers, 8 weights)
     """
