@@ -135,8 +135,9 @@ def _add(builder: Builder, node: fx.Node, module: Any, inputs: list[int]) -> int
     if called in _SHAPES and len(inputs) == 1:
         return builder.flatten(x=x)
     if called in _WHOLE:
+        weights = sum(p.numel() for p in module.parameters())
         shape, nnz = builder.layers[x].shape, builder.layers[x].size ** 2
-        return builder.add(Layer("", "norm", (), shape, nnz=nnz), x)
+        return builder.add(Layer("", "norm", (), shape, weights, nnz=nnz), x)
     if called in ("add", "add_", "iadd") and len(inputs) == 2:
         return builder.sum(*inputs)
     axis = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)

@@ -79,6 +79,7 @@ def test_work_and_parameters_are_those_that_pytorch_counts(data: st.DataObject) 
     net = nn.Sequential(
         nn.Conv2d(channels, 2 * channels, kernel, stride, padding, groups=groups),
         Block(2 * channels),
+        nn.GroupNorm(1, 6 * channels),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(6 * channels, 5, bias=data.draw(st.booleans())),
@@ -89,7 +90,7 @@ def test_work_and_parameters_are_those_that_pytorch_counts(data: st.DataObject) 
     assert graph.layers[-1].shape == tuple(out.shape[1:])
     assert 2 * graph.multiply_adds == counter.get_total_flops()
     assert graph.weights == sum(p.numel() for p in net.parameters())
-    assert {"1.conv1", "1.shortcut", "4"} <= {layer.name for layer in graph.layers}
+    assert {"1.conv1", "1.shortcut", "5"} <= {layer.name for layer in graph.layers}
     # Every strategy can be asked about it.
     assert compare(graph, Machine(), 2, 8).predictions
 
