@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from torch import nn
 from tqdm import tqdm
 
-from sparsescan.strategies.pipeline.schedule import Placement
-from sparsescan.strategies.pipeline.simulation import Simulation
+from sparsescan.strategies.pipeline.simulation import Placement, Simulation
 
 from . import drawing
 from .experiment import Drawing, Experiment, Piece, Results, Table

@@ -31,7 +31,7 @@ from sparsescan.strategies import (
     load_machine,
     sequential,
 )
-from sparsescan.strategies.pipeline.schedule import Placement
+from sparsescan.strategies.pipeline.simulation import Placement
 
 from .experiment import Experiment, Piece, Results, Table
 from .page import significant
@@ -240,7 +240,7 @@ def _memory(depths: Sequence[int]) -> Results:
 def _about(quick: bool) -> Results:
     return {
         "predicted": "by the model of sparsescan.strategies, from figures of the machines",
-        "machines": {one.name: vars(one) | {"network": vars(one.network)} for one in (_CORI, _K80)},
+        "machines": {one.name: one.to_dict() for one in (_CORI, _K80)},
         "measured": "training steps of compiled kernels, two threads, 15 calls after one",
         "dtype": "float32",
     }

@@ -20,9 +20,8 @@ import sparsescan.torch
 from sparsescan import BatchedCSR
 from sparsescan.jacobians import from_torch
 from sparsescan.recurrent import catalogue
-from sparsescan.strategies.architectures import build
-from sparsescan.strategies.pipeline.schedule import Placement
-from sparsescan.strategies.pipeline.simulation import Simulation
+from sparsescan.strategies.networks import build
+from sparsescan.strategies.pipeline.simulation import Placement, Simulation
 from sparsescan.strategies.stage import Stage
 
 from . import (

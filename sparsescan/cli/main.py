@@ -33,7 +33,7 @@ __all__ = ["main"]
 _SCHEDULES = "auto, linear, blelloch, truncated:K (K up-sweep levels) or chunked:C (C chunks)"
 _DEMO_PACKAGES = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
 _MPI_SCHEDULES = ("auto", "vectors", "products")
-# Those of sparsescan.strategies.architectures, which is imported when it is used.
+# Those of sparsescan.strategies.networks, which is imported when it is used.
 _NETWORKS = (
     *("lenet5", "alexnet", "alexnet-owt", "vgg11", "vgg16", "resnet-N", "inception-v3"),
     *("rnn:T", "gru:T"),
@@ -208,8 +208,8 @@ def _add_strategies(commands: Any) -> None:
     parser.add_argument(
         "--run",
         action="store_true",
-        help="measure this machine, and train by every strategy beside its prediction, or run "
-        "the scan of a chain in every way: under mpiexec -n P, one rank a worker",
+        help="measure this machine, and train by every strategy beside its prediction: under "
+        "mpiexec -n P, one rank a worker",
     )
     parser.set_defaults(command=_strategies)
 
@@ -360,13 +360,16 @@ def _strategies(arguments: argparse.Namespace) -> None:
             "machine": "is for",
         }
         for option, does in options.items():
-            # The scan of a chain is limited by the memory of a machine that is given.
-            chain = option == "machine" and name.endswith(".npz")
-            if getattr(arguments, option) and not chain:
+            if getattr(arguments, option):
                 raise InputError(
                     f"--{option} {does} predictions, and --run measures; expected one of them "
                     "without the other"
                 )
+        if name.endswith(".npz"):
+            raise InputError(
+                f"{name} has no layers to train; expected the name of a network with --run, or "
+                "scan --mpi for this file"
+            )
         _mpi_commands.run_strategies(arguments)
         return
     from ..strategies import build, compare, from_chain, load_machine, plot_comparison

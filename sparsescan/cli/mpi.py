@@ -146,11 +146,10 @@ def calibrate(world: Any, arguments: argparse.Namespace) -> None:
 def run_strategies(world: Any, arguments: argparse.Namespace) -> None:
     """Run ``strategies --run``: measure this machine, and all strategies beside predictions."""
     from ..parallel import Communicator
-    from ..strategies import load_machine, measure_here, run, save_machine
-    from ..strategies.chain_run import run_chain
+    from ..strategies import measure_here, run, save_machine
     from ..strategies.machine import worker_file
 
-    name, batch, file = arguments.network, arguments.batch, arguments.machine
+    name, batch = arguments.network, arguments.batch
     if arguments.workers != world.size:
         raise InputError(
             f"--workers is {arguments.workers}, but there are {world.size} ranks; run it by "
@@ -164,17 +163,11 @@ def run_strategies(world: Any, arguments: argparse.Namespace) -> None:
             flush=True,
         )
     communicator = Communicator.of(world)
-    machine = None
-    if file is not None:
-        machine = _by_first(communicator, file, lambda: load_machine(file))
-    if name.endswith(".npz"):
-        measured = run_chain(world, name, batch, machine)
-    else:
-        measured = run(world, name, measure_here(world, name, batch), batch)
+    measured = run(world, name, measure_here(world, name, batch), batch)
     if world.rank == 0:
         print(measured)
     # One rank alone measures no network.
-    if file is None and world.size > 1 and not name.endswith(".npz"):
+    if world.size > 1:
         kept = worker_file()
         path = _by_first(communicator, kept, lambda: kept and save_machine(measured.machine))
         if path is not None and world.rank == 0:

@@ -9,15 +9,14 @@ Which of them is fastest for a network, and what they take by a model of the wor
 Every strategy also trains: `start` makes a :class:`Training` over the ranks of a communicator.
 """
 
-from .architectures import build, from_chain, from_sequential, sequential
 from .compare import Comparison, Run, compare, measure_here, plot_comparison, run
 from .graph import Graph, Layer
-from .integrated.predict import BatchParallel, DomainParallel, Integrated, ModelParallel
+from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine, load_machine, measure_machine, save_machine
+from .networks import Recurrent, build, from_chain, from_sequential, sequential
 from .per_layer.predict import PerLayer
 from .pipeline.predict import MicroBatches, Pipeline
-from .recurrent import Recurrent
-from .scan.predict import Scan
+from .scan import Scan
 from .strategy import LayerPlan, Prediction, Strategy, Training
 
 __all__ = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,34 +19,15 @@ from ..parallel.communicator import Communicator
 from ..parallel.network import measure as measure_network
 from ..plan.drawing import check_packages
 from ..symbolic.schedule import check_count
-from .architectures import sequential
 from .graph import Graph
-from .integrated.predict import BatchParallel, DomainParallel, Integrated, ModelParallel
+from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine, measure_machine
 from .measured import measure_exchanges, measure_times
+from .networks import Recurrent, Trainable, graph_of, sequential
 from .per_layer.predict import PerLayer
 from .pipeline.predict import MicroBatches, Pipeline
-from .recurrent import Recurrent, Trainable, as_graph, graph_of
-from .scan.predict import Scan
+from .scan import Scan
 from .strategy import MOST_SAMPLES, MOST_WORKERS, Prediction, Strategy, Training
-
-if TYPE_CHECKING:
-    from torch import nn
-
-__all__ = [
-    "Comparison",
-    "Measured",
-    "Run",
-    "compare",
-    "draw_over_workers",
-    "measure_here",
-    "measure_in_turns",
-    "named",
-    "plot_comparison",
-    "run",
-    "strategies",
-    "styles",
-]
 
 # Steps before a measurement, its seconds, fewest and most steps, and steps of a turn.
 _WARM, _SECONDS, _LEAST, _MOST, _IN_A_ROW = 2, 1.0, 5, 50, 3
@@ -172,22 +153,18 @@ def _page(
 
 
 def compare(
-    network: Graph | Trainable | nn.Module,
+    network: Graph | Trainable,
     machine: Machine,
     workers: int,
     batch: int,
     chosen: Sequence[Strategy] | None = None,
-    *,
-    input_shape: Sequence[int] | None = None,
 ) -> Comparison:
     """Predict a step of a network by all strategies.
 
     Parameters
     ----------
-    network : Graph, Sequential, Recurrent or torch.nn.Module
-        The network. Layers of a module of PyTorch are measured here, as
-        :func:`~sparsescan.strategies.pytorch.measure_module` does, in place of what `machine` says
-        of them; the scan, whose Jacobians PyTorch does not have, is left out.
+    network : Graph, Sequential or Recurrent
+        The network.
     machine : Machine
         A worker, and the network between workers.
     workers : int
@@ -196,8 +173,6 @@ def compare(
         Samples of a step, of all workers together.
     chosen : sequence of Strategy, optional
         Strategies to be compared; by default all.
-    input_shape : sequence of int, optional
-        Shape of one sample, of a module of PyTorch.
 
     Returns
     -------
@@ -207,8 +182,7 @@ def compare(
     Raises
     ------
     InputError, InputTypeError
-        If there is no worker, or no sample, or `network` is no network, or a module that cannot be
-        traced.
+        If there is no worker, or no sample, or `network` is no network.
 
     Examples
     --------
@@ -220,25 +194,15 @@ def compare(
     """
     workers = check_count("workers", workers, 1, MOST_WORKERS)
     batch = check_count("batch", batch, 1, MOST_SAMPLES)
-    known: Any = network
-    if input_shape is not None:
-        # PyTorch is imported for its modules alone.
-        from .pytorch import from_torch, measure_module
-
-        machine = measure_module(known, input_shape, batch, machine)
-        known = from_torch(known, input_shape)
-    graph = as_graph(known)
+    graph = graph_of(network)
     predictions, reasons = [], {}
     for strategy in strategies() if chosen is None else chosen:
-        if input_shape is not None and isinstance(strategy, Scan):
-            reasons[strategy.name] = "PyTorch has no Jacobians, so that none was measured"
-            continue
         try:
-            predictions.append(strategy.predict(known, machine, workers, batch))
+            predictions.append(strategy.predict(network, machine, workers, batch))
         except InputError as error:
             reasons[strategy.name] = str(error)
     predictions.sort(key=lambda one: (one.memory > machine.memory, one.total))
-    alone = PerLayer().predict(known, machine, 1, batch)
+    alone = PerLayer().predict(network, machine, 1, batch)
     single = replace(alone, strategy="one worker", how="")
     return Comparison(graph, machine, workers, batch, single, predictions, reasons)
 
@@ -359,14 +323,14 @@ class Measured(NamedTuple):
     bytes: int
 
 
-def measure_here(comm: Any, name: str | None = None, batch: int = 64) -> Machine:
+def measure_here(comm: Any, name: str, batch: int = 64) -> Machine:
     """Measure a worker of this computer while all ranks work, and the network; collective.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks.
-    name : str, optional
+    name : str
         Name of a network that is built in, whose layers are to be measured one by one.
     batch : int
         Samples of a step, of all ranks together.
@@ -382,7 +346,7 @@ def measure_here(comm: Any, name: str | None = None, batch: int = 64) -> Machine
         If the network cannot be run, or there is too little memory.
     """
     communicator = Communicator.of(comm)
-    batch, trained = check_count("batch", batch, 1), None if name is None else _runnable(name)
+    batch, trained = check_count("batch", batch, 1), _runnable(name)
     network = measure_network(communicator)
     communicator.agree()
     every: list[Machine] = communicator.gather(measure_machine(network))
@@ -398,9 +362,7 @@ def measure_here(comm: Any, name: str | None = None, batch: int = 64) -> Machine
         latency, inverse_bandwidth = measure_exchanges(communicator)
         network = replace(network, latency=latency, inverse_bandwidth=inverse_bandwidth)
         machine = replace(machine, network=network)
-    if trained is None:
-        return machine
-    _check_memory(graph_of(trained, str(name)), machine, communicator.size, batch)
+    _check_memory(graph_of(trained, name), machine, communicator.size, batch)
     times = communicator.broadcast(measure_times(comm, trained, batch), 0)
     return replace(machine, times=times)
 

@@ -18,20 +18,6 @@ from numpy.typing import DTypeLike, NDArray
 from ..parallel.communicator import Communicator
 from ..parallel.grid import bounds
 
-__all__ = [
-    "Box",
-    "Range",
-    "Redistribution",
-    "Sums",
-    "blocks",
-    "cut",
-    "descend",
-    "intersection",
-    "shape_of",
-    "sum_words",
-    "volume",
-]
-
 #: First index, and the one behind the last.
 Range = tuple[int, int]
 #: A range along every axis.

@@ -10,8 +10,6 @@ from functools import cached_property
 
 from ..errors import InputError
 
-__all__ = ["KINDS", "MIXING", "Graph", "Layer", "blocks"]
-
 #: Kinds of layers. A "cell" is one time step of a recurrent network.
 KINDS = (
     *("input", "conv", "pool", "linear", "cell", "norm", "elementwise", "flatten"),
@@ -135,11 +133,6 @@ class Graph:
         """Multiply-adds of the forward pass for one sample."""
         return sum(layer.multiply_adds for layer in self.layers)
 
-    @property
-    def activations(self) -> int:
-        """Entries of all outputs for one sample."""
-        return sum(layer.size for layer in self.layers)
-
     @cached_property
     def trained(self) -> tuple[bool, ...]:
         """Whether gradients of the output of each layer lead to parameters."""
@@ -172,10 +165,6 @@ class Graph:
             first.append(first[-1] if key == before else k)
             before = key
         return tuple(first)
-
-    def input_shape(self, k: int) -> tuple[int, ...]:
-        """Return the shape of the first input of layer `k`."""
-        return self.layers[self.layers[k].inputs[0]].shape
 
     def __repr__(self) -> str:
         return f"Graph({self.name!r}, {len(self.layers)} layers, {self.weights} weights)"

@@ -14,23 +14,82 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..jacobians import Conv2d, Tanh
 from ..parallel.network import BUILT_IN, Network, load_network
 from ..plan.costs.constants import file_to_write, machine_file
-from .graph import Graph
-from .times import Times
+from .graph import Graph, Layer
 
-__all__ = [
-    "PRESETS",
-    "Machine",
-    "load_machine",
-    "measure_machine",
-    "save_machine",
-    "usual",
-    "worker_file",
-]
+#: Parts of a layer's work: its output, the values of its Jacobian, the product of that with a
+#: gradient, the gradients of its parameters, and their update.
+PARTS = ("forward", "values", "product", "params", "update")
+
+Floats = NDArray[np.float64]
+
+
+@dataclass
+class Times:
+    """Nanoseconds of the layers of one network for some numbers of samples; by default of none.
+
+    Attributes
+    ----------
+    layers : sequence of Layer
+        The layers of the rows of `parts`; of a recurrent network, the first step and the readout.
+    samples : sequence of int
+        Numbers of samples, increasing; between them times are interpolated.
+    parts : dict of str to ndarray, shape (layers, sizes)
+        Times of each of :data:`PARTS`.
+    calls : dict of str to ndarray, shape (2, sizes)
+        Times of one call for all steps of a cell: of the call itself, and of each step.
+    loss : ndarray, shape (sizes,)
+        Times of the loss and its gradient.
+    sweep : float
+        Time of a chain of products beside those of the products.
+    collectives : dict of str to float
+        Times of small calls of a :class:`~sparsescan.parallel.Communicator`, by method.
+    contention : float
+        Time of work on all ranks at once over that on one rank alone: they may share cores and
+        memory.
+    exscan : {"doubling", "linear"}
+        Algorithm of the MPI library's exclusive scan.
+    """
+
+    layers: Sequence[Layer] = ()
+    samples: Sequence[int] = ()
+    parts: Mapping[str, Floats] = field(default_factory=dict)
+    calls: Mapping[str, Floats] = field(default_factory=dict)
+    loss: Floats = field(default_factory=lambda: np.empty(0))
+    sweep: float = 0.0
+    collectives: Mapping[str, float] = field(default_factory=dict)
+    contention: float = 1.0
+    exscan: str = "doubling"
+
+    def __post_init__(self) -> None:
+        self._rows = {layer: row for row, layer in enumerate(self.layers)}
+
+    def knows(self, graph: Graph, k: int) -> bool:
+        """Tell whether layer `k`, or the one whose parameters it shares, was measured."""
+        return graph.layers[graph.owner(k)] in self._rows
+
+    def of(
+        self, part: str, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0
+    ) -> float:
+        """Return nanoseconds of a part of a layer that was measured."""
+        row = self._rows[graph.layers[graph.owner(k)]]
+        # Half of the channels take as long as half of the samples.
+        return self.at(self.parts[part][row], samples * share)
+
+    def at(self, table: Floats, samples: float) -> float:
+        """Interpolate a table between the samples that were measured, and beyond them."""
+        x = self.samples
+        if len(x) == 1:
+            return float(table[0] * samples / x[0])
+        k = min(max(int(np.searchsorted(x, samples)), 1), len(x) - 1)
+        slope = (table[k] - table[k - 1]) / (x[k] - x[k - 1])
+        return max(float(table[k - 1] + slope * (samples - x[k - 1])), 0.0)
+
 
 # Measurements: a convolution, numbers that are copied, and repetitions of each.
 _CONV, _IMAGE, _COPIED, _TIMES = (16, 16, 3), (16, 16, 16), 1 << 22, 51
@@ -70,7 +129,7 @@ class Machine:
         α and β between workers of one node.
     node : int
         Workers of a node, which are numbered one after the other; 1 without `within`.
-    times : Times, optional
+    times : Times
         Measured times of the layers of a network, which replace the model's; they are not saved.
         Without them, updates, the loss and agreements of ranks in every step take no time.
     """
@@ -86,7 +145,7 @@ class Machine:
     overlap: bool = False
     within: Network | None = None
     node: int = 1
-    times: Times | None = field(default=None, compare=False, repr=False)
+    times: Times = field(default_factory=Times, compare=False, repr=False)
 
     def forward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
         """Return nanoseconds of the forward pass of layer `k`; a whole cell is one step of many.
@@ -104,42 +163,30 @@ class Machine:
         """
         if graph.layers[k].kind == "cell" and share == 1:
             return self._of_many(("forward",), graph, k, samples)
-        return self._part("forward", graph, k, samples, share)
+        return self.part("forward", graph, k, samples, share)
 
     def backward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
         """Return nanoseconds of its backward pass, for its input and for its parameters."""
         layer, work = graph.layers[k], (graph, k, samples, share)
         if layer.kind == "cell" and share == 1:
             return self._of_many(("values", "product", "params"), graph, k, samples)
-        if self._measured(graph, k):
-            both = self.values(*work) + self.product(*work)
-            return self.params(*work) + both * graph.deep(k)
-        return (1 + layer.learns) * self._part("forward", *work)
-
-    def values(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
-        """Return nanoseconds in which the values of the Jacobian of layer `k` are written."""
-        return self._part("values", graph, k, samples, share)
-
-    def product(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
-        """Return nanoseconds of the product of its Jacobian with a gradient of each sample."""
-        return self._part("product", graph, k, samples, share)
-
-    def params(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
-        """Return nanoseconds of the gradients of its parameters."""
-        return self._part("params", graph, k, samples, share)
+        if self.times.knows(graph, k):
+            both = self.part("values", *work) + self.part("product", *work)
+            return self.part("params", *work) + both * graph.deep(k)
+        return (1 + layer.learns) * self.part("forward", *work)
 
     def update(self, graph: Graph, k: int, share: float = 1.0) -> float:
         """Return nanoseconds of the update of its parameters."""
         shared = graph.layers[k].shares is not None
-        return 0.0 if shared else self._part("update", graph, k, 1.0, share)
+        return 0.0 if shared else self.part("update", graph, k, 1.0, share)
 
-    def _part(
+    def part(
         self, part: str, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0
     ) -> float:
-        """Return nanoseconds of a part of layer `k` that was measured, or of the model."""
+        """Return nanoseconds of one of :data:`PARTS` of layer `k`, as measured or by the model."""
         layer = graph.layers[k]
-        if times := self._measured(graph, k):
-            return times.of(part, graph, k, samples, share)
+        if self.times.knows(graph, k):
+            return self.times.of(part, graph, k, samples, share)
         if part == "values":
             return share * self.itemsize * layer.values(samples) / self.bandwidth
         if part == "product":
@@ -159,19 +206,17 @@ class Machine:
 
     def call(self, part: str, graph: Graph, k: int, samples: float = 1.0) -> float:
         """Return nanoseconds of one call for all steps of a cell, beside :meth:`step` of each."""
-        times = self._measured(graph, k)
-        if not times:
+        if not self.times.knows(graph, k):
             # A forward pass has the overhead in every step.
             return 0.0 if part == "forward" else self.overhead
         cell = graph.layers[k].kind == "cell"
-        return times.at(times.calls[part][0], samples) if cell else 0.0
+        return self.times.at(self.times.calls[part][0], samples) if cell else 0.0
 
     def step(self, part: str, graph: Graph, k: int, samples: float = 1.0) -> float:
         """Return nanoseconds of a part of layer `k`; a cell is one step of a call of many."""
-        times = self._measured(graph, k)
-        if times and graph.layers[k].kind == "cell":
-            return times.at(times.calls[part][1], samples)
-        return self._part(part, graph, k, samples)
+        if graph.layers[k].kind == "cell" and self.times.knows(graph, k):
+            return self.times.at(self.times.calls[part][1], samples)
+        return self.part(part, graph, k, samples)
 
     def _of_many(self, parts: Sequence[str], graph: Graph, k: int, samples: float) -> float:
         """Return nanoseconds of a step of a cell; the first has those of the call."""
@@ -179,10 +224,6 @@ class Machine:
         if graph.layers[k].shares is None:
             calls = sum(self.call(part, graph, k, samples) for part in parts)
         return calls + sum(self.step(part, graph, k, samples) for part in parts)
-
-    def _measured(self, graph: Graph, k: int) -> Times | None:
-        """Return the times that were measured, if layer `k` is among them."""
-        return self.times if self.times is not None and self.times.knows(graph, k) else None
 
     def _work(self, graph: Graph, k: int, samples: float, share: float) -> float:
         """Return nanoseconds of arithmetic or of memory, whichever takes longer."""
@@ -194,34 +235,24 @@ class Machine:
 
     def loss(self, samples: float = 1.0) -> float:
         """Return nanoseconds of the loss and its gradient."""
-        return 0.0 if self.times is None else self.times.at(self.times.loss, samples)
-
-    @property
-    def sweep(self) -> float:
-        """Nanoseconds of a chain of products beside them."""
-        return 0.0 if self.times is None else self.times.sweep
-
-    @property
-    def contention(self) -> float:
-        """Time of work on all workers at once over that on one alone."""
-        return 1.0 if self.times is None else self.times.contention
+        return self.times.at(self.times.loss, samples) if self.times.layers else 0.0
 
     def chain(self, graph: Graph, k: int, share: float = 1.0) -> float:
-        """Return :attr:`sweep` for layer `k` alone, or 0 if its input needs no gradient.
+        """Return the sweep of layer `k` alone, or 0 if its input needs no gradient.
 
         All steps of a whole cell are one chain.
         """
         layer = graph.layers[k]
         if layer.kind == "cell" and share == 1:
-            return self.sweep * (layer.shares is None)
-        return self.sweep * graph.deep(k)
+            return self.times.sweep * (layer.shares is None)
+        return self.times.sweep * graph.deep(k)
 
     def shared(self, work: Sequence[float], workers: int) -> float:
         """Return nanoseconds of work, given for each worker that has some as if all worked.
 
         The others leave their cores to these.
         """
-        return max(max(work) / self.contention, sum(work) / workers)
+        return max(max(work) / self.times.contention, sum(work) / workers)
 
     def among(self, workers: int) -> Machine:
         """Return a machine whose network connects so many workers: that within a node, if it can.
@@ -286,13 +317,13 @@ class Machine:
 
     def collective(self, name: str, workers: int) -> float:
         """Return nanoseconds of a "maximum", "broadcast" or "gather" of a few bytes."""
-        if self.times is None:
-            return _ROUNDS[name] * (workers - 1).bit_length() * self.network.latency
-        return self.times.collectives.get(name, 0.0)
+        if self.times.layers:
+            return self.times.collectives.get(name, 0.0)
+        return _ROUNDS[name] * (workers - 1).bit_length() * self.network.latency
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes as JSON can hold them, without measured times of layers."""
-        content = asdict(replace(self, times=None))
+        content = asdict(replace(self, times=Times()))
         del content["times"]
         return content
 
@@ -328,7 +359,7 @@ def load_machine(path: _Path | None = None) -> Machine:
         if path is None or not os.path.exists(path):
             return Machine(network=load_network())
     if path in PRESETS:
-        return PRESETS[str(path)][0]
+        return PRESETS[str(path)]
     try:
         machine: Machine = _record(Machine(), json.loads(Path(path).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
@@ -444,28 +475,15 @@ def _preset(
     return Machine(name, peak * 500, bandwidth, memory=memory << 30, **levels)
 
 
-#: Machines from public figures by name, and where these can be looked up. Workers are at their peak
-#: in float32, without tensor cores: what steps take at least. NVLink is counted in one direction,
-#: and the network cards of a node are shared by its workers.
+#: Machines from public figures by name; docs/how/strategies.md has the sources. Workers are at
+#: their peak in float32, without tensor cores: what steps take at least. NVLink is counted in one
+#: direction, and the network cards of a node are shared by its workers.
 PRESETS = {
-    "p100": (
-        _preset("p100", 10.6, 732.0, 16, 4, 80.0, 12.5 / 4),
-        "Tesla P100 SXM2 (NVIDIA's data sheet); nodes of four with one EDR InfiniBand card of 100 "
-        "Gb/s, as in DeePa (section 7.3)",
-    ),
-    "v100": (
-        _preset("v100", 15.7, 900.0, 16, 8, 150.0, 50.0 / 8),
-        "Tesla V100 SXM2 (NVIDIA's data sheet), as in BPPSA (appendix G); DGX-1: eight with four "
-        "EDR InfiniBand cards of 100 Gb/s",
-    ),
-    "a100": (
-        _preset("a100", 19.5, 1555.0, 40, 8, 300.0, 25.0),
-        "A100 SXM4 of 40 GB (NVIDIA's data sheet); DGX A100: eight with eight HDR InfiniBand cards "
-        "of 200 Gb/s",
-    ),
-    "h100": (
-        _preset("h100", 66.9, 3350.0, 80, 8, 450.0, 50.0),
-        "H100 SXM5 (NVIDIA's data sheet); DGX H100: eight with eight NDR InfiniBand cards of 400 "
-        "Gb/s",
-    ),
+    sizes[0]: _preset(*sizes)
+    for sizes in (
+        ("p100", 10.6, 732.0, 16, 4, 80.0, 12.5 / 4),
+        ("v100", 15.7, 900.0, 16, 8, 150.0, 50.0 / 8),
+        ("a100", 19.5, 1555.0, 40, 8, 300.0, 25.0),
+        ("h100", 66.9, 3350.0, 80, 8, 450.0, 50.0),
+    )
 }

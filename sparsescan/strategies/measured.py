@@ -13,17 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..jacobians import Conv2d, Linear, Operator, Sequential
+from ..jacobians import Conv2d, Operator, Sequential
 from ..parallel.communicator import Communicator
 from ..parallel.network import observe, time_together
 from .exchanges import Sums
-from .machine import usual
-from .recurrent import Recurrent, Step, Trainable, graph_of, operators
+from .machine import PARTS, Times, usual
+from .networks import Recurrent, Step, Trainable, graph_of, operators
 from .stage import RecurrentStage, Stage
 from .strategy import cross_entropy
-from .times import PARTS, Times
-
-__all__ = ["measure_exchanges", "measure_times"]
 
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
@@ -160,13 +157,10 @@ def _sequential(communicator: Communicator, network: Sequential, sizes: Sequence
     # The shortest product, of a layer that does next to nothing, is the time of the chain itself.
     sweep = float(parts["product"].min())
     parts["product"] = parts["product"] - sweep
-    timed = [one for one in whole if one is not None]
-    halves = _halves(communicator, timed)
-    halves["product"] -= sweep
     total = table[..., -1].sum() + losses[-1]
     contention = _contention(communicator, lambda: _step(whole, reads, data, labels), total)
     layers = [layer for layer, op in zip(graph.layers[1:], ops, strict=True) if op is not None]
-    return Times(layers, sizes, parts, halves, {}, losses, sweep, {}, contention)
+    return Times(layers, sizes, parts, {}, losses, sweep, {}, contention)
 
 
 def _apart(
@@ -209,25 +203,6 @@ def _step(
     return [taken for own in times for taken in own] + [loss]
 
 
-def _halves(communicator: Communicator, layers: Sequence[_Timed]) -> dict[str, Floats]:
-    """Return times of layers with weights, the whole beside half of their output channels."""
-    table = np.full((len(PARTS), len(layers), 2), np.nan)
-    for k, whole in enumerate(layers):
-        op = whole.op
-        if isinstance(op, (Conv2d, Linear)) and op.output_shape[0] > 1:
-            half = op.restrict(op.input_shape, slice(0, op.output_shape[0] // 2))
-            table[:, k] = _beside(communicator, whole, half)
-    return {part: table[k] for k, part in enumerate(PARTS)}
-
-
-def _beside(communicator: Communicator, whole: _Timed, half: Operator) -> Floats:
-    """Return times of each part of a layer and of half of it, in turns; (parts, 2)."""
-    x, both = whole.kept[0], (whole, _Timed(Stage([half])))
-    pairs = [(one, np.ones((len(x), *one.op.output_shape), np.float32)) for one in both]
-    times: Floats = _mean(communicator, lambda: [one.parts(x, grad) for one, grad in pairs]).T
-    return times
-
-
 # -- Recurrent networks ---------------------------------------------------------------------------
 
 
@@ -251,23 +226,16 @@ def _recurrent(communicator: Communicator, network: Recurrent, sizes: Sequence[i
 
     layers = [*steps, _Timed(Stage([network.readout]))]
     table, losses = _apart(communicator, layers, [(k,) for k in range(len(layers))], batches())
-    one, readout, half = table[:-1].mean(axis=0), table[-1], np.full((len(PARTS), 2), np.nan)
-    if cell.state_size == cell.hidden_size > 1:
-        share = Step(cell.restrict(slice(0, cell.hidden_size // 2)), 0)
-        share.read(samples[sizes[-1]])
-        half = _beside(communicator, steps[0], share)
+    one, readout = table[:-1].mean(axis=0), table[-1]
     call, each, contention = _at_once(communicator, network, samples)
     product = PARTS.index("product")
     sweep = float(call[product].mean())
     call[product] = 0
-    for times in (one, half):
-        times[product] = np.maximum(times[product] - sweep, 0)
+    one[product] = np.maximum(one[product] - sweep, 0)
     parts = {part: np.stack([one[k], readout[k]]) for k, part in enumerate(PARTS)}
     calls = {part: np.stack([call[k], each[k]]) for k, part in enumerate(PARTS)}
-    # Workers that share the readout's few classes are taken to share its work.
-    halves = {part: np.stack([half[k], np.full(2, np.nan)]) for k, part in enumerate(PARTS)}
     graph = network.graph().layers
-    return Times((graph[1], graph[-1]), sizes, parts, halves, calls, losses, sweep, {}, contention)
+    return Times((graph[1], graph[-1]), sizes, parts, calls, losses, sweep, {}, contention)
 
 
 def _at_once(

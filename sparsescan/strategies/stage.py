@@ -15,10 +15,8 @@ from .. import api
 from ..jacobians import Operator, Sequential
 from ..parallel.communicator import Fault
 from .exchanges import descend
-from .recurrent import Step
+from .networks import Step
 from .strategy import Job, Training, check_samples
-
-__all__ = ["Gradients", "RecurrentStage", "Stage", "StageTraining", "copies", "stage_of"]
 
 Array = Any
 Gradients = list[dict[str, Array]]

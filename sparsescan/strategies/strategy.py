@@ -15,20 +15,7 @@ from ..parallel.communicator import Communicator
 from ..symbolic.schedule import check_count
 from .graph import Graph
 from .machine import Machine, load_machine
-from .recurrent import Trainable, as_graph
-
-__all__ = [
-    "MOST_SAMPLES",
-    "MOST_WORKERS",
-    "Job",
-    "LayerPlan",
-    "Prediction",
-    "Strategy",
-    "Training",
-    "Work",
-    "check_samples",
-    "cross_entropy",
-]
+from .networks import Trainable, graph_of
 
 # Predictions for more would take minutes.
 MOST_WORKERS, MOST_SAMPLES = 1 << 20, 1 << 24
@@ -223,6 +210,10 @@ class Strategy(ABC):
             :func:`~sparsescan.strategies.load_machine` on the first rank.
         """
         communicator, batch = Communicator.of(comm), check_count("batch", batch, 1)
+        if not isinstance(network, Trainable):
+            raise InputTypeError(
+                f"network is {network!r}; expected a Sequential or a Recurrent, to be trained"
+            )
         own = communicator.together(lambda: load_machine() if machine is None else machine)
         work = Work.of(network, communicator.broadcast(own, 0), communicator.size, batch)
         return self._train(Job(comm, network, batch, learning_rate), self._plan(work)[1])
@@ -250,7 +241,7 @@ class Work(NamedTuple):
         """Check numbers and the network; the machine's network becomes that of these workers."""
         workers = check_count("workers", workers, 1, MOST_WORKERS)
         batch = check_count("batch", batch, 1, MOST_SAMPLES)
-        return cls(network, as_graph(network), machine.among(workers), workers, batch)
+        return cls(network, graph_of(network), machine.among(workers), workers, batch)
 
 
 class Job(NamedTuple):

@@ -30,7 +30,7 @@ from sparsescan.jacobians import (
     Sequential,
     Tanh,
 )
-from sparsescan.strategies.architectures import sequential
+from sparsescan.strategies.networks import sequential
 
 nn = torch.nn
 SCHEDULES = ["linear", "blelloch"]

@@ -34,11 +34,9 @@ def command(argv: Sequence[object], how: str | None = None) -> dict[str, Any]:
     return {"argv": [*map(str, argv), "--mpi"], "how": how}
 
 
-def strategies(
-    file: object, size: int, batch: int, *more: object, how: str | None = None
-) -> dict[str, Any]:
+def strategies(file: object, size: int, batch: int, how: str | None = None) -> dict[str, Any]:
     """``strategies --run``."""
-    argv = ["strategies", file, "--workers", size, "--batch", batch, "--run", *more]
+    argv = ["strategies", file, "--workers", size, "--batch", batch, "--run"]
     return {"argv": [*map(str, argv)], "how": how}
 
 
@@ -143,8 +141,6 @@ class Case(NamedTuple):
     out: Path
     plain: Path
     n: int
-    # None if the strategies are not run.
-    batch: int | None
     said: str
 
 
@@ -158,13 +154,12 @@ class Launch(NamedTuple):
 
 @pytest.fixture(scope="module", params=slow(1, 3, 4))
 def launch(request: Any, tmp_path_factory: Any) -> Launch:
-    """Chains of all layouts, with the scan of each, and for some a run of strategies after it."""
+    """Chains of all layouts, with the scan of each."""
     size, folder = request.param, tmp_path_factory.mktemp("chains")
     longer = 3 if size == 3 else 1
     rng = np.random.default_rng(size)
     commands, cases = [], []
     schedules = ["auto", "vectors", "products"]
-    (folder / "machine.json").write_text('{"memory": 1e9}')
     for layout in LAYOUTS:
         for n in [0, 1, *rng.integers(2, 20, longer).tolist()]:
             for inclusive in (False, True):
@@ -184,11 +179,7 @@ def launch(request: Any, tmp_path_factory: Any) -> Launch:
                 options += ["--schedule", schedules[k % 3]]
                 how = "small blocks" if k % 2 else None
                 commands.append(command(["scan", file, "-o", out, *options], how))
-                samples = 1 if batch is None else batch
-                ran = samples if k % 4 == 0 and len(jacobians) and samples else None
-                if ran is not None:
-                    commands.append(strategies(file, size, ran, "--machine", "machine.json"))
-                cases.append(Case(file, out, plain, len(jacobians), ran, said.getvalue()))
+                cases.append(Case(file, out, plain, len(jacobians), said.getvalue()))
     ended = run_all(size, folder, commands)
     assert_codes(ended, folder, size, [0] * len(commands))
     return Launch(size, cases, ended)
@@ -203,30 +194,6 @@ def test_the_file_is_that_of_the_plain_command(launch: Launch) -> None:
         ending = rf", in [\d.e-]+ s on {ranks}, by (vectors|products)"
         assert re.fullmatch(re.escape(start) + ending, line), line
     assert launch.size < 3 or "by products" in launch.ended.output
-
-
-def test_a_chain_is_run_in_every_way(launch: Launch) -> None:
-    """The ranks themselves have checked gradients and bytes."""
-    lines = iter(launch.ended.output.splitlines())
-    for case in launch.cases:
-        if case.batch is None:
-            continue
-        ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
-        title = f"{case.chain}, {ranks}, {case.batch} samples a step, measured"
-        assert title in lines
-        rows = [next(lines)]
-        while not rows[-1].startswith("  the order of"):
-            rows.append(next(lines))
-        assert "predicted" in rows[0]
-        assert rows[-2].strip().startswith("steps are predicted for this worker")
-        # A table that is wider than a page has its names again with the columns that follow.
-        names = {re.split(r"  +", row.strip())[0] for row in rows[1:-2]} - {"strategy"}
-        several = launch.size > 1
-        assert sorted(names) == [
-            *["scan by products"] * several,
-            "scan by vectors",
-            *["scan, samples only"] * (several and case.batch >= launch.size),
-        ], "\n".join(rows)
 
 
 @pytest.mark.slow
@@ -284,11 +251,9 @@ def test_what_is_wrong_is_said_once_on_all_ranks(tmp_path: Path) -> None:
         ([good, "-o", out, "--device", "gpu"], ["device is 'gpu'; expected None, 'cpu' or 'cuda'"]),
     ]
     commands = [command(["scan", *argv], "small blocks") for argv, _ in wrong]
-    missing = tmp_path / "no.json"
     others: list[tuple[dict[str, Any], list[str]]] = [
-        (strategies(good, 2, 1), ["--workers is 2, but there are 3 ranks"]),
-        (strategies(good, 3, 7), ["batch is 7, but the gradient", "(3,); expected 1, its samples"]),
-        (strategies(good, 3, 1, "--machine", missing), [f"{missing}: No such file"]),
+        (strategies("lenet5", 2, 1), ["--workers is 2, but there are 3 ranks"]),
+        (strategies(good, 3, 1), ["chain.npz has no layers to train; expected the name"]),
         (command(["calibrate"], "no cache"), ["network.json: Not a directory; give a path"]),
     ]
     commands += [each for each, _ in others]
@@ -306,19 +271,17 @@ def test_what_is_wrong_is_said_once_on_all_ranks(tmp_path: Path) -> None:
     assert json.loads(kept.read_text())["latency"] > 0
 
 
-@pytest.mark.parametrize("name", ["scan", *slow("calibrate", "strategies", "chain", "alone")])
+@pytest.mark.parametrize("name", ["scan", *slow("calibrate", "strategies", "alone")])
 def test_what_one_rank_alone_meets_ends_all(name: str, tmp_path: Path) -> None:
     """A bug, or an error that others do not meet."""
-    file, machine = tmp_path / "chain.npz", tmp_path / "machine.json"
+    file = tmp_path / "chain.npz"
     sparsescan.save_chain(file, np.ones(3), np.ones((30, 3, 3)))
-    machine.write_text("{}")
-    of_chain = strategies(file, 2, 1, "--machine", machine, how="bug")
+    scan = command(["scan", file, "-o", tmp_path / "out.npz"], "bug")
     commands = {
-        "scan": command(["scan", file, "-o", tmp_path / "out.npz"], "bug"),
+        "scan": scan,
         "calibrate": command(["calibrate"], "bug"),
         "strategies": strategies("lenet5", 2, 4, how="bug"),
-        "chain": of_chain,
-        "alone": of_chain | {"how": "alone"},
+        "alone": scan | {"how": "alone"},
     }
     ended = run_all(2, tmp_path, [commands[name]])
     assert ended.code != 0

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from deepa_paper import footprint, image_parallelism, one_weird_trick
+from deepa_paper import footprint, image_parallelism
 from mpi4py import MPI
-from update_rule import parameters
+from update_rule import parameters, sgd
 
-from sparsescan import InputError
 from sparsescan.jacobians import (
     AdaptiveAvgPool2d,
     AvgPool2d,
@@ -41,16 +39,12 @@ from sparsescan.strategies import (
     Machine,
     ModelParallel,
 )
-from sparsescan.strategies.architectures import Builder, sequential
 from sparsescan.strategies.exchanges import Box, Redistribution, blocks, cut, volume
-from sparsescan.strategies.graph import Graph
+from sparsescan.strategies.networks import Recurrent, graph_of, operators
 from sparsescan.strategies.per_layer.configurations import Configurations, allowed
-from sparsescan.strategies.per_layer.costs import with_loss
-from sparsescan.strategies.per_layer.predict import Divided, PerLayer
-from sparsescan.strategies.per_layer.train import Partitioned, limits_of
-from sparsescan.strategies.recurrent import Recurrent, graph_of, operators
-from sparsescan.strategies.stage import Stage
-from sparsescan.strategies.strategy import Job, Training, cross_entropy
+from sparsescan.strategies.per_layer.predict import Divided, PerLayer, with_loss
+from sparsescan.strategies.per_layer.train import limits_of
+from sparsescan.strategies.strategy import Training
 
 pytestmark = pytest.mark.ranks(2, slow=(3,), doubling=True)
 
@@ -65,119 +59,19 @@ Params = list[dict[str, Any]]
 # -------------------------------------------------------------------------------------------------
 
 
-def one_process(network: Sequential, batches: list[Any]) -> tuple[list[float], Params]:
-    """Losses, and parameters behind the first step, without what is tested but the layers."""
-    stage, losses = Stage(network.ops), []
+def one_process(network: Any, batches: list[Any]) -> tuple[list[float], Params]:
+    """Losses, and parameters behind the first step, by Jacobians of each sample."""
+    # They are drawn before they are copied.
+    losses, wanted = [], parameters(network)[:0]
+    one = copy.deepcopy(network)
     for x, labels in batches:
-        activations = stage.forward(x)
-        loss, grad = cross_entropy(activations[-1], labels, len(x))
+        loss, grads = sgd(one, x, labels)
         losses.append(loss)
-        if len(losses) == 1:
-            stage.descend(stage.backward(activations, grad)[1], RATE)
-    return losses, stage.parameters
-
-
-def by_complex_steps(
-    output: Callable[[Params, Any], Any], given: Params, batches: list[Any]
-) -> tuple[list[float], Params]:
-    """Return gradients ``Im f(θ + ih)/h`` of the loss, too, which ranks share out."""
-    params = [{name: p.astype(complex) for name, p in layer.items()} for layer in given]
-    flat = [param for layer in params for param in layer.values()]
-
-    def loss(x: Any, labels: Any) -> complex:
-        logits = output(params, x)
-        logits = logits - logits.real.max(axis=1, keepdims=True)
-        logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        return complex(-logs[np.arange(len(x)), labels].mean())
-
-    h, losses = 1e-100, [loss(*batches[0]).real]
-    places = [(k, at) for k, param in enumerate(flat) for at in np.ndindex(param.shape)]
-    grads = {}
-    for k, at in places[WORLD.rank :: WORLD.size]:
-        flat[k][at] += 1j * h
-        grads[k, at] = loss(*batches[0]).imag / h
-        flat[k][at] = flat[k][at].real
-    for entries in WORLD.allgather(grads):
-        for (k, at), grad in entries.items():
-            flat[k][at] -= RATE * grad
-    losses += [loss(*batch).real for batch in batches[1:]]
-    return losses, [{name: p.real for name, p in layer.items()} for layer in params]
-
-
-def applied(op: Operator, params: dict[str, Any], x: Any) -> Any:
-    """Compute the output of a layer, from its definition."""
-    if isinstance(op, Tanh):
-        return np.tanh(x)
-    if isinstance(op, ReLU):
-        return np.where(x.real > 0, x, 0)
-    if isinstance(op, Flatten):
-        return x.reshape(len(x), -1)
-    if isinstance(op, Linear):
-        return x @ params["weight"].T + params["bias"]
-    assert isinstance(op, (Conv2d, MaxPool2d))
-    (height, width), (down, right) = op.kernel_size, op.stride
-    edges = [(p, p) for p in op.padding]
-    fill = -np.inf if isinstance(op, MaxPool2d) else 0
-    padded = np.pad(x, [(0, 0), (0, 0), *edges], constant_values=fill)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), (2, 3))
-    windows = windows[:, :, ::down, ::right]
-    if isinstance(op, MaxPool2d):
-        flat = windows.reshape(*windows.shape[:4], -1)
-        largest = flat.real.argmax(axis=-1)[..., None]
-        return np.take_along_axis(flat, largest, axis=-1)[..., 0]
-    groups = zip(
-        np.split(windows, op.groups, axis=1), np.split(params["weight"], op.groups), strict=True
-    )
-    outputs = [np.einsum("bcyxij,ocij->boyx", part, weight) for part, weight in groups]
-    return np.concatenate(outputs, axis=1) + params["bias"][:, None, None]
-
-
-def of_layers(ops: Sequence[Operator], params: Iterator[dict[str, Any]], x: Any) -> Any:
-    """Compute the output of layers and residual blocks."""
-    for op in ops:
-        if isinstance(op, Residual):
-            x = of_layers(op.ops, params, x) + of_layers(op.shortcut, params, x)
-        else:
-            x = applied(op, next(params), x)
-    return x
-
-
-def of_graph(graph: Graph, ops: Sequence[Operator | None], params: Params, x: Any) -> Any:
-    """Compute the output of a graph, in whose sums missing channels are zeros."""
-    outputs, given = [x], iter(params)
-    for layer, op in zip(graph.layers[1:-1], ops[1:], strict=False):
-        read = [outputs[j] for j in layer.inputs]
-        if op is None:
-            total = np.zeros((len(x), *layer.shape), complex)
-            for term in read:
-                total[:, : term.shape[1]] += term
-            outputs.append(total)
-        else:
-            outputs.append(applied(op, next(given), read[0]))
-    return outputs[-1]
-
-
-def of_sequences(network: Recurrent, params: Params, x: Any) -> Any:
-    """Compute the output of a recurrent network."""
-    cell, readout = params
-    state = np.zeros((len(x), network.cell.state_size))
-    for now in x.swapaxes(0, 1):
-        u = now @ cell["weight_ih"].T + cell["bias_ih"]
-        v = state @ cell["weight_hh"].T + cell["bias_hh"]
-        if isinstance(network.cell, RNNCell):
-            state = np.tanh(u + v)
-        else:
-            (ur, uz, un), (vr, vz, vn) = np.split(u, 3, axis=1), np.split(v, 3, axis=1)
-            r, z = 1 / (1 + np.exp(-ur - vr)), 1 / (1 + np.exp(-uz - vz))
-            state = (1 - z) * np.tanh(un + r * vn) + z * state
-    return state @ readout["weight"].T + readout.get("bias", 0)
-
-
-def of_network(network: Any, params: Params, x: Any) -> Any:
-    """Compute the output of a network."""
-    if isinstance(network, Recurrent):
-        return of_sequences(network, params, x)
-    return of_layers(network.ops, iter(params), x)
+        for params, grad in zip(parameters(one), grads, strict=True):
+            for name, param in params.items():
+                param -= RATE * grad[name]
+        wanted = wanted or copy.deepcopy(parameters(one))
+    return losses, wanted
 
 
 # -------------------------------------------------------------------------------------------------
@@ -270,40 +164,6 @@ def random_conv(
     return Conv2d(*sizes, groups=groups, input_shape=shape, dtype=np.float64, rng=rng)
 
 
-def random_sums(rng: np.random.Generator) -> tuple[Graph, list[Operator | None]]:
-    """Convolutions, activations, and sums of any layers before them, the input included."""
-    builder = Builder("sums", (2, 4, 5))
-    ops: list[Operator | None] = [None]
-
-    def add(*inputs: int) -> None:
-        # The first has the most channels.
-        builder.sum(*sorted(inputs, key=lambda j: -builder.layers[j].shape[0]))
-        ops.append(None)
-
-    for _ in range(6):
-        x, kind = int(rng.integers(builder.last + 1)), int(rng.integers(3))
-        shape = builder.layers[x].shape
-        if kind == 0:
-            ops.append(random_conv(rng, shape, int(rng.integers(1, 4)), 3))
-            builder.conv(ops[-1].output_shape[0], 3, padding=1, x=x)
-        elif kind == 1:
-            ops.append(Tanh(input_shape=shape))
-            builder.elementwise(x=x)
-        else:
-            add(*rng.integers(builder.last + 1, size=int(rng.integers(2, 4))).tolist())
-    # All that no layer has read yet.
-    add(
-        *set(range(builder.last + 1)) - {j for layer in builder.layers for j in layer.inputs},
-        builder.last,
-    )
-    shape = builder.layers[-1].shape
-    builder.flatten()
-    builder.linear(3)
-    size = math.prod(shape)
-    ops += [Flatten(input_shape=shape), Linear(size, 3, dtype=np.float64, rng=rng), None]
-    return with_loss(builder.graph()), ops
-
-
 def random_recurrent(rng: np.random.Generator) -> Recurrent:
     cell, features, hidden = rng.choice([RNNCell, GRUCell]), *rng.integers(1, 5, 2).tolist()
     readout = Linear(hidden, 4, rng.random() < 0.7, dtype=np.float64, rng=rng)
@@ -312,35 +172,25 @@ def random_recurrent(rng: np.random.Generator) -> Recurrent:
 
 
 def random_configurations(
-    rng: np.random.Generator, graph: Graph, ops: Sequence[Operator | None], batch: int
+    rng: np.random.Generator, network: Any, batch: int
 ) -> list[tuple[int, ...]]:
-    every = Configurations(WORLD.size).all
+    """Return random configurations of a network, and of the loss."""
+    graph, every = graph_of(network), Configurations(WORLD.size).all
+    ops, layers = [*operators(network, graph), None], with_loss(graph).layers
     configurations: list[tuple[int, ...]] = []
-    for op, layer in zip(ops, graph.layers, strict=True):
+    for op, layer in zip(ops, layers, strict=True):
         possible = every[allowed(layer, limits_of(op, layer, batch), every)]
         one = tuple(int(d) for d in rng.choice(possible))
         configurations.append(one if layer.shares is None else configurations[layer.shares])
     return configurations
 
 
-def random_configurations_of(
-    rng: np.random.Generator, network: Any, batch: int
-) -> list[tuple[int, ...]]:
-    """Return random configurations of a network, and of the loss."""
-    graph = graph_of(network)
-    ops = [*operators(network, graph), None]
-    return random_configurations(rng, with_loss(graph), ops, batch)
-
-
-def data(rng: np.random.Generator, network: Any, batch: int, dtype: Any) -> list[Any]:
-    return random_data(rng, network.input_shape, math.prod(network.output_shape), batch, dtype)
-
-
-def random_data(
-    rng: np.random.Generator, shape: tuple[int, ...], classes: int, batch: int, dtype: Any
-) -> list[Any]:
+def data(rng: np.random.Generator, network: Any, batch: int) -> list[Any]:
     return [
-        (rng.standard_normal((batch, *shape)).astype(dtype), rng.integers(classes, size=batch))
+        (
+            rng.standard_normal((batch, *network.input_shape)),
+            rng.integers(math.prod(network.output_shape), size=batch),
+        )
         for _ in range(2)
     ]
 
@@ -386,11 +236,7 @@ def check_network(
 ) -> None:
     """Compare a network in some configurations, or functions that give them, with one process."""
     graph, batch = with_loss(graph_of(network)), len(batches[0][0])
-    params = parameters(network)
-    if isinstance(network, Sequential) and len(network.ops) == len(network.layers):
-        expected = one_process(network, batches)
-    else:
-        expected = by_complex_steps(lambda given, x: of_network(network, given, x), params, batches)
+    params, expected = parameters(network), one_process(network, batches)
     machine = Machine(itemsize=batches[0][0].itemsize)
     for choice in choices:
         strategy = choice if isinstance(choice, Divided) else PerLayer(choice)
@@ -400,20 +246,6 @@ def check_network(
         moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]
         assert predicted.bytes == max(WORLD.allgather(moved)) * machine.itemsize
         check(training, params, batches, expected, rtol, moved if exact else None)
-
-
-def check_sums(rng: np.random.Generator) -> None:
-    """Any graph of layers and sums."""
-    (graph, ops), batch = random_sums(rng), int(rng.integers(1, 5))
-    chosen = random_configurations(rng, graph, ops, batch)
-    given = [op.params for op in ops if op is not None]
-    shape = graph.layers[0].shape
-    batches = random_data(rng, shape, 3, batch, np.float64)
-    expected = by_complex_steps(lambda params, x: of_graph(graph, ops, params, x), given, batches)
-    job = Job(WORLD, SimpleNamespace(input_shape=shape), batch, RATE)  # type: ignore[arg-type]
-    training = Partitioned(job, graph, ops, chosen)  # type: ignore[arg-type]
-    moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]  # type: ignore[arg-type]
-    check(training, given, batches, expected, 1e4 * EPS, moved)
 
 
 def pools_inside(network: Sequential) -> bool:
@@ -463,49 +295,14 @@ def test_redistributions(rng: np.random.Generator) -> None:
         assert volume(owned[WORLD.rank]) == back.size
 
 
-def test_errors() -> None:
-    network = sequential("lenet5", 0)
-    for chosen, message in (
-        ([(1, 1, 1, 1)] * 3, "configurations has 3 entries; expected 14"),
-        ([(1, 1, 1, 1)] * 13 + [(1, WORLD.size, 1, 1)], "layer loss has the configuration"),
-        ([(1, 1, 1, 1)] * 13 + [(WORLD.size + 1, 1, 1, 1)], "layer loss has the configuration"),
-    ):
-        with pytest.raises(InputError, match=message):
-            PerLayer(chosen).start(WORLD, network, 4)
-    cells = Recurrent(RNNCell(2, 3, rng=0), Linear(3, 4, rng=0), 2)
-    different = [(1, 1, 1, 1), (WORLD.size, 1, 1, 1), *[(1, 1, 1, 1)] * 3]
-    message = (
-        rf"layer cell2 has .* \(1, 1, 1, 1\); expected \({WORLD.size}, 1, 1, 1\), that of cell1"
-    )
-    with pytest.raises(InputError, match=message):
-        PerLayer(different).start(WORLD, cells, 4)
-    training = PerLayer().start(WORLD, cells, 4)
-    with pytest.raises(InputError, match=r"x has shape \(4, 3, 2\); expected \(4, 2, 2\)"):
-        training.step(np.zeros((4, 3, 2)), np.zeros(4, int))
-
-
-def test_random_networks(seeds: Callable[..., range]) -> None:
-    for seed in seeds(2, 6, 50):
-        rng = np.random.default_rng([WORLD.size, seed])
-        network, batch = random_network(rng), int(rng.integers(1, 7))
-        chosen = random_configurations_of(rng, network, batch)
-        batches = data(rng, network, batch, np.float64)
-        check_network(network, [chosen], batches, 1e4 * EPS, pools_inside(network))
-
-
-@pytest.mark.parametrize("make", [random_recurrent, random_residual])
-def test_recurrent_and_residual_networks(seeds: Callable[..., range], make: Any) -> None:
-    for seed in seeds(1, 3, 25):
+@pytest.mark.parametrize("make", [random_network, random_recurrent, random_residual])
+def test_random_networks(seeds: Callable[..., range], make: Any) -> None:
+    for seed in seeds(2, 4, 50):
         rng = np.random.default_rng([WORLD.size, seed])
         network, batch = make(rng), int(rng.integers(1, 7))
-        batches = data(rng, network, batch, np.float64)
-        chosen = random_configurations_of(rng, network, batch)
-        check_network(network, [image_parallelism, chosen, None], batches, 1e4 * EPS)
-
-
-def test_graphs_with_sums(seeds: Callable[..., range]) -> None:
-    for seed in seeds(1, 3, 25):
-        check_sums(np.random.default_rng([WORLD.size, seed]))
+        choices = [image_parallelism, random_configurations(rng, network, batch), None]
+        exact = isinstance(network, Recurrent) or pools_inside(network)
+        check_network(network, choices, data(rng, network, batch), 1e4 * EPS, exact)
 
 
 def images(rng: np.random.Generator) -> Sequential:
@@ -550,19 +347,5 @@ def test_integrated_parallelism(strategy: Any, rng: np.random.Generator) -> None
     """A plan is run as it is predicted, on any grid."""
     by_rows = isinstance(strategy, DomainParallel) and WORLD.size > 1
     for network in [images(rng)] if by_rows else [images(rng), cells(rng)]:
-        batches = data(rng, network, 2 * WORLD.size, np.float64)
+        batches = data(rng, network, 2 * WORLD.size)
         check_network(network, [strategy], batches, 1e5 * EPS)
-
-
-@pytest.mark.skipif(WORLD.size == 1, reason="there are not fewer samples than ranks")
-def test_fewer_samples_than_ranks(rng: np.random.Generator) -> None:
-    network = images(rng)
-    check_network(network, [Integrated()], data(rng, network, 1, np.float64), 1e5 * EPS)
-    with pytest.raises(InputError, match="cannot be shared"):
-        BatchParallel().start(WORLD, network, 1)
-
-
-def test_lenet5(rng: np.random.Generator) -> None:
-    network = sequential("lenet5", 0)
-    choices = image_parallelism, one_weird_trick, None
-    check_network(network, choices, data(rng, network, 8, np.float32), 1e-4)

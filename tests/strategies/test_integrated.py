@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 from deepa_paper import footprint
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from integrated_paper import (
     Product,
@@ -19,24 +19,21 @@ from integrated_paper import (
     log,
     products,
 )
-from sampling import examples, slow
 
 from sparsescan import InputError
 from sparsescan.jacobians import BatchNorm2d, LayerNorm, Linear, Residual, Sequential
 from sparsescan.parallel import Network
-from sparsescan.recurrent import GRUCell, LSTMCell, RNNCell
-from sparsescan.strategies import Graph, Layer, Machine, Recurrent
-from sparsescan.strategies.architectures import Builder, build
+from sparsescan.recurrent import LSTMCell
+from sparsescan.strategies import Graph, Machine, Recurrent
 from sparsescan.strategies.exchanges import sum_words
-from sparsescan.strategies.integrated.predict import (
+from sparsescan.strategies.integrated import (
     BatchParallel,
     DomainParallel,
     Integrated,
     ModelParallel,
 )
-from sparsescan.strategies.per_layer.costs import with_loss
-from sparsescan.strategies.per_layer.predict import PerLayer
-from sparsescan.strategies.recurrent import Step, graph_of
+from sparsescan.strategies.networks import Builder, build, graph_of
+from sparsescan.strategies.per_layer.predict import PerLayer, with_loss
 
 # Table 1 of the paper: 2 µs and 6 GB/s.
 CORI = Network("Cori", latency=2000.0, inverse_bandwidth=1 / 6, exchange=0.0, call=0.0)
@@ -142,79 +139,14 @@ def test_a_halo_has_two_neighbours(rows: int) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["alexnet", "gru:20", *slow("vgg11", "inception-v3", "resnet-110")]
-)
-def test_the_best_grid_is_no_worse_than_any(name: str) -> None:
-    graph = build(name)
-    best = Integrated().predict(graph, Machine(), 16, 64)
-    tried = 0
-    for rows in (1, 2, 4, 8, 16):
-        for modes in (("batch",), ("model",), ("domain", "model"), ("batch", "model")):
-            try:
-                other = Integrated((rows, 16 // rows), modes).predict(graph, Machine(), 16, 64)
-            except InputError:
-                continue
-            tried += 1
-            assert best.total <= other.total * (1 + 1e-12)
-    assert tried > 5
-    assert best.memory > 0
-    assert best.bytes > 0
-    assert not best.stale
-
-
-@settings(max_examples=examples(20))
-@given(
-    st.sampled_from([RNNCell, GRUCell]), st.integers(1, 4), st.integers(2, 9), st.booleans(),
-    st.booleans(), st.sampled_from([np.float32, np.float64]), st.integers(0, 1 << 30),
-)  # fmt: skip
-def test_a_share_of_a_cell(kind, features, hidden, bias, pruned, dtype, seed) -> None:
-    """Outputs, columns of the Jacobian and parameters' gradients of some units of the whole."""
-    rng = np.random.default_rng(seed)
-    gates = 3 if kind is GRUCell else 1
-    masks = {
-        f"weight_{name}_mask": rng.random((gates * hidden, size)) < 0.7 if pruned else None
-        for name, size in (("ih", features), ("hh", hidden))
-    }
-    options = {"nonlinearity": "relu"} if kind is RNNCell and rng.random() < 0.5 else {}
-    cell = kind(features, hidden, bias, dtype=dtype, rng=rng, **masks, **options)
-    start, stop = sorted(rng.choice(hidden + 1, 2, replace=False).tolist())
-    rows = np.arange(gates * hidden).reshape(gates, hidden)[:, start:stop].reshape(-1)
-    before = {name: param.copy() for name, param in cell.params.items()}
-    network = Recurrent(cell, Linear(hidden, 2, rng=0), 3)
-    x = rng.standard_normal((5, *network.input_shape)).astype(dtype)
-    state = rng.uniform(-1, 1, (5, hidden)).astype(dtype)
-    grad = rng.standard_normal((5, stop - start)).astype(dtype)
-    step = Step(cell.restrict(slice(start, stop)), 1)
-    step.read(x)
-    tolerance = {"rtol": 0, "atol": 30 * np.finfo(dtype).eps * (hidden + features)}
-    output = step.forward(state)
-    np.testing.assert_allclose(output, cell.forward(x[:, 1], state)[:, start:stop], **tolerance)
-    jacobians = step.values(state).reshape(5, hidden, -1)
-    for k in range(5):
-        whole = cell.jacobian(x[k, 1], state[k]).toarray()
-        np.testing.assert_allclose(jacobians[k], whole[:, start:stop], **tolerance)
-    full = np.zeros_like(state)
-    full[:, start:stop] = grad
-    expected = cell.param_grads(x[:, 1], state, full)
-    grads = step.param_grads(state, grad)
-    assert grads.keys() == expected.keys() == step.params.keys()
-    for name, one in expected.items():
-        assert output.dtype == jacobians.dtype == grads[name].dtype == dtype
-        np.testing.assert_allclose(grads[name], one[rows], **tolerance)
-        assert not np.delete(one, rows, axis=0).any()
-        np.testing.assert_array_equal(step.params[name], before[name][rows])
-        # They are its own.
-        step.params[name] += 1
-        np.testing.assert_array_equal(cell.params[name], before[name])
-
-
 def test_what_cannot_be_shared() -> None:
     graph = build("alexnet")
     with pytest.raises(InputError, match="batch of 4 cannot be shared by 8 columns"):
         BatchParallel().predict(graph, Machine(), 8, 4)
     with pytest.raises(InputError, match=r"conv1 of shape \(96, 55, 55\) cannot be shared by 128"):
         ModelParallel().predict(graph, Machine(), 128, 4)
+    with pytest.raises(InputError, match="no layer has images of so many rows"):
+        DomainParallel().predict(build("lenet5"), Machine(), 64, 64)
     with pytest.raises(InputError, match="grid is 2 × 3; expected 8 workers"):
         Integrated((2, 3)).predict(graph, Machine(), 8, 4)
     with pytest.raises(InputError, match="modes"):
@@ -257,23 +189,6 @@ def test_memory_of_weights_is_divided_by_rows() -> None:
 # -------------------------------------------------------------------------------------------------
 # The paper's figures
 # -------------------------------------------------------------------------------------------------
-
-
-def test_equation_5() -> None:
-    """3×3 filters on 13×13×384: the equation gives 13.6, where the text says 12."""
-    builder = Builder("13", (384, 13, 13))
-    builder.add(
-        Layer("conv", "conv", (0,), (384, 13, 13), weights=9 * 384 * 384, kernel=(3, 3),
-              padding=(1, 1))
-    )  # fmt: skip
-    layer = products(builder.graph())[0]
-    crossover = 2 * layer.weights / (3 * layer.output_row * layer.output_rows)
-    assert math.isclose(crossover, 2 * 9 * 384 / (3 * 13 * 13))
-    assert abs(crossover - 12) < 0.15 * 12
-    # Below it model parallelism sends less: one layer of many, so with the gradient of its input.
-    for batch in range(1, 30):
-        by_model = 3 * batch * layer.made
-        assert (by_model < 2 * layer.weights) == (batch < crossover)
 
 
 GROUPED = [96 * 363, 256 * 1200, 384 * 2304, 384 * 1728, 256 * 1728]
@@ -375,21 +290,6 @@ def test_no_reading_gives_the_published_speedups() -> None:
     assert (round(every[16], 1), round(linear[16], 1)) == (5.2, 9.7)
 
 
-def test_published_grid_is_not_the_one_that_sends_least() -> None:
-    """If 16 × 32 sends a fifth of pure batch, 8 × 64 sends less, whatever activations are."""
-    weights = sum(GROUPED + LINEAR)
-    batch = 2 * weights * 511 / 512
-
-    def shared(rows: int, activations: float) -> float:
-        columns = 512 // rows
-        words = 2 * weights / rows * (columns - 1) / columns
-        return words + activations * 2048 / columns * (rows - 1) / rows
-
-    activations = (batch / 5.0 - shared(16, 0)) / (shared(16, 1) - shared(16, 0))
-    assert math.isclose(shared(16, activations), batch / 5.0)
-    assert shared(8, activations) < 0.96 * shared(16, activations)
-
-
 def test_published_totals_agree_with_each_other() -> None:
     """2.1× in all with 5.0× in communication, and 2.5× with 9.7×: one computing time fits both.
 
@@ -431,41 +331,3 @@ def test_more_workers_than_samples() -> None:
         others = set(range(5)) - {i}
         by_domain = combined_equation(layers, 8, 512, 512, set(range(5))).words
         assert combined_equation(layers, 8, 512, 512, others).words < by_domain
-
-
-def test_pure_domain_parallelism_has_rows_of_all_images_that_are_high_enough() -> None:
-    """Equation 7, whatever else would be faster."""
-    builder = Builder("images", (3, 32, 32))
-    for stride in (1, 2, 4):
-        builder.conv(8, 3, stride, padding=1)
-        builder.elementwise()
-    builder.flatten()
-    builder.linear(10)
-    graph, machine = builder.graph(), Machine(network=CORI)
-    prediction = DomainParallel().predict(graph, machine, 8, 16)
-    # 32, 16 and 4 rows for 8 workers.
-    cuts = [layer.configuration for layer in prediction.layers]
-    assert cuts[:4] == [(1, 1, 8, 1)] * 4
-    assert set(cuts[4:]) == {(8, 1, 1, 1)}
-    assert prediction.how == "8 × 1, domain in conv1–conv2, batch in conv3–linear1"
-    # The first reads the input, which all workers have; the second, whose stride is 2, needs one
-    # row from the slab above, and gives its gradient back.
-    time = 2 * (CORI.latency + 4 * CORI.inverse_bandwidth * 16 * 8 * 32)
-    assert prediction.nanoseconds["halo"] == pytest.approx(time)
-    with pytest.raises(InputError, match="no layer has images of so many rows"):
-        DomainParallel().predict(graph, machine, 64, 64)
-    assert DomainParallel().predict(graph, machine, 1, 16).nanoseconds["halo"] == 0
-
-
-def test_domain_where_it_pays() -> None:
-    """Large images, few weights, and fewer samples than workers."""
-    builder = Builder("wide", (3, 256, 256))
-    for _ in range(3):
-        builder.conv(32, 3, padding=1)
-        builder.elementwise()
-    builder.pool(32)
-    builder.flatten()
-    builder.linear(512)
-    prediction = Integrated().predict(builder.graph(), Machine(network=CORI), 8, 2)
-    assert prediction.how == "8 × 1, domain in conv1–conv3, model in linear1"
-    assert prediction.nanoseconds["halo"] > 0

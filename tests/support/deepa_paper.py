@@ -14,8 +14,7 @@ from sparsescan.strategies.per_layer.configurations import (
     Moves,
     edges_of,
 )
-from sparsescan.strategies.per_layer.costs import LayerCosts
-from sparsescan.strategies.per_layer.predict import footprints
+from sparsescan.strategies.per_layer.predict import LayerCosts, footprints
 
 
 class MeasuredCosts(LayerCosts):

@@ -65,7 +65,7 @@ def products(graph: Graph) -> list[Product]:
     layers, multiplied = graph.layers, []
     numbers = [k for k, layer in enumerate(layers) if layer.kind in MIXING]
     for k, after in pairwise([*numbers, len(layers)]):
-        layer, shape = layers[k], graph.input_shape(k)
+        layer, shape = layers[k], layers[layers[k].inputs[0]].shape
         sizes = layer.weights, math.prod(shape), layers[after - 1].size
         rows = (shape[0] * shape[2], layer.shape[0] * layer.shape[2]) if len(shape) == 3 else (0, 0)
         height = layer.shape[1] if len(shape) == 3 else 1

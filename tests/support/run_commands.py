@@ -13,9 +13,7 @@ import sys
 import time
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 import sparsescan
@@ -23,7 +21,7 @@ from sparsescan import parallel, strategies
 from sparsescan.cli import mpi as _mpi_commands
 from sparsescan.cli.main import main
 from sparsescan.parallel import network, scan_file
-from sparsescan.strategies import chain_run, compare
+from sparsescan.strategies import compare
 
 WORLD = MPI.COMM_WORLD
 FOLDER = Path(sys.argv[1])
@@ -47,7 +45,6 @@ def run(argv: list[str], how: str | None) -> tuple[int, int]:
             (scan_file, "plan"),
             (parallel, "measure"),
             (strategies, "run"),
-            (chain_run, "plan"),
         ):
             setattr(module, name, lambda *_, **__: wrong("nowhere.npz"))
     peak = 0
@@ -69,58 +66,10 @@ def bug(*_: object) -> None:
     raise ValueError("a bug")
 
 
-# ---------------------------------------------------------------------------------------------
-# Runs of a chain
-# ---------------------------------------------------------------------------------------------
-
-run_chain, measure = chain_run.run_chain, chain_run.measure_in_turns
-
-
-def checked_run(comm: Any, path: str, batch: int, machine: Any) -> Any:
-    """Run the scan of a file, and check that all ways give, and send, what they should."""
-
-    def checked_measure(ways: Any, *arguments: Any) -> Any:
-        for _, way in ways:
-            check_way(way, path)
-        return measure(ways, *arguments)
-
-    chain_run.measure_in_turns = checked_measure
-    result = run_chain(comm, path, batch, machine)
-    chain_run.measure_in_turns = measure
-    names = ["scan by vectors"]
-    names += ["scan by products"] * (comm.size > 1)
-    names += ["scan, samples only"] * (batch >= comm.size > 1)
-    assert sorted(one.prediction.strategy for one in result.measured) == sorted(names)
-    for one in result.measured:
-        assert one.bytes == one.prediction.bytes, (path, one)
-        assert min(one.nanoseconds, one.prediction.total) > 0
-    assert "only its scan is run" in result.reasons["batch"]
-    return result
-
-
-def check_way(way: Any, path: str) -> None:
-    """Check that this rank has its gradients of its samples, but for rounding."""
-    grad, jacobians = sparsescan.load_chain(path)
-    grid, n = way.plan.grid, len(jacobians)
-    expected = list(sparsescan.exclusive_scan(grad, jacobians))
-    period = len(getattr(jacobians, "patterns", [None]))
-    if period > 1:
-        # Arrays of them, which take turns.
-        expected = [expected[k % period][k // period] for k in range(n)]
-    result, expected = way.step(), expected[grid.steps(WORLD.rank, n)]
-    some = grid.samples(WORLD.rank, len(grad)) if grad.ndim == 2 else slice(None)
-    for one, other in zip(result, expected, strict=True):
-        # Each step rounds sums of up to five positive products.
-        bound = 2 * 6 * (n + 1) * np.finfo(one.dtype).eps
-        np.testing.assert_allclose(one, other[some], rtol=bound, atol=0)
-
-
 if __name__ == "__main__":
     # Measurements are short.
     compare._SECONDS, compare._LEAST = 0.0, 1
     network._OFTEN, network._SELDOM = 5, 2
-    chain_run.measure_here = lambda comm: strategies.Machine()
-    chain_run.run_chain = checked_run
     ended = [
         WORLD.allgather(run(**each)) for each in json.loads((FOLDER / "commands.json").read_text())
     ]

@@ -10,9 +10,9 @@ import numpy as np
 
 from sparsescan.jacobians import Linear, Operator, Residual, Tanh
 from sparsescan.recurrent import GRUCell
-from sparsescan.strategies.recurrent import Recurrent, Step, Trainable
+from sparsescan.strategies.networks import Recurrent, Step, Trainable
 
-__all__ = ["loss_of", "parameters", "start_of", "transcription"]
+__all__ = ["loss_of", "parameters", "sgd", "start_of", "transcription"]
 
 Array = Any
 Params = dict[str, Array]
@@ -89,6 +89,32 @@ def loss_of(y: Array, labels: Array) -> tuple[float, Array]:
     p /= p.sum(axis=1, keepdims=True)
     loss = -np.log(p[np.arange(len(y)), labels]).mean()
     return float(loss), (p - np.eye(y.shape[1], dtype=y.dtype)[labels]) / len(y)
+
+
+def sgd(network: Any, x: Any, labels: Any) -> tuple[float, list[dict[str, Any]]]:
+    """Loss and gradients of one process, layer by layer and step by step."""
+    if isinstance(network, Recurrent):
+        cell, readout = network.cell, network.readout
+        x = x.swapaxes(0, 1)
+        states = cell.unroll(x)
+        loss, grad = loss_of(readout.forward(states[-1]), labels)
+        grads = [dict.fromkeys(cell.params, 0), readout.param_grads(states[-1], grad)]
+        grad = grad @ readout.jacobian(states[-1][0]).toarray().T
+        for before, now in zip(states[-2::-1], x[::-1], strict=True):
+            for name, grad_now in cell.param_grads(now, before, grad).items():
+                grads[0][name] = grads[0][name] + grad_now
+            steps = zip(now, before, grad, strict=True)
+            grad = np.stack([cell.jacobian(one, state) @ g for one, state, g in steps])
+        return loss, grads
+    xs = network.activations(x)
+    loss, grad = loss_of(xs[-1], labels)
+    samples = []
+    for k in range(len(x)):
+        gradients = [grad[k]]
+        for jacobian in network.jacobians([array[k] for array in xs])[:-1]:
+            gradients.append(jacobian @ gradients[-1])
+        samples.append(gradients)
+    return loss, network.param_grads(xs, [np.stack(step) for step in zip(*samples, strict=True)])
 
 
 def _firsts(ops: Sequence[Operator]) -> list[int]:

@@ -19,22 +19,6 @@ from ...parallel.grid import bounds
 from ..exchanges import Box
 from ..graph import MIXING, Graph, Layer
 
-__all__ = [
-    "MANY",
-    "MODES",
-    "Configuration",
-    "Configurations",
-    "Moves",
-    "Pairs",
-    "allowed",
-    "box_needed",
-    "edges_of",
-    "image_of",
-    "limits",
-    "on_grid",
-    "reach",
-]
-
 #: Parts along samples, channels, height and width.
 Configuration = tuple[int, int, int, int]
 Limits = tuple[int, int, int, int]
@@ -209,30 +193,28 @@ class Pairs:
 class Ends:
     """Starts and stops of ranges, by code, which do not decrease within a divisor."""
 
-    def __init__(self, of: Configurations, start: Integers, stop: Integers, size: int) -> None:
+    def __init__(self, of: Configurations, start: Integers, stop: Integers) -> None:
         self.start, self.stop, self._of = start, stop, of
-        # Those of all divisors increase if they are so far apart.
-        self._apart = size + 1
-        added = self._apart * of.divisor_by_code[1 : len(start)]
-        self._starts, self._stops = start[1:] + added, stop[1:] + added
-        self._sums = [np.append(0, np.cumsum(one[1:])) for one in (start, stop)]
 
     def overlaps(self, i: Integers, j: Integers, divisors: Integers) -> tuple[Integers, Integers]:
         """Return lengths of the overlaps of ranges from `i` to `j` with all of each divisor.
 
         Besides, their number; the shape of both is ``(len(i), len(divisors))``.
         """
-        added = self._apart * divisors
-        low, high = i[:, None] + added, j[:, None] + added
-        # Those that overlap, then those of them that begin before the range, or end in it.
-        first = self._stops.searchsorted(low, "right")
-        last = np.maximum(self._starts.searchsorted(high, "left"), first)
-        begun = self._starts.searchsorted(low, "right").clip(first, last)
-        ended = self._stops.searchsorted(high, "right").clip(first, last)
-        before, behind = self._sums
-        upper = behind[ended] - behind[first] + (last - ended) * j[:, None]
-        lower = before[last] - before[begun] + (begun - first) * i[:, None]
-        return upper - lower, last - first
+        lengths, counts = np.empty((2, len(i), len(divisors)), np.int64)
+        for column, k in enumerate(divisors.tolist()):
+            own = slice(self._of.starts[k], self._of.starts[k] + self._of.divisors[k])
+            start, stop = self.start[own], self.stop[own]
+            before, behind = (np.append(0, np.cumsum(ends)) for ends in (start, stop))
+            # Those that overlap, then those of them that begin before the range, or end in it.
+            first = stop.searchsorted(i, "right")
+            last = np.maximum(start.searchsorted(j, "left"), first)
+            begun = start.searchsorted(i, "right").clip(first, last)
+            ended = stop.searchsorted(j, "right").clip(first, last)
+            upper = behind[ended] - behind[first] + (last - ended) * j
+            lower = before[last] - before[begun] + (begun - first) * i
+            lengths[:, column], counts[:, column] = upper - lower, last - first
+        return lengths, counts
 
     def most(self, others: Ends, own: Integers, divisors: Integers) -> Integers:
         """Return the most ranges of other divisors that overlap with one of each divisor here."""
@@ -251,14 +233,10 @@ class Axis:
 
     def __init__(self, of: Configurations, size: int, start: Integers, stop: Integers) -> None:
         self.size = size
-        parts = Ends(of, *of.bounds(size), size)
-        ranges = Ends(of, np.clip(start, 0, size), np.clip(stop, 0, size), size)
+        parts = Ends(of, *of.bounds(size))
+        ranges = Ends(of, np.clip(start, 0, size), np.clip(stop, 0, size))
         self.length: Floats = (ranges.stop - ranges.start).clip(0).astype(np.float64)
-        # Most axes are short, and small integers are fast.
-        small: type[Any] = np.int16 if size <= np.iinfo(np.int16).max else np.int64
-        self._ends: list[Integers] = [
-            one.astype(small) for e in (parts, ranges) for one in (e.start, e.stop)
-        ]
+        self._ends = parts.start, parts.stop, ranges.start, ranges.stop
         codes, divisors = 1 + int(of.divisors.sum()), len(of.divisors)
         self._sent = Pairs(
             (codes, divisors),
@@ -272,13 +250,7 @@ class Axis:
     def shared(self, a: Integers, b: Integers) -> Integers:
         """Return the length of the overlaps of parts and ranges, by code."""
         i, j, k, m = self._ends
-        start, stop = k[b], m[b]
-        if not start.any() and stop.min(initial=self.size) == self.size:
-            # As of channels that a convolution reads: all.
-            all_of: Integers = (j - i)[a]
-            return all_of
-        lengths: Integers = np.minimum(j[a], stop)
-        lengths -= np.maximum(i[a], start)
+        lengths: Integers = np.minimum(j[a], m[b]) - np.maximum(i[a], k[b])
         return np.maximum(lengths, 0, out=lengths)
 
     def sent(self, codes: Integers, divisors: Integers) -> Floats:
@@ -318,7 +290,6 @@ class Configurations:
         # Workers of which one is assumed to be the busiest.
         self.looked_at = _spread(workers)
         self._known: dict[tuple[int, bytes, bytes], Axis] = {}
-        self._codes: dict[bytes, Integers] = {}
         most = most or (workers,) * 4
         if given is None:
             d = np.array([d for d in range(1, min(workers, max(most)) + 1) if workers % d == 0])
@@ -328,7 +299,6 @@ class Configurations:
         # The codes of the first parts of each divisor.
         self.starts = 1 + np.cumsum(d) - d
         self._part, self._parts = np.concatenate([np.arange(k) for k in d]), np.repeat(d, d)
-        self.divisor_by_code = np.append(0, np.repeat(np.arange(len(d)), d))
         self.all: Integers = self._every(most) if given is None else np.array(given)
 
     def _every(self, most: Limits) -> Integers:
@@ -380,14 +350,6 @@ class Configurations:
 
     def codes_of(self, chosen: Integers, workers: Integers) -> Integers:
         """Return codes of each worker's parts, ``(len(chosen), len(workers), 4)``."""
-        if len(workers) > MANY:
-            return self._codes_of(chosen, workers)
-        key = workers.tobytes()
-        if key not in self._codes:
-            self._codes[key] = self._codes_of(np.arange(len(self.all)), workers)
-        return self._codes[key][chosen]
-
-    def _codes_of(self, chosen: Integers, workers: Integers) -> Integers:
         starts = self.starts[self.divisors_of(chosen)]
         codes: Integers = starts[:, None] + self.places(chosen, workers)
         idle = workers >= self.all[chosen].prod(axis=1)[:, None]

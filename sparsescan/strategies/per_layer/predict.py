@@ -1,10 +1,18 @@
-"""Per layer: every layer divided between workers by a configuration, predicted and started."""
+"""DeePa: for every layer the configuration that makes a step of the whole network cheapest.
+
+Every layer divides its output along samples, channels, height and width in a way of its own; where
+two layers differ, data moves between workers. The time of a step is a sum over layers and edges
+(DeePa, equation 1), whose least value node and edge elimination find. Batch, model, domain and
+integrated parallelism are such plans, with fewer configurations to choose from.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 from itertools import groupby
 from typing import Any
 
@@ -14,24 +22,420 @@ from numpy.typing import NDArray
 from ...errors import InputError
 from ...jacobians import Operator
 from ...parallel.communicator import Fault
+from ...plan.elimination import minimise
 from ..exchanges import sum_words
-from ..graph import Graph, Layer
+from ..graph import MIXING, Graph, Layer
 from ..machine import Machine
-from ..recurrent import operators
+from ..networks import operators
 from ..strategy import Job, LayerPlan, Prediction, Strategy, Training, Work
 from .configurations import (
     Configuration,
     Configurations,
     Limits,
     Moves,
+    Pairs,
     allowed,
+    edges_of,
     image_of,
     limits,
+    on_grid,
 )
-from .costs import Chosen, LayerCosts, NetworkCosts, moves_of, optimise, with_loss
 from .train import Partitioned, limits_of
 
-__all__ = ["Divided", "PerLayer", "footprints"]
+Times = NDArray[np.float64]
+Chosen = NDArray[np.int64]
+# Weights of the backward pass, and of sums of gradients.
+_Weights = tuple[float, float]
+# The cost of a step, and the number of a configuration for each node.
+_Plan = tuple[float, list[int]]
+
+# Relative error of sums that are compared with each other.
+_ROUNDING = 1e-9
+# Configurations of a layer among which the best are searched: the cheapest, if there are more, and
+# in further rounds those of all candidates that are the cheapest beside the plan that was found. If
+# no layer has more than a few, all are searched at once.
+_MOST, _FEW, _ROUNDS, _CANDIDATES = 64, 4, 3, 2048
+# Most searches for the step in which the backward pass hides as much as can be.
+_SEARCHES = 6
+
+
+class LayerCosts:
+    """Nanoseconds of layers and of transfers: ``compute``, ``update`` and ``xfer`` of the paper.
+
+    Layers that differ by name alone may cost differently if `by_name` is set.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.by_name = machine, bool(machine.times.layers)
+
+    def compute(self, graph: Graph, k: int, configurations: Chosen, batch: int) -> Times:
+        """Return times of the forward and of the backward pass of a layer, ``(…, 2)``."""
+        mixing = graph.layers[k].kind in MIXING
+        n, c, h, w = configurations.T
+        # Each worker of a layer with weights reads the whole input, and has some of the parameters.
+        samples = -(-batch // n) / (h * w * (1 if mixing else c))
+        work, which = np.unique(
+            np.stack([samples, c if mixing else 1 + 0 * c]), axis=1, return_inverse=True
+        )
+        if not self.by_name and graph.layers[k].kind != "cell":
+            passes = np.stack(np.broadcast_arrays(*self._passes(graph, k, *work), work[0])[:2])
+        else:
+            passes = np.array([self._passes(graph, k, *one) for one in work.T.tolist()]).T
+        taken: Times = passes.T[which.ravel()]
+        return taken
+
+    def _passes(self, graph: Graph, k: int, samples: Any, channels: Any) -> tuple[Any, Any]:
+        """Return times of both passes; arrays are for a machine without measured times."""
+        machine, share = self.machine, 1 / channels
+        if graph.layers[k].kind == "softmax":
+            return machine.loss(samples), 0.0
+        forward = machine.forward(graph, k, samples, share)
+        # Every layer is a chain of its own.
+        backward = machine.chain(graph, k, share) + machine.backward(graph, k, samples, share)
+        return forward, backward + machine.update(graph, k, share)
+
+    def update(self, layer: Layer, configurations: Chosen) -> Times:
+        """Return times of the numbers in the sum of parameter gradients over their copies.
+
+        All layers are summed in one message, whose latency is :meth:`fused`.
+        """
+        n, c, h, w = configurations.T
+        # Images are cut between neighbours, then channels, then samples.
+        node, area = self.machine.node, h * w
+        near = np.minimum(area, node) * np.clip(node // (c * area), 1, n)
+        nbytes = self.machine.itemsize * layer.weights / c
+        times: Times = self.machine.summing(nbytes, n * area, near)
+        return times
+
+    def fused(self, copies: int) -> float:
+        """Return the latency of the sum of all gradients, of which there are so many copies."""
+        return self.machine.rounds(copies)
+
+    def transfer(self, moves: Moves, of: Configurations, a: Chosen, b: Chosen) -> Times:
+        """Return times of an edge, forward and backward, for any two of some configurations."""
+        ways = moves.entries(a, b, of.looked_at)
+        inside = moves.entries_within(a, b, of.looked_at, self.machine.node)
+        size = self.machine.itemsize
+        near = size * np.maximum(*inside)
+        far = size * np.maximum(*(way - here for way, here in zip(ways, inside, strict=True)))
+        messages = moves.messages(a, b)[:, None]
+        times: Times = np.where(near + far > 0, self.machine.exchange(messages, far, near), 0.0)
+        busiest: Times = 2 * times.max(axis=1)
+        return busiest
+
+    def least_transfer(self, moves: Moves, of: Configurations, b: Chosen) -> Times:
+        """Return the least time of an edge in each configuration of its layer.
+
+        Workers own no more of what they need than the output of the source.
+        """
+        needed = moves.needed(b, of.looked_at).sum(axis=-1) - moves.size
+        nbytes = needed.clip(0) / len(of.looked_at) * self.machine.itemsize
+        networks = self.machine.within or self.machine.network, self.machine.network
+        times: Times = 2 * min(one.inverse_bandwidth for one in networks) * nbytes
+        return times
+
+
+def with_loss(graph: Graph) -> Graph:
+    """Add the loss to a graph as its last layer, which needs whole outputs of samples."""
+    last = graph.layers[-1]
+    if last.kind == "softmax":
+        return graph
+    loss = Layer("loss", "softmax", (len(graph.layers) - 1,), last.shape)
+    return Graph(graph.name, [*graph.layers, loss])
+
+
+def optimise(
+    graph: Graph,
+    costs: LayerCosts,
+    workers: int,
+    batch: int,
+    most: Sequence[Limits] | None = None,
+) -> tuple[list[Configuration], float]:
+    """Return the configuration of every layer with which a step costs least, and its cost.
+
+    The cost is equation 1, and the latency of the sum of all gradients. A layer may use some of the
+    workers; `most` are the most parts of each layer along each axis. No plan of integrated
+    parallelism costs less.
+    """
+    bounds = [limits(layer, batch) for layer in graph.layers] if most is None else most
+    n, c, h, w = np.max(bounds, axis=0).tolist()
+    model = NetworkCosts(graph, costs, Configurations(workers, most=(n, c, h, w)), batch)
+    columns = model.of.divisors[model.of.divisors <= batch].tolist()
+    grids: list[tuple[Any, ...]] = [(workers, 1, ("model",), True)]
+    grids += [(workers, 1, ("domain", "batch"), True), *((workers // k, k) for k in columns)]
+    ways = [on_grid(graph.layers, bounds, *grid) for grid in grids]
+    choices = [
+        np.flatnonzero(allowed(layer, bound, model.of.all))
+        for layer, bound in zip(graph.layers, bounds, strict=True)
+    ]
+    return model.cheapest(model.numbered([way for way in ways if all(way)]), choices)
+
+
+class NetworkCosts:
+    """Costs of a network by numbers of configurations, computed once for layers that are alike.
+
+    Layers that share parameters have one configuration: they are one node.
+    """
+
+    def __init__(self, graph: Graph, costs: LayerCosts, of: Configurations, batch: int) -> None:
+        self.graph, self.costs, self.of, self.batch = graph, costs, of, batch
+        owners = [graph.owner(k) for k in range(len(graph.layers))]
+        place = {k: node for node, k in enumerate(sorted({*owners}))}
+        self._node_of = [place[k] for k in owners]
+        edges = [e for e in moves_of(graph, of, batch) if graph.layers[e[0]].kind != "input"]
+        self._edges = Counter((self._node_of[j], self._node_of[k], m) for j, k, m in edges)
+        # For each node its layers that differ, what each reads, and how many there are of each.
+        reads: list[list[Moves]] = [[] for _ in owners]
+        for _, k, moves in edges:
+            reads[k].append(moves)
+        first = dict[Any, int]()
+        alike = [first.setdefault(self._key(k, reads[k]), k) for k in range(len(owners))]
+        self._reads = reads
+        self._layers = [Counter[int]() for _ in place]
+        for k, node in enumerate(self._node_of):
+            self._layers[node][alike[k]] += 1
+        self._learns = [any(graph.layers[k].learns for k in own) for own in self._layers]
+        self._copies = of.all.prod(axis=1) // of.all[:, 1]
+        copies, which = np.unique(self._copies, return_inverse=True)
+        self._latency = np.array([costs.fused(one) for one in copies.tolist()])[which]
+        self._known: dict[Any, Times] = {}
+        self._pairs: dict[Any, Pairs] = {}
+
+    def _key(self, k: int, reads: Sequence[Moves]) -> Any:
+        """Return what the costs of a layer depend on."""
+        layers, layer = self.graph.layers, self.graph.layers[k]
+        work = layer.kind, layer.shape, layer.weights, layer.multiply_adds, layer.shares is None
+        inputs = tuple(layers[i].size for i in layer.inputs), self.graph.deep(k), tuple(reads)
+        return work, inputs, self.costs.by_name and layer.name
+
+    def numbered(self, ways: Sequence[Sequence[Sequence[Configuration]]]) -> list[list[Chosen]]:
+        """Return configurations of each layer by number, for each of some ways."""
+        number = {(n, c, h, w): k for k, (n, c, h, w) in enumerate(self.of.all.tolist())}
+        known = {id(one): one for way in ways for one in way}
+        chosen = {k: np.unique([number[one] for one in some]) for k, some in known.items()}
+        return [[chosen[id(one)] for one in way] for way in ways]
+
+    def _table(self, node: int, chosen: Chosen) -> Times:
+        """Return times of a node in some configurations, ``(len(chosen), 4)``.
+
+        These are forward, backward, the sum of the gradients of parameters, and the least of moves.
+        """
+        key = tuple(self._layers[node].items())
+        if key not in self._known:
+            self._known[key] = np.full((len(self.of.all), 4), np.nan)
+        table = self._known[key]
+        new = chosen[np.isnan(table[chosen, 0])]
+        if len(new):
+            table[new] = sum(count * self._layer(k, new) for k, count in key)
+        times: Times = table[chosen]
+        return times
+
+    def _layer(self, k: int, chosen: Chosen) -> Times:
+        """Return the columns of :meth:`_table` for one layer."""
+        some = self.of.all[chosen]
+        # Workers that have no work leave their cores to those of a configuration.
+        blocks, contention = some.prod(axis=1), self.costs.machine.times.contention
+        share = np.maximum(1 / contention, blocks / self.of.workers)[:, None]
+        passes = self.costs.compute(self.graph, k, some, self.batch) * share
+        sums = self.costs.update(self.graph.layers[k], some)
+        least = [self.costs.least_transfer(moves, self.of, chosen) for moves in self._reads[k]]
+        return np.column_stack([passes, sums, sum(least, np.zeros(len(chosen)))])
+
+    def _transfer(self, moves: Moves, a: Chosen, b: Chosen) -> Times:
+        """Return times of an edge, for any two of some configurations."""
+        # One beside all others would make a table of few into one of all.
+        key = moves, len(a) == 1, len(b) == 1
+        if key not in self._pairs:
+            compute = partial(self.costs.transfer, moves, self.of)
+            self._pairs[key] = Pairs((len(self.of.all),) * 2, compute)
+        return self._pairs[key](a, b)
+
+    def cheapest(
+        self, ways: Sequence[Sequence[Chosen]], whole: Sequence[Chosen] | None = None
+    ) -> tuple[list[Configuration], float]:
+        """Return the cheapest configuration of every layer among some, and their cost.
+
+        Each way has numbers of configurations of each layer; one more, `whole`, has all others.
+        """
+        best: _Plan = math.inf, []
+        search = self._overlapped if self.costs.machine.overlap else self._by_copies
+        for way in [*ways, *([] if whole is None else [whole])]:
+            best = min([best, *search(self._by_node(way), best)])
+        total, numbers = best
+        chosen = self.of.all[[numbers[node] for node in self._node_of]]
+        return [(int(n), int(c), int(h), int(w)) for n, c, h, w in chosen], total
+
+    def _by_node(self, way: Sequence[Chosen]) -> list[Chosen]:
+        """Return the choices of each node, which all its layers have."""
+        own: list[list[Chosen]] = [[] for _ in self._layers]
+        for node, choice in zip(self._node_of, way, strict=True):
+            if not any(choice is one for one in own[node]):
+                own[node].append(choice)
+        return [one[0] if len(one) == 1 else reduce(np.intersect1d, one) for one in own]
+
+    def _overlapped(self, choices: Sequence[Chosen], best: _Plan) -> Iterator[_Plan]:
+        """Yield plans in which sums of gradients overlap with the backward pass.
+
+        A step is then the longer of two sums over layers, and no less than any of their weighted
+        means. The weight with which both are equally long is found by bisection.
+        """
+        low, high = 0.0, 1.0
+        for _ in range(_SEARCHES):
+            weight = (low + high) / 2
+            ways = list(self._by_copies(choices, best, (weight, 1 - weight)))
+            if not ways:
+                return
+            yield from ways
+            best, parts = min([best, *ways]), self._parts(ways[0][1])
+            low, high = (weight, high) if parts["backward"] > parts["weights"] else (low, weight)
+
+    def _by_copies(
+        self, choices: Sequence[Chosen], best: _Plan, weights: _Weights = (1.0, 1.0)
+    ) -> Iterator[_Plan]:
+        """Yield the best plan, and those with ever fewer rounds of the sum of all gradients.
+
+        Its latency depends on the most copies of the parameters of any layer: a plan can be better
+        only with fewer of them.
+        """
+        while all(map(len, choices)):
+            total, numbers = self._search(choices, weights, best)
+            if total >= best[0]:
+                return
+            plan = math.fsum(self.costs.machine.hidden(self._parts(numbers)).values()), numbers
+            best = min(best, plan)
+            yield plan
+            few = self._latency < self._latency_of(numbers)
+            choices = [
+                choice[few[choice]] if learns else choice
+                for choice, learns in zip(choices, self._learns, strict=True)
+            ]
+
+    def _latency_of(self, numbers: Sequence[int]) -> float:
+        """Return the latency of the sum of all gradients."""
+        learned = [one for one, learns in zip(numbers, self._learns, strict=True) if learns]
+        most = max(learned, key=lambda one: self._copies[one], default=None)
+        return self.costs.fused(1) if most is None else float(self._latency[most])
+
+    def _search(
+        self, choices: Sequence[Chosen], weights: _Weights, best: _Plan
+    ) -> tuple[float, list[int]]:
+        """Return the least sum of equation 1 and its plan, none if it is not below the best's."""
+        tables = [self._table(node, choice) for node, choice in enumerate(choices)]
+        nodes = [table[:, :3] @ (1, *weights) for table in tables]
+        # The least that a layer and what it reads can cost.
+        least = [node + table[:, 3] for node, table in zip(nodes, tables, strict=True)]
+        lowest = math.fsum(cost.min() for cost in least)
+        if lowest >= best[0]:
+            return math.inf, []
+        if max(map(len, choices)) <= _FEW:
+            return self._eliminate(choices, nodes)
+        # First the cheapest of each layer, those along samples alone, and those of the best.
+        masks = [np.all(self.of.all[choice, 1:] == 1, axis=1) for choice in choices]
+        for mask, cost in zip(masks, nodes, strict=True):
+            mask[cost.argmin()] = True
+        for mask, choice, one in zip(masks, choices, best[1], strict=False):
+            mask |= choice == one
+        total, seed = self._eliminate(_masked(choices, masks), _masked(nodes, masks))
+        # A configuration is not in the best solution if it costs more than the total leaves for its
+        # layer when all others cost least.
+        left = total * (1 + _ROUNDING) - lowest
+        masks = _near(choices, least, seed, _CANDIDATES, left)
+        choices, nodes, least = (_masked(each, masks) for each in (choices, nodes, least))
+        for _ in range(_ROUNDS):
+            masks = _near(choices, least, seed, _MOST, left)
+            before, (total, seed) = (
+                total,
+                self._eliminate(_masked(choices, masks), _masked(nodes, masks)),
+            )
+            if total >= before * (1 - _ROUNDING):
+                break
+            # Then those that cost least beside what the other layers have now.
+            least, left = self._beside(seed, choices, nodes), math.inf
+        return total, seed
+
+    def _beside(
+        self, plan: Sequence[int], choices: Sequence[Chosen], nodes: Sequence[Times]
+    ) -> list[Times]:
+        """Return what each layer's configurations cost if all other layers have those of a plan."""
+        chosen = [np.array([one]) for one in plan]
+        costs = [node.copy() for node in nodes]
+        for (j, k, moves), count in self._edges.items():
+            costs[j] += count * self._transfer(moves, choices[j], chosen[k])[:, 0]
+            costs[k] += count * self._transfer(moves, chosen[j], choices[k])[0]
+        return costs
+
+    def _eliminate(self, choices: Sequence[Chosen], nodes: Sequence[Times]) -> _Plan:
+        """Return the least sum of equation 1 over some configurations, and its plan."""
+        edges = [
+            (j, k, count * self._transfer(moves, choices[j], choices[k]))
+            for (j, k, moves), count in self._edges.items()
+        ]
+        best, total = minimise(nodes, edges)
+        return total, [int(one[k]) for one, k in zip(choices, best, strict=True)]
+
+    def times(self, numbers: Sequence[Chosen]) -> dict[str, float]:
+        """Return nanoseconds of a step by part, with one configuration for each layer."""
+        chosen = dict(zip(self._node_of, [int(one[0]) for one in numbers], strict=True))
+        return self.costs.machine.hidden(self._parts([chosen[node] for node in sorted(chosen)]))
+
+    def _parts(self, numbers: Sequence[int]) -> dict[str, float]:
+        """Return nanoseconds by part, if none is hidden behind another."""
+        chosen = [np.array([one]) for one in numbers]
+        nodes = np.array([self._table(node, one)[0] for node, one in enumerate(chosen)])
+        parts = {
+            "forward": math.fsum(nodes[:-1, 0]),
+            "backward": math.fsum(nodes[:-1, 1]),
+            "weights": math.fsum(nodes[:, 2]) + self._latency_of(numbers),
+            "activations": 0.0,
+            "halo": 0.0,
+            # The last layer is the loss; that of all samples is a sum over workers.
+            "loss": nodes[-1, :2].sum() + self.costs.machine.collective("gather", self.of.workers),
+        }
+        for (j, k, moves), count in self._edges.items():
+            alike = numbers[j] == numbers[k] and self.of.all[numbers[k], 2:].prod() > 1
+            part = "halo" if alike else "activations"
+            parts[part] += count * float(self._transfer(moves, chosen[j], chosen[k])[0, 0])
+        return parts
+
+
+def _masked(arrays: Sequence[NDArray[Any]], masks: Sequence[NDArray[np.bool_]]) -> list[Any]:
+    return [array[mask] for array, mask in zip(arrays, masks, strict=True)]
+
+
+def _near(
+    choices: Sequence[Chosen], costs: Sequence[Times], plan: Sequence[int], most: int, left: float
+) -> list[NDArray[np.bool_]]:
+    """Tell which configurations are a plan's, or among the cheapest and within what is left."""
+    return [
+        (_cheapest(cost, most) & (cost <= cost.min() + left)) | (choice == one)
+        for choice, cost, one in zip(choices, costs, plan, strict=True)
+    ]
+
+
+def _cheapest(costs: Times, count: int) -> NDArray[np.bool_]:
+    """Tell which costs are the least, so many of them; of equal ones the first."""
+    if len(costs) <= count:
+        return np.ones(len(costs), bool)
+    most = np.partition(costs, count - 1)[count - 1]
+    some = np.flatnonzero(costs <= most)
+    mask = np.zeros(len(costs), bool)
+    mask[some[costs[some].argsort(kind="stable")[:count]]] = True
+    return mask
+
+
+def moves_of(graph: Graph, of: Configurations, batch: int) -> list[tuple[int, int, Moves]]:
+    """Return edges and their moves, one object for those that are alike."""
+    known: dict[Any, Moves] = {}
+    edges = []
+    for j, k, first in edges_of(graph):
+        source, layer = graph.layers[j], graph.layers[k]
+        windows = layer.kernel, layer.stride, layer.padding, layer.groups
+        alike = layer.kind, windows, first, source.shape, layer.shape
+        if alike not in known:
+            known[alike] = Moves(of, layer, source, batch, first)
+        edges.append((j, k, known[alike]))
+    return edges
+
 
 # Most groups of layers in a description.
 _WORDS = 4

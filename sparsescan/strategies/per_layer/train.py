@@ -24,7 +24,6 @@ from ...jacobians import (
 )
 from ...jacobians.activations import Elementwise
 from ...parallel.communicator import Communicator
-from ..architectures import output_size, pair
 from ..exchanges import (
     Box,
     Range,
@@ -37,12 +36,10 @@ from ..exchanges import (
     volume,
 )
 from ..graph import Graph, Layer
-from ..recurrent import Step
+from ..networks import Step
 from ..stage import RecurrentStage, Stage, copies
 from ..strategy import Job, Training, check_samples, cross_entropy
 from .configurations import Configuration, Limits, box_needed, image_of, limits
-
-__all__ = ["Partitioned", "limits_of"]
 
 Array = NDArray[Any]
 
@@ -88,8 +85,9 @@ def _way(op: Operator) -> str:
     if isinstance(op, AvgPool2d) and any(op.padding) and not op.count_include_pad:
         return "samples"
     # The padding "same" may be unequal on both sides, and windows may reach beyond it.
-    size = output_size(op.input_shape, pair(op.kernel_size), pair(op.stride), pair(op.padding))
-    return "windows" if op.output_shape[1:] == size else "samples"
+    sizes = zip(op.input_shape[1:], op.kernel_size, op.stride, op.padding, strict=True)
+    whole = op.output_shape[1:] == tuple((n + 2 * p - k) // s + 1 for n, k, s, p in sizes)
+    return "windows" if whole else "samples"
 
 
 def _needed(op: Operator | None, layer: Layer, source: Layer, block: Box) -> Box:

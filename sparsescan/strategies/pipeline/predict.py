@@ -2,47 +2,193 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...errors import InputError
 from ...formatting import quantity
-from ..graph import Graph
+from ..graph import Graph, blocks
 from ..machine import Machine
-from ..recurrent import Trainable, graph_of
-from ..strategy import Job, Prediction, Strategy, Training, Work
-from .costs import StageCosts, block_ends, place
-from .schedule import Placement
+from ..networks import Trainable, graph_of
+from ..strategy import Job, LayerPlan, Prediction, Strategy, Training, Work
+from .simulation import Placement
 from .train import MicroBatchTraining, PipelineTraining
 
-__all__ = ["MicroBatches", "Pipeline"]
+Costs = NDArray[np.float64]
+
+# Most places for registers among which the best are chosen; tables grow with its square.
+_PLACES = 4096
+
+
+def balance(costs: Costs, stages: int) -> tuple[int, ...] | None:
+    """Return the first layers of all stages but one, if the dearest is to be as cheap as can be.
+
+    ``costs[a, b]`` is that of a stage of layers ``a`` to ``b - 1``; inf where there can be none. If
+    there is no way, return None.
+
+    Examples
+    --------
+    >>> sizes = np.array([3, 1, 1, 1, 3.0])
+    >>> ends = np.concatenate([[0], np.cumsum(sizes)])
+    >>> balance(np.where(ends > ends[:, None], ends - ends[:, None], np.inf), 3)
+    (1, 4)
+    """
+    n = len(costs) - 1
+    best = costs[0]
+    choices = []
+    for _ in range(stages - 1):
+        # Cost of the slowest stage up to b, if the last of them begins at a.
+        slowest = np.maximum(best[:, None], costs)
+        choices.append(slowest.argmin(axis=0))
+        best = slowest.min(axis=0)
+    if not np.isfinite(best[n]):
+        return None
+    cuts = [n]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    return tuple(reversed(cuts[1:]))
+
+
+def block_ends(network: Graph) -> list[int]:
+    """Return the last layer of each block, from the input on."""
+    return [0, *(block.stop - 1 for block in blocks(network))]
+
+
+def place(
+    network: Graph, machine: Machine, workers: int, samples: int, given: tuple[int, ...] | None
+) -> Placement:
+    """Return the registers that are given, checked, or those that balance the stages."""
+    layers, inside = len(network.layers) - 1, _inside(network)
+    if given is not None:
+        return _checked(Placement(layers, given), workers, inside)
+    places = np.flatnonzero(~np.logical_or.reduce([*inside.values()]))
+    if len(places) > _PLACES:
+        raise InputError(
+            f"{network.name} can be cut in {len(places) - 2} places; expected {_PLACES} at "
+            "most, or registers that are given"
+        )
+    forward, backward, messages = _times(network, machine, samples)
+    # A stage has its layers, and messages on both sides.
+    ends = np.concatenate([[0], np.cumsum(forward + backward)])[places]
+    beside = messages[places] + messages[places][:, None]
+    follows = np.arange(len(ends)) > np.arange(len(ends))[:, None]
+    chosen = balance(np.where(follows, ends - ends[:, None] + beside, np.inf), workers)
+    if chosen is None:
+        raise InputError(
+            f"workers is {workers}; expected no more than the stages that {network.name} can "
+            f"be cut into, which are {len(places) - 1}"
+            + (_why_together(inside, slice(None)) if workers <= layers else "")
+        )
+    return Placement(layers, tuple(int(places[k]) for k in chosen))
+
+
+def _inside(network: Graph) -> dict[str, NDArray[np.bool_]]:
+    """Return, by the reason, whether there can be no register behind each layer."""
+    shared, block = np.zeros(len(network.layers), bool), np.ones(len(network.layers), bool)
+    last = {layer.shares: k for k, layer in enumerate(network.layers) if layer.shares is not None}
+    for first, k in last.items():
+        shared[first:k] = True
+    block[block_ends(network)] = False
+    return {"layers that share their weights": shared, "layers of a block": block}
+
+
+def _why_together(inside: dict[str, NDArray[np.bool_]], where: Any) -> str:
+    """Say which layers stay together there."""
+    names = " and ".join(which for which, layers in inside.items() if layers[where].any())
+    return f": {names} stay together" if names else ""
+
+
+def _checked(placement: Placement, workers: int, inside: dict[str, NDArray[np.bool_]]) -> Placement:
+    """Check that there is a stage for each worker, and no register inside a block."""
+    registers = placement.registers
+    if len(placement.parts) != workers:
+        raise InputError(
+            f"registers is {registers}; expected {workers - 1} of them for {workers} workers"
+        )
+    wrong = [p for p in registers if any(layers[p] for layers in inside.values())]
+    if wrong:
+        raise InputError(
+            f"registers is {registers}; expected none after layer {wrong[0]}"
+            + _why_together(inside, wrong[0])
+        )
+    return placement
+
+
+def _times(network: Graph, machine: Machine, samples: int) -> tuple[Costs, Costs, Costs]:
+    """Return nanoseconds of each layer forward and backward, and of a message behind each."""
+    numbers, same = np.unique(network.alike[1:], return_inverse=True)
+    each = [(network, k) for k in numbers.tolist()]
+    forward = np.array([machine.forward(*one, samples) for one in each])[same]
+    updates = [machine.update(*one) for one in each]
+    backward = np.add([machine.backward(*one, samples) for one in each], updates)[same]
+    forward[-1] += machine.loss(samples)
+    sizes = samples * machine.itemsize * np.array([layer.size for layer in network.layers])
+    messages = np.array(machine.network.latency + machine.network.inverse_bandwidth * sizes, float)
+    messages[[0, -1]] = 0
+    return forward, backward, messages
+
+
+class StageCosts:
+    """Costs of the stages of a placement, for some samples at a time.
+
+    For each stage: nanoseconds of its passes, `forward`, `backward` and `work` for both, and of the
+    `messages` on both sides; its number of `weights`, and entries, for a sample, of what it has
+    `kept`, its input and all outputs of its layers, and of its input, `entering`.
+    """
+
+    def __init__(
+        self, network: Graph, machine: Machine, placement: Placement, samples: int
+    ) -> None:
+        self._layers, self._machine, self._placement = network.layers, machine, placement
+        forward, backward, messages = _times(network, machine, samples)
+        parts, both = placement.parts, forward + backward
+        self.forward = np.array([forward[part].sum() for part in parts])
+        self.backward = np.array([backward[part].sum() for part in parts]) + machine.times.sweep
+        self.work = np.array([both[part].sum() for part in parts]) + machine.times.sweep
+        self.messages = np.array([messages[part.start] + messages[part.stop] for part in parts])
+        inside = [self._layers[part.start : part.stop + 1] for part in parts]
+        self.weights = [sum(layer.weights for layer in own[1:]) for own in inside]
+        self.kept = [sum(layer.size for layer in own) for own in inside]
+        self.entering = [own[0].size for own in inside]
+
+    @property
+    def agreeing(self) -> float:
+        """Nanoseconds in which workers agree that nothing is wrong, and on the loss."""
+        calls, workers = ("maximum", "broadcast"), len(self._placement.parts)
+        return sum(self._machine.collective(call, workers) for call in calls)
+
+    def sent(self, batch: int) -> int:
+        """Count bytes that the busiest worker sends: activations forward, gradients backward."""
+        cuts = [0, *(self._layers[p].size for p in self._placement.registers), 0]
+        return self._machine.itemsize * batch * max(a + b for a, b in itertools.pairwise(cuts))
+
+    def plans(self, batch: int) -> Iterator[LayerPlan]:
+        """Yield what each layer sends, and what it needs for one minibatch."""
+        machine, last = self._machine, len(self._placement.parts) - 1
+        for stage, part in enumerate(self._placement.parts):
+            for k in range(part.start + 1, part.stop + 1):
+                layer = self._layers[k]
+                size = layer.size * (k == part.stop and stage < last)
+                size += self.entering[stage] * (k == part.start + 1 and stage > 0)
+                sent = batch * machine.itemsize * size
+                memory = machine.needed(layer.weights, batch * layer.size)
+                yield LayerPlan(layer.name, (1, 1, 1, 1), range(stage, stage + 1), sent, memory)
 
 
 class _Stages(Strategy):
-    """A pipeline with a stage of the network on each worker."""
+    """A pipeline with a stage of the network on each worker.
+
+    Registers that are not given are placed by dynamic programming, where one output is all that
+    later layers read, and not between layers that share their weights: so a recurrent network has
+    two stages at most, its steps and its readout.
+    """
 
     def __init__(self, registers: Sequence[int] | None = None) -> None:
         self._given = None if registers is None else tuple(registers)
-
-    def placement(
-        self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
-    ) -> Placement:
-        """Place the registers: by dynamic programming, if they are not given.
-
-        They are where one output is all that later layers read, and not between layers that share
-        their weights: so a recurrent network has two stages at most, its steps and its readout.
-
-        Parameters
-        ----------
-        network, machine, workers, batch
-            As for :meth:`predict`.
-
-        Raises
-        ------
-        InputError
-            If there are more workers than stages, or registers where none can be.
-        """
-        work = Work.of(network, machine, workers, batch)
-        return self._placed(work, work.batch)
 
     def _placed(self, work: Work, samples: int) -> Placement:
         return place(work.graph, work.machine, work.workers, samples, self._given)

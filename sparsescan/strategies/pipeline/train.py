@@ -13,10 +13,7 @@ from numpy.typing import NDArray
 from ...parallel.communicator import Fault
 from ..stage import Gradients, StageTraining
 from ..strategy import Job, cross_entropy
-from .schedule import Placement
-from .simulation import Batch, Pipelined, Worker
-
-__all__ = ["MicroBatchTraining", "PipelineTraining"]
+from .simulation import Batch, Pipelined, Placement, Worker
 
 Array = NDArray[Any]
 Message = tuple[int, Array]

@@ -1,4 +1,4 @@
-"""Costs of a step in which parts of a chain are on workers, and the scan combines them."""
+"""Scan: parts of the chain of layers on workers, their gradients by a scan over the Jacobians."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...formatting import quantity
-from ...parallel.exchange import exscan_messages
-from ...parallel.forecast import CLOSE, OPEN
-from ...parallel.grid import Grid
-from ...parallel.maps import Capacity, ScanTerms, vector_words
-from ..exchanges import sum_words
-from ..graph import Graph, blocks
-from ..machine import Machine
-from ..strategy import LayerPlan, Prediction
-
-__all__ = ["NAME", "Division", "most_parts", "parts_of"]
+from ..errors import InputError
+from ..formatting import quantity
+from ..parallel.api import plan
+from ..parallel.exchange import exscan_messages
+from ..parallel.forecast import CLOSE, OPEN
+from ..parallel.grid import Grid, check_grid
+from ..parallel.maps import Capacity, ScanTerms, vector_words
+from .exchanges import Sums, descend, sum_words
+from .graph import Graph, blocks
+from .machine import Machine
+from .networks import graph_of
+from .stage import Gradients, StageTraining
+from .strategy import Job, LayerPlan, Prediction, Strategy, Training, Work, cross_entropy
 
 #: Name of the strategy.
 NAME = "scan"
@@ -58,7 +62,7 @@ class Division:
         self._layers, self._batch = network.layers, batch
         # The largest group.
         self._samples = -(-batch // grid.batch)
-        self._exscan = "doubling" if machine.times is None else machine.times.exscan
+        self._exscan = machine.times.exscan
         units = blocks(network)
         self._parts = [
             [k for unit in units[part.start : part.stop] for k in unit]
@@ -74,8 +78,8 @@ class Division:
         by_products = schedule == "products"
         working, waiting = self._products if by_products else self._vectors
         agreed = network.allreduce(grid.chain, 8 * OPEN) + network.allreduce(grid.size, 8 * CLOSE)
-        measured = machine.times is not None
-        waiting += 2 * machine.collective("maximum", grid.size) if measured else agreed
+        measured = 2 * machine.collective("maximum", grid.size)
+        waiting += measured if machine.times.layers else agreed
         reduced = [self._summed(part) for part in self._parts]
         # By products there are elements given and returned, those of the library and the operator.
         elements = 4 * self._message(self._samples) if by_products else 0
@@ -136,7 +140,7 @@ class Division:
     def _sweeps(self) -> list[float]:
         """Nanoseconds in which each worker sweeps one gradient through its part."""
         return [
-            (self._machine.sweep or self._machine.overhead)
+            (self._machine.times.sweep or self._machine.overhead)
             + sum(self._machine.step("product", self._graph, k, self._samples) for k in part)
             for part in self._parts
         ]
@@ -214,3 +218,119 @@ class Division:
         (groups, own), (size, everywhere) = reduced[position]
         words = sum_words(own, grid.group(rank), groups) + sum_words(everywhere, rank, size)
         return total + machine.itemsize * int(words)
+
+
+class ScanTraining(StageTraining):
+    """A part of a network on every rank, for a group of samples, combined by `schedule`."""
+
+    def __init__(self, job: Job, grid: Grid, schedule: str) -> None:
+        rank, self._grid = job.communicator.rank, grid
+        self._position = grid.position(rank)
+        # Positions of the scan are numbered from the end of the chain on.
+        span = parts_of(graph_of(job.network), grid.chain)[grid.chain - 1 - self._position]
+        super().__init__(job, slice(span.start, span.stop))
+        sizes = [sum(p.size for p in layer.values()) for layer in self.stage.parameters]
+        own = [r for r in range(grid.size) if grid.position(r) == self._position]
+        shared = self.stage.shared
+        # Some parameters are those of all parts.
+        everywhere = sum(sizes[:shared]), range(grid.size)
+        self._sums = Sums(self.communicator, [everywhere, (sum(sizes[shared:]), own)])
+        self.plan = plan(
+            job.comm, self.stage.patterns, grid=(grid.chain, grid.batch), schedule=schedule
+        )
+
+    def step(self, x: NDArray[Any], labels: NDArray[np.int64]) -> float:
+        """Run one training step; see :meth:`.Training.step`."""
+        x, labels = self.check(x, labels)
+        before, behind, _ = self.dtypes
+        stage, world, rank = self.stage, self.communicator, self.communicator.rank
+        samples = self._grid.samples(rank, self.batch)
+        x, labels = x[samples], labels[samples]
+        loss, grad = 0.0, None
+        following: Gradients = []
+        with world.ending("a training step"):
+            entering = None
+            if self._position < self._grid.chain - 1:
+                entering = np.empty((len(x), *self.input_shape), before)
+                world.receive(entering, rank + 1)
+            activations = stage.forward(x, entering)
+            if self._position > 0:
+                world.send(np.ascontiguousarray(activations[-1], behind), rank - 1)
+            else:
+                loss, grad = cross_entropy(activations[-1], labels, self.batch)
+                grad, following = stage.leaving(activations, grad)
+            values = stage.values(activations)
+        gradients = self.plan.exclusive_scan(grad, values)
+        with world.ending("a training step"):
+            grads = stage.param_grads(activations, gradients, following)
+            descend(stage.parameters, grads, self.rate, self._sums.total)
+            return math.fsum(world.gather(loss))
+
+    def parameters(self) -> Gradients:
+        """Return parameters of every layer, whole, on all ranks."""
+        # Those of the first group, from the start of the chain on.
+        every = self.communicator.gather(self.stage.parameters)
+        held: list[Gradients] = every[: self._grid.chain][::-1]
+        shared = self.stage.shared
+        return held[0][:shared] + [params for part in held for params in part[shared:]]
+
+
+class Scan(Strategy):
+    """The parts of a chain on workers, and the scan over its Jacobians; exact.
+
+    The forward pass goes from part to part; then all workers write the Jacobians of their parts at
+    once, the scan gives every part its gradients, and all compute those of their parameters at
+    once. With fewer parts than workers, groups of workers share the samples.
+
+    Parameters
+    ----------
+    grid : tuple of int, optional
+        Parts of the chain, and groups of samples; by default the grid that is predicted to take
+        least, with at least two parts where there are two workers: one is batch parallelism.
+    schedule : {"vectors", "products"}, optional
+        How parts are combined, see :func:`sparsescan.parallel.plan`; by default the way that is
+        predicted to take less.
+
+    Notes
+    -----
+    BPPSA (Wang, Bai and Pekhimenko, MLSys 2020): with `n` layers and `p` workers
+    ``Θ(n/p + log p)`` steps by products (equation 6), and ``Θ(max(n/p, 1))`` Jacobians a worker
+    (section 3.6). A prediction takes products of Jacobians to be dense, and exclusive scans of MPI
+    to be logarithmic, unless it was seen how they are made. A part is swept by one call, however
+    many steps it has.
+    """
+
+    name = NAME
+
+    def __init__(self, grid: tuple[int, int] | None = None, schedule: str | None = None) -> None:
+        self.grid = None if grid is None else Grid(*grid)
+        if schedule not in (None, "vectors", "products"):
+            raise InputError(f"schedule is {schedule!r}; expected 'vectors' or 'products'")
+        self.schedule = schedule
+
+    def _plan(self, work: Work) -> tuple[Prediction, tuple[Grid, str]]:
+        """Return the best grid; if none fits, the one that needs least memory."""
+        _, network, machine, workers, batch = work
+        most, ways = most_parts(network), []
+        chains = [n for n in range(min(workers, 2), workers + 1) if workers % n == 0]
+        grids = [Grid(n, workers // n) for n in chains]
+        for grid in grids if self.grid is None else [check_grid(self.grid, workers)]:
+            if grid.chain > most or grid.batch > batch:
+                continue
+            division = Division(network, machine, grid, batch)
+            for schedule in ("vectors", "products"):
+                wanted = self.schedule in (None, schedule)
+                if wanted and (schedule == "vectors" or grid.chain > 1):
+                    ways.append((division.prediction(schedule), (grid, schedule)))
+        if not ways:
+            raise InputError(
+                f"workers is {workers}: {network.name} can be cut into {quantity(most, 'part')} at "
+                f"most, and {quantity(batch, 'sample')} into {quantity(batch, 'group')}"
+            )
+        fitting = [one for one in ways if one[0].memory <= machine.memory]
+        if not fitting:
+            return min(ways, key=lambda one: one[0].memory)
+        return min(fitting, key=lambda one: one[0].total)
+
+    def _train(self, job: Job, plan: tuple[Grid, str]) -> Training:
+        return ScanTraining(job, *plan)

@@ -1,17 +1,21 @@
-"""Architectures: the networks that are built in, as graphs and as operators."""
+"""Networks: those that are built in, as graphs and as operators, and those that are trained."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..errors import InputError, short
+from ..errors import InputError, InputTypeError, short
 from ..jacobians import (
     AdaptiveAvgPool2d,
     AvgPool2d,
@@ -31,22 +35,11 @@ from ..jacobians import (
 )
 from ..jacobians.activations import Elementwise
 from ..jacobians.reshape import Permute
+from ..recurrent import GRUCell, RNNCell
+from ..recurrent.cells import Cell
 from ..symbolic.pattern import Pattern
+from ..symbolic.schedule import check_count
 from .graph import Graph, Layer
-
-__all__ = [
-    "CELLS",
-    "HIDDEN",
-    "NAMES",
-    "Builder",
-    "append",
-    "build",
-    "from_chain",
-    "from_sequential",
-    "output_size",
-    "pair",
-    "sequential",
-]
 
 #: Names for :func:`.build`; ``N`` is 8, 14, 20, …, and ``T`` a number of time steps.
 NAMES = (
@@ -96,27 +89,26 @@ _CHAINS: dict[str, _Chain] = {
     "vgg11": ((3, 32, 32), [*_VGG11, 10]),
     "vgg16": ((3, 224, 224), [*_VGG16, *_LINEAR]),
 }
-#: Gates, entries of an input, and classes of the recurrent experiments; hidden units.
-CELLS, HIDDEN = {"rnn": (1, 1, 10), "gru": (3, 20, 9)}, 20
-
-Pair = tuple[int, int]
-Sizes = int | Pair
+#: The cell, entries of an input, and classes of the recurrent experiments; hidden units.
+CELLS: dict[str, tuple[type[Cell], int, int]] = {"rnn": (RNNCell, 1, 10), "gru": (GRUCell, 20, 9)}
+HIDDEN = 20
 
 
 class Builder:
     """A graph of samples of a shape, to which layers are added one by one.
 
     Every method that adds a layer returns its number; its name begins with `prefix`. A layer reads
-    the one that was added last, or layer ``x``. Multiply-adds are those of convolutions, linear
-    layers and cells, as they are usually counted.
+    the one that was added last, or layer ``x``. Shapes, parameters and entries are those of the
+    operator. Multiply-adds are those of convolutions, linear layers and cells, as they are usually
+    counted.
 
     Examples
     --------
-    >>> from sparsescan.strategies.architectures import Builder
+    >>> from sparsescan.strategies.networks import Builder
     >>> builder = Builder("small", (3, 32, 32))
     >>> builder.conv(64, 3, padding=1)
     1
-    >>> builder.layers[1].nnz  # as that of the operator
+    >>> builder.layers[1].nnz
     1696512
     """
 
@@ -135,76 +127,70 @@ class Builder:
         """Return the graph of all layers."""
         return Graph(self.name, self.layers)
 
-    def add(self, layer: Layer) -> int:
-        """Add a layer as it is."""
-        self.layers.append(layer)
+    def add(self, layer: Layer, *inputs: int) -> int:
+        """Add a layer that reads others, by default the last, under a name of its kind."""
+        start = self.prefix + layer.kind
+        self._named[start] += 1
+        name = f"{start}{self._named[start]}"
+        self.layers.append(replace(layer, name=name, inputs=inputs or (self.last,)))
         return self.last
+
+    def extend(self, ops: Iterable[Operator], x: int | None = None) -> int:
+        """Add the layers of operators, the first of which reads layer `x`; return the last."""
+        x = self.last if x is None else x
+        for op in ops:
+            if isinstance(op, Residual):
+                x = self.sum(self.extend(op.ops, x), self.extend(op.shortcut, x))
+            else:
+                x = self.add(_layer(op), x)
+        return x
 
     def conv(
         self,
         channels: int,
-        kernel: Sizes,
-        stride: Sizes = 1,
-        padding: Sizes = 0,
+        kernel: Any,
+        stride: Any = 1,
+        padding: Any = 0,
         *,
         groups: int = 1,
         norm: bool = False,
         x: int | None = None,
     ) -> int:
         """Add a convolution with a bias, or with a batch normalisation and a ReLU in one layer."""
-        x, shape = self._read(x)
-        sizes = pair(kernel), pair(stride), pair(padding)
-        weights = channels * (shape[0] // groups) * math.prod(sizes[0])
-        out = channels, *output_size(shape, *sizes)
+        x = self.last if x is None else x
+        shape = self.layers[x].shape
+        sizes = shape[0], channels, kernel, stride, padding
+        layer = _made(Conv2d, *sizes, groups=groups, bias=not norm, input_shape=shape)
         # The normalisation has a factor and a bias for each channel.
-        total, taps = weights + channels * (2 if norm else 1), weights * math.prod(out[1:])
-        nnz = channels * (shape[0] // groups) * _meetings(shape, *sizes)
-        name = self.name_of("conv")
-        return self.add(Layer(name, "conv", (x,), out, total, taps, nnz, *sizes, groups))
+        return self.add(replace(layer, weights=layer.weights + 2 * channels * norm), x)
 
-    def pool(
-        self,
-        kernel: Sizes,
-        stride: Sizes | None = None,
-        padding: Sizes = 0,
-        *,
-        x: int | None = None,
-    ) -> int:
-        """Add a pooling, by maxima or means."""
-        x, shape = self._read(x)
-        sizes = pair(kernel), pair(kernel if stride is None else stride), pair(padding)
-        out = shape[0], *output_size(shape, *sizes)
-        nnz = shape[0] * _meetings(shape, *sizes)
-        name = self.name_of("pool")
-        return self.add(Layer(name, "pool", (x,), out, 0, 0, nnz, *sizes))
+    def pool(self, *sizes: Any, x: int | None = None) -> int:
+        """Add a pooling, by maxima or means: its kernel, stride and padding."""
+        return self._reading(x, MaxPool2d, *sizes)
 
     def linear(self, features: int, *, x: int | None = None) -> int:
         """Add a linear layer with a bias."""
-        x, shape = self._read(x)
-        size = math.prod(shape) * features
-        name = self.name_of("linear")
-        return self.add(Layer(name, "linear", (x,), (features,), size + features, size, size))
+        x = self.last if x is None else x
+        return self.add(_made(Linear, self.layers[x].size, features), x)
 
-    def cells(self, steps: int, state: int, weights: int, multiply_adds: int, nnz: int) -> int:
+    def cells(self, cell: Cell, steps: int) -> int:
         """Add the steps of a recurrent network, which read inputs of their own, too."""
-        first = Layer("", "cell", (), (state,), weights, multiply_adds, nnz)
+        shapes = cell.shapes.values()
+        taps = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+        weights, state = sum(map(math.prod, shapes)), (cell.state_size,)
+        first = Layer("", "cell", (), state, weights, taps, cell.nnz)
         later = replace(first, weights=0, shares=self.last + 1)
         for t in range(steps):
-            cell = later if t else first
-            self.add(replace(cell, name=self.name_of("cell"), inputs=(self.last,)))
+            self.add(later if t else first)
         return self.last
 
     def elementwise(self, *, x: int | None = None) -> int:
         """Add an activation."""
-        x, shape = self._read(x)
-        name = self.name_of("elementwise")
-        return self.add(Layer(name, "elementwise", (x,), shape, nnz=math.prod(shape)))
+        return self._reading(x, ReLU)
 
     def flatten(self, *, x: int | None = None) -> int:
         """Add a layer that joins the axes of an image."""
-        x, shape = self._read(x)
-        size = math.prod(shape)
-        return self.add(Layer(self.name_of("flatten"), "flatten", (x,), (size,), nnz=size))
+        return self._reading(x, Flatten)
 
     def sum(self, *inputs: int) -> int:
         """Add a sum; zeros continue inputs with fewer channels than the first."""
@@ -217,41 +203,50 @@ class Builder:
 
     def _join(self, kind: str, inputs: tuple[int, ...], shape: tuple[int, ...]) -> int:
         nnz = sum(self.layers[k].size for k in inputs)
-        return self.add(Layer(self.name_of(kind), kind, inputs, shape, nnz=nnz))
+        return self.add(Layer("", kind, inputs, shape, nnz=nnz), *inputs)
 
-    def _read(self, x: int | None) -> tuple[int, tuple[int, ...]]:
+    def _reading(self, x: int | None, kind: type[Operator], *sizes: Any) -> int:
         x = self.last if x is None else x
-        return x, self.layers[x].shape
-
-    def name_of(self, kind: str) -> str:
-        """Return a name for the next layer of a kind."""
-        start = self.prefix + kind
-        self._named[start] += 1
-        return f"{start}{self._named[start]}"
+        return self.add(_made(kind, *sizes, input_shape=self.layers[x].shape), x)
 
 
-def pair(sizes: int | Sequence[int]) -> Pair:
-    """Return sizes along height and width."""
-    y, x = (sizes, sizes) if isinstance(sizes, int) else sizes
-    return y, x
+# All other layers mix or move the elements, as a "norm" does.
+_KINDS: dict[str, tuple[type[Operator], ...]] = {
+    "conv": (Conv2d,),
+    "pool": (MaxPool2d, AvgPool2d, AdaptiveAvgPool2d),
+    "linear": (Linear,),
+    "flatten": (Flatten, Permute),
+    "softmax": (Softmax,),
+    "elementwise": (Dropout, Elementwise),
+}
 
 
-def output_size(shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> Pair:
-    """Return height and width of the output of windows on images of a shape."""
-    y, x = (
-        (n + 2 * p - k) // s + 1
-        for n, k, s, p in zip(shape[1:], kernel, stride, padding, strict=True)
-    )
-    return y, x
+def _layer(op: Operator) -> Layer:
+    """Return what an operator is in a graph, without a name and inputs."""
+    kind = next((kind for kind, ops in _KINDS.items() if isinstance(op, ops)), "norm")
+    # Without the statistics of a normalisation, which are not learned.
+    every: dict[str, tuple[int, ...]] = getattr(op, "shapes", {})
+    shapes = {name: shape for name, shape in every.items() if not name.startswith("running")}
+    nnz, shape = op.nnz, op.output_shape
+    layer = Layer("", kind, (), shape, sum(map(math.prod, shapes.values())), nnz=nnz)
+    if isinstance(op, AdaptiveAvgPool2d):
+        y, x = (-(-n // m) for n, m in zip(op.input_shape[-2:], shape[-2:], strict=True))
+        return replace(layer, kernel=(y, x), stride=(y, x))
+    if kind == "linear":
+        return replace(layer, multiply_adds=nnz)
+    if isinstance(op, Conv2d):
+        taps = math.prod(shapes["weight"]) * math.prod(shape[:-3]) * math.prod(shape[-2:])
+        layer = replace(layer, multiply_adds=taps, groups=op.groups)
+    if isinstance(op, (Conv2d, MaxPool2d, AvgPool2d)):
+        y, x = (d * (k - 1) + 1 for k, d in zip(op.kernel_size, op.dilation, strict=True))
+        sizes: Any = op.stride, op.padding
+        return replace(layer, kernel=(y, x), stride=sizes[0], padding=sizes[1])
+    return layer
 
 
-def _meetings(shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> int:
-    """Count pairs of a place in the input and one in the output whose window contains it."""
-    counts, outs = [], output_size(shape, kernel, stride, padding)
-    for size, out, k, s, p in zip(shape[1:], outs, kernel, stride, padding, strict=True):
-        first = np.arange(out) * s - p
-        counts.append(int((np.minimum(first + k, size) - np.maximum(first, 0)).clip(0).sum()))
-    return math.prod(counts)
+@lru_cache(1 << 10)
+def _made(kind: type[Operator], *sizes: Any, **options: Any) -> Layer:
+    return _layer(kind(*sizes, **options))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -303,7 +298,7 @@ def build(name: str) -> Graph:
 
     Examples
     --------
-    >>> from sparsescan.strategies.architectures import build
+    >>> from sparsescan.strategies.networks import build
     >>> build("lenet5")
     Graph('lenet5', 13 layers, 61706 weights)
     """
@@ -311,7 +306,11 @@ def build(name: str) -> Graph:
     if kind in CELLS and colon and steps.isdecimal() and steps.strip("0"):
         if len(steps) > _DIGITS:
             raise InputError(f"network is {short(name)}; expected fewer than {10**_DIGITS:,} steps")
-        return _recurrent(name, kind, int(steps))
+        cell, features, classes = CELLS[kind]
+        builder = Builder(name, (HIDDEN,))
+        builder.cells(cell(features, HIDDEN), int(steps))
+        builder.linear(classes)
+        return builder.graph()
     if _blocks(name):
         return _resnet(name)
     if name == "inception-v3":
@@ -443,14 +442,6 @@ def _branch_layer(builder: Builder, text: str, x: int) -> int:
     return builder.conv(int(channels), size, int(stride or 1), padding, norm=True, x=x)
 
 
-def _recurrent(name: str, kind: str, steps: int) -> Graph:
-    gates, features, classes = CELLS[kind]
-    builder, taps = Builder(name, (HIDDEN,)), gates * HIDDEN * (features + HIDDEN)
-    builder.cells(steps, HIDDEN, taps + 2 * gates * HIDDEN, taps, HIDDEN**2)
-    builder.linear(classes)
-    return builder.graph()
-
-
 # -------------------------------------------------------------------------------------------------
 # Networks of operators
 # -------------------------------------------------------------------------------------------------
@@ -491,7 +482,7 @@ def sequential(name: str, rng: np.random.Generator | int | None = None) -> Seque
 
     Examples
     --------
-    >>> from sparsescan.strategies.architectures import sequential
+    >>> from sparsescan.strategies.networks import sequential
     >>> sequential("lenet5", 0)
     Sequential((1, 32, 32) → (10,), 12 steps)
     >>> sequential("resnet-20", 0).output_shape
@@ -579,53 +570,13 @@ def from_sequential(network: Sequential, name: str = "network") -> Graph:
     Examples
     --------
     >>> from sparsescan.jacobians import Linear, Sequential, Tanh
-    >>> from sparsescan.strategies.architectures import from_sequential
+    >>> from sparsescan.strategies.networks import from_sequential
     >>> from_sequential(Sequential([Linear(3, 2, rng=0), Tanh(input_shape=(2,))]))
     Graph('network', 3 layers, 8 weights)
     """
     builder = Builder(name, network.input_shape)
-    append(builder, network.ops, builder.last)
+    builder.extend(network.ops)
     return builder.graph()
-
-
-def append(builder: Builder, ops: Sequence[Operator], x: int) -> int:
-    """Add the layers of operators, the first of which reads layer `x`; return the last one."""
-    for op in ops:
-        if isinstance(op, Residual):
-            end = append(builder, op.ops, x)
-            x = builder.sum(end, append(builder, op.shortcut, x))
-        else:
-            x = builder.add(_layer(op, builder, x))
-    return x
-
-
-# All other layers mix or move the elements, as a "norm" does.
-_KINDS: dict[str, tuple[type[Operator], ...]] = {
-    "conv": (Conv2d,),
-    "pool": (MaxPool2d, AvgPool2d, AdaptiveAvgPool2d),
-    "linear": (Linear,),
-    "flatten": (Flatten, Permute),
-    "softmax": (Softmax,),
-    "elementwise": (Dropout, Elementwise),
-}
-
-
-def _layer(op: Operator, builder: Builder, x: int) -> Layer:
-    kind = next((kind for kind, ops in _KINDS.items() if isinstance(op, ops)), "norm")
-    weights = sum(math.prod(array.shape) for array in op.params.values())
-    nnz, shape = op.nnz, op.output_shape
-    dense = nnz if isinstance(op, Linear) else 0
-    layer = Layer(builder.name_of(kind), kind, (x,), shape, weights, dense, nnz)
-    if isinstance(op, AdaptiveAvgPool2d):
-        size = pair([-(-n // m) for n, m in zip(op.input_shape[-2:], shape[-2:], strict=True)])
-        return replace(layer, kernel=size, stride=size)
-    if isinstance(op, Conv2d):
-        taps = math.prod(op.weight.shape) * math.prod(shape[:-3]) * math.prod(shape[-2:])
-        layer = replace(layer, multiply_adds=taps, groups=op.groups)
-    if isinstance(op, (Conv2d, MaxPool2d, AvgPool2d)):
-        kernel, stride, padding = map(pair, (op.kernel_size, op.stride, op.padding))
-        return replace(layer, kernel=kernel, stride=stride, padding=padding)
-    return layer
 
 
 def from_chain(patterns: Sequence[Pattern], name: str = "chain") -> Graph:
@@ -651,6 +602,153 @@ def from_chain(patterns: Sequence[Pattern], name: str = "chain") -> Graph:
         if pattern.kind == "diagonal":
             builder.elementwise()
             continue
-        nnz, title = pattern.nnz, builder.name_of("linear")
-        builder.add(Layer(title, "linear", (builder.last,), (pattern.shape[1],), nnz, nnz, nnz))
+        nnz = pattern.nnz
+        builder.add(Layer("", "linear", (), (pattern.shape[1],), nnz, nnz, nnz))
     return builder.graph()
+
+
+Array = NDArray[Any]
+
+
+class Step(Operator):
+    """Step `t` of a cell as a layer: from the state before it to the one behind.
+
+    Its parameters are those of the cell, which all steps share and none copies. A cell may be some
+    units of one, which read the whole state.
+    """
+
+    # A step reads its own inputs, which are not cut as the states are.
+    _samples_apart = False
+
+    def __init__(self, cell: Any, t: int) -> None:
+        self.cell, self.t = cell, t
+        self._set_shapes((cell.state_size,), None)
+        self._set_output((cell.state_size if isinstance(cell, Cell) else cell.units,))
+        self._x: Any = None
+
+    def read(self, x: Array) -> None:
+        """Take the inputs of this step from sequences, ``(samples, steps, input_size)``.
+
+        Their samples are those whose states ``forward``, ``values`` and ``param_grads`` get next.
+        """
+        self._x = x[:, self.t]
+
+    @property
+    def params(self) -> Any:
+        """The parameters of the cell, not copied."""
+        return self.cell.params
+
+    def _core_nnz(self) -> int:
+        return int(self.cell.nnz)
+
+    def _core_pattern(self) -> Any:
+        return self.cell.pattern
+
+    def _forward(self, xp: Any, x: Any) -> Any:
+        return self.cell.forward(self._x, x)
+
+    def _fill(self, xp: Any, x: Any, y: Any, out: Any) -> None:
+        self.cell.values(self._x, x, out=out)
+
+    def _param_grads(self, xp: Any, x: Any, grad_y: Any) -> Any:
+        return self.cell.param_grads(self._x, x, grad_y)
+
+
+class Recurrent:
+    """A recurrent cell over a sequence, and a linear layer that reads its last state.
+
+    Parameters
+    ----------
+    cell : Cell
+        The cell, the same in all steps.
+    readout : Linear
+        Linear layer from the last state to the classes.
+    steps : int
+        Length of a sequence; a sample has the shape ``(steps, cell.input_size)``.
+
+    Attributes
+    ----------
+    ops : tuple of Operator
+        One for each step, and the readout: the layers of :meth:`graph` behind the input, which
+        is the first state, zeros.
+    """
+
+    def __init__(self, cell: Cell, readout: Linear, steps: int) -> None:
+        if not isinstance(cell, Cell):
+            raise InputTypeError(f"cell is a {type(cell).__name__}; expected a recurrent cell")
+        if not isinstance(readout, Linear):
+            raise InputTypeError(f"readout is a {type(readout).__name__}; expected a Linear")
+        if readout.input_shape != (cell.state_size,):
+            raise InputError(
+                f"readout has input_shape {readout.input_shape}; expected {(cell.state_size,)}"
+            )
+        self.cell, self.readout = cell, readout
+        self.steps = check_count("steps", steps, 1)
+        self.input_shape = (steps, cell.input_size)
+        self.output_shape = readout.output_shape
+        self.ops: tuple[Operator, ...] = (*(Step(cell, t) for t in range(steps)), readout)
+
+    @classmethod
+    def named(cls, name: str, rng: np.random.Generator | int | None = None) -> Recurrent:
+        """Return the network of which ``build(name)`` is the graph: ``"rnn:T"`` or ``"gru:T"``."""
+        kind, _, steps = name.partition(":")
+        if kind not in CELLS:
+            raise InputError(f"network is {name!r}; expected rnn:T or gru:T")
+        build(name)  # which refuses other numbers of steps
+        generator, (cell, features, classes) = np.random.default_rng(rng), CELLS[kind]
+        first = cell(features, HIDDEN, rng=generator)
+        return cls(first, Linear(HIDDEN, classes, rng=generator), int(steps))
+
+    def graph(self, name: str = "recurrent") -> Graph:
+        """Return the graph, as :func:`.build` makes it."""
+        cell, builder = self.cell, Builder(name, (self.cell.state_size,))
+        builder.cells(cell, self.steps)
+        builder.extend([self.readout])
+        return builder.graph()
+
+
+#: A network that strategies train.
+Trainable = Sequential | Recurrent
+
+
+def _named(network: object) -> str:
+    """Return the whole name of its type: there are several of the name Sequential."""
+    kind = type(network)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def graph_of(network: Graph | Trainable, name: str = "network") -> Graph:
+    """Return a graph itself, or that of a network that is trained.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If two layers share parameters, or there is no such network.
+    """
+    if isinstance(network, Graph):
+        return network
+    if isinstance(network, Recurrent):
+        return network.graph(name)
+    if not isinstance(network, Sequential):
+        raise InputTypeError(
+            f"network is a {_named(network)}; expected a Graph, such as build('lenet5') or, of "
+            "a module of PyTorch, sparsescan.strategies.pytorch.from_torch(module, input_shape); a "
+            "sparsescan.jacobians.Sequential or a Recurrent"
+        )
+    owned = [(op, params) for op in network.layers if (params := [*op.params.values()])]
+    for (op, mine), (other, theirs) in itertools.combinations(owned, 2):
+        if any(np.may_share_memory(*pair) for pair in itertools.product(mine, theirs)):
+            raise InputError(
+                f"network has layers that share memory for parameters, {op!r} and {other!r}; "
+                "expected layers with parameters of their own"
+            )
+    return from_sequential(network, name)
+
+
+def operators(network: Trainable, graph: Graph) -> list[Operator | None]:
+    """Return the operator of every layer of :func:`graph_of`'s graph; None for input and sums.
+
+    All steps of a recurrent network have the same cell.
+    """
+    ops = iter(network.ops if isinstance(network, Recurrent) else network.layers)
+    return [None if layer.kind in ("input", "add") else next(ops) for layer in graph.layers]

@@ -10,14 +10,11 @@ import math
 from collections.abc import Collection, Sequence
 from itertools import groupby
 
-from ...errors import InputError
-from ...symbolic.schedule import check_count
-from ..graph import MIXING, Graph
-from ..per_layer.configurations import MODES, Configuration, Configurations, Limits, on_grid
-from ..per_layer.costs import LayerCosts, NetworkCosts
-from ..per_layer.predict import Divided
-
-__all__ = ["BatchParallel", "DomainParallel", "Integrated", "ModelParallel"]
+from ..errors import InputError
+from ..symbolic.schedule import check_count
+from .graph import MIXING, Graph
+from .per_layer.configurations import MODES, Configuration, Configurations, Limits, on_grid
+from .per_layer.predict import Divided, LayerCosts, NetworkCosts
 
 
 class Integrated(Divided):
