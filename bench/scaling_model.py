@@ -18,7 +18,7 @@ import numpy as np
 from sparsescan import Pattern
 from sparsescan.parallel import Forecast, Grid, Network, load_network
 from sparsescan.parallel.forecast import forecasts, setting_of_equal_parts
-from sparsescan.plan.choice import Kind
+from sparsescan.plan.choice import InputKind
 from sparsescan.plan.costs.cpu import load_cpu
 from sparsescan.plan.costs.operations import Model
 from sparsescan.symbolic.pattern import of_mask
@@ -70,7 +70,7 @@ def predict(
     patterns: Sequence[Pattern], ranks: int, networks: Sequence[Network]
 ) -> list[dict[str, Forecast]]:
     """On each network by vectors, and by products if they could pay; ranks share the chain."""
-    model: Model = Kind(1, np.dtype(np.float64)).model()
+    model: Model = InputKind(1, np.dtype(np.float64)).model()
     setting = setting_of_equal_parts(patterns, Grid(ranks), model, networks[0], {})
     ways_by_schedule = []
     for network in networks:

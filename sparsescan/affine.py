@@ -20,8 +20,6 @@ from .readings import Reading, check_vectors, one_batch, read_shapes
 from .symbolic.pattern import Pattern, indptr_of, rows_of, trusted
 from .symbolic.schedule import Schedule, check_flag, read_schedule
 
-__all__ = ["AffineGrads", "affine_scan", "affine_scan_vjp"]
-
 Array = NDArray[Any]
 
 # Entries of the matrices of a step from which the rows of one sample are worth sharing out.

@@ -15,7 +15,7 @@ from .chains.containers import check_dtype
 from .chains.grads import grad_or_zeros, placed
 from .chains.steps import patterns_in, read_chain
 from .errors import Allocating, DeviceError, InputError, short
-from .plan.choice import Choice, Kind, PlanOptions
+from .plan.choice import InputKind, PlanChoice, PlanOptions
 from .plan.choose import check_solves, choose_schedule
 from .plan.measure import measure
 from .plan.scan_plan import Gradients, ScanPlan, ScanSlot
@@ -23,7 +23,7 @@ from .symbolic.implicit import Step
 from .symbolic.schedule import Schedule, check_choice, check_count, check_flag, read_schedule
 
 # Choices of "auto" for single scans, by the keys of their patterns.
-_choices: dict[Any, Choice] = {}
+_choices: dict[Any, PlanChoice] = {}
 _KEPT = 64
 
 
@@ -285,7 +285,7 @@ def plan(
             )
         options = options._replace(device="cuda" if on_device else device, auto=asked is None)
         samples, wanted = options.batch or 1, np.dtype(options.dtype or np.float64)
-        kind = Kind.of(patterns, samples, wanted, options.device == "cuda")
+        kind = InputKind.of(patterns, samples, wanted, options.device == "cuda")
         check_solves(patterns, asked, kind.on_device, options.reverse)
         timed = partial(measure, patterns, kind) if effort == "measure" else None
         choice = choose_schedule(patterns, asked, kind, options.memory_limit, timed)
@@ -316,13 +316,15 @@ def _scan_once(
         first = grad_or_zeros(grad, local_grads, size, chain.batch, period)
         batch = len(first) if first.ndim == 2 else 1
         dtype = np.result_type(chain.dtype, first.dtype)
-        kind = Kind(max(batch, 1), dtype, on_device, chain.differs() if batch > 1 else None)
+        kind = InputKind(max(batch, 1), dtype, on_device, chain.differs() if batch > 1 else None)
         options = PlanOptions(device="cuda" if on_device else device, reverse=reverse)
         once = ScanPlan(patterns, _choose_once(asked, patterns, kind), options)
         return once.run(ScanSlot(chain), first, local_grads, inclusive=inclusive)
 
 
-def _choose_once(schedule: Schedule | None, patterns: Sequence[Step], kind: Kind) -> Choice:
+def _choose_once(
+    schedule: Schedule | None, patterns: Sequence[Step], kind: InputKind
+) -> PlanChoice:
     """Choose for one scan, and remember what "auto" said of such a chain."""
     if schedule is not None:
         return choose_schedule(patterns, schedule, kind)

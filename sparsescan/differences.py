@@ -18,8 +18,6 @@ from .chains.steps import patterns_in
 from .errors import GradientError, InputError, InputTypeError, short
 from .symbolic.schedule import check_count, check_flag
 
-__all__ = ["check_grad"]
-
 Vector = NDArray[np.float64]
 
 # Steps are these powers of the rounding of a function, relative to the length of `x`.

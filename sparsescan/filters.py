@@ -18,18 +18,6 @@ from .kernels.cpu.copies import fill_with
 from .kernels.cpu.filters import FilterNeeds, FilterSizes, differentiate, filter_blocks
 from .kernels.cpu.sixteen import WIDTH
 
-__all__ = [
-    "FilterGrads",
-    "factors_of",
-    "filter_samples",
-    "filter_samples_vjp",
-    "is_per_sample",
-    "read_lfilter",
-    "read_sosfilt",
-    "record_filter",
-    "record_filter_vjp",
-]
-
 Array = NDArray[Any]
 Shape = tuple[int, ...]
 

@@ -5,17 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-__all__ = [
-    "COLUMNS",
-    "align",
-    "exact_bytes",
-    "format_bytes",
-    "format_count",
-    "format_time",
-    "quantity",
-    "wrap",
-]
-
 # Most columns of a line that is printed.
 COLUMNS = 80
 

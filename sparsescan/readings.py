@@ -8,8 +8,6 @@ from typing import NamedTuple
 from .errors import InputError, InputTypeError, short
 from .symbolic.pattern import Pattern
 
-__all__ = ["Reading", "check_vectors", "one_batch", "read_shapes", "read_shapes_anew"]
-
 Shape = tuple[int, ...]
 
 _FORMS = (

@@ -16,35 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import Allocating, DeviceError, InputError, InputTypeError, MemoryLimitError
 from ..formatting import format_bytes
 
-__all__ = [
-    "Constant",
-    "address_of",
-    "beside",
-    "check_array",
-    "check_memory",
-    "check_no_mask",
-    "check_numba_cuda",
-    "check_one_place",
-    "contiguous",
-    "device_of",
-    "for_kernels",
-    "host_array",
-    "is_cupy",
-    "is_on_device",
-    "is_same_stream",
-    "left_instead_of",
-    "load_cupy",
-    "memory_left",
-    "namespace",
-    "on_device",
-    "output",
-    "read_array",
-    "sparse",
-    "special",
-    "upload",
-    "upload_all",
-]
-
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _FLOATS = (_FLOAT32, _FLOAT64)
 _NUMBERS = (*_FLOATS, np.dtype(np.complex64), np.dtype(np.complex128))
@@ -280,7 +251,7 @@ def sparse(xp: Any) -> Any:
     return cupyx.scipy.sparse
 
 
-class Constant:
+class Mirrored:
     """A NumPy array, and its copy on every device where one is asked for."""
 
     def __init__(self, array: NDArray[Any]) -> None:

@@ -24,20 +24,6 @@ from numba import config, cuda, int64, void
 
 from ..errors import DeviceError
 
-__all__ = [
-    "SIMULATED",
-    "MachineCode",
-    "assemble",
-    "compile_to_ptx",
-    "compilers",
-    "cuda",
-    "current",
-    "for_block",
-    "most_registers",
-    "with_most_registers",
-    "with_threads",
-]
-
 SIMULATED = bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 
 # From this compute capability on Numba compiles for that very one.

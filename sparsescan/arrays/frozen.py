@@ -6,8 +6,6 @@ from typing import Any
 
 from ..errors import InputError
 
-__all__ = ["Frozen"]
-
 
 class Frozen:
     """Keep public attributes as they were checked: kernels trust them, and check no bounds."""

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from ..errors import DeviceError, InputError, InputTypeError, short
 from .arrays import device_of, is_on_device, load_cupy, on_device
 
-__all__ = ["check_device", "place", "send"]
-
 
 class _Pinned(NamedTuple):
     """Pinned memory of the host, its address, and when it may be written again."""

@@ -419,7 +419,7 @@ def check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 # Index arrays of patterns, with their copies on devices, for as long as there are the patterns.
-_index_arrays: weakref.WeakKeyDictionary[Pattern, tuple[_arrays.Constant, _arrays.Constant]] = (
+_index_arrays: weakref.WeakKeyDictionary[Pattern, tuple[_arrays.Mirrored, _arrays.Mirrored]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -428,7 +428,10 @@ def as_csr(values: Any, pattern: Pattern) -> Any:
     """Return a matrix of SciPy, or of CuPy on a device, that shares these values."""
     xp = _arrays.namespace(values)
     if pattern not in _index_arrays:
-        _index_arrays[pattern] = _arrays.Constant(pattern.indices), _arrays.Constant(pattern.indptr)
+        _index_arrays[pattern] = (
+            _arrays.Mirrored(pattern.indices),
+            _arrays.Mirrored(pattern.indptr),
+        )
     # Older versions of CuPy have no csr_array.
     csr = getattr(_arrays.sparse(xp), "csr_array", None) or _arrays.sparse(xp).csr_matrix
     with _arrays.beside(values):

@@ -13,8 +13,6 @@ from ..errors import InputError, InputTypeError, short
 from ..symbolic.pattern import Pattern, indptr_of, rows_of, trusted
 from .reading import split
 
-__all__ = ["SparseSteps", "is_sparse_steps"]
-
 Array = NDArray[Any]
 
 

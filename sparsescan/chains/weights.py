@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays.arrays import Constant, beside, check_memory, namespace
+from ..arrays.arrays import Mirrored, beside, check_memory, namespace
 from ..kernels import weights as kernels
 from ..symbolic.indexed import IndexedPattern
 
 # Indices of all entries, with their copies on devices, for as long as there are the patterns.
-_indices: weakref.WeakKeyDictionary[IndexedPattern, Constant] = weakref.WeakKeyDictionary()
+_indices: weakref.WeakKeyDictionary[IndexedPattern, Mirrored] = weakref.WeakKeyDictionary()
 
 
 def gathered(index: IndexedPattern, weights: NDArray[Any], room: Any = None) -> NDArray[Any]:
@@ -29,7 +29,7 @@ def spread(index: IndexedPattern, weights: Any, room: Any = None) -> Any:
         with beside(weights):
             xp = namespace(weights)
             if index not in _indices:
-                _indices[index] = Constant(index.index)
+                _indices[index] = Mirrored(index.index)
             return xp.take(weights, _indices[index].on(xp))
     room = _room(index.nnz, weights.dtype, room, index)
     kernels.repeat_rows(index.pattern.indptr, index.starts, gathered(index, weights), room)

@@ -28,8 +28,6 @@ from ..symbolic.implicit import explicit
 from ..symbolic.schedule import check_count, read_schedule
 from . import mpi as _mpi_commands
 
-__all__ = ["main"]
-
 _SCHEDULES = "auto, linear, blelloch, truncated:K (K up-sweep levels) or chunked:C (C chunks)"
 _DEMO_PACKAGES = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
 _MPI_SCHEDULES = ("auto", "vectors", "products")

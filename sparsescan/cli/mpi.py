@@ -17,8 +17,6 @@ from ..formatting import quantity
 if TYPE_CHECKING:
     from ..parallel import Communicator
 
-__all__ = ["calibrate", "run_strategies", "scan", "speaks"]
-
 # Errors that end in one line on stderr.
 _EXPECTED = (SparseScanError, ImportError, MemoryError, OSError)
 # Seconds in which all ranks have to raise the error that one has raised, or are ended.

@@ -28,8 +28,6 @@ from numpy.typing import NDArray
 from sparsescan import InputError
 from sparsescan.recurrent import GRU
 
-__all__ = ["Figures", "Race", "run"]
-
 TEST_ROWS = 150
 INPUTS, COLOURS = 6, 3
 RATE = 1e-2  # falls linearly to 0; much more drives equal runs apart by rounding

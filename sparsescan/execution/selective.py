@@ -16,24 +16,13 @@ from ..kernels.cpu.selective import (
     BACKWARD_TILES,
     FORWARD_TILES,
     STATE_ROWS,
-    Gradients,
-    Scan,
+    SelectiveGradients,
+    SelectiveScan,
 )
 from .calls import Calls
 from .recording import Recorder, Space
 from .recurrence import Recorded
 from .threads import thread_count
-
-__all__ = [
-    "Inputs",
-    "check_shapes",
-    "factor_grad",
-    "record_scan",
-    "record_scan_vjp",
-    "segments_of",
-    "selective_scan",
-    "selective_scan_vjp",
-]
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
@@ -225,7 +214,7 @@ def _write_gradients(
         for name, count in of_channels.items()
     }
     nothing = np.empty(0)
-    gradients = Gradients(
+    gradients = SelectiveGradients(
         u=flat["u"],
         delta=flat["delta"],
         z=flat["z"],
@@ -251,7 +240,7 @@ def _write_gradients(
     return [into.get(name) for name in shapes]
 
 
-def _scan(inputs: Inputs) -> Scan:
+def _scan(inputs: Inputs) -> SelectiveScan:
     """Return what the kernels are told."""
     u, none = inputs.u, np.empty(0, inputs.u.dtype)
     batch, channels, length = u.shape
@@ -263,7 +252,7 @@ def _scan(inputs: Inputs) -> Scan:
     most = max(channels // (cells * max(states, 1)), _LEAST)
     parts = max(1, min(blocks, most, -(-_TASKS // max(batch * cells, 1))))
     zeros = np.zeros(channels, u.dtype)
-    return Scan(
+    return SelectiveScan(
         channels=channels,
         states=states,
         length=length,
@@ -296,7 +285,7 @@ def _flat(array: Array) -> Array:
     return np.ascontiguousarray(array).reshape(-1)
 
 
-def _room(calls: Calls, scan: Scan, tiles: int) -> Array:
+def _room(calls: Calls, scan: SelectiveScan, tiles: int) -> Array:
     rows = tiles * scan.segment + STATE_ROWS * scan.states
     return calls.borrow(rows * lanes(scan.u.dtype), scan.u.dtype)
 

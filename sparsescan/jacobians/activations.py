@@ -20,19 +20,6 @@ from .shared.checks import check_dim, check_number
 from .shared.coupled import Coupled, grouped
 from .shared.operator import Operator
 
-__all__ = [
-    "ELU",
-    "GELU",
-    "Hardtanh",
-    "LeakyReLU",
-    "ReLU",
-    "SiLU",
-    "Sigmoid",
-    "Softmax",
-    "Softplus",
-    "Tanh",
-]
-
 Array = Any
 
 

@@ -20,8 +20,6 @@ from .shared.operator import Operator, repeated_rows
 from .shared.stencil import Channels, Stencil
 from .shared.windows import Connections, Window, check_output_size, slide
 
-__all__ = ["Conv1d", "Conv2d", "ConvTranspose2d"]
-
 Array = Any
 
 

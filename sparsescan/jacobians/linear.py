@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from ..arrays.arrays import Constant
+from ..arrays.arrays import Mirrored
 from ..errors import InputError
 from ..parameters.parametrised import Weighted
 from ..symbolic.implicit import ImplicitPattern
@@ -16,8 +16,6 @@ from ..symbolic.pattern import Pattern, of_mask, rows_of
 from ..symbolic.schedule import check_count, check_flag
 from .kernels.stencil import transpose
 from .shared.operator import Operator, repeated_rows
-
-__all__ = ["Linear"]
 
 Array = Any
 
@@ -139,10 +137,10 @@ class Linear(Weighted, Operator):
         return [self.read_parameter("weight").reshape(-1)]
 
     @cached_property
-    def _sources(self) -> Constant:
+    def _sources(self) -> Mirrored:
         """Place in the flattened weight of every entry of the pattern."""
         pattern = self._core_pattern()
-        return Constant(pattern.indices.astype(np.int64) * self.in_features + rows_of(pattern))
+        return Mirrored(pattern.indices.astype(np.int64) * self.in_features + rows_of(pattern))
 
     def _forward(self, xp: Any, x: Array) -> Array:
         y = xp.matmul(x, self.kept_weight(xp).T)

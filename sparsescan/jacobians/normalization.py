@@ -21,8 +21,6 @@ from .shared.checks import check_number, check_sizes
 from .shared.coupled import Coupled, grouped
 from .shared.operator import Operator
 
-__all__ = ["BatchNorm", "BatchNorm1d", "BatchNorm2d", "LayerNorm"]
-
 Array = Any
 
 

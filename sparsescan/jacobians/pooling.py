@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays.arrays import Constant
+from ..arrays.arrays import Mirrored
 from ..errors import InputError, short
 from ..symbolic.pattern import rows_of
 from ..symbolic.schedule import check_count, check_flag
@@ -17,8 +17,6 @@ from .kernels.pooling import Windows, mark_in_tiles, mark_in_windows
 from .shared.checks import check_sizes
 from .shared.kron import Images, Separable, Taps
 from .shared.windows import Window, check_output_size
-
-__all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "MaxPool2d"]
 
 Array = Any
 
@@ -159,10 +157,14 @@ class MaxPool2d(_Pooling):
         return inputs.reshape(math.prod(self._core_out), -1)
 
     @cached_property
-    def _tables(self) -> tuple[Constant, Constant, Constant]:
+    def _tables(self) -> tuple[Mirrored, Mirrored, Mirrored]:
         """The input under each tap of each window, or -1; the row and column of every entry."""
         pattern = self._core_pattern()
-        return Constant(self._inputs), Constant(rows_of(pattern)), Constant(pattern.indices)
+        return (
+            Mirrored(self._inputs),
+            Mirrored(rows_of(pattern)),
+            Mirrored(pattern.indices),
+        )
 
 
 class AvgPool2d(_Pooling, Separable):

@@ -30,8 +30,6 @@ from .shared.checks import Shape, check_sizes
 from .shared.operator import Operator
 from .upsample import Upsample
 
-__all__ = ["from_torch"]
-
 # For each layer the names of the arguments that its module keeps as attributes.
 _CONV = "in_channels out_channels kernel_size stride padding dilation groups padding_mode"
 _LAYERS: dict[Callable[..., Operator], str] = {

@@ -13,8 +13,6 @@ from ..symbolic.pattern import Pattern, index_dtype, trusted
 from .shared.checks import Shape, batched, check_dim, check_number, check_sizes
 from .shared.operator import Operator
 
-__all__ = ["Dropout", "Flatten", "Pad", "Permute"]
-
 Array = Any
 
 

@@ -14,7 +14,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from .. import api
-from ..arrays.arrays import Constant, check_array, check_memory, namespace, output
+from ..arrays.arrays import Mirrored, check_array, check_memory, namespace, output
 from ..chains.containers import BatchedCSR, as_matrix
 from ..chains.implicit import ImplicitStep
 from ..errors import InputError, InputTypeError
@@ -25,8 +25,6 @@ from ..symbolic.indexed import IndexedPattern, indexed
 from ..symbolic.pattern import Pattern, indptr_of, multiply_adds, rows_of, trusted
 from .shared.operator import Operator
 from .training.network_step import NamedLayer, NetworkStep
-
-__all__ = ["Residual", "Sequential"]
 
 Array = Any
 
@@ -469,7 +467,7 @@ class Residual(Operator):
         product, around = self._body.pattern, self._around.pattern
         keys = np.concatenate([_keys(product), _keys(around)])
         pattern, place = _pattern_of(keys, product.shape)
-        self._places = Constant(place[: product.nnz]), Constant(place[product.nnz :])
+        self._places = Mirrored(place[: product.nnz]), Mirrored(place[product.nnz :])
         return pattern
 
     def _forward(self, xp: Any, x: Array) -> Array:
@@ -752,7 +750,7 @@ class _Product:
         order = np.argsort(turn, kind="stable")
         ends = np.cumsum(np.bincount(turn))
         self._turns = [
-            tuple(Constant(array[chosen]) for array in (place, left, right))
+            tuple(Mirrored(array[chosen]) for array in (place, left, right))
             for chosen in np.split(order, ends[:-1])
         ]
 

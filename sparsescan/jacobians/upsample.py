@@ -15,8 +15,6 @@ from ..symbolic.schedule import check_choice, check_flag
 from .shared.checks import check_sizes
 from .shared.kron import Separable, Taps
 
-__all__ = ["Upsample"]
-
 # Fractions with larger denominators than this are not meant by a float.
 _LARGEST_DENOMINATOR = 10**6
 

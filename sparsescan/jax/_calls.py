@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from ..arrays.arrays import check_no_mask
 from ..errors import DeviceError, InputTypeError, short
 
-__all__ = ["FLOATS", "NUMBERS", "as_arrays", "check_platform", "together", "vary", "varying"]
-
 FLOATS = "float32", "float64"
 NUMBERS = *FLOATS, "complex64", "complex128"
 

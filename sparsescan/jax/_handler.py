@@ -30,8 +30,6 @@ from ..kernels.cpu.replay import (
     work_off,
 )
 
-__all__ = ["ROOT", "Program", "Root", "handle", "help_replay"]
-
 ROOT = "sparsescan_programs"
 _BYTES, _SHORT = np.zeros(0, np.uint8), np.zeros(0, np.int32)
 _WORD = 8

@@ -36,10 +36,8 @@ from ._calls import vary, varying
 from ._programs import Lengths, add, call, key_of
 from ._rules import alike, differentiated, filled, mapped, merge, parted, primitive, size_of
 
-__all__ = ["Network", "fits", "run"]
 
-
-class Network:
+class TracedNetwork:
     """A network, equal to others that compute the same from the same parameters."""
 
     def __init__(self, network: RecurrentLike) -> None:
@@ -70,7 +68,7 @@ class Network:
         return self._parameters[dtype]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Network) and self._key == other._key
+        return isinstance(other, TracedNetwork) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -85,7 +83,7 @@ class _Form(NamedTuple):
     `members` is how many members there are, 0 if arrays have no axis of these.
     """
 
-    network: Network
+    network: TracedNetwork
     has_lengths: bool
     has_resets: bool
     memory_limit: int | None
@@ -134,7 +132,7 @@ class _Form(NamedTuple):
 
 
 def run(
-    network: Network,
+    network: TracedNetwork,
     memory_limit: int | None,
     returns_states: bool,
     params: Sequence[Any],
@@ -253,7 +251,7 @@ def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str, needs_
 
 
 def fits(
-    network: Network,
+    network: TracedNetwork,
     has_lengths: bool,
     has_resets: bool,
     memory_limit: int | None,
@@ -327,7 +325,7 @@ def _backward(
     return dict(zip(names, arrays, strict=False))
 
 
-def _sums(network: Network, factors: Mapping[str, Any], x: Any) -> list[Any]:
+def _sums(network: TracedNetwork, factors: Mapping[str, Any], x: Any) -> list[Any]:
     """Return the gradients in the parameters: sums of products over steps and samples."""
     grads = []
     for k, one in enumerate(network.parameters(x.dtype.name)):
@@ -448,9 +446,9 @@ def _by_layers(form: _Form, marks: Sequence[Any], *numbers: Any) -> tuple[Any, A
 
 
 @functools.lru_cache(maxsize=256)
-def _layers(network: Network) -> list[Network]:
+def _layers(network: TracedNetwork) -> list[TracedNetwork]:
     """Return the layers of a network."""
-    return [Network(_OneLayer(cells)) for cells in network.network.cells]
+    return [TracedNetwork(_OneLayer(cells)) for cells in network.network.cells]
 
 
 class _OneLayer:
@@ -478,7 +476,7 @@ class _OneLayer:
 class _TangentLayer(NamedTuple):
     """The layer for derivatives of another one, and what that is."""
 
-    network: Network
+    network: TracedNetwork
     cells: Sequence[CellLike]
     about: Tangent
 
@@ -526,7 +524,7 @@ def _block(param: Any, slope: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _tangent(network: Network) -> _TangentLayer:
+def _tangent(network: TracedNetwork) -> _TangentLayer:
     """Return the layer for the derivatives of a layer."""
     (cells,) = network.network.cells
     cell: Any = cells[0]
@@ -536,7 +534,7 @@ def _tangent(network: Network) -> _TangentLayer:
         bidirectional=len(cells) > 1,
         rng=0,
     )
-    return _TangentLayer(Network(made), cells, about)
+    return _TangentLayer(TracedNetwork(made), cells, about)
 
 
 # -- The primitives --------------------------------------------------------------------------------

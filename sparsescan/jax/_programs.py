@@ -23,8 +23,6 @@ from ..kernels.compile import entry_for_c
 from ._calls import vary, varying
 from ._handler import ROOT, Program, Root, handle, help_replay
 
-__all__ = ["Lengths", "add", "call", "key_of", "replay"]
-
 _TARGET = "sparsescan"
 # Bytes from which memory is best in large pages.
 _LARGE = 1 << 22

@@ -12,20 +12,6 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-__all__ = [
-    "Axis",
-    "Rules",
-    "alike",
-    "differentiated",
-    "filled",
-    "mapped",
-    "merge",
-    "operator",
-    "parted",
-    "primitive",
-    "size_of",
-]
-
 Shape = tuple[int, ...]
 
 
@@ -109,7 +95,7 @@ def mapped(compute: Callable[..., Any]) -> Callable[..., Any]:
 # -- Operators -------------------------------------------------------------------------------------
 
 
-class Axis(NamedTuple):
+class MappedAxis(NamedTuple):
     """The axis of an argument into which maps go.
 
     Attributes
@@ -148,7 +134,7 @@ class Rules(NamedTuple):
     shapes : callable
         ``shapes(form, given)`` returns the shapes of all that `forward` returns.
     axes : callable
-        ``axes(shapes)`` returns an :class:`Axis` for each argument, of such shapes.
+        ``axes(shapes)`` returns an :class:`MappedAxis` for each argument, of such shapes.
     out_axes : tuple of int
         The axis of maps of all that `forward` returns.
     results : int
@@ -162,7 +148,7 @@ class Rules(NamedTuple):
     slope: Callable[..., list[Any]]
     again: Callable[..., list[Any]]
     shapes: Callable[..., list[Shape]]
-    axes: Callable[[Sequence[Shape]], list[Axis]]
+    axes: Callable[[Sequence[Shape]], list[MappedAxis]]
     out_axes: tuple[int, ...]
     results: int
     kept: int
@@ -230,7 +216,7 @@ def operator(name: str, rules: Rules) -> Callable[..., list[Any]]:
     def map_gradients(args: Any, dims: Any, *, form: Any, needs: Sequence[bool]) -> Any:
         maps, shapes = size_of(args, dims), _shapes_of_one(args, dims)
         places = rules.out_axes[rules.kept], *rules.out_axes[:count]
-        axes = [Axis(k, shape[k]) for k, shape in zip(places, shapes, strict=False)]
+        axes = [MappedAxis(k, shape[k]) for k, shape in zip(places, shapes, strict=False)]
         axes += [each._replace(is_shared=False) for each in rules.axes(shapes[1 + count :])]
         grads = iter(gradients.bind(*_folded(maps, args, dims, axes), form=form, needs=needs))
         apart = []
@@ -269,7 +255,9 @@ def _shapes_of_one(args: Sequence[Any], dims: Sequence[Any]) -> list[Shape]:
     ]
 
 
-def _folded(maps: int, args: Sequence[Any], dims: Sequence[Any], axes: Sequence[Axis]) -> list[Any]:
+def _folded(
+    maps: int, args: Sequence[Any], dims: Sequence[Any], axes: Sequence[MappedAxis]
+) -> list[Any]:
     """Return arguments that have those of all maps side by side on an axis."""
     folded = []
     for each, dim, axis in zip(args, dims, axes, strict=True):

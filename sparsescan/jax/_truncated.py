@@ -14,14 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..recurrent.truncated import windows_at_once
-from ._primitives import Network, fits, run
-
-__all__ = ["run_truncated"]
+from ._primitives import TracedNetwork, fits, run
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def run_truncated(
-    network: Network,
+    network: TracedNetwork,
     memory_limit: int | None,
     truncate: int,
     returns_states: bool,
@@ -38,7 +36,7 @@ def run_truncated(
 
 
 def _forward(
-    network: Network,
+    network: TracedNetwork,
     memory_limit: int | None,
     truncate: int,
     returns_states: bool,
@@ -64,7 +62,7 @@ def _forward(
 
 
 def _backward(
-    network: Network,
+    network: TracedNetwork,
     memory_limit: int | None,
     truncate: int,
     returns_states: bool,

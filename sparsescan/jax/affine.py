@@ -16,8 +16,6 @@ from ..symbolic.pattern import Pattern, rows_of
 from ._calls import NUMBERS, as_arrays, check_platform, together, vary, varying
 from ._programs import replay
 
-__all__ = ["affine_scan"]
-
 
 def affine_scan(
     matrices: Any,

@@ -13,9 +13,7 @@ from .. import filters
 from ..errors import InputError
 from ._calls import FLOATS, as_arrays, check_platform, together
 from ._programs import replay
-from ._rules import Axis, Rules, operator
-
-__all__ = ["lfilter", "sosfilt"]
+from ._rules import MappedAxis, Rules, operator
 
 
 def lfilter(b: Any, a: Any, x: Any, axis: int = -1, zi: Any = None) -> Any:
@@ -293,9 +291,11 @@ def _added(grads: Any, coefficients: Any) -> Any:
     return grads.sum(shared, keepdims=True)
 
 
-def _axes(shapes: Sequence[tuple[int, ...]]) -> list[Axis]:
+def _axes(shapes: Sequence[tuple[int, ...]]) -> list[MappedAxis]:
     samples = shapes[2][0]
-    return [Axis(0, samples, is_shared=k < 2 and each[0] == 1) for k, each in enumerate(shapes)]
+    return [
+        MappedAxis(0, samples, is_shared=k < 2 and each[0] == 1) for k, each in enumerate(shapes)
+    ]
 
 
 _operator = operator(

@@ -15,10 +15,8 @@ from ..recurrent import Cell, Recurrent
 from ..recurrent.step import OneCell, RecurrentLike, check_one_direction, check_resets
 from ..symbolic.schedule import check_count, check_flag
 from ._calls import FLOATS, as_arrays, check_platform, together
-from ._primitives import Network, run
+from ._primitives import TracedNetwork, run
 from ._truncated import run_truncated
-
-__all__ = ["recurrent"]
 
 _MOST = np.iinfo(np.int32).max
 
@@ -149,9 +147,9 @@ def recurrent(
         resets = None if resets is None else resets[:, None]
     given = together((own, inputs, begin, lengths, resets))
     if truncate is None or len(inputs) <= 2 * truncate or inputs.size == 0:
-        output, last = run(Network(net), memory_limit, return_states, *given)
+        output, last = run(TracedNetwork(net), memory_limit, return_states, *given)
     else:
-        about = Network(net), memory_limit, truncate, return_states
+        about = TracedNetwork(net), memory_limit, truncate, return_states
         output, last = run_truncated(*about, *given)
     return (output, last) if is_batched else (output[:, 0], last[:, 0])
 

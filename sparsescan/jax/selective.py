@@ -13,9 +13,7 @@ from ..execution import selective
 from ..execution.selective import Inputs
 from ._calls import FLOATS, as_arrays, check_platform, together, vary, varying
 from ._programs import replay
-from ._rules import Axis, Rules, operator
-
-__all__ = ["selective_scan"]
+from ._rules import MappedAxis, Rules, operator
 
 _NAMES = "u", "delta", "A", "B", "C", "D", "z", "delta_bias"
 
@@ -216,10 +214,10 @@ def _shapes(form: _Form, given: Sequence[Any]) -> list[tuple[int, ...]]:
     ]
 
 
-def _axes(shapes: Sequence[tuple[int, ...]]) -> list[Axis]:
+def _axes(shapes: Sequence[tuple[int, ...]]) -> list[MappedAxis]:
     """Return the axes of channels, or of their groups."""
     places = [int(len(each) > 2) for each in shapes]
-    return [Axis(k, each[k]) for k, each in zip(places, shapes, strict=True)]
+    return [MappedAxis(k, each[k]) for k, each in zip(places, shapes, strict=True)]
 
 
 _operator = operator(

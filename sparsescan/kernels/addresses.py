@@ -6,8 +6,6 @@ import numpy as np
 
 from .compile import njit
 
-__all__ = ["address_of", "note_if_equal", "note_values"]
-
 
 @njit(nogil=True, cache=True)
 def address_of(array):

@@ -42,8 +42,6 @@ try:
 except ImportError:  # not POSIX, where processes may compile a function at once
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["cache_folder", "entry_for_c", "njit", "read_checked", "with_checksum"]
-
 _DIGEST_SIZE = 16
 
 

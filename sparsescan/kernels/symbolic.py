@@ -6,25 +6,6 @@ import numpy as np
 
 from .compile import njit
 
-__all__ = [
-    "END",
-    "FALL",
-    "RANGE",
-    "START",
-    "count_entries",
-    "count_terms",
-    "find_fault",
-    "first_alike",
-    "first_listed",
-    "hash_columns",
-    "hash_lists",
-    "is_diagonal",
-    "lay_out_terms",
-    "product_indices",
-    "product_indptr",
-    "unsorted_row",
-]
-
 # Faults of index arrays.
 START, FALL, END, RANGE = 1, 2, 3, 4
 

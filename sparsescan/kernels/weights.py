@@ -6,8 +6,6 @@ import numpy as np
 
 from .compile import njit
 
-__all__ = ["gather", "repeat_rows"]
-
 
 @njit(nogil=True, cache=True)
 def gather(weights, sources, out):

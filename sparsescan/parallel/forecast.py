@@ -13,9 +13,9 @@ from numpy.typing import DTypeLike
 from ..chains.containers import check_dtype
 from ..errors import InputError
 from ..formatting import align, format_bytes, format_time
-from ..plan.choice import Kind
+from ..plan.choice import InputKind
 from ..plan.costs.operations import Model, run_time
-from ..symbolic.pattern import Pattern, Products, TooLargeError
+from ..symbolic.pattern import Pattern, PatternProducts, TooLargeError
 from ..symbolic.schedule import check_count
 from .exchange import ALGORITHMS, allreduce_messages, exscan_messages, rounds, total
 from .grid import Grid, check_grid
@@ -226,7 +226,7 @@ def _by_products(setting: Setting, form: str, algorithm: str, limited: bool) -> 
     patterns[0] = patterns[-1] = None
     # About as many multiply-adds as the parts take together.
     work = max(sum(cost.nanoseconds for cost in maps if cost is not None), 1e6)
-    ranges = Ranges(patterns, Products(work=work if limited else math.inf))
+    ranges = Ranges(patterns, PatternProducts(work=work if limited else math.inf))
     scan = rounds(algorithm, count)
     programs = {
         merge: ranges.program(*merge) if merge.stop < count else None
@@ -330,7 +330,7 @@ def _predict(
     network: Network,
     known: dict[Any, Any],
 ) -> Forecast:
-    model = Kind(-(-batch // grid.batch), dtype).model()
+    model = InputKind(-(-batch // grid.batch), dtype).model()
     ways = forecasts(setting_of_equal_parts(patterns, grid, model, network, known))
     return min(ways, key=lambda forecast: forecast.nanoseconds)
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..execution.workspace import Parts, Workspace
-from ..symbolic.pattern import Pattern, Products, multiply_adds
+from ..symbolic.pattern import Pattern, PatternProducts, multiply_adds
 from ..symbolic.program import Program
 
 
@@ -173,13 +173,15 @@ class Ranges:
     ----------
     parts : sequence of Pattern or None
         The pattern of every part; None if it is the identity, or not a map.
-    products : Products, optional
+    products : PatternProducts, optional
         Products of patterns, which may have a limit.
     """
 
-    def __init__(self, parts: Sequence[Pattern | None], products: Products | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[Pattern | None], products: PatternProducts | None = None
+    ) -> None:
         self._known = {(k, k + 1): pattern for k, pattern in enumerate(parts)}
-        self._multiply = products or Products()
+        self._multiply = products or PatternProducts()
         self._programs: dict[tuple[Pattern, ...], Program] = {}
 
     def __call__(self, start: int, stop: int) -> Pattern | None:

@@ -19,12 +19,12 @@ from ..chains.chain import Chain
 from ..chains.grads import LocalGrads
 from ..execution.threads import thread_count
 from ..execution.workspace import Parts
-from ..plan.choice import Kind
+from ..plan.choice import InputKind
 from ..plan.costs.operations import Model, run_time
 from ..plan.forms import choose_forms
 from ..plan.scan_plan import ScanPlan
 from ..symbolic.implicit import Step, factor_starts
-from ..symbolic.pattern import Pattern, Products, TooLargeError
+from ..symbolic.pattern import Pattern, PatternProducts, TooLargeError
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule, level_of, schedule_of
 from .maps import ScanTerms
@@ -163,7 +163,7 @@ class Part:
                 self._programs = dict(zip(FORMS, programs, strict=True))
         model = self._model
         sizes = [self._patterns[0].shape[1], *(pattern.shape[0] for pattern in self._patterns)]
-        kind = Kind.of(self._patterns, model.batch, model.dtype, self._device == "cuda")
+        kind = InputKind.of(self._patterns, model.batch, model.dtype, self._device == "cuda")
         self.sweep.settle(kind)
         swept = self.sweep.to_dict()
         _, more = step_time(model, self._patterns[-1], 1)
@@ -304,7 +304,7 @@ def step_time(model: Model, pattern: Step, count: int) -> tuple[float, float]:
 
 def _reductions(patterns: Sequence[Step], model: Model, limit: float) -> tuple[Program, Program]:
     """Return the best programs for the product in both forms; or raise :class:`TooLargeError`."""
-    n, products = len(patterns), Products(work=limit)
+    n, products = len(patterns), PatternProducts(work=limit)
     # The identity comes first, and takes the first local gradient; no schedule reads what is last.
     first, last = Pattern.diagonal(patterns[0].shape[1]), Pattern.diagonal(patterns[-1].shape[0])
     steps: list[Step] = [first, *patterns, last]

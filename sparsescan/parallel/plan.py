@@ -20,7 +20,7 @@ from ..chains.reading import is_stack
 from ..chains.steps import PlannedSteps
 from ..errors import DeviceError, InputError, InputTypeError
 from ..execution.threads import thread_count
-from ..plan.choice import Kind
+from ..plan.choice import InputKind
 from ..plan.scan_plan import Gradients, ScanSlot
 from ..symbolic.implicit import Step
 from .communicator import Communicator, Fault
@@ -84,7 +84,7 @@ class Combination(NamedTuple):
         The way that was chosen.
     reason : str
         Why that one.
-    kind : Kind
+    kind : InputKind
         The input that it is for.
     maps : Ranges or None
         The products of parts, where these are combined.
@@ -96,7 +96,7 @@ class Combination(NamedTuple):
     costs: Sequence[PartCost]
     forecast: Forecast
     reason: str
-    kind: Kind
+    kind: InputKind
     maps: Ranges | None = None
     reduction: Reduction | None = None
 
@@ -173,7 +173,7 @@ class ParallelPlan:
         patterns: Sequence[Step],
         way: Combination,
         options: Options,
-        settle: Callable[[Kind], Combination],
+        settle: Callable[[InputKind], Combination],
     ) -> None:
         rank = ranks.world.rank
         self._world, self._comm, self._direct, self._signature = ranks
@@ -402,7 +402,7 @@ class ParallelPlan:
 
     def _choose_way(self, terms: ScanTerms) -> None:
         """Choose how parts are combined for such input, together with the ranks of the group."""
-        kind = Kind(max(terms.samples, 1), terms.dtype)
+        kind = InputKind(max(terms.samples, 1), terms.dtype)
         if kind not in self._ways:
             way = self._settle(kind)
             while len(self._ways) >= _WAYS:

@@ -14,7 +14,7 @@ from ..chains.containers import check_dtype
 from ..chains.reading import name_of
 from ..errors import InputError
 from ..execution.threads import thread_count, usable_cores
-from ..plan.choice import Kind
+from ..plan.choice import InputKind
 from ..plan.costs.operations import Model
 from ..symbolic.implicit import ImplicitPattern, Step, explicit, solved_of
 from ..symbolic.pattern import Pattern
@@ -71,7 +71,7 @@ def make_plan(world: Communicator, read: Callable[[], Request]) -> ParallelPlan:
     samples = max(each.samples for each in everyone)
     position = grid.position(world.rank)
 
-    def decide(ranks: Communicator, kind: Kind, part: Part | RowSweep | None) -> Combination:
+    def decide(ranks: Communicator, kind: InputKind, part: Part | RowSweep | None) -> Combination:
         """Decide how these ranks, all or a group, combine their parts for input of this kind."""
         model, network = ranks.together(lambda: (kind.model(), load_network()))
         terms = ScanTerms(model.dtype, model.batch, model.batch > 1, True)
@@ -91,13 +91,13 @@ def make_plan(world: Communicator, read: Callable[[], Request]) -> ParallelPlan:
         way = Combination(planned, costs, forecast, reason, kind)
         return ranks.together(lambda: way.prepared(position))
 
-    way = decide(world, Kind(samples, dtype), None)
+    way = decide(world, InputKind(samples, dtype), None)
     digest = hashlib.blake2b(repr((everyone, way.forecast)).encode(), digest_size=8).digest()
     signature = int.from_bytes(digest, "big") >> 4
     direct = options.device == "cuda" and not world.agree(flag=not reads_device_memory())
     ranks = Ranks(world, group, direct, signature)
 
-    def settle(kind: Kind) -> Combination:
+    def settle(kind: InputKind) -> Combination:
         return decide(group, kind, way.part)
 
     return world.together(lambda: ParallelPlan(ranks, patterns, way, options, settle))
@@ -114,7 +114,7 @@ def _plan_part(
     grid, device = options.grid, options.device or "cpu"
     is_last = position == grid.chain - 1
     dtype = None if options.dtype is None else np.dtype(options.dtype)
-    here = Kind(model.batch, model.dtype, device == "cuda").model()
+    here = InputKind(model.batch, model.dtype, device == "cuda").model()
     if before is None:
         part = Part(patterns, here, options.batch, dtype, device)
     else:

@@ -9,8 +9,6 @@ from typing import Any
 from ..errors import Allocating, InputError
 from .parametrised import Parameter
 
-__all__ = ["Fixed"]
-
 
 class _Closing(ABCMeta):
     """Metaclass that marks an object once its construction, subclasses' included, is over."""

@@ -11,20 +11,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from ..arrays.arrays import Constant, check_array, check_memory, host_array
+from ..arrays.arrays import Mirrored, check_array, check_memory, host_array
 from ..chains.containers import check_dtype
 from ..errors import Allocating, InputError, InputTypeError, short
 from ..symbolic.pattern import check_host
-
-__all__ = [
-    "Initial",
-    "Parameter",
-    "Parametrised",
-    "Weighted",
-    "check_mask",
-    "initial",
-    "masked",
-]
 
 Array = Any
 Shape = tuple[int, ...]
@@ -133,7 +123,7 @@ class Weighted(Parametrised):
 
     weight = Parameter()
     bias = Parameter()
-    _mask: Constant | None
+    _mask: Mirrored | None
 
     def declare_weight(
         self, shape: Shape, biases: int | None, mask: ArrayLike | None, dtype: DTypeLike, rng: Any
@@ -211,7 +201,7 @@ def _uniform(seed: int, bound: float, shape: Shape, dtype: np.dtype[Any]) -> Arr
     return np.random.default_rng(seed).uniform(-bound, bound, shape).astype(dtype)
 
 
-def check_mask(name: str, mask: ArrayLike | None, shape: Shape) -> Constant | None:
+def check_mask(name: str, mask: ArrayLike | None, shape: Shape) -> Mirrored | None:
     """Return a copy of a mask over weights of this shape, or raise an error that names it."""
     if mask is None:
         return None
@@ -221,9 +211,9 @@ def check_mask(name: str, mask: ArrayLike | None, shape: Shape) -> Constant | No
         raise InputTypeError(f"{name} has dtype {array.dtype}; expected bool")
     if array.shape != shape:
         raise InputError(f"{name} has shape {array.shape}; expected {shape}, the weight's")
-    return Constant(np.array(array))
+    return Mirrored(np.array(array))
 
 
-def masked(xp: Any, array: Array, mask: Constant | None) -> Array:
+def masked(xp: Any, array: Array, mask: Mirrored | None) -> Array:
     """Return `array`, 0 where the mask says that a weight is pruned."""
     return array if mask is None else xp.where(mask.on(xp), array, array.dtype.type(0))

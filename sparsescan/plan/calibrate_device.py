@@ -17,7 +17,7 @@ from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
 from .calibrate import trials
-from .choice import Choice, Kind, PlanOptions
+from .choice import InputKind, PlanChoice, PlanOptions
 from .costs.cuda import Gpu, GpuModel
 from .costs.operations import FAMILIES, Operations, run_time
 from .measure import made_up, repeated
@@ -149,7 +149,7 @@ def _predicted(gpu: Gpu, program: Program, dtype: np.dtype[Any], batch: int) -> 
 def _time(program: Program, dtype: np.dtype[Any], batch: int) -> float:
     """Return nanoseconds of an exclusive scan."""
     cupy, patterns = load_cupy(), program.patterns[: program.n]
-    choice = Choice(program.schedule, kind=Kind(batch, dtype, True), program=program)
+    choice = PlanChoice(program.schedule, kind=InputKind(batch, dtype, True), program=program)
     plan = ScanPlan(patterns, choice, PlanOptions(device="cuda"))
     host = made_up(patterns, dtype, batch)
     one = len(set(patterns)) == 1

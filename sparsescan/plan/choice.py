@@ -17,7 +17,7 @@ from .costs.cpu import CpuModel, load_cpu
 from .costs.operations import Model
 
 
-class Kind(NamedTuple):
+class InputKind(NamedTuple):
     """A kind of input: what the time of a scan depends on beside patterns and schedule.
 
     Attributes
@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     @classmethod
     def of(
         cls, patterns: Sequence[Step], batch: int, dtype: np.dtype[Any], on_device: bool
-    ) -> Kind:
+    ) -> InputKind:
         """Return what is known of input before it comes: which factors samples will share."""
         shared = np.zeros(0, bool)
         if batch > 1 and contains(patterns, ImplicitPattern):
@@ -72,7 +72,7 @@ class Kind(NamedTuple):
         return self.dtype.itemsize * self.batch * int(program.offsets[-2])
 
 
-ONE_SAMPLE = Kind(1, np.dtype(np.float64))
+ONE_SAMPLE = InputKind(1, np.dtype(np.float64))
 
 
 class PlanOptions(NamedTuple):
@@ -114,7 +114,7 @@ class Alternative(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class PlanChoice:
     """A schedule, the form of each product, and why they were chosen.
 
     Attributes
@@ -130,7 +130,7 @@ class Choice:
         The schedules that the planner looked at.
     nanoseconds : float
         The predicted time of a scan, where the planner has looked at it.
-    kind : Kind
+    kind : InputKind
         The input that it is for, by default one sample of float64.
     program : Program or None
         What runs, if it has been made.
@@ -141,7 +141,7 @@ class Choice:
     reason: str = ""
     alternatives: tuple[Alternative, ...] = ()
     nanoseconds: float = 0.0
-    kind: Kind = ONE_SAMPLE
+    kind: InputKind = ONE_SAMPLE
     program: Program | None = None
 
     @property
@@ -149,6 +149,6 @@ class Choice:
         """Bytes that the program and a run of it take beside Jacobians and gradients, at most."""
         return 0 if self.program is None else self.kind.needed_bytes(self.program)
 
-    def was_measured_for(self, kind: Kind) -> bool:
+    def was_measured_for(self, kind: InputKind) -> bool:
         """Return whether it was measured with such input, whatever samples share."""
         return kind[:3] == self.kind[:3] and any(each.measured for each in self.alternatives)

@@ -16,7 +16,7 @@ from ..symbolic.implicit import Step, solved_of
 from ..symbolic.pattern import TooLargeError
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
-from .choice import Choice, Kind
+from .choice import InputKind, PlanChoice
 from .search import Search
 
 # Entries that int64 can count, with room for sums of products.
@@ -27,10 +27,10 @@ _ASKED = "asked for"
 def choose_schedule(
     patterns: Sequence[Step],
     schedule: Schedule | None,
-    kind: Kind,
+    kind: InputKind,
     memory_limit: int | None = None,
-    measure: Callable[[Sequence[Choice]], Sequence[float]] | None = None,
-) -> Choice:
+    measure: Callable[[Sequence[PlanChoice]], Sequence[float]] | None = None,
+) -> PlanChoice:
     """Return the schedule that runs input of a kind, and why; None is ``"auto"``."""
     _check_counts(patterns, kind.batch)
 
@@ -43,7 +43,7 @@ def choose_schedule(
         more = _for_device(patterns, kind) if kind.on_device else ()
         return replace(search.choose(more, measure), kind=kind)
     if not patterns:
-        return Choice(schedule, reason=_ASKED, kind=kind)
+        return PlanChoice(schedule, reason=_ASKED, kind=kind)
     try:
         dense, program = search.in_best_forms(schedule)
     except OverflowError:
@@ -55,7 +55,7 @@ def choose_schedule(
         least = _least(patterns, kind)
         message = f"{_limit(memory_limit)}; {schedule} needs more, and {least}"
         raise MemoryLimitError(message) from None
-    return Choice(schedule, dense, _ASKED, kind=kind, program=program)
+    return PlanChoice(schedule, dense, _ASKED, kind=kind, program=program)
 
 
 class Lack(NamedTuple):
@@ -65,7 +65,7 @@ class Lack(NamedTuple):
     ----------
     program : Program
         The program.
-    kind : Kind
+    kind : InputKind
         The input.
     limit : str
         What there is, as an error says it.
@@ -76,14 +76,14 @@ class Lack(NamedTuple):
     """
 
     program: Program
-    kind: Kind
+    kind: InputKind
     limit: str
     needed: int
     gradients: int = 0
 
     @classmethod
     def of(
-        cls, program: Program, kind: Kind, memory_limit: int | None, *, whole: bool = True
+        cls, program: Program, kind: InputKind, memory_limit: int | None, *, whole: bool = True
     ) -> Lack | None:
         """Return what lacks within the limit, if there is one, or of what this machine has left.
 
@@ -122,7 +122,7 @@ def _limit(memory_limit: int | None) -> str:
     return f"memory_limit is {exact_bytes(memory_limit or 0)}"
 
 
-def _least(patterns: Sequence[Step], kind: Kind, gradients: int = 0) -> str:
+def _least(patterns: Sequence[Step], kind: InputKind, gradients: int = 0) -> str:
     """Return what the least of all schedules needs, with so many bytes of gradients."""
     linear = Schedule.linear(len(patterns))
     needed = kind.needed_bytes(Program(patterns, linear)) + gradients
@@ -164,7 +164,7 @@ def _check_counts(patterns: Sequence[Step], batch: int) -> None:
         )
 
 
-def _for_device(patterns: Sequence[Step], kind: Kind) -> list[Schedule]:
+def _for_device(patterns: Sequence[Step], kind: InputKind) -> list[Schedule]:
     """Return chunks for small steps of one pattern, which have kernels of their own."""
     from ..execution.cuda.chunks import chunks_of
 

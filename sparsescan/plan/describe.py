@@ -16,7 +16,7 @@ from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
 from ..symbolic.tree import tree
-from .choice import Choice, Kind, PlanOptions
+from .choice import InputKind, PlanChoice, PlanOptions
 from .costs.operations import Operations, run_time
 
 # What is said of a pattern, a level, or a plan.
@@ -29,7 +29,7 @@ _INDENT, _TREE = "  ", "tree: "
 # -- As a dictionary -------------------------------------------------------------------------------
 
 
-def to_dict(patterns: Sequence[Step], options: PlanOptions, choice: Choice) -> _About:
+def to_dict(patterns: Sequence[Step], options: PlanOptions, choice: PlanChoice) -> _About:
     """Return what is printed as lists, numbers and strings."""
     kind, program = choice.kind, choice.program
     levels: list[_About] = []
@@ -108,7 +108,7 @@ def _pattern(step: Step) -> _About:
     return about | {"kind": "implicit", "factors": factors}
 
 
-def _saving(steps: Sequence[Step], kind: Kind, program: Program) -> _About | None:
+def _saving(steps: Sequence[Step], kind: InputKind, program: Program) -> _About | None:
     """Return bytes of values, and times of a linear scan, as steps are and if all were explicit.
 
     None if no step is implicit. Those that come as weights, which are there in any case, count with
@@ -135,7 +135,9 @@ def _saving(steps: Sequence[Step], kind: Kind, program: Program) -> _About | Non
     }
 
 
-def _stored(steps: Sequence[Step], kind: Kind, differs: Sequence[bool], program: Program) -> int:
+def _stored(
+    steps: Sequence[Step], kind: InputKind, differs: Sequence[bool], program: Program
+) -> int:
     """Return the values of all steps; implicit ones that are equal share what samples share."""
     total, k, known = 0, 0, set[Any]()
     for step in steps:
@@ -151,14 +153,14 @@ def _stored(steps: Sequence[Step], kind: Kind, differs: Sequence[bool], program:
     return total
 
 
-def _linear_time(steps: Sequence[Step], kind: Kind) -> float:
+def _linear_time(steps: Sequence[Step], kind: InputKind) -> float:
     return run_time(kind.model(), Program(steps, Schedule.linear(len(steps))))
 
 
 # -- As text ---------------------------------------------------------------------------------------
 
 
-def describe(patterns: Sequence[Step], options: PlanOptions, choice: Choice) -> str:
+def describe(patterns: Sequence[Step], options: PlanOptions, choice: PlanChoice) -> str:
     """Return the text of ``print(plan)``: what runs, what it costs, and why."""
     about, kind = to_dict(patterns, options, choice), choice.kind
     lines = wrap(f"ScanPlan({about['n']} Jacobians, {about['schedule']})", "")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..kernels.cpu.tables import Op
-from ..symbolic.pattern import Products, TooLargeError
+from ..symbolic.pattern import PatternProducts, TooLargeError
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
 from .scan_plan import ScanPlan
@@ -144,7 +144,7 @@ def _beside(plan: ScanPlan, program: Program) -> list[Program]:
         return []
     for schedule in (Schedule.blelloch(plan.n), Schedule.truncated(plan.n, 1)):
         with suppress(TooLargeError):
-            products = Products(_MOST_WORK, _MOST_BYTES)
+            products = PatternProducts(_MOST_WORK, _MOST_BYTES)
             return [Program(plan.patterns, schedule, products=products)]
     return []
 

@@ -57,7 +57,7 @@ from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.indexed import IndexedPattern, indexed
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import Level, Schedule, check_choice, check_count, printed_schedule
-from .choice import Alternative, Choice, Kind, PlanOptions
+from .choice import Alternative, InputKind, PlanChoice, PlanOptions
 
 _VERSION = 1
 _REMEDY = "expected a file written by ScanPlan.save"
@@ -85,7 +85,7 @@ _PREFIX, _KIND = "option.", "kind_"
 
 
 def save_plan(
-    path: files.Path, patterns: Sequence[Step], options: PlanOptions, choice: Choice
+    path: files.Path, patterns: Sequence[Step], options: PlanOptions, choice: PlanChoice
 ) -> None:
     """Write a plan to a file of exactly this name; see :meth:`.ScanPlan.save`."""
     path = files.check_path(path)
@@ -122,7 +122,7 @@ def _digest(arrays: Mapping[str, NDArray[Any]]) -> str:
     return digest.hexdigest()
 
 
-def _pack_options(options: PlanOptions, choice: Choice) -> dict[str, NDArray[Any]]:
+def _pack_options(options: PlanOptions, choice: PlanChoice) -> dict[str, NDArray[Any]]:
     given = options._asdict() | {"reason": choice.reason}
     given |= {_KIND + name: value for name, value in choice.kind._asdict().items()}
     if options.memory_limit is not None:
@@ -181,14 +181,14 @@ def _pack_alternatives(alternatives: Sequence[Alternative]) -> dict[str, NDArray
 # -- Reading ---------------------------------------------------------------------------------------
 
 
-def load_plan(path: files.Path) -> tuple[Sequence[Step], Choice, PlanOptions]:
+def load_plan(path: files.Path) -> tuple[Sequence[Step], PlanChoice, PlanOptions]:
     """Read what :func:`save_plan` has written; see :meth:`.ScanPlan.load`."""
     path = files.check_path(path)
     with open(path, "rb") as file, files.refusing(path, PlanFileError, _REMEDY):
         return _unpack(files.read_arrays(file))
 
 
-def _unpack(arrays: files.Arrays) -> tuple[Sequence[Step], Choice, PlanOptions]:
+def _unpack(arrays: files.Arrays) -> tuple[Sequence[Step], PlanChoice, PlanOptions]:
     version = arrays.scalar("version", "iu", "one integer")
     if version != _VERSION:
         raise InputError(f"version is {version}; expected {_VERSION}, the format known here")
@@ -206,13 +206,15 @@ def _unpack(arrays: files.Arrays) -> tuple[Sequence[Step], Choice, PlanOptions]:
     differs = arrays.integers("differs") != 0
     if len(differs):
         check_used("differs", len(differs), int(starts[-1]))
-    kind = {name: options.pop(_KIND + name) for name in Kind._fields if _KIND + name in options}
-    choice = Choice(
+    kind = {
+        name: options.pop(_KIND + name) for name in InputKind._fields if _KIND + name in options
+    }
+    choice = PlanChoice(
         schedule,
         _unpack_dense(arrays, implicit.refine(schedule, starts)),
         options.pop("reason"),
         _unpack_alternatives(arrays),
-        kind=Kind(**kind, differs=differs.tobytes() or None),
+        kind=InputKind(**kind, differs=differs.tobytes() or None),
     )
     return patterns, choice, PlanOptions(**options)
 

@@ -15,7 +15,7 @@ from ..arrays.arrays import load_cupy
 from ..chains.implicit import ImplicitStep
 from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.pattern import Pattern
-from .choice import Choice, Kind, PlanOptions
+from .choice import InputKind, PlanChoice, PlanOptions
 from .scan_plan import ScanPlan
 
 # Seconds for all rounds together, and how many there are at least.
@@ -23,7 +23,9 @@ _SECONDS, _ROUNDS = 1.0, 5
 _Result = TypeVar("_Result")
 
 
-def measure(patterns: Sequence[Step], kind: Kind, choices: Sequence[Choice]) -> list[float]:
+def measure(
+    patterns: Sequence[Step], kind: InputKind, choices: Sequence[PlanChoice]
+) -> list[float]:
     """Return nanoseconds of an exclusive scan of such input by each choice: the median of many.
 
     They take turns, so that what disturbs one disturbs all.

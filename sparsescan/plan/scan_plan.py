@@ -26,7 +26,7 @@ from ..execution.workspace import Workspace
 from ..symbolic.implicit import Step
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule, check_count
-from .choice import Alternative, Choice, Kind, PlanOptions
+from .choice import Alternative, InputKind, PlanChoice, PlanOptions
 from .choose import Lack, check_solves, choose_schedule
 from .describe import describe, to_dict
 from .prediction import ScanPrediction, predict
@@ -100,7 +100,7 @@ class ScanPlan(Frozen):
     auto: bool
 
     def __init__(
-        self, patterns: Sequence[Step], choice: Choice, options: PlanOptions = _NO_OPTIONS
+        self, patterns: Sequence[Step], choice: PlanChoice, options: PlanOptions = _NO_OPTIONS
     ) -> None:
         self._set(n=len(patterns), patterns=tuple(patterns), **options._asdict())
         self._options = options
@@ -109,7 +109,7 @@ class ScanPlan(Frozen):
             program = Program(patterns, choice.schedule, dense=choice.dense)
         # For the input that the plan was made for, for other kinds, and for the latest.
         self._first = self._latest = replace(choice, program=program)
-        self._others: dict[Kind, Choice] = {}
+        self._others: dict[InputKind, PlanChoice] = {}
         self._linear: Program | None = None
         self._steps = PlannedSteps(self.patterns)
         factors, starts = self._steps.factors, self._steps.starts
@@ -157,7 +157,7 @@ class ScanPlan(Frozen):
         """
         return self._latest.workspace_bytes
 
-    def settle(self, kind: Kind) -> Program:
+    def settle(self, kind: InputKind) -> Program:
         """Return what runs input of this kind: from now on, all that is printed is about it."""
         choice = self._latest
         if kind != choice.kind:
@@ -168,7 +168,7 @@ class ScanPlan(Frozen):
         assert choice.program is not None  # since there are Jacobians
         return choice.program
 
-    def _choose(self, kind: Kind) -> Choice:
+    def _choose(self, kind: InputKind) -> PlanChoice:
         """Choose what runs input of a new kind; no threads wait, since all choose the same."""
         choice = first = self._first
         if self.auto and not first.was_measured_for(kind):
@@ -184,7 +184,7 @@ class ScanPlan(Frozen):
             self._others.pop(next(iter([*self._others])), None)
         return self._others.setdefault(kind, replace(choice, kind=kind))
 
-    def _admit(self, program: Program, kind: Kind, whole: bool = True) -> None:
+    def _admit(self, program: Program, kind: InputKind, whole: bool = True) -> None:
         """Raise if a program and a run of it need more than the limit, or than there is."""
         lack = Lack.of(program, kind, self.memory_limit, whole=whole)
         if lack is not None:
@@ -448,7 +448,7 @@ class ScanPlan(Frozen):
             size = -(-count // chain.period) * self._offsets[chain.period]
         if not on_device:
             check_memory("the gradients", batch * size * dtype.itemsize)
-        kind = Kind(batch, dtype, on_device, chain.differs() if batch > 1 else None)
+        kind = InputKind(batch, dtype, on_device, chain.differs() if batch > 1 else None)
         program, whole = None, False
         if count > 1 and batch > 0:
             program = self.settle(kind)
@@ -507,7 +507,7 @@ class ScanPlan(Frozen):
         return local, dtype
 
     def _workspace(
-        self, slot: ScanSlot, program: Program, kind: Kind, local: LocalGrads
+        self, slot: ScanSlot, program: Program, kind: InputKind, local: LocalGrads
     ) -> Workspace:
         """Return a workspace on the CPU for this program and this kind of input."""
         chain, threads = slot.chain, thread_count()
@@ -530,7 +530,7 @@ class ScanPlan(Frozen):
         return workspace
 
     def _device_workspace(
-        self, slot: ScanSlot, program: Program, kind: Kind, local: LocalGrads, whole: bool
+        self, slot: ScanSlot, program: Program, kind: InputKind, local: LocalGrads, whole: bool
     ) -> Any:
         """Return a workspace on the current device for this program and this kind of input.
 
@@ -549,7 +549,9 @@ class ScanPlan(Frozen):
             )
         return slot.workspaces[key]
 
-    def _make_room(self, slot: ScanSlot, program: Program, kind: Kind, whole: bool = True) -> None:
+    def _make_room(
+        self, slot: ScanSlot, program: Program, kind: InputKind, whole: bool = True
+    ) -> None:
         """Make room for one more workspace, if its memory is granted."""
         self._admit(program, kind, whole)
         while len(slot.workspaces) >= _KEPT:

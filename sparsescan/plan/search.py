@@ -20,10 +20,10 @@ from ..errors import MemoryLimitError
 from ..execution.workspace import table_bytes
 from ..symbolic import pattern as patterns_of
 from ..symbolic.implicit import Step, planned, solved_of
-from ..symbolic.pattern import Pattern, Products, TooLargeError
+from ..symbolic.pattern import Pattern, PatternProducts, TooLargeError
 from ..symbolic.program import Program
 from ..symbolic.schedule import Level, Schedule, chunk_levels, level_of
-from .choice import Alternative, Choice
+from .choice import Alternative, PlanChoice
 from .costs.operations import FAMILIES, Model, Operands, Operations, run_time
 from .forms import choose_forms
 
@@ -55,7 +55,7 @@ class Search:
 
     Attributes
     ----------
-    candidates : list of Choice
+    candidates : list of PlanChoice
         All that were looked at and fit, without their programs; the linear scan comes first.
     given_up : list of Alternative
         Schedules that do not fit, or take longer than the linear scan for certain.
@@ -71,17 +71,17 @@ class Search:
         nbytes: float = math.inf,
     ) -> None:
         self._steps, self._model, self._fits, self._nbytes = steps, model, fits, nbytes
-        self.candidates: list[Choice] = []
+        self.candidates: list[PlanChoice] = []
         self.given_up: list[Alternative] = []
 
     def in_best_forms(
-        self, schedule: Schedule, products: Products | None = None
+        self, schedule: Schedule, products: PatternProducts | None = None
     ) -> tuple[frozenset[tuple[int, int]], Program]:
         """Return a program with every product in the form that takes least, if that fits.
 
         First those that are stored densely, although their patterns are sparse.
         """
-        products = products or Products(nbytes=self._nbytes)
+        products = products or PatternProducts(nbytes=self._nbytes)
         program = Program(self._steps, schedule, products=products)
         dense = choose_forms(program, self._model)
         if dense:
@@ -93,8 +93,8 @@ class Search:
     def choose(
         self,
         more: Sequence[Schedule] = (),
-        measure: Callable[[Sequence[Choice]], Sequence[float]] | None = None,
-    ) -> Choice:
+        measure: Callable[[Sequence[PlanChoice]], Sequence[float]] | None = None,
+    ) -> PlanChoice:
         """Return the schedule and the forms that take least.
 
         Parameters
@@ -110,7 +110,7 @@ class Search:
         Choice
             If nothing is measured, it depends on the arguments alone.
         """
-        steps, linear = self._steps, Choice(Schedule.linear(len(self._steps)))
+        steps, linear = self._steps, PlanChoice(Schedule.linear(len(self._steps)))
         if any(any(solved_of(step)) for step in dict.fromkeys(steps)):
             return replace(linear, reason=_SOLVED)
         if not steps or not (measure or more or _pays(list(map(planned, steps)), self._model)):
@@ -120,7 +120,7 @@ class Search:
         in_order = sorted(self.candidates, key=lambda option: option.nanoseconds)
         options, how, margin = in_order, "predicted", _PREDICTED
         times: Sequence[float] = [option.nanoseconds for option in in_order]
-        measured: dict[Choice, float] = {}
+        measured: dict[PlanChoice, float] = {}
         if measure is not None:
             options = [linear, *[option for option in in_order if option is not linear][:_LEADING]]
             how, margin, times = "measured", _MEASURED, measure(options)
@@ -144,10 +144,12 @@ class Search:
     def run(self, more: Sequence[Schedule] = ()) -> None:
         """Look at schedules of all kinds, and at these."""
         n = len(self._steps)
-        linear, self.program = self._look_at(Schedule.linear(n), Products())
+        linear, self.program = self._look_at(Schedule.linear(n), PatternProducts())
         self.candidates.append(linear)
         # A third for patterns, half for tables: of the fastest so far, and of one more.
-        self._products = Products(linear.nanoseconds / _product_rate(self._model), self._nbytes / 3)
+        self._products = PatternProducts(
+            linear.nanoseconds / _product_rate(self._model), self._nbytes / 3
+        )
         # Trees are looked for as if all steps were explicit, and judged by what they take.
         patterns = list(map(planned, self._steps))
         self._try_while_better(Schedule.truncated(n, k) for k in range(1, n.bit_length()))
@@ -198,9 +200,9 @@ class Search:
         self.candidates.append(option)
         return option.nanoseconds
 
-    def _look_at(self, schedule: Schedule, products: Products) -> tuple[Choice, Program]:
+    def _look_at(self, schedule: Schedule, products: PatternProducts) -> tuple[PlanChoice, Program]:
         dense, program = self.in_best_forms(schedule, products)
-        return Choice(schedule, dense, nanoseconds=run_time(self._model, program)), program
+        return PlanChoice(schedule, dense, nanoseconds=run_time(self._model, program)), program
 
 
 def _looked_at(
@@ -369,7 +371,9 @@ class _Item(NamedTuple):
     pattern: Pattern
 
 
-def _merged(patterns: Sequence[Pattern], model: Model, products: Products) -> Iterator[Schedule]:
+def _merged(
+    patterns: Sequence[Pattern], model: Model, products: PatternProducts
+) -> Iterator[Schedule]:
     """Return trees of more and more levels; each multiplies the neighbours with the largest gains.
 
     As long as a level makes products, one worker sweeps what is first, for which none is needed.

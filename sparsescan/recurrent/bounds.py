@@ -12,9 +12,7 @@ from collections.abc import Iterable
 
 from .loops.pauses import BOUNDED, NEVER, STRICT
 from .operations import Node, value_of
-from .program import Program, topological
-
-__all__ = ["intervals", "pauses_of"]
+from .program import CellProgram, topological
 
 _Interval = tuple[float, float]
 _ANY: _Interval = (-math.inf, math.inf)
@@ -75,7 +73,7 @@ def _times(a: float, b: float) -> float:
     return 0.0 if a == 0 or b == 0 else a * b
 
 
-def pauses_of(program: Program) -> int:
+def pauses_of(program: CellProgram) -> int:
     """Return which steps of a cell a backward pass may leave out, as kernels read it."""
     grads = [
         each
@@ -93,7 +91,7 @@ def pauses_of(program: Program) -> int:
     return BOUNDED if most <= 2 and _tells_of_before(program) else STRICT
 
 
-def _most_factors(program: Program, roots: list[Node]) -> float:
+def _most_factors(program: CellProgram, roots: list[Node]) -> float:
     """Return how many numbers that are looked at a factor of a gradient is at most a product of."""
     bounds = intervals([*roots, *program.outputs])
     looked_at = {*program.outputs, *program.kept}
@@ -119,7 +117,7 @@ def _most_factors(program: Program, roots: list[Node]) -> float:
     return max((count[root] for root in roots), default=0)
 
 
-def _is_divisor(each: Node, program: Program, bounds: dict[Node, _Interval]) -> bool:
+def _is_divisor(each: Node, program: CellProgram, bounds: dict[Node, _Interval]) -> bool:
     """Return whether a quotient is no larger than its first number, but for a factor of it."""
     whole, part = each.arguments
     lowest, highest = bounds[part]
@@ -129,7 +127,7 @@ def _is_divisor(each: Node, program: Program, bounds: dict[Node, _Interval]) -> 
     return whole in program.outputs and whole.operation == "multiply" and part in whole.arguments
 
 
-def _tells_of_before(program: Program) -> bool:
+def _tells_of_before(program: CellProgram) -> bool:
     """Return whether states that are finite say that those before and all that is kept are."""
     bounds = intervals([*program.outputs, *program.kept])
     slots = {each for each in program.kept if each.operation == "slot"}
@@ -149,7 +147,7 @@ def _tells_of_before(program: Program) -> bool:
     return True
 
 
-def _passes(program: Program, state: int, root: Node, *, is_nan: bool) -> bool:
+def _passes(program: CellProgram, state: int, root: Node, *, is_nan: bool) -> bool:
     """Return whether a node is surely NaN where a state is, or not finite where that is not."""
     found: dict[Node, bool] = {}
     for each in topological([root]):

@@ -34,13 +34,11 @@ from .definition import (
     trace,
 )
 from .jacobian import Equations, Linearization, place_of, read_arrays, values_room
-from .program import INPUT, Program
-from .render.numpy import Code
+from .program import INPUT, CellProgram
+from .render.numpy import ArrayCode
 from .render.text import describe
 from .step import OneCell, TrainingStep, unroll
 from .units import CellUnits
-
-__all__ = ["Cell"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -118,8 +116,8 @@ class Cell(Parametrised, Fixed):
       computed again by it: t, t_2
     """
 
-    _programs: ClassVar[dict[Any, Program]]
-    _codes: ClassVar[dict[Any, Code]]
+    _programs: ClassVar[dict[Any, CellProgram]]
+    _codes: ClassVar[dict[Any, ArrayCode]]
 
     def __init_subclass__(cls, **about: Any) -> None:
         super().__init_subclass__(**about)
@@ -167,7 +165,7 @@ class Cell(Parametrised, Fixed):
         raise NotImplementedError
 
     @classmethod
-    def program_of(cls, options: dict[str, Any], bias: bool = True) -> Program:
+    def program_of(cls, options: dict[str, Any], bias: bool = True) -> CellProgram:
         """Return what the step computes with some options, and its derivatives."""
         key = bias, *options.items()
         program = cls._programs.get(key)
@@ -177,7 +175,7 @@ class Cell(Parametrised, Fixed):
         return program
 
     @property
-    def program(self) -> Program:
+    def program(self) -> CellProgram:
         """What the step computes, and its derivatives."""
         return self.program_of(self.options, self.bias)
 
@@ -205,14 +203,14 @@ class Cell(Parametrised, Fixed):
         )
 
     @property
-    def _code(self) -> Code:
+    def _code(self) -> ArrayCode:
         """The step and its derivatives on arrays, compiled once for all cells of the class."""
         key = self.bias, *self.options.items()
         if key not in self._codes:
             gates = {name: each.gates for name, each in self._declared.items()}
             states = list(inspect.signature(self.step).parameters)[1:]
             states = states if len(states) == self.program.states else []
-            self._codes[key] = Code(self.program, type(self).__name__, gates, states)
+            self._codes[key] = ArrayCode(self.program, type(self).__name__, gates, states)
         return self._codes[key]
 
     @cached_property

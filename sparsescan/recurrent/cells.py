@@ -8,8 +8,6 @@ from .cell import Cell
 from .definition import Choice, Hidden, Input
 from .operations import sigmoid, tanh
 
-__all__ = ["Cell", "GRUCell", "LSTMCell", "RNNCell"]
-
 
 class RNNCell(Cell):
     """Elman cell: ``h_t = φ(W_ih x_t + b_ih + W_hh h_{t-1} + b_hh)``.

@@ -22,10 +22,8 @@ import numpy as np
 from ..kernels.compile import cache_folder, entry_for_c, njit
 from .loops.sequences import run
 from .loops.stages import signature
-from .program import Program
+from .program import CellProgram
 from .render.cpu import CPURenderer
-
-__all__ = ["Code", "code_of", "renderer_of", "source_of"]
 
 _lock = threading.RLock()
 
@@ -52,11 +50,11 @@ from sparsescan.kernels.cpu.lanes import *
 
 
 @cache
-def _renderers() -> WeakKeyDictionary[Program, CPURenderer]:
+def _renderers() -> WeakKeyDictionary[CellProgram, CPURenderer]:
     return WeakKeyDictionary()
 
 
-def renderer_of(program: Program) -> CPURenderer:
+def renderer_of(program: CellProgram) -> CPURenderer:
     """Return what has written the functions of a program."""
     with _lock:
         renderer = _renderers().get(program)
@@ -65,7 +63,7 @@ def renderer_of(program: Program) -> CPURenderer:
         return renderer
 
 
-def source_of(program: Program, name: str) -> str:
+def source_of(program: CellProgram, name: str) -> str:
     """Return the source of both functions of a program, of a cell of some name."""
     renderer = renderer_of(program)
     return _HEADER.format(name=name) + renderer.forward + "\n\n" + renderer.backward
@@ -74,7 +72,7 @@ def source_of(program: Program, name: str) -> str:
 _codes: dict[tuple[str, str], Code] = {}
 
 
-def code_of(program: Program, name: str, dtype: np.dtype[Any]) -> Code:
+def code_of(program: CellProgram, name: str, dtype: np.dtype[Any]) -> Code:
     """Return the functions of a program, of a cell of some name, for a dtype."""
     source = source_of(program, name)
     key = source, dtype.char

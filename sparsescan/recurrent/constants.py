@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from .operations import OPERATIONS, Node, value_of
 from .program import topological
 
-__all__ = ["Known", "is_zero", "known_of"]
-
 
 class Known(NamedTuple):
     """What is known of a vector.

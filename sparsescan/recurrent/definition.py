@@ -19,25 +19,7 @@ from ..parameters.parametrised import Parameter
 from ..symbolic.schedule import check_choice
 from . import operations
 from .operations import Node, as_node, node, number, refuse, tracing
-from .program import INPUT, Program, analyse
-
-__all__ = [
-    "Bias",
-    "CellLike",
-    "Choice",
-    "Constant",
-    "Hidden",
-    "Input",
-    "Scalar",
-    "Vector",
-    "bias_name",
-    "declared",
-    "initial_of",
-    "matrices_of",
-    "read_options",
-    "shapes_of",
-    "trace",
-]
+from .program import INPUT, CellProgram, analyse
 
 Shape = tuple[int, ...]
 _FUNCTIONS = {
@@ -73,7 +55,7 @@ class CellLike(Protocol):
         """The parameters."""
 
     @property
-    def program(self) -> Program:
+    def program(self) -> CellProgram:
         """What the step computes."""
 
 
@@ -605,7 +587,7 @@ def _place(step: Any) -> str:
     return f"{Path(code.co_filename).name}, line {code.co_firstlineno}"
 
 
-def trace(cls: Any, options: Mapping[str, Any], bias: bool = True) -> Program:
+def trace(cls: Any, options: Mapping[str, Any], bias: bool = True) -> CellProgram:
     """Return the program of a class of cells, whose step is called on symbols."""
     _check_names(cls)
     step, traced = cls.step, _Traced(cls, options, bias)

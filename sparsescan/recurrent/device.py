@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..arrays.arrays import Constant, device_of, load_cupy
+from ..arrays.arrays import Mirrored, device_of, load_cupy
 from ..arrays.cuda import current
 from ..arrays.streams import place
 from ..errors import InputError
@@ -19,7 +19,7 @@ from ..kernels.cuda import device as _device
 from ..parameters.parametrised import masked
 from .definition import CellLike, bias_name, declared
 from .loops.cuda import (
-    Layout,
+    LoopLayout,
     SequenceKernels,
     layout_of,
     packing_order,
@@ -28,10 +28,8 @@ from .loops.cuda import (
     sequence_source,
 )
 from .memory import Memory
-from .program import Program, Term
+from .program import CellProgram, Term
 from .render.cuda import cuda_program
-
-__all__ = ["DeviceDirection", "DeviceMemory", "fits", "source_of"]
 
 Array = Any  # cupy.ndarray
 Shape = tuple[int, ...]
@@ -39,7 +37,7 @@ Span = tuple[int, int]
 Places = NDArray[np.int64]
 
 
-def fits(program: Program, units: int, dtype: DTypeLike) -> bool:
+def fits(program: CellProgram, units: int, dtype: DTypeLike) -> bool:
     """Return whether the vectors of a sample fit the shared memory of a block."""
     code, exact = cuda_program(program), np.dtype(dtype)
     return samples_of(code, layout_of(len(code.blocks), units, exact), exact, 1, 1, 1) > 0
@@ -114,14 +112,14 @@ class DeviceDirection:
     def __init__(self, cell: CellLike, layer: int, back: int, dtype: np.dtype[Any]) -> None:
         self.cell, self.layer, self.back, self.dtype = cell, layer, back, dtype
         self.code = code = cuda_program(cell.program)
-        self.layout: Layout = layout_of(len(code.blocks), cell.hidden_size, dtype)
+        self.layout: LoopLayout = layout_of(len(code.blocks), cell.hidden_size, dtype)
         if samples_of(code, self.layout, dtype, 1, 1, 1) == 0:
             raise InputError(
                 f"hidden_size is {cell.hidden_size}; in {dtype} the vectors of a sample that "
                 "threads share do not fit the 48 KiB of shared memory that a block has on a GPU"
             )
         self._declared: dict[str, Any] = dict(declared(type(cell)))
-        self._orders = [Constant(order) for order in self._find_orders()]
+        self._orders = [Mirrored(order) for order in self._find_orders()]
         self.jobs = self._find_jobs()
         self._parts = self._find_parts()
 

@@ -29,8 +29,6 @@ from .loops.sums import Gates, Sums
 from .memory import Memory
 from .packing import Direction, Product, Weights
 
-__all__ = ["HostMemory", "Layers"]
-
 Array = NDArray[Any]
 
 _LOTS, _LOT_STEPS = 16, 16  # sums of gradients that are kept apart, and the least steps of each

@@ -35,8 +35,6 @@ from .operations import Node, node
 from .program import INPUT
 from .structure import DENSE, Places, Structure
 
-__all__ = ["Equations", "Linearization", "place_of", "read_arrays", "values_room"]
-
 # Rows of a block, of at most so many units, which fits the cache with its slots and slopes.
 _ROWS, _UNITS = 8192, 40
 # OpenBLAS gives a product of so many multiplications to one thread. It wakes its threads for each

@@ -12,9 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from .operations import Node, node, number, value_of
-from .program import INPUT, Program, Term, _replaced, coefficients, topological
-
-__all__ = ["ONE", "BackStage", "Block", "Factors", "Key", "Linear", "factors", "key_of", "linear"]
+from .program import INPUT, CellProgram, Term, _replaced, coefficients, topological
 
 # A block of a matrix, and whether it is transposed.
 Key = tuple[str, int, bool]
@@ -37,7 +35,7 @@ class BackStage(NamedTuple):
     arguments: tuple[int, ...]
 
 
-class Linear(NamedTuple):
+class LinearProgram(NamedTuple):
     """The gradients of a program, by slopes.
 
     Leaves of the gradients are ``gradient`` and ``back``, as in the program, ``slope`` (by number),
@@ -70,7 +68,7 @@ class Linear(NamedTuple):
     stages: tuple[BackStage, ...]
 
 
-def linear(program: Program) -> Linear:
+def linear(program: CellProgram) -> LinearProgram:
     """Return the gradients of a program by slopes.
 
     A sum of gradients that several others are multiples of, such as that in the new ``c`` of an
@@ -87,7 +85,7 @@ def linear(program: Program) -> Linear:
         zeros |= now
 
 
-def _linear(program: Program, zeros: Collection[int]) -> Linear:
+def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
     """Return the gradients by slopes, where the products of some arguments return nothing."""
     plain = _without_quotients(program, zeros)
     slots, states = len(program.slots), program.states
@@ -146,7 +144,7 @@ def _linear(program: Program, zeros: Collection[int]) -> Linear:
         for slot, grad in zip(program.slots, slot_grads, strict=True)
     ]
     state_columns = [numbers(grad) for grad in state_grads]
-    return Linear(
+    return LinearProgram(
         slopes=tuple(slopes),
         columns=tuple(columns),
         slot_grads=tuple(slot_grads),
@@ -158,13 +156,13 @@ def _linear(program: Program, zeros: Collection[int]) -> Linear:
     )
 
 
-def _gradients(program: Program) -> list[Node]:
+def _gradients(program: CellProgram) -> list[Node]:
     """Return the gradients that come from behind."""
     leaves = [node("gradient", about=(k,)) for k in range(program.states)]
     return leaves + [node("back", about=(k,)) for k in range(len(program.arguments))]
 
 
-def _without_quotients(program: Program, zeros: Collection[int]) -> list[Node | None]:
+def _without_quotients(program: CellProgram, zeros: Collection[int]) -> list[Node | None]:
     """Return all gradients without some from behind, in which factors of states are themselves.
 
     A backward pass that keeps the states divides by the other factor, to keep one vector less. Here
@@ -186,7 +184,7 @@ def _without_quotients(program: Program, zeros: Collection[int]) -> list[Node | 
     return [None if each is None else new[each] for each in roots]
 
 
-def _readers(program: Program, argument: Node) -> list[int]:
+def _readers(program: CellProgram, argument: Node) -> list[int]:
     """Return the slots that have products of an argument."""
     return [
         k
@@ -211,7 +209,7 @@ def _shared_sums(roots: Sequence[Node], leaves: Sequence[Node]) -> list[Node]:
     return shared
 
 
-def _stages(program: Program, slot_grads: Sequence[Node | None]) -> tuple[BackStage, ...]:
+def _stages(program: CellProgram, slot_grads: Sequence[Node | None]) -> tuple[BackStage, ...]:
     """Return the order of the backward pass, in which slots come as in the step, the last first.
 
     The value of a surrogate may be known before what it is differentiated by, and slots that its
@@ -284,7 +282,7 @@ class Factors(NamedTuple):
     returned: tuple[Node, ...]
 
 
-def factors(program: Program, linear: Linear) -> list[Factors]:
+def factors(program: CellProgram, linear: LinearProgram) -> list[Factors]:
     """Return the factors of a Jacobian, those that meet a gradient first before others."""
     states = [node("state", about=(k,)) for k in range(program.states)]
     given = _gradients(program)[: program.states]
@@ -329,7 +327,7 @@ def key_of(term: Term) -> Key:
     return term.matrix, term.gate, term.is_transposed
 
 
-def _to(program: Program, term: Term) -> Node:
+def _to(program: CellProgram, term: Term) -> Node:
     """Return the gradient in what a product multiplies."""
     if term.argument.operation == "state":
         return term.argument

@@ -18,8 +18,6 @@ from .cells import GRUCell, LSTMCell, RNNCell
 from .definition import matrices_of
 from .step import TrainingStep
 
-__all__ = ["GRU", "LSTM", "RNN", "Recurrent"]
-
 # Each takes 100 µs to make, whatever its size, and no network has nearly as many.
 _MOST_LAYERS = 10_000
 

@@ -20,36 +20,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..errors import InputError, InputTypeError, short
 
-__all__ = [
-    "OPERATIONS",
-    "Node",
-    "Operation",
-    "absolute",
-    "cos",
-    "elu",
-    "exp",
-    "expm1",
-    "hardsigmoid",
-    "hardtanh",
-    "identity",
-    "leaky_relu",
-    "log",
-    "maximum",
-    "minimum",
-    "number",
-    "relu",
-    "sigmoid",
-    "silu",
-    "sin",
-    "softplus",
-    "softsign",
-    "sqrt",
-    "stop_gradient",
-    "surrogate",
-    "tanh",
-    "where",
-]
-
 # Modules that a step may have called when something is refused.
 _BETWEEN = __name__, f"{__package__}.definition", "numpy.", "torch."
 

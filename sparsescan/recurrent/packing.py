@@ -25,8 +25,6 @@ from .loops.products import Products
 from .operations import node
 from .program import INPUT, Slot, Term
 
-__all__ = ["Direction", "Packing", "Product", "Weights", "is_sparse"]
-
 Array = NDArray[Any]
 Order = NDArray[np.int64]
 _SPARSE = 0.25  # share of the weights that are kept, below which only those are stored

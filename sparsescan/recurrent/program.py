@@ -20,17 +20,6 @@ from typing import NamedTuple, TypeAlias
 
 from .operations import OPERATIONS, Node, apply, node, number, value_of, where
 
-__all__ = [
-    "INPUT",
-    "Derived",
-    "Program",
-    "Slot",
-    "Term",
-    "analyse",
-    "coefficients",
-    "topological",
-]
-
 INPUT = node("input")
 _LEAVES = {"number", "input", "state", "vector", "scalar", "derived", "slot", "gradient", "back"}
 _Place: TypeAlias = "tuple[Node | None, int]"
@@ -93,7 +82,7 @@ class Derived(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class CellProgram:
     """A step and its derivatives, analysed.
 
     Leaves of the expressions are ``number``, ``input`` (the input of each unit), ``state`` (before
@@ -150,7 +139,7 @@ class Program:
     names: dict[Node, str]
     traced: tuple[Node, ...]
 
-    def __deepcopy__(self, memo: object) -> Program:
+    def __deepcopy__(self, memo: object) -> CellProgram:
         return self
 
     def stage_of(self, each: Node) -> int:
@@ -216,7 +205,7 @@ def _stage_of(each: Node, slots: Sequence[Slot], known: dict[Node, int]) -> int:
     return known[each]
 
 
-def _back_stage_of(each: Node, program: Program, known: dict[Node, int]) -> int:
+def _back_stage_of(each: Node, program: CellProgram, known: dict[Node, int]) -> int:
     last = program.stages - 1
     for one in topological([each]):
         if one not in known:
@@ -237,7 +226,7 @@ def _back_stage_of(each: Node, program: Program, known: dict[Node, int]) -> int:
 # -- Analysis -------------------------------------------------------------------------------------
 
 
-def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> Program:
+def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> CellProgram:
     """Return what a step computes whose new states are these.
 
     Parameters
@@ -283,7 +272,7 @@ def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> Pr
     # Slopes of surrogates may read other sums.
     read_back = set(topological(needed)).difference(forward)
     forward += [each for each in slots if each in read_back]
-    return Program(
+    return CellProgram(
         states=len(outputs),
         stages=1 + max([each.stage for each in step.slots], default=0),
         slots=tuple(step.slots),

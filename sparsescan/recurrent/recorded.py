@@ -14,18 +14,8 @@ from .compiled import source_of
 from .definition import declared
 from .operations import Node, node
 from .packing import Direction, Product
-from .program import Program
+from .program import CellProgram
 from .step import RecurrentLike, check_limit, memory_on_host, segments
-
-__all__ = [
-    "Group",
-    "Parameters",
-    "Passes",
-    "RecordedStep",
-    "parameters_of",
-    "program_text",
-    "record",
-]
 
 
 class RecordedStep(NamedTuple):
@@ -219,7 +209,7 @@ class Passes:
         return recorder.recording(), scratch.nbytes
 
 
-class Group(NamedTuple):
+class ProductGroup(NamedTuple):
     """Products of some neighbouring slots with vectors, whose gradients are one matrix.
 
     Attributes
@@ -243,7 +233,7 @@ class Parameters(NamedTuple):
     ----------
     shapes : dict of str to tuple of int
         The parameters of the cell by their names, in their order.
-    groups : list of Group
+    groups : list of ProductGroup
         Matrices of gradients, which are sums of outer products over steps and samples.
     slots, rows : int
         How many numbers ``products`` has for a step and sample, and ``rows`` for a sample.
@@ -253,7 +243,7 @@ class Parameters(NamedTuple):
     """
 
     shapes: dict[str, tuple[int, ...]]
-    groups: list[Group]
+    groups: list[ProductGroup]
     slots: int
     rows: int
     orders: dict[str, NDArray[np.int64]]
@@ -278,7 +268,7 @@ def _parameters_of(one: Direction) -> Parameters:
     for (slot, slots), products in by_slots.items():
         factors = tuple(_factor_of(one, each) for each in products)
         width = sum(end - begin for _, begin, end in factors)
-        groups.append(Group(slot * units, (slot + slots) * units, factors))
+        groups.append(ProductGroup(slot * units, (slot + slots) * units, factors))
         column = size
         for each in products:
             rows, cols = each.places.shape
@@ -303,10 +293,10 @@ def _factor_of(one: Direction, each: Product) -> tuple[str, int, int]:
     return name, place * one.units, (place + 1) * one.units
 
 
-_texts: WeakKeyDictionary[Program, str] = WeakKeyDictionary()
+_texts: WeakKeyDictionary[CellProgram, str] = WeakKeyDictionary()
 
 
-def program_text(cls: type, program: Program) -> str:
+def program_text(cls: type, program: CellProgram) -> str:
     """Return a text that programs of cells share if they compute the same from the same parameters.
 
     `cls` is the class of the cells.

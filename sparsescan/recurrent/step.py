@@ -34,19 +34,6 @@ from .memory import Memory
 from .packing import Direction, is_sparse
 from .truncated import TruncatedMemory
 
-__all__ = [
-    "Gradients",
-    "OneCell",
-    "RecurrentLike",
-    "TrainingStep",
-    "check_limit",
-    "check_one_direction",
-    "check_resets",
-    "memory_on_host",
-    "segments",
-    "unroll",
-]
-
 Array = NDArray[Any]
 
 # Units up to which samples are lanes where vectors of units would be no faster: in any case, and

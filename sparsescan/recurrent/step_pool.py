@@ -11,10 +11,8 @@ from ..arrays.arrays import load_cupy
 from ..errors import DeviceError
 from .cell import Cell
 from .definition import read_options
-from .program import Program
+from .program import CellProgram
 from .step import TrainingStep
-
-__all__ = ["StepPool", "run_forward", "runs_on_gpu"]
 
 Step = TypeVar("Step")
 
@@ -66,7 +64,7 @@ def run_forward(
     return step, *step._forward(params, x, state, lengths, resets)
 
 
-def runs_on_gpu(cell: type[Cell] | Program, units: int, dtype: DTypeLike) -> bool:
+def runs_on_gpu(cell: type[Cell] | CellProgram, units: int, dtype: DTypeLike) -> bool:
     """Return whether a GPU can run a class of cells, with its defaults, or a program, of a size."""
     try:
         load_cupy()
@@ -74,5 +72,5 @@ def runs_on_gpu(cell: type[Cell] | Program, units: int, dtype: DTypeLike) -> boo
         return False
     from .device import fits
 
-    program = cell if isinstance(cell, Program) else cell.program_of(read_options(cell, {}))
+    program = cell if isinstance(cell, CellProgram) else cell.program_of(read_options(cell, {}))
     return fits(program, units, dtype)

@@ -10,16 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays.arrays import Constant, check_memory
+from ..arrays.arrays import Mirrored, check_memory
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, indptr_of, of_mask, product, rows_of, trusted
 from .constants import Known, is_zero, known_of
 from .linear import ONE, Factors, Key, factors, key_of
 from .operations import Node, node
-from .program import INPUT, Program, Slot, topological
-from .render.numpy import Code, function_of
-
-__all__ = ["DENSE", "Entries", "Places", "Structure"]
+from .program import INPUT, CellProgram, Slot, topological
+from .render.numpy import ArrayCode, function_of
 
 # Share of entries from which on weights are multiplied as a dense matrix.
 DENSE = 0.35
@@ -74,8 +72,8 @@ class Structure:
     """
 
     def __init__(self, cell: Any, own: slice | None = None) -> None:
-        self.program: Program = cell.program
-        self.code: Code = cell._code
+        self.program: CellProgram = cell.program
+        self.code: ArrayCode = cell._code
         self.linear = self.code.linear
         self.inputs, self.size = cell.input_size, cell.hidden_size
         self.is_part = own is not None
@@ -83,7 +81,7 @@ class Structure:
         self.own = slice(start, stop, step)
         self.units = max(-((start - stop) // step), 0)  # ranges have lengths of 63 bits
         self.state_size = self.program.states * self.size
-        self.masks: Mapping[str, Constant | None] = cell.masks
+        self.masks: Mapping[str, Mirrored | None] = cell.masks
         self._blocks = {name: each.blocks for name, each in cell._declared.items()}
         self._biases = {
             (name, gate): (bias, k)
@@ -375,13 +373,13 @@ class Structure:
                 if is_inside and np.array_equal(places, first + offset + row * length + unit):
                     whole = first, first + self.size * length, offset
             on = row == unit
-            inside, diagonal = Constant(row * self.units + unit), places[on]
+            inside, diagonal = Mirrored(row * self.units + unit), places[on]
             steps = None
             if len(diagonal) == self.units and len(set(np.diff(diagonal).tolist())) < 2:
                 step = int(diagonal[1] - diagonal[0]) if self.units > 1 else 1
                 steps = slice(int(diagonal[0]), int(diagonal[-1]) + 1, step)
-            about = Constant(diagonal), Constant(unit[on]), steps
-            found[k, j] = Places(Constant(places), inside, *about, whole)
+            about = Mirrored(diagonal), Mirrored(unit[on]), steps
+            found[k, j] = Places(Mirrored(places), inside, *about, whole)
         return found
 
     @cached_property
@@ -415,15 +413,15 @@ class Structure:
             found.append(parts)
         return found
 
-    def weight_places(self, pattern: Pattern) -> Constant:
+    def weight_places(self, pattern: Pattern) -> Mirrored:
         """Return where the entries of a factor of weights are in it, if it is dense."""
         if pattern not in self._weight_places:
             places = rows_of(pattern) * pattern.shape[1] + pattern.indices
-            self._weight_places[pattern] = Constant(places)
+            self._weight_places[pattern] = Mirrored(places)
         return self._weight_places[pattern]
 
     @cached_property
-    def _weight_places(self) -> dict[Pattern, Constant]:
+    def _weight_places(self) -> dict[Pattern, Mirrored]:
         return {}
 
 
@@ -432,9 +430,9 @@ class Places(NamedTuple):
 
     Attributes
     ----------
-    places, inside : Constant
+    places, inside : Mirrored
         Places of entries, and in the block.
-    on_diagonal, units : Constant
+    on_diagonal, units : Mirrored
         Places of entries on its diagonal, and their units.
     steps : slice or None
         Places of entries on its diagonal, if that has all entries, in equal steps.
@@ -443,10 +441,10 @@ class Places(NamedTuple):
         each of these.
     """
 
-    places: Constant
-    inside: Constant
-    on_diagonal: Constant
-    units: Constant
+    places: Mirrored
+    inside: Mirrored
+    on_diagonal: Mirrored
+    units: Mirrored
     steps: slice | None
     whole: tuple[int, int, int] | None
 

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 from .cell import Cell
 from .definition import Bias, Hidden, Input, Scalar, Vector, bias_name, declared, shapes_of
 from .operations import OPERATIONS, Node, apply, node, number, where
-from .program import INPUT, Program, topological
-
-__all__ = ["Tangent", "tangent_of"]
+from .program import INPUT, CellProgram, topological
 
 _UNITS = "input_of_units"
 _Pair = tuple[Node, "Node | None"]
@@ -97,7 +95,7 @@ def tangent_of(cell: type[Cell], options: dict[str, Any], bias: bool) -> Tangent
         return found
 
 
-def _make(cell: type[Cell], program: Program, bias: bool) -> Tangent:
+def _make(cell: type[Cell], program: CellProgram, bias: bool) -> Tangent:
     parameters = declared(cell)
     names = tuple(shapes_of(cell, 1, 1, bias))
     owners = {bias_name(name): each for name, each in parameters.items() if each.biased}
@@ -154,7 +152,7 @@ class _Step:
     """A step, and the derivative of all that it computes."""
 
     def __init__(
-        self, parameters: dict[str, Any], bias: bool, program: Program, prefix: str
+        self, parameters: dict[str, Any], bias: bool, program: CellProgram, prefix: str
     ) -> None:
         self._parameters, self._bias, self._traced = parameters, bias, program.traced
         self._prefix = prefix  # of the names of derivatives of parameters

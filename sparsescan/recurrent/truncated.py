@@ -14,8 +14,6 @@ from ..arrays.arrays import check_memory
 from .definition import CellLike
 from .memory import Memory
 
-__all__ = ["TruncatedMemory", "windows_at_once"]
-
 Array = NDArray[Any]
 
 # Samples that are computed at once, of all windows together, and numbers that are kept of them:

@@ -6,13 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.arrays import Constant
+from ..arrays.arrays import Mirrored
 from ..errors import InputError
 from ..execution.sharing import quiet
 from ..symbolic.pattern import Pattern
 from .jacobian import Equations, Linearization
-
-__all__ = ["CellUnits"]
 
 Array = Any
 
@@ -72,7 +70,7 @@ class CellUnits:
 
         self.params: dict[str, Array] = {name: own(param) for name, param in cell.params.items()}
         self.masks = {
-            name: None if mask is None else Constant(own(mask.on(np)))
+            name: None if mask is None else Mirrored(own(mask.on(np)))
             for name, mask in cell.masks.items()
         }
         self.shapes = {name: param.shape for name, param in self.params.items()}

@@ -172,7 +172,7 @@ def sum_words(length: Any, place: Any, copies: Any) -> Any:
     return length + (stop - start) * (copies - 2)
 
 
-class Sums:
+class GradientSums:
     """Sums of arrays over the ranks that have them, of all arrays in two exchanges.
 
     For each array that this rank has, `arrays` tells the length and the ranks that have it, in

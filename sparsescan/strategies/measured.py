@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..jacobians import Conv2d, Operator, Sequential
 from ..parallel.communicator import Communicator
 from ..parallel.network import observe, time_together
-from .exchanges import Sums
+from .exchanges import GradientSums
 from .machine import PARTS, Times, usual
 from .networks import Recurrent, Step, Trainable, graph_of, operators
 from .stage import RecurrentStage, Stage
@@ -50,7 +50,7 @@ def measure_exchanges(communicator: Communicator) -> tuple[float, float]:
     layer, x = Conv2d(4, 4, 3, input_shape=(4, 32, 32), rng=0), np.ones((4, 4, 32, 32), np.float32)
 
     def steps(count: int) -> float:
-        data, sums = np.zeros(count, np.float32), Sums(communicator, [(count, range(size))])
+        data, sums = np.zeros(count, np.float32), GradientSums(communicator, [(count, range(size))])
 
         def several() -> None:
             for _ in range(_STEPS):

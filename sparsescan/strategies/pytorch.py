@@ -20,8 +20,6 @@ from .graph import Graph, Layer
 from .networks import Builder
 from .strategy import Prediction
 
-__all__ = ["TorchPlan", "from_torch", "to_torch"]
-
 # Samples with which shapes are found.
 _BATCH = 2
 # Calls of functions, methods and modules, in small letters, that jacobians does not read.

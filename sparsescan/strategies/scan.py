@@ -18,7 +18,7 @@ from ..parallel.exchange import exscan_messages
 from ..parallel.forecast import CLOSE, OPEN
 from ..parallel.grid import Grid, check_grid
 from ..parallel.maps import Capacity, ScanTerms, vector_words
-from .exchanges import Sums, descend, sum_words
+from .exchanges import GradientSums, descend, sum_words
 from .graph import Graph, blocks
 from .machine import Machine
 from .networks import graph_of
@@ -234,7 +234,7 @@ class ScanTraining(StageTraining):
         shared = self.stage.shared
         # Some parameters are those of all parts.
         everywhere = sum(sizes[:shared]), range(grid.size)
-        self._sums = Sums(self.communicator, [everywhere, (sum(sizes[shared:]), own)])
+        self._sums = GradientSums(self.communicator, [everywhere, (sum(sizes[shared:]), own)])
         self.plan = plan(
             job.comm, self.stage.patterns, grid=(grid.chain, grid.batch), schedule=schedule
         )

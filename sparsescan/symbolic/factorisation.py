@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from .pattern import Pattern, rows_of
 
-__all__ = ["Factorisation", "Method", "factorisation_of"]
-
 Method = Literal["tridiagonal", "banded", "dense", "sparse"]
 
 # Entries that LAPACK stores below which it is always faster: SuperLU takes 50 microseconds for any

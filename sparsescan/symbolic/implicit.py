@@ -21,21 +21,6 @@ from .indexed import IndexedPattern
 from .pattern import Pattern, counted, multiply_adds, product, product_nnz
 from .schedule import Level, Schedule, schedule_of
 
-__all__ = [
-    "ImplicitPattern",
-    "Step",
-    "contains",
-    "count",
-    "explicit",
-    "factor_starts",
-    "factors_of",
-    "indexed_of",
-    "planned",
-    "refine",
-    "shared_of",
-    "solved_of",
-]
-
 
 class ImplicitPattern(Frozen):
     """The patterns of the factors of a step, which a scan applies without multiplying them.

@@ -14,8 +14,6 @@ from ..errors import Allocating, InputError, InputTypeError, short
 from .pattern import Pattern, check_host, check_index_form, index_dtype
 from .schedule import check_count
 
-__all__ = ["IndexedPattern", "indexed"]
-
 
 class IndexedPattern(Frozen):
     """A pattern whose entry ``k`` has the value ``weights[index[k]]``, for all samples.

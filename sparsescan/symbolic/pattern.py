@@ -19,21 +19,6 @@ from ..arrays.frozen import Frozen
 from ..errors import Allocating, DeviceError, InputError, InputTypeError, short
 from ..kernels import symbolic as kernels
 
-__all__ = [
-    "Pattern",
-    "Products",
-    "TooLargeError",
-    "block_diagonal",
-    "counted",
-    "indptr_of",
-    "multiply_adds",
-    "of_mask",
-    "product",
-    "product_nnz",
-    "rows_of",
-    "trusted",
-]
-
 Kind = Literal["diagonal", "dense", "general"]
 
 # Largest value that a 32-bit index may take; tests lower it to walk the 64-bit paths.
@@ -295,7 +280,7 @@ def _nnz(a: Pattern, b: Pattern) -> int:
     return int(kernels.count_entries(a.indptr, a.indices, b.indptr, b.indices, b.shape[1], every))
 
 
-class Products:
+class PatternProducts:
     """Products of patterns, each worked out once.
 
     The pattern of a product that takes more than :data:`_EXACT` multiply-adds and seems to be more
@@ -352,7 +337,7 @@ class Products:
 
 
 class TooLargeError(Exception):
-    """A product that :class:`Products` gave up."""
+    """A product that :class:`PatternProducts` gave up."""
 
 
 def block_diagonal(block: Pattern, count: int) -> Pattern:

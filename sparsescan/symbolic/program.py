@@ -23,10 +23,8 @@ from .implicit import (
     solved_of,
 )
 from .indexed import IndexedPattern
-from .pattern import Pattern, Products, multiply_adds
+from .pattern import Pattern, PatternProducts, multiply_adds
 from .schedule import Schedule
-
-__all__ = ["Program", "stored"]
 
 
 class Program:
@@ -41,7 +39,7 @@ class Program:
     dense : collection of tuple, optional
         Products ``(start, stop)`` that are stored densely whatever their patterns. (One by a
         diagonal matrix is stored as the other operand is.)
-    products : Products, optional
+    products : PatternProducts, optional
         Products of patterns that are known already.
 
     Attributes
@@ -87,7 +85,7 @@ class Program:
         schedule: Schedule,
         *,
         dense: Collection[tuple[int, int]] = (),
-        products: Products | None = None,
+        products: PatternProducts | None = None,
     ) -> None:
         self.steps, self.chunks = steps, schedule.chunks
         patterns: list[Any] = list(steps)
@@ -110,7 +108,7 @@ class Program:
         }
         if self.solved and any(level.ops[:, 0].any() for level in schedule.levels):
             raise InputError(f"{schedule} multiplies Jacobians; expected none to be solved with")
-        multiply = products or Products()
+        multiply = products or PatternProducts()
         known: dict[tuple[Pattern, Pattern], int] = {}
         nodes: dict[tuple[int, int], int] = {}
         nnz = np.array([pattern.nnz for pattern in patterns], np.int64)

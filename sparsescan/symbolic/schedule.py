@@ -30,19 +30,6 @@ from ..arrays.arrays import check_memory, host_array
 from ..arrays.frozen import Frozen
 from ..errors import Allocating, InputError, InputTypeError, short
 
-__all__ = [
-    "Level",
-    "Schedule",
-    "check_choice",
-    "check_count",
-    "check_flag",
-    "chunk_levels",
-    "level_of",
-    "printed_schedule",
-    "read_schedule",
-    "schedule_of",
-]
-
 # Bytes that an operation takes while a schedule is made, at most; and one that is checked.
 _MADE, _CHECKED = 48, 400
 # Schedules by name, with the number that some take.

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from ..kernels import symbolic as kernels
 from .pattern import Pattern
 
-__all__ = ["ALIGNED", "LONG", "TermCounts", "Terms", "count_terms", "lay_out_terms"]
-
 # Mean entries of the rows of `X` above which their slots are aligned as they are, modulo this.
 LONG, ALIGNED = 32, 16
 

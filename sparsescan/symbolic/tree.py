@@ -9,8 +9,6 @@ import numpy as np
 
 from .schedule import Schedule
 
-__all__ = ["tree"]
-
 # Elements in a row, beyond which only the first and the last are written.
 _MOST = 4
 

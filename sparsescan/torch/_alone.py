@@ -12,17 +12,6 @@ from torch.nn.utils import prune
 from ._structure import add_layer, is_pruning, without_kernels
 from .sequential import Sequential, is_sparse, run, why_dense
 
-__all__ = [
-    "Conv1d",
-    "Conv2d",
-    "ConvTranspose2d",
-    "Linear",
-    "is_replacement",
-    "plain_class",
-    "replacement_of",
-    "why_not",
-]
-
 
 class _Alone:
     """The call of a pruned layer that stands in no stack: one of a stack of this layer alone.

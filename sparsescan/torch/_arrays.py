@@ -13,8 +13,6 @@ from ..arrays.arrays import is_cupy, on_device
 from ..arrays.streams import place
 from ._team import pytorchs_threads
 
-__all__ = ["array_of", "here", "tensor_of"]
-
 
 def here(x: Tensor) -> AbstractContextManager[None]:
     """Return a context for work where a tensor is: with PyTorch's threads, or on its stream."""

@@ -16,8 +16,6 @@ from ._structure import is_container, modules_of, without_kernels
 from .recurrent import GRU, LSTM, RNN
 from .sequential import Sequential, why_not
 
-__all__ = ["Conversion", "convert"]
-
 _KINDS: dict[type[nn.Module], type[nn.RNNBase]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
 # Devices whose tensors recurrent modules have kernels for.
 _DEVICES = ("cpu", "cuda")

@@ -36,8 +36,6 @@ from ._recorded import Room, give_scratch, take_scratch
 from ._shapes import Shape, kind_of, network_of, register
 from ._team import ALONE, pytorchs_threads
 
-__all__ = ["run_differentiable"]
-
 _DTYPES = (torch.float32, torch.float64)
 # The axes of samples of lengths, resets, inputs and initial states.
 _SAMPLES = 1, 2, 2, 2

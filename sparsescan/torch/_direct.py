@@ -11,17 +11,6 @@ from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-__all__ = [
-    "has_saving_hooks",
-    "is_direct",
-    "is_eager",
-    "is_forward_twice",
-    "is_mapped",
-    "is_recorded",
-    "is_transformed",
-    "is_watched",
-]
-
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
 
 

@@ -12,9 +12,7 @@ from . import _torchrecurrent as torchrecurrent
 from ._direct import is_recorded
 from ._prepared import key_of
 from ._sequences import Sequences
-from ._times import Key, Prediction, predict
-
-__all__ = ["Explanation", "explain"]
+from ._times import CallPrediction, Key, predict
 
 
 class Explanation(NamedTuple):
@@ -103,7 +101,7 @@ def _ours(reason: str) -> Explanation:
     return Explanation("sparsescan", None, None, reason)
 
 
-def _chosen(key: Key, times: Prediction) -> Explanation:
+def _chosen(key: Key, times: CallPrediction) -> Explanation:
     assert times.ours is not None
     assert times.theirs is not None
     steps, batch = key.sizes

@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from ._masks import Kept
 
-__all__ = ["MaskedWeight", "Values", "is_untouched", "masked_weight"]
-
 
 class Values:
     """The kept weights of a layer at one call.

@@ -15,8 +15,6 @@ from torch import Tensor
 from ..execution.calls import call_all
 from ..kernels.cpu.masks import count_changes
 
-__all__ = ["Kept", "kept_now"]
-
 # Entries of a mask that are a task.
 _TASK = 1 << 18
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ._direct import is_mapped, is_transformed
 
-__all__ = ["Once", "Twice", "gradients_of", "over_maps"]
-
 
 class Once(torch.autograd.Function):
     """The graph of a backward pass, which ends there, and says so."""

@@ -16,11 +16,9 @@ from torch.nn import functional
 
 from ..recurrent.definition import bias_name, declared
 from ..recurrent.operations import Node
-from ..recurrent.program import INPUT, Program, topological
+from ..recurrent.program import INPUT, CellProgram, topological
 from ._direct import is_forward_twice
 from ._resets import begins_before
-
-__all__ = ["run_plain"]
 
 
 class _Surrogate(torch.autograd.Function):
@@ -91,7 +89,7 @@ class _Direction:
     """A cell with its parameters, over the inputs of all steps."""
 
     def __init__(
-        self, cell: type, program: Program, params: Mapping[str, Tensor], x: Tensor, units: int
+        self, cell: type, program: CellProgram, params: Mapping[str, Tensor], x: Tensor, units: int
     ) -> None:
         self._params, self._x, self._units = params, x, units
         self._parameters: dict[str, Any] = declared(cell)
@@ -166,7 +164,7 @@ class _Direction:
 
 def run_plain(
     cell: type,
-    program: Program,
+    program: CellProgram,
     cells: Sequence[Mapping[str, Tensor]],
     directions: int,
     x: Tensor,

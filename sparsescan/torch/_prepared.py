@@ -30,8 +30,6 @@ from ._recurrent_op import forget_steps, gradients
 from ._shapes import network_of
 from ._times import Key, predict
 
-__all__ = ["find", "is_left", "key_of", "leave", "left_key", "only", "prepare", "run_often"]
-
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _DTYPES = frozenset((torch.float32, torch.float64))
 # Calls of a shape before it is recorded, which takes as long as some, and multiply-adds of a call

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["asks_for_some", "is_looked_at", "probe"]
-
 # The last input of a function that asks. A pass for all gradients comes to it; one for some of them
 # (`torch.autograd.grad`, or `backward` with `inputs`) does not.
 probe = torch.zeros((), requires_grad=True, device="cpu")

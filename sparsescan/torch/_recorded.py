@@ -16,8 +16,6 @@ from ..execution.recording import Recording, Result
 from ..kernels.addresses import address_of
 from ._team import pytorchs_threads
 
-__all__ = ["ResultTensor", "Room", "give_scratch", "run", "take_scratch"]
-
 # Pieces of memory that are kept for the next pass.
 _SCRATCHES = 4
 

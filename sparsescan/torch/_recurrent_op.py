@@ -24,8 +24,6 @@ from ._once import Twice, gradients_of, over_maps
 from ._probe import asks_for_some, is_looked_at, probe
 from ._shapes import Shape, kind_of, network_of
 
-__all__ = ["forget_steps", "gradients", "has_kernels", "run"]
-
 # Networks whose training steps are kept for the next call; those used last.
 _KEPT = 32
 

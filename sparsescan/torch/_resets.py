@@ -10,8 +10,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import InputError, InputTypeError, short
 
-__all__ = ["begins_before", "check_packed", "check_resets"]
-
 
 def check_resets(resets: Any, given: Any) -> None:
     """Raise unless resets are bools, one for each step and sample of an input."""

@@ -19,8 +19,6 @@ from ._resets import check_resets
 from ._shapes import Shape, names_of
 from ._structure import is_pruning
 
-__all__ = ["Sequences", "joined"]
-
 _DTYPES = (torch.float32, torch.float64)
 
 Some = Tensor | None

@@ -13,19 +13,17 @@ from torch import Tensor
 from ..errors import InputError
 from ..recurrent import Cell, GRUCell, LSTMCell, Recurrent, RNNCell
 from ..recurrent.definition import read_options, shapes_of
-from ..recurrent.program import Program
+from ..recurrent.program import CellProgram
 from ..recurrent.recorded import program_text
 
-__all__ = ["Kind", "Shape", "kind_of", "names_of", "network_of", "register"]
 
-
-class Kind(NamedTuple):
+class CellKind(NamedTuple):
     """A class of cells, and the options that its cells are made with."""
 
     cell: type[Cell]
     options: dict[str, Any]
 
-    def program(self, has_bias: bool) -> Program:
+    def program(self, has_bias: bool) -> CellProgram:
         """Return what a step computes."""
         return self.cell.program_of(self.options, has_bias)
 
@@ -33,23 +31,23 @@ class Kind(NamedTuple):
 # PyTorch's modes come first; other names have a digest of what is computed, so that one that a
 # compiled graph remembers never means anything else.
 _PYTORCHS = frozenset(("RNN_TANH", "RNN_RELU", "GRU", "LSTM"))
-_kinds: dict[str, Kind] = {
-    "RNN_TANH": Kind(RNNCell, {"nonlinearity": "tanh"}),
-    "RNN_RELU": Kind(RNNCell, {"nonlinearity": "relu"}),
-    "GRU": Kind(GRUCell, {}),
-    "LSTM": Kind(LSTMCell, {}),
+_kinds: dict[str, CellKind] = {
+    "RNN_TANH": CellKind(RNNCell, {"nonlinearity": "tanh"}),
+    "RNN_RELU": CellKind(RNNCell, {"nonlinearity": "relu"}),
+    "GRU": CellKind(GRUCell, {}),
+    "LSTM": CellKind(LSTMCell, {}),
 }
 
 
 def register(cell: type[Cell], options: dict[str, Any], has_bias: bool) -> str:
     """Return the mode of a class of cells: a name that the operators know it by from now on."""
-    kind = Kind(cell, read_options(cell, options))
+    kind = CellKind(cell, read_options(cell, options))
     mode = f"{cell.__name__}.{program_text(cell, kind.program(has_bias))[:32]}"
     _kinds.setdefault(mode, kind)
     return mode
 
 
-def kind_of(mode: str) -> Kind:
+def kind_of(mode: str) -> CellKind:
     """Return what is registered by a name."""
     kind = _kinds.get(mode)
     if kind is None:
@@ -100,7 +98,7 @@ class Shape(NamedTuple):
         return 1 + self.bidirectional
 
     @property
-    def program(self) -> Program:
+    def program(self) -> CellProgram:
         """What a step of its cells computes."""
         return kind_of(self.mode).program(self.has_bias)
 

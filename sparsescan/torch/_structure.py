@@ -12,22 +12,6 @@ from torch.nn.utils import prune
 
 from .. import jacobians
 
-__all__ = [
-    "FLOATS",
-    "NORMS",
-    "STATISTICS",
-    "Layer",
-    "Structure",
-    "add_container",
-    "add_layer",
-    "has_operator",
-    "is_container",
-    "is_pruning",
-    "modules_of",
-    "read",
-    "without_kernels",
-]
-
 # Layers that normalise by the statistics of a batch.
 NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -96,7 +80,7 @@ _MORE: set[type[nn.Module]] = set()
 _CONTAINERS: dict[type[nn.Module], _Kind] = {nn.Sequential: _Kind(nn.Sequential)}
 
 
-class Layer(NamedTuple):
+class StackLayer(NamedTuple):
     """A layer that has an operator, at one call.
 
     Attributes
@@ -115,14 +99,14 @@ class Layer(NamedTuple):
     mask: Tensor | None
 
 
-class Structure(NamedTuple):
+class StackStructure(NamedTuple):
     """A stack at one call, without the contents of its tensors.
 
     Attributes
     ----------
     key : tuple
         Equal for two calls, if they differ in contents of tensors only; as long as `modules` live.
-    layers : list of Layer
+    layers : list of StackLayer
         In the order in which they are called, without those that do nothing.
     modules : list of Module
         All modules, for somebody to hold.
@@ -133,7 +117,7 @@ class Structure(NamedTuple):
     """
 
     key: tuple[Any, ...]
-    layers: list[Layer]
+    layers: list[StackLayer]
     modules: list[nn.Module]
     shape: tuple[int, ...]
     joint: bool
@@ -195,10 +179,10 @@ def is_pruning(hook: Any) -> bool:
     )
 
 
-def read(stack: nn.Module, x: Tensor) -> Structure | None:
+def read(stack: nn.Module, x: Tensor) -> StackStructure | None:
     """Return the structure of a stack; None if something in it is not understood."""
     key: list[Any] = [x.dtype]
-    layers: list[Layer] = []
+    layers: list[StackLayer] = []
     modules: list[nn.Module] = []
     joint = False
     last: type[nn.Module] | None = None  # what has made the array that the next one is given
@@ -248,10 +232,10 @@ def read(stack: nn.Module, x: Tensor) -> Structure | None:
         hash(tuple(key))
     except TypeError:  # a setting that can change where it is
         return None
-    return Structure(tuple(key), layers, modules, shape, joint)
+    return StackStructure(tuple(key), layers, modules, shape, joint)
 
 
-def _layer(module: nn.Module, attributes: dict[str, Any], dtype: torch.dtype) -> Layer | None:
+def _layer(module: nn.Module, attributes: dict[str, Any], dtype: torch.dtype) -> StackLayer | None:
     """Return a layer with its tensors; None if one of them is not understood."""
     parameters, buffers = attributes["_parameters"], attributes["_buffers"]
     mask = None
@@ -284,10 +268,10 @@ def _layer(module: nn.Module, attributes: dict[str, Any], dtype: torch.dtype) ->
             tensors |= {name: each for name, each in statistics.items() if each is not None}
             if not all(each.dtype is dtype and _is_plain(each) for each in tensors.values()):
                 return None
-            return Layer(module, tensors | {"num_batches_tracked": count}, None)
+            return StackLayer(module, tensors | {"num_batches_tracked": count}, None)
     if not all(each.dtype is dtype and _is_plain(each) for each in tensors.values()):
         return None
-    return Layer(module, tensors, mask)
+    return StackLayer(module, tensors, mask)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -14,8 +14,6 @@ import torch
 
 from ..execution.threads import Team, lent
 
-__all__ = ["ALONE", "pytorchs_threads"]
-
 _Call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 # The process in which PyTorch was imported: GNU OpenMP must not be used after a fork.
 _home = os.getpid()

@@ -20,20 +20,6 @@ import torch
 from ..plan.costs.constants import file_to_write, machine_file
 from ._shapes import Shape
 
-__all__ = [
-    "INPUTS",
-    "KINDS",
-    "Key",
-    "Prediction",
-    "Seconds",
-    "Table",
-    "name_of",
-    "predict",
-    "read_table",
-    "save_table",
-    "table_file",
-]
-
 KINDS = {"RNN_TANH": "RNN", "RNN_RELU": "RNN", "GRU": "GRU", "LSTM": "LSTM"}
 INPUTS = 32  # the length of inputs with which times are measured
 
@@ -111,7 +97,7 @@ class Key(NamedTuple):
         return steps, batch
 
 
-class Table(NamedTuple):
+class TimeTable(NamedTuple):
     """Times of calls, in seconds.
 
     Attributes
@@ -133,7 +119,7 @@ class Table(NamedTuple):
     times: dict[str, dict[str, list[list[list[float]]]]]
 
 
-class Prediction(NamedTuple):
+class CallPrediction(NamedTuple):
     """Seconds that a call is predicted to take by our kernels, and by PyTorch's.
 
     Where they are not known both are None.
@@ -156,14 +142,14 @@ def table_file() -> Path | None:
     return None if path is None else path.with_name("recurrent.json")
 
 
-def save_table(table: Table, path: Path | None = None) -> Path:
+def save_table(table: TimeTable, path: Path | None = None) -> Path:
     """Write a table to a file; the path."""
     path = file_to_write(path or table_file())
     path.write_text(json.dumps(table._asdict()) + "\n", encoding="utf-8")
     return path
 
 
-def read_table() -> Table:
+def read_table() -> TimeTable:
     """Return the table that was measured here, or the one built in."""
     path = table_file()
     try:
@@ -178,15 +164,17 @@ def read_table() -> Table:
 
 
 @lru_cache(maxsize=1)
-def _built_in() -> Table:
-    return Table(**json.loads(Path(__file__).with_name("times.json").read_text(encoding="utf-8")))
+def _built_in() -> TimeTable:
+    return TimeTable(
+        **json.loads(Path(__file__).with_name("times.json").read_text(encoding="utf-8"))
+    )
 
 
 @lru_cache(maxsize=1)
-def _read(path: Path, _: int) -> Table | None:
+def _read(path: Path, _: int) -> TimeTable | None:
     """Return the table in a file; None if it is none."""
     try:
-        table = Table(**json.loads(path.read_text(encoding="utf-8")))
+        table = TimeTable(**json.loads(path.read_text(encoding="utf-8")))
         _time(table, f"GRU, training, {_threads(1)}", "ours", (16, 1, 1))
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError):
         return None
@@ -202,12 +190,12 @@ def _threads(count: int) -> str:
     return "1 thread" if count == 1 else "all threads"
 
 
-def predict(key: Key, table: Table | None = None) -> Prediction:
+def predict(key: Key, table: TimeTable | None = None) -> CallPrediction:
     """Return how long a call takes; None where that is not in the table."""
     table = read_table() if table is None else table
     kind = KINDS.get(key.mode)
     if kind is None:
-        return Prediction(None, None)
+        return CallPrediction(None, None)
     part = name_of(kind, key.has_backward, key.threads)
     if part not in table.times:
         part = name_of(kind, key.has_backward, 1)
@@ -226,14 +214,14 @@ def predict(key: Key, table: Table | None = None) -> Prediction:
                 # Each has some work beside that of its steps.
                 total += shortest * directions * _LAYER[contender]
         found.append(total)
-    return Prediction(*found)
+    return CallPrediction(*found)
 
 
 # What a layer beside the first takes, as a share of the shortest call.
 _LAYER = {"ours": 0.1, "theirs": 0.5}
 
 
-def _time(table: Table, part: str, contender: str, sizes: Sequence[int]) -> float:
+def _time(table: TimeTable, part: str, contender: str, sizes: Sequence[int]) -> float:
     """Return a time, interpolated."""
     own = table.times[part][contender]
     units, batch, steps = sizes

@@ -25,8 +25,6 @@ from ._shapes import kind_of, register
 from ._structure import is_pruning
 from ._times import Seconds
 
-__all__ = ["is_layer", "is_replacement", "replacement_of", "why_not"]
-
 _VERSION = "0.2.5"
 _DTYPES = (torch.float32, torch.float64)
 # The functions of modules, with the settings of which they are these.

@@ -22,8 +22,6 @@ from ._direct import is_direct, is_eager, is_forward_twice, is_mapped, is_transf
 from ._once import over_maps
 from ._recorded import ResultTensor, Room, give_scratch, run, take_scratch
 
-__all__ = ["affine_scan"]
-
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 

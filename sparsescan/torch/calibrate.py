@@ -14,10 +14,8 @@ import torch
 from torch import nn
 
 from ._prepared import only
-from ._times import INPUTS, Table, name_of, save_table
+from ._times import INPUTS, TimeTable, name_of, save_table
 from .recurrent import GRU, LSTM, RNN
-
-__all__ = ["calibrate", "keep_memory", "measure"]
 
 _HIDDEN, _BATCH, _STEPS = [16, 32, 64, 128, 256, 512], [1, 4, 16, 64, 256], [1, 4, 16, 64, 256]
 _MODULES = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
@@ -33,7 +31,7 @@ def calibrate() -> Path:
     return save_table(measure())
 
 
-def measure() -> Table:
+def measure() -> TimeTable:
     """Return how long calls of recurrent modules take; it takes some five minutes.
 
     Memory is kept, since PyTorch's kernels gain more by it: a module that calls its own where that
@@ -53,7 +51,7 @@ def measure() -> Table:
     finally:
         torch.set_num_threads(before)
     name = f"{platform.processor() or platform.machine()}, PyTorch {torch.__version__}"
-    return Table(name, _HIDDEN, _BATCH, _STEPS, times)
+    return TimeTable(name, _HIDDEN, _BATCH, _STEPS, times)
 
 
 def keep_memory() -> None:

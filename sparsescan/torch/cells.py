@@ -18,8 +18,6 @@ from ..symbolic.schedule import check_flag
 from ._sequences import Sequences
 from ._shapes import register
 
-__all__ = ["CellModule", "module"]
-
 
 class CellModule(Sequences, nn.Module):
     """Layers of recurrent cells of one class, as a module: what :func:`module` returns.

@@ -16,8 +16,6 @@ from ._arrays import array_of, here, tensor_of
 from ._direct import is_direct, is_eager, is_forward_twice, is_mapped, is_transformed
 from ._once import over_maps
 
-__all__ = ["lfilter", "sosfilt"]
-
 _DTYPES = (torch.float32, torch.float64)
 
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ._sequences import Sequences
 
-__all__ = ["GRU", "LSTM", "RNN"]
-
 
 def _signature() -> inspect.Signature:
     """Return the signature of all three: PyTorch's, and what these take besides."""

@@ -15,8 +15,6 @@ from ._arrays import array_of, here, tensor_of
 from ._direct import is_direct, is_eager, is_mapped, is_transformed
 from ._once import gradients_of, over_maps
 
-__all__ = ["selective_scan"]
-
 _DTYPES = (torch.float32, torch.float64)
 _NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
 _OPTIONAL = _NAMES[5:]

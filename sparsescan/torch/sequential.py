@@ -29,8 +29,8 @@ from ._structure import (
     FLOATS,
     NORMS,
     STATISTICS,
-    Layer,
-    Structure,
+    StackLayer,
+    StackStructure,
     add_container,
     has_operator,
     is_container,
@@ -41,8 +41,6 @@ from ._structure import (
 )
 from ._team import pytorchs_threads
 from ._times import Seconds
-
-__all__ = ["Sequential", "is_sparse", "run", "why_dense", "why_not"]
 
 # Share of the weights that are kept, from which on PyTorch's dense products are as fast.
 _DENSE = 0.25
@@ -204,7 +202,7 @@ def _mask(layer: nn.Module) -> Tensor | None:
     return dict(layer.named_buffers(recurse=False)).get("weight_mask")
 
 
-def _is_slower(structure: Structure, kept: Sequence[Kept], x: Tensor) -> bool:
+def _is_slower(structure: StackStructure, kept: Sequence[Kept], x: Tensor) -> bool:
     """Return whether kernels take longer than PyTorch: of linear layers, with few samples.
 
     Or of one small convolution alone.
@@ -250,7 +248,7 @@ class _Network:
         Whether a backward pass reads parameters again.
     """
 
-    def __init__(self, structure: Structure) -> None:
+    def __init__(self, structure: StackStructure) -> None:
         modules = [layer.module for layer in structure.layers]
         ops = without_arrays(from_torch(nn.Sequential(*modules), structure.shape))
         self.pool = StepPool(lambda: BoundStep(ops))
@@ -262,7 +260,7 @@ class _Network:
         )
 
 
-def _has_parameters(ops: Sequence[Operator], layers: Sequence[Layer]) -> bool:
+def _has_parameters(ops: Sequence[Operator], layers: Sequence[StackLayer]) -> bool:
     """Return whether operators have the parameters that their layers have, and no others."""
     return all(
         set(getattr(op, "parameter_names", ())) == layer.tensors.keys() - {"num_batches_tracked"}
@@ -322,7 +320,7 @@ class _Stack:
             self._left[key] = count - 1
         return count > 0
 
-    def network(self, structure: Structure, kept: Sequence[Kept]) -> _Network | None:
+    def network(self, structure: StackStructure, kept: Sequence[Kept]) -> _Network | None:
         """Return the network of a structure; None if there is no operator for something in it."""
         key = structure.key, tuple(map(id, kept))
         with self._lock:
@@ -348,7 +346,7 @@ def _keep(those: OrderedDict[Any, Any], key: Any, value: Any) -> None:
         those.popitem(last=False)
 
 
-def _make(structure: Structure) -> _Network | None:
+def _make(structure: StackStructure) -> _Network | None:
     try:
         network = _Network(structure)
     except SparseScanError:

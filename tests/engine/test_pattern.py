@@ -19,7 +19,7 @@ import sparsescan.symbolic.pattern
 import sparsescan.symbolic.program
 from sparsescan import CSRChain, InputError, InputTypeError, Pattern, Schedule
 from sparsescan.symbolic.pattern import (
-    Products,
+    PatternProducts,
     TooLargeError,
     multiply_adds,
     of_mask,
@@ -384,17 +384,17 @@ def test_products_beyond_the_work_allowed_are_not_worked_out(monkeypatch):
     rng = np.random.default_rng(8)
     a, b = random_pattern(rng, "sparse", 30, 30), random_pattern(rng, "sparse", 30, 30)
     work = multiply_adds(a, b)
-    assert Products(work)(a, b) is product(a, b)
+    assert PatternProducts(work)(a, b) is product(a, b)
     monkeypatch.setattr(sparsescan.symbolic.pattern, "product", no_product)
     with pytest.raises(TooLargeError):
-        Products(work - 1)(a, b)
+        PatternProducts(work - 1)(a, b)
 
 
 def test_what_is_given_up_leaves_the_work_to_others():
     """All products are made that the work allowed suffices for."""
     rng = np.random.default_rng(9)
     small, large = random_pattern(rng, "sparse", 10, 10), random_pattern(rng, "sparse", 10, 1000)
-    products = Products(2 * multiply_adds(small, small))
+    products = PatternProducts(2 * multiply_adds(small, small))
     with pytest.raises(TooLargeError):
         products(small, large)
     assert products(small, small) is product(small, small)
@@ -403,7 +403,7 @@ def test_what_is_given_up_leaves_the_work_to_others():
 def test_a_product_is_worked_out_and_counted_once(counted):
     rng = np.random.default_rng(10)
     a, b = random_pattern(rng, "sparse", 30, 30), random_pattern(rng, "sparse", 30, 30)
-    products = Products(multiply_adds(a, b))
+    products = PatternProducts(multiply_adds(a, b))
     assert products(a, b) is products(a, b)
     assert counted == [(a, b)]
     with pytest.raises(TooLargeError):
@@ -413,7 +413,7 @@ def test_a_product_is_worked_out_and_counted_once(counted):
 def test_products_by_a_diagonal_cost_nothing():
     rng = np.random.default_rng(11)
     a, diagonal = random_pattern(rng, "sparse", 30, 30), Pattern.diagonal(30)
-    products = Products(0, 0)
+    products = PatternProducts(0, 0)
     assert products(a, diagonal) is products(diagonal, a) is a
 
 
@@ -421,10 +421,10 @@ def test_products_with_too_many_entries_take_no_memory():
     n = 5000
     column, row = column_and_row(n)
     with pytest.raises(TooLargeError):
-        Products(nbytes=40)(column, row)
+        PatternProducts(nbytes=40)(column, row)
     tracemalloc.start()
     with pytest.raises(TooLargeError):
-        Products(nbytes=4 * (n * n - 1))(column, row)
+        PatternProducts(nbytes=4 * (n * n - 1))(column, row)
     assert tracemalloc.get_traced_memory()[1] < 100 * n
     tracemalloc.stop()
 
@@ -441,8 +441,8 @@ def test_a_large_product_that_seems_to_be_more_than_half_full_is_taken_to_be_ful
     )
     for a, b in ((thin, thin), (thick, thick)):
         assert product(a, b).kind == "general"
-        assert Products(nbytes=nbytes)(a, b) is product(a, b)
+        assert PatternProducts(nbytes=nbytes)(a, b) is product(a, b)
     monkeypatch.setattr(sparsescan.symbolic.pattern, "_EXACT", multiply_adds(thin, thin) - 1)
-    assert Products(nbytes=nbytes)(thin, thin) is product(thin, thin)
+    assert PatternProducts(nbytes=nbytes)(thin, thin) is product(thin, thin)
     monkeypatch.setattr(sparsescan.symbolic.pattern, "product", no_product)
-    assert Products(nbytes=nbytes)(thick, thick) is Pattern.dense((size, size))
+    assert PatternProducts(nbytes=nbytes)(thick, thick) is Pattern.dense((size, size))

@@ -38,7 +38,7 @@ from sparsescan import (
     save_chain,
 )
 from sparsescan.arrays import arrays
-from sparsescan.plan.choice import Alternative, Choice, Kind, PlanOptions
+from sparsescan.plan.choice import Alternative, InputKind, PlanChoice, PlanOptions
 from sparsescan.plan.costs import cpu
 
 
@@ -143,7 +143,7 @@ def test_what_the_planner_said_comes_back(folder: Path, data: Any) -> None:
     schedule = any_schedule(rng, n)
     names = st.sampled_from([repr(schedule), "Schedule.linear(9)"])
     counts = st.integers(0, 2**40)
-    choice = Choice(
+    choice = PlanChoice(
         schedule,
         frozenset(product for product in products_of(schedule) if rng.random() < 0.5),
         "so it is",
@@ -179,7 +179,7 @@ def test_a_plan_that_was_chosen_comes_back(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_reason_is_any_text(tmp_path: Path) -> None:
     reason = "weil’s schneller ist, ∇ ◇ J\n  — darum"
-    plan = ScanPlan([], Choice(Schedule.linear(0), reason=reason))
+    plan = ScanPlan([], PlanChoice(Schedule.linear(0), reason=reason))
     assert_same(reloaded(plan, tmp_path), plan)
 
 
@@ -248,12 +248,12 @@ def saved(folder: Path) -> dict[str, bytes]:
             Alternative("Schedule.linear(7)", 6, 0, 12.5, 13.5),
             Alternative("Schedule.chunked(7, 2)", 4, 1, None),
         )
-        choice = Choice(
+        choice = PlanChoice(
             schedule,
             frozenset(products_of(schedule)[:2]),
             "asked for",
             looked_at,
-            kind=Kind(2, np.dtype("f4"), False, bytes([0, 1, 1, 0, 1, 0, 1])),
+            kind=InputKind(2, np.dtype("f4"), False, bytes([0, 1, 1, 0, 1, 0, 1])),
         )
         options = PlanOptions(2, np.dtype("f4"), "cpu", 1 << 30, auto=True)
         plan = ScanPlan(patterns, choice, options)

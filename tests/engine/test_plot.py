@@ -19,7 +19,7 @@ from sampling import examples, slow
 
 from sparsescan import ImplicitPattern, InputError, Pattern, ScanPlan, Schedule
 from sparsescan.plan import drawing
-from sparsescan.plan.choice import Choice
+from sparsescan.plan.choice import PlanChoice
 from sparsescan.plan.drawing import plot_plan
 from sparsescan.symbolic.pattern import of_mask
 
@@ -36,7 +36,7 @@ class Operation(NamedTuple):
 
 def planned(patterns: list[Pattern], schedule: Schedule) -> ScanPlan:
     """Return a plan whose products are stored by their own patterns, whatever is faster."""
-    return ScanPlan(patterns, Choice(schedule, reason="asked for"))
+    return ScanPlan(patterns, PlanChoice(schedule, reason="asked for"))
 
 
 def drawn(plan: ScanPlan) -> Any:

@@ -20,7 +20,7 @@ from sparsescan.execution.cuda.workspace import device_bytes
 from sparsescan.kernels.cuda import device
 from sparsescan.plan import calibrate_device
 from sparsescan.plan.calibrate import Trial
-from sparsescan.plan.choice import Choice, PlanOptions
+from sparsescan.plan.choice import PlanChoice, PlanOptions
 from sparsescan.plan.costs import cpu as costs
 from sparsescan.plan.costs import cuda as device_costs
 from sparsescan.plan.costs.cuda import Gpu, GpuModel, gpu_file, load_gpu
@@ -90,7 +90,7 @@ def test_implicit_steps_are_in_one_launch_where_that_takes_less(
     from fake_cupy import state
 
     pattern = ImplicitPattern([Pattern.diagonal(3), Pattern.dense((3, 3))], shared=[1])
-    choice = Choice(Schedule.chunked(steps, chunks))
+    choice = PlanChoice(Schedule.chunked(steps, chunks))
     plan = ScanPlan([pattern] * steps, choice, PlanOptions(device="cuda"))
     chain = ImplicitChain([cupy.ones((steps, 2, 3), F4), cupy.ones(9, F4)], pattern)
     grad, calls = cupy.ones((2, 3), F4), []

@@ -59,7 +59,7 @@ from sparsescan.execution.cuda.shares import BLAS_SIZE
 from sparsescan.execution.cuda.workspace import DeviceWorkspace
 from sparsescan.jacobians import Linear, Residual, Tanh
 from sparsescan.kernels.cuda.tables import Run
-from sparsescan.plan.choice import Choice
+from sparsescan.plan.choice import PlanChoice
 from sparsescan.symbolic.pattern import of_mask
 
 simulated = pytest.mark.skipif(not SIMULATED, reason="looks into the stand-in for CuPy")
@@ -146,7 +146,7 @@ def test_any_products_may_be_stored_densely(cupy: Any, flags: list[int], data: A
     schedule = data.draw(st.sampled_from([*every_schedule(n)]))
     products = [(a, b) for level in schedule.levels for a, _, b in level.ops.tolist() if a > 0]
     dense = frozenset(interval for interval in products if data.draw(st.booleans()))
-    plan = ScanPlan(patterns, Choice(schedule, dense))
+    plan = ScanPlan(patterns, PlanChoice(schedule, dense))
     grad, jacobians, local = chain_on(cupy, chain)
     run = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
     result = run(grad, jacobians, local_grads=local)
@@ -174,7 +174,7 @@ def test_dense_operands_of_a_product_that_is_stored_sparsely(
         ("the last", [[(0, 3, 4)]]),
     ]
     schedule = Schedule.from_levels(5, levels)
-    plan = ScanPlan(patterns, Choice(schedule, frozenset(dense)))
+    plan = ScanPlan(patterns, PlanChoice(schedule, frozenset(dense)))
     grad = rng.standard_normal(3 * size)
     gradients = plan.exclusive_scan(cupy.asarray(grad), jacobians_on(cupy, steps))
     assert_within(to_host(gradients), sequential(grad, steps), np.float64)
@@ -186,7 +186,7 @@ def test_empty_rows_of_a_product_that_is_stored_densely(cupy: Any, flags: list[i
     sparse = sp.csr_array(rng.standard_normal((5, 5)) * (np.arange(5) % 2)[:, None])
     jacobians = [rng.standard_normal((5, 5)) for _ in range(4)]
     jacobians[2] = sparse
-    plan = ScanPlan(patterns_of(jacobians), Choice(Schedule.blelloch(4), frozenset({(2, 4)})))
+    plan = ScanPlan(patterns_of(jacobians), PlanChoice(Schedule.blelloch(4), frozenset({(2, 4)})))
     grad = rng.standard_normal(5)
     result = plan.inclusive_scan(cupy.asarray(grad), jacobians_on(cupy, jacobians))
     assert_within(

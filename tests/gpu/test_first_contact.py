@@ -22,7 +22,7 @@ from fake_cupy import state  # noqa: E402
 import sparsescan  # noqa: E402
 from sparsescan import BatchedCSR, DeviceError  # noqa: E402
 from sparsescan.arrays import cuda as door  # noqa: E402
-from sparsescan.arrays.arrays import Constant  # noqa: E402
+from sparsescan.arrays.arrays import Mirrored  # noqa: E402
 from sparsescan.kernels.cuda import device  # noqa: E402
 
 
@@ -34,7 +34,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_table_is_waited_for_by_other_streams(cupy: Any) -> None:
     """Until it is known to be there: it was uploaded on the stream that used it first."""
-    table = Constant(np.arange(5))
+    table = Mirrored(np.arange(5))
     first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     with first:
         copy = table.on(cupy)
@@ -84,7 +84,7 @@ def test_what_a_run_sends_stays_until_it_has_arrived(
 
 def test_a_table_in_a_capture(cupy: Any) -> None:
     """A graph cannot wait for an upload that is not in it."""
-    table = Constant(np.arange(5))
+    table = Mirrored(np.arange(5))
     copy = table.on(cupy)
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()

@@ -44,7 +44,7 @@ from sparsescan.parallel.maps import Capacity, Merger, Message, Ranges, ScanTerm
 from sparsescan.parallel.part import FORMS as MAP_FORMS
 from sparsescan.parallel.part import Part
 from sparsescan.parallel.rows import Messages, RowSweep, SweepRequest
-from sparsescan.plan.choice import Kind
+from sparsescan.plan.choice import InputKind
 from sparsescan.plan.costs.cpu import CpuModel, load_cpu
 from sparsescan.symbolic.pattern import of_mask
 
@@ -123,7 +123,7 @@ class Elements:
     """Parts of a chain as the messages of an exclusive scan, and the operator."""
 
     def __init__(self, chains, local, batch, dtype, form) -> None:
-        model = Kind(batch or 1, dtype).model()
+        model = InputKind(batch or 1, dtype).model()
         parts, self.chains = [], []
         for jacobians in chains:
             chain = Chain(len(jacobians))

@@ -26,7 +26,7 @@ from ranges import assert_reaches_as_in_the_linear_scan, of_alternating_scale, w
 from trees import any_schedule, products_of
 
 from sparsescan import BatchedCSR, Pattern, ScanPlan, Schedule, exclusive_scan
-from sparsescan.plan.choice import Choice
+from sparsescan.plan.choice import PlanChoice
 from sparsescan.plan.costs.cpu import CpuModel
 from sparsescan.plan.costs.operations import Operations
 from sparsescan.plan.forms import choose_forms
@@ -113,7 +113,7 @@ def random_plan(rng: np.random.Generator, patterns: Sequence[Pattern]) -> ScanPl
     schedule = any_schedule(rng, n)
     share = rng.choice([0.3, 0.7, 1])
     dense = frozenset(product for product in products_of(schedule) if rng.random() < share)
-    return ScanPlan(patterns, Choice(schedule, dense))
+    return ScanPlan(patterns, PlanChoice(schedule, dense))
 
 
 @pytest.fixture(params=[1, 2, 3, 4])

@@ -38,7 +38,7 @@ from sparsescan import MemoryLimitError, Pattern, Schedule
 from sparsescan.arrays import arrays
 from sparsescan.jacobians import Conv2d, ReLU
 from sparsescan.plan import search
-from sparsescan.plan.choice import Choice, Kind
+from sparsescan.plan.choice import InputKind, PlanChoice
 from sparsescan.plan.costs.cpu import Cpu, CpuModel, load_cpu
 from sparsescan.plan.costs.operations import FAMILIES, run_time
 from sparsescan.plan.forms import choose_forms
@@ -71,7 +71,7 @@ def draw_case(
     return patterns, CpuModel(random_machine(rng), dtype, batch, threads)
 
 
-def chosen(patterns: list[Pattern], model: CpuModel) -> tuple[Choice, float]:
+def chosen(patterns: list[Pattern], model: CpuModel) -> tuple[PlanChoice, float]:
     """And its predicted time."""
     choice = Search(patterns, model, anything_fits).choose()
     program = Program(patterns, choice.schedule, dense=choice.dense)
@@ -435,10 +435,10 @@ def test_the_fastest_that_was_measured_is_kept(
 ) -> None:
     """If it takes less than 0.9 of the linear scan's time; its prediction does not matter."""
     as_if(threads)
-    asked: list[Choice] = []
+    asked: list[PlanChoice] = []
 
-    def measure(patterns: Any, kind: Kind, choices: Sequence[Choice]) -> list[float]:
-        assert kind == Kind(3, F4)
+    def measure(patterns: Any, kind: InputKind, choices: Sequence[PlanChoice]) -> list[float]:
+        assert kind == InputKind(3, F4)
         asked.extend(choices)
         return times
 
@@ -489,7 +489,7 @@ def choices(monkeypatch: pytest.MonkeyPatch, as_if: Any) -> list[Any]:
     result: list[Any] = []
 
     class Counting(Search):
-        def choose(self, *about: Any) -> Choice:
+        def choose(self, *about: Any) -> PlanChoice:
             result.append(self._model)
             return super().choose(*about)
 

@@ -18,7 +18,7 @@ from oracles import random_machine, random_patterns, same_bits
 
 import sparsescan
 from sparsescan import MemoryLimitError, Pattern, PeriodicChain, ScanPlan, Schedule
-from sparsescan.plan.choice import Choice, Kind
+from sparsescan.plan.choice import InputKind, PlanChoice
 from sparsescan.plan.costs.cpu import Cpu, CpuModel, load_cpu
 from sparsescan.plan.costs.operations import run_time
 from sparsescan.plan.search import Search
@@ -155,7 +155,7 @@ def choices(monkeypatch: pytest.MonkeyPatch, small_grains: None, as_if: Any) -> 
     result: list[Any] = []
 
     class Counting(Search):
-        def choose(self, *about: Any) -> Choice:
+        def choose(self, *about: Any) -> PlanChoice:
             result.append((self._model.batch, self._model.dtype))
             return super().choose(*about)
 
@@ -274,7 +274,7 @@ def test_what_was_measured_stays_for_its_kind_alone(
     api = importlib.import_module("sparsescan.api")
     measured: list[Any] = []
 
-    def measure(patterns: Any, kind: Kind, some: Any) -> list[float]:
+    def measure(patterns: Any, kind: InputKind, some: Any) -> list[float]:
         measured.append((kind.batch, kind.dtype))
         return [100.0, 200.0, 300.0, 1.0][: len(some)]
 

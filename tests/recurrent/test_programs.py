@@ -19,7 +19,7 @@ from sampling import long_run
 from sparsescan.recurrent import catalogue
 from sparsescan.recurrent.definition import Hidden, Input, declared
 from sparsescan.recurrent.operations import Node
-from sparsescan.recurrent.program import Program, Slot, coefficients, topological
+from sparsescan.recurrent.program import CellProgram, Slot, coefficients, topological
 
 STEPS, BATCH = 3, 2
 # Values and gradients are compared to so many times the largest of them, or 1.
@@ -198,9 +198,9 @@ def test_hard_steps(body: str, seed: int) -> None:
 # -- What a program says --------------------------------------------------------------------------
 
 
-def program_of(body: str) -> Program:
+def program_of(body: str) -> CellProgram:
     """Return the program of a step of two states."""
-    program: Program = hard_cell(body).cls(3, 3).program
+    program: CellProgram = hard_cell(body).cls(3, 3).program
     return program
 
 
@@ -210,7 +210,7 @@ def subsets(of: list[Node]) -> Iterator[tuple[Node, ...]]:
         yield from itertools.combinations(of, size)
 
 
-def recomputed(program: Program, kept: tuple[Node, ...]) -> int | None:
+def recomputed(program: CellProgram, kept: tuple[Node, ...]) -> int | None:
     """Return how many operations are done again for the backward pass, or None if some cannot."""
     free = {*program.outputs, *kept}
     forward = set(topological([*program.outputs, *program.arguments]))

@@ -16,8 +16,6 @@ import torch
 
 from sparsescan.recurrent import definition, operations
 
-__all__ = ["Reference", "Runs", "Value", "grads_of", "unroll_layers"]
-
 # Small arrays; and its threads would wait for each other wherever something else runs.
 torch.set_num_threads(1)
 

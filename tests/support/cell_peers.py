@@ -23,8 +23,6 @@ torch = pytest.importorskip("torch")
 torchrecurrent = pytest.importorskip("torchrecurrent")
 snntorch = pytest.importorskip("snntorch")
 
-__all__ = ["PEERS", "Peer", "gradients"]
-
 Array = NDArray[Any]
 Tensors = dict[str, Any]
 # Takes the module, parameters, an input, and our states; returns our next states.

@@ -38,14 +38,6 @@ import mpi_launch
 import pytest
 import sampling
 
-__all__ = [
-    "ChildFile",
-    "Reporter",
-    "pytest_collect_file",
-    "scope_of",
-    "takes_more",
-]
-
 # Seconds without the report of any test behind which a child hangs; many examples take longer.
 PATIENCE, PATIENCE_EXPLORING = 200, 1200
 # Seconds in which other ranks may report that they have failed, too.

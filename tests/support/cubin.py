@@ -6,8 +6,6 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Resources", "resources_of"]
-
 # A section without content; and what symbols of kernels have, and those that they call have not.
 _NO_BITS, _ENTRY = 8, 0x10
 # Attributes of functions in the section ``.nv.info``: formats of 4 bytes, or followed by so many.

@@ -13,7 +13,7 @@ from oracles import STRUCTURES, every_schedule, mask
 from sparsescan.execution.cuda.patterns import kept_patterns
 from sparsescan.execution.cuda.workspace import device_bytes
 from sparsescan.kernels.cuda import device
-from sparsescan.plan.choice import Choice, PlanOptions
+from sparsescan.plan.choice import PlanChoice, PlanOptions
 from sparsescan.plan.scan_plan import ScanPlan
 from sparsescan.symbolic.pattern import of_mask
 
@@ -33,7 +33,7 @@ def random_plan(seed: int, most: int, largest: int) -> ScanPlan:
     if alike:
         patterns = patterns[:1] * n
     schedule = rng.choice(np.array(every_schedule(n, (2, 3, 5)), object))
-    return ScanPlan(patterns, Choice(schedule), PlanOptions(device="cuda"))
+    return ScanPlan(patterns, PlanChoice(schedule), PlanOptions(device="cuda"))
 
 
 def values(cupy: Any, plan: ScanPlan, batch: int) -> list[Any]:

@@ -51,20 +51,6 @@ import scipy.sparse as sp
 import scipy.special
 from cubin import resources_of
 
-__all__ = [
-    "DEVICES",
-    "Function",
-    "Launch",
-    "Tensor",
-    "count",
-    "cupy",
-    "install",
-    "note",
-    "real",
-    "state",
-    "watch",
-]
-
 DEVICES = 2
 MULTIPROCESSORS = 4
 # CuPy's memory pool gives multiples of so many bytes, which start at one.

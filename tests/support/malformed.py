@@ -9,8 +9,6 @@ import numpy as np
 import scipy.sparse as sp
 from hypothesis import strategies as st
 
-__all__ = ["malformed"]
-
 NUMBERS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 5, 7, 2**31 - 1, 2**31, 2**63 - 1]
 
 

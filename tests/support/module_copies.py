@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["copies_of"]
-
 
 def copies_of(net: Any) -> list[Any]:
     """Return a deep copy, one by pickle, and one from a file."""

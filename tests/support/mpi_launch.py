@@ -11,17 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "DOUBLING",
-    "IS_INSTALLED",
-    "MONITORING",
-    "Ended",
-    "command",
-    "run",
-    "settings",
-    "sleeping",
-]
-
 SUPPORT = Path(__file__).parent
 # The one that was installed beside this Python comes first.
 _FOLDERS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

@@ -10,8 +10,6 @@ import numpy as np
 from cell_oracle import Reference, Runs
 from numpy.typing import NDArray
 
-__all__ = ["Expected", "autograd_of"]
-
 Array = NDArray[Any]
 
 

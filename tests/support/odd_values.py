@@ -22,17 +22,6 @@ try:
 except ImportError:
     torch = None
 
-__all__ = [
-    "Changing",
-    "Hostile",
-    "Lying",
-    "odd",
-    "other",
-    "other_array",
-    "other_sequence",
-    "torch",
-]
-
 DTYPES = (
     *("f4", "f8", "f2", "g", "F", "D", "i1", "i4", "i8", "u4", "u8", "?"),
     *("O", "S3", "U3", "V8", "M8[s]", "m8[s]", ">f4", ">f8", ">i4", "f,i"),

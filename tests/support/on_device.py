@@ -19,16 +19,6 @@ from sampling import ALL
 
 from sparsescan import BatchedCSR, CSRChain
 
-__all__ = [
-    "IN_PTX",
-    "IN_PYTHON",
-    "SIMULATED",
-    "cupy_or_stand_in",
-    "jacobians_on",
-    "run_as_compiled_if",
-    "to_host",
-]
-
 IN_PYTHON, IN_PTX = bool(config.ENABLE_CUDASIM), "SPARSESCAN_PTX" in os.environ
 SIMULATED = IN_PYTHON or IN_PTX
 

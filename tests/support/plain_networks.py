@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["plain_run", "truncated_grads"]
-
 
 def _step(kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Any:
     """Return the new states of a cell, by the equations of PyTorch's documentation."""

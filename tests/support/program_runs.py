@@ -14,9 +14,7 @@ from cell_oracle import Runs
 from scipy.special import expit
 
 from sparsescan.recurrent.operations import Node
-from sparsescan.recurrent.program import Program, Term
-
-__all__ = ["MissingError", "evaluate", "run_program"]
+from sparsescan.recurrent.program import CellProgram, Term
 
 Array = Any
 
@@ -69,7 +67,7 @@ def evaluate(each: Node, known: Mapping[Node, Array], memo: dict[Node, Array]) -
 
 
 def run_program(
-    program: Program,
+    program: CellProgram,
     biased: Mapping[str, Sequence[int]],
     params: Mapping[str, Array],
     x: Array,
@@ -80,7 +78,7 @@ def run_program(
 
     Parameters
     ----------
-    program : Program
+    program : CellProgram
         The program.
     biased : mapping of str to sequence of int
         For each matrix, the gates that have a bias.
@@ -113,7 +111,7 @@ class _Run:
 
     def __init__(
         self,
-        program: Program,
+        program: CellProgram,
         biased: Mapping[str, Sequence[int]],
         params: Mapping[str, Array],
         shape: tuple[int, int],
@@ -318,11 +316,11 @@ def _leaves_under(roots: Sequence[Node | None]) -> set[Node]:
     return {each for each in found if not each.arguments}
 
 
-def _backward_leaves(program: Program) -> set[Node]:
+def _backward_leaves(program: CellProgram) -> set[Node]:
     return _leaves_under(
         [*program.slot_grads, *program.state_grads, *program.row_grads, program.input_grad]
     )
 
 
-def _leaves_of(program: Program) -> set[Node]:
+def _leaves_of(program: CellProgram) -> set[Node]:
     return _leaves_under([*program.outputs, *program.arguments]) | _backward_leaves(program)

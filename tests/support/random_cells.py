@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-__all__ = ["RandomCell", "random_cells"]
-
 # How many stages a step has at most.
 _MOST_STAGES = 3
 _HEADER = """\

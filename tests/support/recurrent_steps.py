@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from sparsescan.recurrent import GRU, LSTM, RNN
 
-__all__ = ["KINDS", "arguments_of", "autograd", "gradients_of", "networks"]
-
 torch = pytest.importorskip("torch")
 
 Array = NDArray[Any]

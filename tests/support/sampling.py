@@ -9,17 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import seed, settings
 
-__all__ = [
-    "ALL",
-    "SAMPLE",
-    "added_examples",
-    "examples",
-    "long_run",
-    "other_examples",
-    "slow",
-    "times",
-]
-
 # Examples that Hypothesis makes for a test by default, in a sample of all tests and with --all.
 SAMPLE, ALL = 8, 20
 

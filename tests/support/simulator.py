@@ -21,8 +21,6 @@ from numba import types as numba_types
 from numba.cuda.simulator import kernel, kernelapi
 from numba.np import numpy_support
 
-__all__ = ["install"]
-
 
 class _Worker(kernel.BlockThread):
     """A thread of Python, which is one thread of a block after the other, while it is its turn."""

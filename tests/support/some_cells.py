@@ -7,20 +7,7 @@ from typing import Any
 from sparsescan.recurrent import Cell, GRUCell, LSTMCell, RNNCell
 from sparsescan.recurrent.definition import Constant, Hidden, Input, Scalar, Vector
 from sparsescan.recurrent.operations import exp, minimum, relu, sigmoid, surrogate, tanh
-from sparsescan.recurrent.program import Program
-
-__all__ = [
-    "CELLS",
-    "MGU",
-    "SCRN",
-    "Diagonal",
-    "Elementwise",
-    "Leaky",
-    "PeepholeLSTM",
-    "Spiking",
-    "Tied",
-    "program_of",
-]
+from sparsescan.recurrent.program import CellProgram
 
 
 class MGU(Cell):
@@ -133,7 +120,7 @@ CELLS: dict[str, type[Cell]] = {
 }
 
 
-def program_of(name: str) -> Program:
+def program_of(name: str) -> CellProgram:
     """Return the program of one of these cells, or of PyTorch's."""
     if name in CELLS:
         return CELLS[name](1, 1).program

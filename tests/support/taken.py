@@ -10,8 +10,6 @@ from ptx.kept import keep
 
 from sparsescan.arrays import cuda as door
 
-__all__ = ["taken_by"]
-
 
 def taken_by(kernel: Any, count: int, capability: str = "9.0a") -> Resources:
     """Return what a kernel of `count` int64 takes."""

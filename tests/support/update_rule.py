@@ -12,8 +12,6 @@ from sparsescan.jacobians import Linear, Operator, Residual, Tanh
 from sparsescan.recurrent import GRUCell
 from sparsescan.strategies.networks import Recurrent, Step, Trainable
 
-__all__ = ["loss_of", "parameters", "sgd", "start_of", "transcription"]
-
 Array = Any
 Params = dict[str, Array]
 

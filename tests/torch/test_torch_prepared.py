@@ -21,7 +21,7 @@ from sparsescan.errors import InputError, InputTypeError
 from sparsescan.recurrent.catalogue import MGU
 from sparsescan.torch import _prepared, _recurrent_op, _shapes, _times, calibrate, explain
 from sparsescan.torch._prepared import Prepared, only
-from sparsescan.torch._times import Key, Table, name_of, predict
+from sparsescan.torch._times import Key, TimeTable, name_of, predict
 
 KINDS = ("RNN", "GRU", "LSTM")
 Rng = np.random.Generator
@@ -325,7 +325,7 @@ def test_large_results_are_nobody_elses() -> None:
 # -- Which kernel ----------------------------------------------------------------------------------
 
 
-def table(ours: float, theirs: float) -> Table:
+def table(ours: float, theirs: float) -> TimeTable:
     """Return times that are the same for all sizes, but for the number of steps."""
     part = {"ours": [[[ours, 10 * ours]]], "theirs": [[[theirs, 10 * theirs]]]}
     names = [
@@ -334,7 +334,7 @@ def table(ours: float, theirs: float) -> Table:
         for has_backward in (False, True)
         for threads in (1, 2)
     ]
-    return Table("made up", [8], [1], [1, 10], dict.fromkeys(names, part))
+    return TimeTable("made up", [8], [1], [1, 10], dict.fromkeys(names, part))
 
 
 @pytest.mark.parametrize("kind", KINDS)

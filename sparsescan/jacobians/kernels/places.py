@@ -52,23 +52,6 @@ from ...kernels.cpu.lanes import (
     total,
 )
 
-__all__ = [
-    "add_maps",
-    "choose_largest",
-    "normalise",
-    "pack",
-    "pass_back",
-    "pass_normalised",
-    "pass_to_chosen",
-    "put",
-    "sum_all_places",
-    "sum_all_weights",
-    "sum_places",
-    "sum_rows",
-    "sum_weights",
-    "take",
-]
-
 Array = Any
 _kernel = njit(nogil=True, cache=True, _nrt=False)
 _helper = njit(_nrt=False)

@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from ...kernels.compile import njit
 
-__all__ = ["Windows", "mark_in_tiles", "mark_in_windows"]
-
 # Bits of a vector of window maxima: one register of AVX-512, two of AVX2.
 _VECTOR = 512
 

@@ -9,19 +9,8 @@ from numpy.typing import NDArray
 
 from ...kernels.compile import njit
 
-__all__ = [
-    "Axis",
-    "Templates",
-    "count_templates",
-    "fill_pattern",
-    "fill_templates",
-    "fill_values",
-    "gather",
-    "transpose",
-]
 
-
-class Axis(NamedTuple):
+class StencilAxis(NamedTuple):
     """One axis of the input of a convolution: which outputs each place reaches, by which weights.
 
     Places that have the same weights are of one class; the outputs that they reach lie equally far

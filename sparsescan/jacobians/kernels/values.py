@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ...kernels.compile import njit
 
-__all__ = ["relu"]
-
 
 @njit(nogil=True, cache=True)
 def relu(x, out):  # type: ignore[no-untyped-def]

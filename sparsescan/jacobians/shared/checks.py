@@ -15,8 +15,6 @@ from ...arrays.arrays import read_array
 from ...errors import DeviceError, InputError, InputTypeError, short
 from ...symbolic.pattern import check_ordered
 
-__all__ = ["Shape", "batched", "check_dim", "check_number", "check_sizes", "on_host"]
-
 Shape = tuple[int, ...]
 
 # Bounds for the elements of an array, so that int64 can count some such arrays, and for its axes.

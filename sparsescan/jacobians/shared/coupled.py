@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...arrays.arrays import Constant, namespace, output
+from ...arrays.arrays import Mirrored, namespace, output
 from ...symbolic.implicit import ImplicitPattern
 from ...symbolic.pattern import Pattern, block_diagonal, index_dtype, trusted
-
-__all__ = ["Coupled", "grouped"]
 
 Array = Any
 
@@ -38,7 +36,7 @@ class Coupled:
 
     def __init__(self, group_of: NDArray[Any], terms: int, blocks: int) -> None:
         n, self._terms, self._blocks = len(group_of), terms, blocks
-        self._order = Constant(np.argsort(group_of, kind="stable"))
+        self._order = Mirrored(np.argsort(group_of, kind="stable"))
         sizes = np.bincount(group_of)
         first = _pattern(
             np.concatenate([np.ones(n, np.int64), np.tile(sizes, terms)]),

@@ -9,13 +9,11 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from ...arrays.arrays import Constant
+from ...arrays.arrays import Mirrored
 from ...errors import InputError
 from ...symbolic.pattern import Pattern, indptr_of, trusted
 from .checks import check_sizes
 from .operator import Operator
-
-__all__ = ["Images", "Separable", "Taps", "kron"]
 
 Array = Any
 
@@ -68,10 +66,14 @@ class Taps:
         return sp.csr_array((values, self.column, self.ptr), shape=(self.size, self.size_out))
 
     @cached_property
-    def _read(self) -> tuple[Constant, Constant, Constant]:
+    def _read(self) -> tuple[Mirrored, Mirrored, Mirrored]:
         """For each tap and output, an input, its weight, and whether it is to be read."""
         inside = np.clip(self.inputs, 0, self.size - 1)
-        return Constant(inside.T), Constant(self.weights.T), Constant(self.weights.T != 0)
+        return (
+            Mirrored(inside.T),
+            Mirrored(self.weights.T),
+            Mirrored(self.weights.T != 0),
+        )
 
     def read(self, xp: Any, x: Array, axis: int, fill: float) -> Array:
         """Return the inputs that outputs read along an axis, which becomes two: taps, outputs."""
@@ -127,9 +129,9 @@ class Separable(Images):
         out[...] = self._values.on(xp).astype(out.dtype, copy=False)
 
     @cached_property
-    def _values(self) -> Constant:
+    def _values(self) -> Mirrored:
         """Values of the Kronecker product, in the order of its pattern."""
-        return Constant(kron(self._y, self._x).data)
+        return Mirrored(kron(self._y, self._x).data)
 
 
 def kron(y: Taps, x: Taps) -> sp.csr_array:

@@ -22,8 +22,6 @@ from ...symbolic.indexed import indexed
 from ...symbolic.pattern import Pattern, block_diagonal, index_dtype
 from .checks import Shape, batched, check_sizes
 
-__all__ = ["Operator", "repeated_rows"]
-
 # Nanoseconds of work below which another thread takes longer to wake than it saves.
 _GRAIN = 200_000
 

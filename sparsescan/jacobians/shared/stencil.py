@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...arrays.arrays import Constant
+from ...arrays.arrays import Mirrored
 from ...symbolic.pattern import Pattern, index_dtype, trusted
 from ..kernels.stencil import (
-    Axis,
+    StencilAxis,
     Templates,
     count_templates,
     fill_pattern,
@@ -23,8 +23,6 @@ from ..kernels.stencil import (
 )
 from .checks import Shape
 from .windows import Connections
-
-__all__ = ["Channels", "Stencil"]
 
 Array = Any
 
@@ -140,17 +138,17 @@ class Stencil:
         out[...] = weight[self._sources.on(xp)]
 
     @cached_property
-    def _sources(self) -> Constant:
+    def _sources(self) -> Mirrored:
         """Place in the flattened weight of every entry."""
         sources = np.empty(self._nnz, self._templates.sources.dtype)
         self._copy(self._templates.sources, sources)
-        return Constant(sources)
+        return Mirrored(sources)
 
     def _copy(self, values: NDArray[Any], out: NDArray[Any]) -> None:
         fill_values(self._channels.inputs, self._y, self._x, self._templates.ptr, values, out)
 
 
-def _classes(connections: Connections) -> Axis:
+def _classes(connections: Connections) -> StencilAxis:
     """Return the places of an axis in classes that have the same weights.
 
     The weights of a place are equally far apart, so the first one and their number tell them all.
@@ -167,4 +165,4 @@ def _classes(connections: Connections) -> Axis:
     class_ptr = np.concatenate([[0], np.cumsum(sizes)])
     entry = np.arange(class_ptr[-1]) + np.repeat(ptr[example] - class_ptr[:-1], sizes)
     distance = output[entry] - np.repeat(first[example], sizes)
-    return Axis(of.reshape(-1), first, class_ptr, weight[entry], distance)
+    return StencilAxis(of.reshape(-1), first, class_ptr, weight[entry], distance)

@@ -13,8 +13,6 @@ from ...errors import InputError
 from ...symbolic.pattern import indptr_of
 from .checks import Shape
 
-__all__ = ["Connections", "Window", "check_output_size", "slide"]
-
 Array = Any
 
 

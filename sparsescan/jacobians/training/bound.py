@@ -13,8 +13,6 @@ from ..sequential import Sequential
 from ..shared.operator import Operator
 from .network_step import NetworkGradients, NetworkStep
 
-__all__ = ["BoundStep", "without_arrays"]
-
 Array = NDArray[Any]
 
 

@@ -8,8 +8,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["choose_segments", "needed_bytes"]
-
 # How many sizes of the memory that segments share are tried.
 _TRIED = 64
 

@@ -31,21 +31,19 @@ from .places import Map
 from .stages import (
     Add,
     Apply,
+    ChannelWork,
+    LayerStage,
     Normalise,
     Pool,
     Samples,
     Span,
-    Stage,
     Task,
-    Work,
     in_lanes,
     put_grad,
     samples_of,
     write,
 )
 from .weighted import Mix, Multiply, Weigh, WeighAll
-
-__all__ = ["NamedLayer", "NetworkGradients", "NetworkStep"]
 
 Array = NDArray[Any]
 
@@ -156,7 +154,7 @@ class NetworkStep:
         )
         self._has_batch_axis = _holds_batch(network.layers)
         self._maps: list[Map] = []
-        self._stages: list[Stage] = []
+        self._stages: list[LayerStage] = []
         self._first = self._map(network.input_shape)
         self._last = self._build(network.parts, self._first)
         self._samples: Samples | None = None
@@ -505,7 +503,7 @@ class _Group(NamedTuple):
     others.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[LayerStage, ...]
     parts: list[Span]
 
     def forward(self) -> None:
@@ -525,7 +523,7 @@ class _Group(NamedTuple):
         call_all([partial(self._backward, stages, part) for part in self.parts])
 
     @staticmethod
-    def _backward(stages: list[Stage], part: Span) -> None:
+    def _backward(stages: list[LayerStage], part: Span) -> None:
         for stage in stages:
             stage.backward(part)
 
@@ -535,7 +533,7 @@ class _Segment(NamedTuple):
 
     Attributes
     ----------
-    stages : list of Stage
+    stages : list of LayerStage
         In the order of the network.
     ahead, back : list of _Group
         How they run forward, and backward.
@@ -543,13 +541,13 @@ class _Segment(NamedTuple):
         The memory of all results but the last.
     """
 
-    stages: list[Stage]
+    stages: list[LayerStage]
     ahead: list[_Group]
     back: list[_Group]
     shared: Array
 
     @classmethod
-    def of(cls, stages: list[Stage], shared: Array) -> _Segment:
+    def of(cls, stages: list[LayerStage], shared: Array) -> _Segment:
         """Return stages that have been bound to their arrays."""
         return cls(stages, _groups(stages), _groups(stages[::-1], back=True), shared)
 
@@ -584,10 +582,10 @@ class _Segment(NamedTuple):
         return params
 
 
-def _groups(stages: Sequence[Stage], *, back: bool = False) -> list[_Group]:
+def _groups(stages: Sequence[LayerStage], *, back: bool = False) -> list[_Group]:
     """Return stages in the order in which they run, in groups."""
-    groups: list[list[Stage]] = []
-    works: list[Work] = []
+    groups: list[list[LayerStage]] = []
+    works: list[ChannelWork] = []
     for stage in stages:
         work = stage.back if back else stage.ahead
         before = groups[-1] if groups else []
@@ -598,7 +596,7 @@ def _groups(stages: Sequence[Stage], *, back: bool = False) -> list[_Group]:
         same = follows and before[0].by_channels and len(works[-1].ends) == len(work.ends)
         if same and stage.is_channelwise:
             before.append(stage)
-            works[-1] = Work(works[-1].ends + work.ends)
+            works[-1] = ChannelWork(works[-1].ends + work.ends)
             continue
         groups.append([stage])
         works.append(work)

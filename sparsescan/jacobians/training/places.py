@@ -13,8 +13,6 @@ from ...symbolic.pattern import indptr_of
 from ..shared.checks import Shape
 from ..shared.windows import Window
 
-__all__ = ["Map", "Table", "Taps", "View", "gathering", "scattering", "widen"]
-
 Array = NDArray[Any]
 Places = NDArray[np.int64]
 
@@ -106,7 +104,7 @@ class View(NamedTuple):
         return self.map.numbers().reshape(self.sizes)
 
 
-class Taps(NamedTuple):
+class TapTable(NamedTuple):
     """The kept weights of a layer, by the channels of the windows.
 
     Attributes
@@ -122,12 +120,12 @@ class Taps(NamedTuple):
     y: Places
     x: Places
 
-    def chosen(self, places: Any) -> Taps:
+    def chosen(self, places: Any) -> TapTable:
         """Return some of them, or all in another order."""
-        return Taps(*(array[places] for array in self))
+        return TapTable(*(array[places] for array in self))
 
 
-class Table(NamedTuple):
+class PlaceTable(NamedTuple):
     """A table as kernels take it, but for samples; see :mod:`._kernels.places`.
 
     Attributes
@@ -155,7 +153,9 @@ class Table(NamedTuple):
     sizes: tuple[int, int]
 
 
-def gathering(taps: Taps, windows: tuple[Window, Window], small: View, large: View) -> Table:
+def gathering(
+    taps: TapTable, windows: tuple[Window, Window], small: View, large: View
+) -> PlaceTable:
     """Return the table by which a place of each window is the sum of what the window reads.
 
     Entries have the order of the taps, which are sorted by their small channels.
@@ -167,7 +167,7 @@ def gathering(taps: Taps, windows: tuple[Window, Window], small: View, large: Vi
     moved = (np.arange(write.shape[2])[:, None] * y.stride - y.before) * line
     moved = moved + np.arange(write.shape[3])[every] * x.stride - x.before
     tap = taps.y * (y.dilation * line) + taps.x * x.dilation
-    return Table(
+    return PlaceTable(
         indptr_of(taps.small, write.shape[1]),
         read[0, taps.large, 0, 0] - read[0, 0, 0, 0] + tap,
         np.arange(len(taps.small)),
@@ -180,8 +180,8 @@ def gathering(taps: Taps, windows: tuple[Window, Window], small: View, large: Vi
 
 
 def scattering(
-    taps: Taps, windows: tuple[Window, Window], small: View, large: View
-) -> Iterator[Table]:
+    taps: TapTable, windows: tuple[Window, Window], small: View, large: View
+) -> Iterator[PlaceTable]:
     """Yield tables by which places that windows read are sums over the windows that read them.
 
     There is a table for each place within a stride: the same taps reach all of its places.
@@ -202,7 +202,7 @@ def scattering(
             back += (some.x * x.dilation - phase_x) // x.stride
             run, every = _run(len(column), x.stride)
             moved = row[:, None] * line + column[every]
-            yield Table(
+            yield PlaceTable(
                 indptr_of(some.large, write.shape[1]),
                 read[0, some.small, 0, 0] - read[0, 0, 0, 0] - back,
                 chosen,

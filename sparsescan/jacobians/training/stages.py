@@ -22,22 +22,6 @@ from ..normalization import BatchNorm
 from ..shared.checks import on_host
 from .places import Map, View
 
-__all__ = [
-    "Add",
-    "Apply",
-    "Normalise",
-    "Pool",
-    "Samples",
-    "Span",
-    "Stage",
-    "Task",
-    "Work",
-    "in_lanes",
-    "put_grad",
-    "samples_of",
-    "write",
-]
-
 Array = NDArray[Any]
 Task = Callable[[], None]
 Span = tuple[int, int]
@@ -118,7 +102,7 @@ class Samples(NamedTuple):
         return aligned_zeros(count + lanes(self.dtype), self.dtype)
 
 
-class Stage(ABC):
+class LayerStage(ABC):
     """A layer, or a sum, from maps to a map.
 
     Attributes
@@ -131,13 +115,13 @@ class Stage(ABC):
         What it writes.
     sources : tuple of Map
         What it reads.
-    ahead, back : Work
+    ahead, back : ChannelWork
         The work of :meth:`forward`, by channels of the result, and that of :meth:`backward`, by
         those of the sources; set by :meth:`bind`.
     """
 
-    ahead: Work
-    back: Work
+    ahead: ChannelWork
+    back: ChannelWork
     copied: tuple[str, ...] = ()
     # Whether parts are channels; and whether channels of the result depend on the same channels of
     # the sources, and no others.
@@ -207,7 +191,7 @@ class Stage(ABC):
         return room
 
 
-class Work(NamedTuple):
+class ChannelWork(NamedTuple):
     """Work on channels, which threads may share.
 
     Attributes
@@ -219,7 +203,7 @@ class Work(NamedTuple):
     ends: NDArray[np.int64]
 
     @classmethod
-    def even(cls, channels: int, places: int, samples: Samples) -> Work:
+    def even(cls, channels: int, places: int, samples: Samples) -> ChannelWork:
         """Return the work of reading and writing so many places of each channel."""
         each = _READS * places * samples.vectors
         return cls(np.arange(channels + 1) * each)
@@ -232,7 +216,7 @@ class Work(NamedTuple):
         return [(a, b) for a, b in pairwise([0, *cuts, len(self.ends) - 1]) if a < b]
 
 
-class Pool(Stage):
+class Pool(LayerStage):
     """The largest of each window, and which it is."""
 
     is_channelwise = True
@@ -253,7 +237,7 @@ class Pool(Stage):
         )
         reads = np.bincount(taps[taps >= 0], minlength=1)
         self._overlaps, self._covers = reads.max() > 1, np.count_nonzero(reads) == len(places)
-        self.ahead = self.back = Work.even(len(read), places.size, samples)
+        self.ahead = self.back = ChannelWork.even(len(read), places.size, samples)
 
     def forward(self, part: Span) -> None:
         arrays = self.result.x, self.kept, self.sources[0].x
@@ -274,7 +258,7 @@ class Pool(Stage):
         kernels.pass_to_chosen(part, self._where, lots, *arrays)
 
 
-class Normalise(Stage):
+class Normalise(LayerStage):
     """A batch normalisation, by the statistics of the batch or by running ones."""
 
     is_channelwise = True
@@ -291,7 +275,7 @@ class Normalise(Stage):
         super().bind(samples, kept)
         self._where, self._above = (_channels(view, samples.room) for view in self._views)
         channels, places = self.op.num_features, len(self._where[1])
-        self.ahead = self.back = Work.even(channels, places, samples)
+        self.ahead = self.back = ChannelWork.even(channels, places, samples)
         self._sums = np.zeros((channels, 2))
         self._mean, self._variance, self._inverse = np.zeros((3, channels))
         ones, zeros = np.ones(channels, samples.dtype), np.zeros(channels, samples.dtype)
@@ -346,7 +330,7 @@ class Normalise(Stage):
         return grads, []
 
 
-class Add(Stage):
+class Add(LayerStage):
     """The sum of two maps, where a residual block ends."""
 
     is_channelwise = True
@@ -359,7 +343,9 @@ class Add(Stage):
         rows, runs = result
         # All numbers of a run count, those of empty lanes too, which are 0.
         self._run = self.result.shape[-1] * samples.room
-        self.ahead = self.back = Work.even(len(rows), len(runs) * self.result.shape[-1], samples)
+        self.ahead = self.back = ChannelWork.even(
+            len(rows), len(runs) * self.result.shape[-1], samples
+        )
 
     def forward(self, part: Span) -> None:
         arrays = self.result.x, *(source.x for source in self.sources)
@@ -383,11 +369,11 @@ def _runs(one: Map, samples: Samples) -> tuple[NDArray[np.int64], NDArray[np.int
     return numbers[:, 0] * samples.room, behind * samples.room
 
 
-class Apply(Stage):
+class Apply(LayerStage):
     """Any layer, by its own functions, on samples in the order of the caller's."""
 
     by_channels = False
-    ahead = back = Work(np.array([0, 1]))
+    ahead = back = ChannelWork(np.array([0, 1]))
 
     @cached_property
     def _plan(self) -> Any:

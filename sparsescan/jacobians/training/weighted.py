@@ -19,10 +19,8 @@ from ..linear import Linear
 from ..shared.checks import on_host
 from ..shared.kron import kron
 from ..shared.windows import Window
-from .places import Map, Table, Taps, View, gathering, scattering, widen
-from .stages import Apply, Samples, Span, Stage, Task, Work, in_lanes, put_grad, write
-
-__all__ = ["Mix", "Multiply", "Weigh", "WeighAll"]
+from .places import Map, PlaceTable, TapTable, View, gathering, scattering, widen
+from .stages import Apply, ChannelWork, LayerStage, Samples, Span, Task, in_lanes, put_grad, write
 
 Array = NDArray[Any]
 
@@ -39,7 +37,7 @@ DENSITY = 0.5 if lanes(np.dtype(np.float32)) == 16 else 1.0
 MATRIX, MATRIX_DENSITY = 1 << 18, 0.3
 
 
-class _Sums(Stage):
+class _Sums(LayerStage):
     """Weighted sums of places, by tables for both directions."""
 
     _ahead: Sequence[_Bound]
@@ -48,7 +46,8 @@ class _Sums(Stage):
     def _set_tables(self, ahead: Sequence[_Bound], back: Sequence[_Bound]) -> None:
         self._ahead, self._back = ahead, back
         self.ahead, self.back = (
-            Work(np.sum([table.ends for table in tables], axis=0)) for tables in (ahead, back)
+            ChannelWork(np.sum([table.ends for table in tables], axis=0))
+            for tables in (ahead, back)
         )
 
     def forward(self, part: Span) -> None:
@@ -85,7 +84,7 @@ class Mix(_Sums):
 def _mixing(matrix: sp.csr_array, source: Map, result: Map, samples: Samples) -> _Bound:
     """Return the table of a matrix that multiplies each image; a row is a place of the result."""
     read, write = (one.numbers().reshape(-1, math.prod(one.shape[-2:])) for one in (source, result))
-    table = Table(
+    table = PlaceTable(
         matrix.indptr.astype(np.int64),
         read[0, matrix.indices] - read[0, 0],
         np.arange(matrix.nnz),
@@ -143,12 +142,12 @@ class Weigh(_Sums):
     def _groups(self) -> int:
         return getattr(self.op, "groups", 1)
 
-    def _taps(self, mask: NDArray[np.bool_]) -> Taps:
+    def _taps(self, mask: NDArray[np.bool_]) -> TapTable:
         """Return the weights in a mask, as they lie in memory."""
         mask = mask.reshape(*mask.shape[:2], *(window.kernel for window in self._windows))
         small, inner, y, x = np.nonzero(mask)
         large = inner + small // (len(mask) // self._groups) * mask.shape[1]
-        return Taps(small, large, y, x)
+        return TapTable(small, large, y, x)
 
     def bind(self, samples: Samples, kept: Array) -> None:
         super().bind(samples, kept)
@@ -189,7 +188,7 @@ class Weigh(_Sums):
             else:
                 tasks += [
                     partial(kernels.sum_rows, rows, table.where, grads["bias"], result.grad)
-                    for rows in Work(table.ends).parts()
+                    for rows in ChannelWork(table.ends).parts()
                 ]
         return grads, tasks
 
@@ -207,7 +206,7 @@ class Weigh(_Sums):
             entries = int(table.ptr[rows[0]]), int(table.ptr[rows[1]])
             kernels.put(entries, out, self._grad, self.kept_at)
 
-        return [partial(add_up, rows) for rows in Work(table.ends).parts()]
+        return [partial(add_up, rows) for rows in ChannelWork(table.ends).parts()]
 
 
 class WeighAll(Weigh):
@@ -274,7 +273,7 @@ class WeighAll(Weigh):
                 of_row = len(out) // len(self.op.kept_weights())
                 _copy((rows[0] * of_row, rows[1] * of_row), out, sums, bits)
 
-        return [partial(add_up, rows) for rows in Work(table.ends).parts()]
+        return [partial(add_up, rows) for rows in ChannelWork(table.ends).parts()]
 
 
 class Multiply(Apply):
@@ -398,7 +397,7 @@ class _Bound:
         for all rows.
     """
 
-    def __init__(self, table: Table, samples: Samples) -> None:
+    def __init__(self, table: PlaceTable, samples: Samples) -> None:
         room, dtype = samples.room, samples.dtype
         self.ptr, self.order = table.ptr, _narrow(table.order)
         starts, counts = samples.cut(table.run)
@@ -420,7 +419,7 @@ class _Bound:
         self.ends = (table.ptr + np.arange(len(table.ptr))) * positions
 
     @staticmethod
-    def _block(read_at: NDArray[np.int64], table: Table, samples: Samples) -> int:
+    def _block(read_at: NDArray[np.int64], table: PlaceTable, samples: Samples) -> int:
         """Return how many positions read what a cache holds, in eights."""
         channels, tap = table.reach
         room = _CACHE // max(channels * samples.dtype.itemsize, 1) - tap * samples.room
@@ -450,7 +449,7 @@ class _Full(_Bound):
 
     Parameters
     ----------
-    table : Table
+    table : PlaceTable
         Its entries are those of the first row of each group.
     weight : ndarray
         Room for all weights.
@@ -464,7 +463,7 @@ class _Full(_Bound):
 
     def __init__(
         self,
-        table: Table,
+        table: PlaceTable,
         samples: Samples,
         weight: Array,
         rows: int,

@@ -21,8 +21,6 @@ from .lanes import lane_count, load, load_some, store, store_some
 from .memory import array_at
 from .tables import ZERO, Kind
 
-__all__ = ["outer_products", "outer_sums", "sweep", "sweep_columns"]
-
 Array = Any
 
 _ONE, _TWO = np.uint64(1), np.uint64(2)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ..compile import njit
 
-__all__ = ["add_range", "copy_into", "fill_with"]
-
 # Without counts of references: threads that share arrays would wait for each other at every call.
 _kernel = njit(nogil=True, cache=True, _nrt=False)
 

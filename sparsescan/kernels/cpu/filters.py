@@ -34,8 +34,6 @@ from .sixteen import (
     zeros_of,
 )
 
-__all__ = ["FilterNeeds", "FilterSizes", "differentiate", "filter_blocks"]
-
 _SQUARE = 8
 
 

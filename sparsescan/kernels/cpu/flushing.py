@@ -17,8 +17,6 @@ from numba.extending import intrinsic
 
 from ..compile import njit
 
-__all__ = ["flush", "mode", "set_mode"]
-
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 _IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 _FLAGS = 0x8040 if _IS_X86 else 1 << 24 if _IS_ARM else 0

@@ -6,8 +6,6 @@ import numpy as np
 
 from ..compile import njit
 
-__all__ = ["count_changes"]
-
 
 # Without counts of references: threads that share arrays would wait for each other at every call.
 @njit(nogil=True, cache=True, _nrt=False)

@@ -22,18 +22,6 @@ from .nodes import (
 from .scaling import all_finite, exponent_of, ldexp
 from .tables import FINISHED, ONE, UNDECIDED, WORD, ZERO, Kind, Node, Run
 
-__all__ = [
-    "add_rows",
-    "apply_jacobian",
-    "apply_product",
-    "csr_matvec",
-    "dense_matvec",
-    "dense_matvec_of_eight",
-    "interleave",
-    "matvec",
-    "single_matvec",
-]
-
 
 @njit(fastmath={"reassoc", "contract"})
 def dense_matvec(first, last, cols, m, x, y):

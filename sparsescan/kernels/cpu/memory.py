@@ -22,23 +22,6 @@ from numba.extending import intrinsic, models, register_model
 
 from ..compile import njit
 
-__all__ = [
-    "PATIENCE",
-    "add_fused_term",
-    "add_term",
-    "array_at",
-    "clock",
-    "dot_two_rows",
-    "eights_at",
-    "exchange",
-    "fetch_add",
-    "load",
-    "plus",
-    "relax",
-    "store",
-    "zero",
-]
-
 
 @intrinsic
 def _pointer(typingctx, address, like):

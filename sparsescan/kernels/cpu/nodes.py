@@ -8,24 +8,6 @@ from ..compile import njit
 from .memory import array_at, load
 from .tables import FINISHED, SLOTS, WORD, ZERO, Kind, Node, Op, Run, Store
 
-__all__ = [
-    "balanced_row",
-    "bits_of",
-    "column_of",
-    "exponents_of",
-    "gradient_of",
-    "indices_of",
-    "indptr_of",
-    "is_stopped",
-    "local_of",
-    "node_at",
-    "op_at",
-    "own_exponents_of",
-    "row_bounds",
-    "starts_of",
-    "values_of",
-]
-
 
 @njit(inline="always")
 def is_stopped(t):

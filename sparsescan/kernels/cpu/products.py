@@ -36,8 +36,6 @@ from .scaling import (
 from .spgemm import multiply
 from .tables import FINISHED, IN_BAND, ONE, OUT_OF_BAND, UNDECIDED, ZERO, Node, Op, Run, Store
 
-__all__ = ["check_operands", "make_product", "multiply_rows", "settle"]
-
 
 @njit
 def _multiply_scaled(t, left, right, out, b, thread):

@@ -15,16 +15,6 @@ from .matvec import add_rows, csr_matvec, dense_matvec, dense_matvec_of_eight, i
 from .memory import add_fused_term, array_at, eights_at, store, zero
 from .tables import LANES, ZERO, Kind
 
-__all__ = [
-    "Stack",
-    "Steps",
-    "outer_products",
-    "outer_sums",
-    "sweep",
-    "sweep_columns",
-    "sweep_shared",
-]
-
 Array = Any
 
 

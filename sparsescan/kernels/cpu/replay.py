@@ -22,19 +22,6 @@ from .flushing import flush, mode, set_mode
 from .memory import array_at, fetch_add, load, relax
 from .tables import WORD
 
-__all__ = [
-    "Control",
-    "Header",
-    "begin",
-    "call_at",
-    "fill",
-    "help_out",
-    "take_part",
-    "wait_for_all",
-    "words_at",
-    "work_off",
-]
-
 _WORDS = np.zeros(0, np.int64)
 
 

@@ -42,8 +42,6 @@ from .tables import (
     Work,
 )
 
-__all__ = ["abort", "run", "run_vectors"]
-
 # Nanoseconds that threads wait for each other in a run before any leaves.
 _WAITED = 500_000
 

@@ -10,18 +10,6 @@ from ..compile import njit
 from .nodes import column_of, indices_of, indptr_of, row_bounds
 from .tables import EMPTY, IN_BAND, OUT_OF_BAND, UNDECIDED, Node, Run
 
-__all__ = [
-    "all_finite",
-    "exponent_of",
-    "extremes",
-    "ldexp",
-    "loses_bits",
-    "mark_empty_columns",
-    "normalise",
-    "prescale",
-    "range_of",
-]
-
 
 @njit
 def exponent_of(value):

@@ -48,24 +48,13 @@ from .lanes import (
     transpose,
 )
 
-__all__ = [
-    "BACKWARD_TILES",
-    "FORWARD_TILES",
-    "STATE_ROWS",
-    "Gradients",
-    "Scan",
-    "add_up",
-    "backward",
-    "forward",
-]
-
 Array = Any
 
 # Scratch has a vector for each step of a segment so many times, and so many for each state.
 FORWARD_TILES, BACKWARD_TILES, STATE_ROWS = 4, 13, 4
 
 
-class Scan(NamedTuple):
+class SelectiveScan(NamedTuple):
     """A selective scan; arrays are contiguous and flat.
 
     Attributes
@@ -112,7 +101,7 @@ class Scan(NamedTuple):
     bias: Array
 
 
-class Gradients(NamedTuple):
+class SelectiveGradients(NamedTuple):
     """What a backward pass writes; those that nobody needs are empty.
 
     Attributes
@@ -210,7 +199,7 @@ def forward(s, first, last, out, final, kept, room):
 
     Parameters
     ----------
-    s : Scan
+    s : SelectiveScan
         The scan.
     first, last : int
         Blocks `first` to ``last - 1``, of those of all samples and cells, are computed.
@@ -298,7 +287,7 @@ def backward(s, first, last, grads, grads_final, kept, into, room):
 
     Parameters
     ----------
-    s : Scan
+    s : SelectiveScan
         The scan.
     first, last : int
         Parts `first` to ``last - 1``, of those of all samples and cells, are computed.
@@ -308,7 +297,7 @@ def backward(s, first, last, grads, grads_final, kept, into, room):
         Those in the states after the last step; empty for zeros.
     kept : ndarray, shape (batch, segments - 1, states, channels)
         What :func:`forward` has kept.
-    into : Gradients
+    into : SelectiveGradients
         What is written.
     room : ndarray
         Scratch.
@@ -492,7 +481,7 @@ def add_up(s, sums, rows, out):
 
     Parameters
     ----------
-    s : Scan
+    s : SelectiveScan
         The scan.
     sums : ndarray of float64, shape (batch, cells, blocks, rows, lanes)
         The sums of blocks.

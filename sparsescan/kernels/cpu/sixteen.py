@@ -12,19 +12,6 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
-__all__ = [
-    "WIDTH",
-    "fused",
-    "minus",
-    "put",
-    "reciprocal",
-    "sixteen",
-    "sum_of_sixteen",
-    "times",
-    "transpose_square",
-    "zeros_of",
-]
-
 WIDTH = 16
 _SQUARE = 8
 _INDEX = ir.IntType(32)

@@ -10,8 +10,6 @@ from .nodes import column_of, indices_of, indptr_of, is_stopped, row_bounds
 from .scaling import extremes, range_of
 from .tables import IN_BAND, ZERO, Kind, Node, Run
 
-__all__ = ["multiply"]
-
 
 @njit(fastmath={"contract"})
 def _add_dense_row(row, alpha, b, start, cols):

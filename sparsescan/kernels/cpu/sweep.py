@@ -26,8 +26,6 @@ from .nodes import gradient_of, is_stopped, local_of, node_at, op_at
 from .scaling import all_finite
 from .tables import WORD, ZERO, Node, Op, Run
 
-__all__ = ["ARGUMENTS", "About", "Form", "Method", "Slot", "Sweep", "sweep"]
-
 
 class _Method(NamedTuple):
     """How a matrix is factorised."""

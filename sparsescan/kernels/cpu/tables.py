@@ -7,29 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "ABORTED",
-    "BAND",
-    "EMPTY",
-    "FINISHED",
-    "IN_BAND",
-    "LANES",
-    "ONE",
-    "OUT_OF_BAND",
-    "SLOTS",
-    "UNDECIDED",
-    "WORD",
-    "ZERO",
-    "Kind",
-    "Node",
-    "Op",
-    "Run",
-    "Stage",
-    "Store",
-    "Tables",
-    "Work",
-]
-
 # Statuses of a run; what it leaves undecided the linear scan has to say.
 FINISHED, UNDECIDED, ABORTED = 0, 1, 1 << 32
 

@@ -13,8 +13,6 @@ from .flushing import flush, mode, set_mode
 from .memory import clock, fetch_add, load, relax
 from .replay import fill, take_part, wait_for_all, work_off
 
-__all__ = ["POSTED", "WAITING", "WORDS", "await_call", "await_end", "replay"]
-
 # Words that threads share, a cache line apart: a number that is another one after each call that is
 # posted; how many helpers wait for one without sleeping; how many callers want to open a replay;
 # the number of the open one, 0 if none is; the address of its control words; how many helpers look

@@ -46,8 +46,6 @@ from .vectors import (
     vote,
 )
 
-__all__ = ["Layout", "chained_kernel", "layout_of"]
-
 # Warps of a block, if there is room for pieces of so many steps each; and columns that a thread
 # holds of a product.
 _WARPS, _SHORTEST, _MOST_COLUMNS = ((2, 1) if SIMULATED else (4, 2, 1)), 32, 9

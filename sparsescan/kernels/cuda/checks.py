@@ -11,8 +11,6 @@ from ...arrays.arrays import namespace
 from ...arrays.cuda import cuda, current
 from .device import atomic_max, launch, load
 
-__all__ = ["check_kernel", "is_safe"]
-
 _THREADS = 256
 # Blocks beyond those that fill a device only read on where others left off.
 _MAX_BLOCKS = 1024

@@ -19,8 +19,6 @@ from .chained import layout_of
 from .chunks import WARPS, sweeping_team, tiles_of, weights_pitch_of
 from .small_steps import ROWS, pitch_of, weighted_terms
 
-__all__ = ["chained_turns", "multiply_turns", "registers_of", "sweep_turns"]
-
 _BANKS = 32
 # Registers of `multiply` by the size of a step, bytes of a number, terms and states; of others, by
 # bytes of a number.

@@ -76,22 +76,6 @@ from .vectors import (
     write_vector,
 )
 
-__all__ = [
-    "MAX_SIZE",
-    "WARPS",
-    "ChunkKernels",
-    "Tiles",
-    "chained_layout",
-    "chunk_kernels",
-    "launches",
-    "scratch",
-    "sweeping_team",
-    "takes",
-    "teams_of",
-    "tiles_of",
-    "weights_pitch_of",
-]
-
 # The largest step that these kernels take.
 MAX_SIZE = 64
 

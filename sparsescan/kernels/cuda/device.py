@@ -16,18 +16,6 @@ from numba import config, types
 
 from ...arrays.cuda import SIMULATED, cuda
 
-__all__ = [
-    "atomic_add",
-    "atomic_max",
-    "exponent_of",
-    "intrinsic",
-    "launch",
-    "load",
-    "prefetch",
-    "scale",
-    "store",
-]
-
 if SIMULATED:
     intrinsic: Any = None  # what compiles to instructions of one's own is Python there
     _CTYPES = {

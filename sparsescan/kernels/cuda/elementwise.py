@@ -10,8 +10,6 @@ import numpy as np
 
 from ...arrays.cuda import SIMULATED, cuda
 
-__all__ = ["elementwise"]
-
 _LIBRARY: Any = np if SIMULATED else math
 
 

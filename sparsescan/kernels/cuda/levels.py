@@ -34,19 +34,9 @@ from ..cpu.tables import Op
 from .device import load
 from .matvec import STAGE, vector_operation, warm
 from .nodes import WORD, Shared, dtypes_of, unit_and_sample
-from .products import WARP, product, product_together
+from .products import product, product_together
 from .sweeps import sweep_kernel
 from .tables import Node, Plan, Run, Unit
-
-__all__ = [
-    "STAGE",
-    "THREADS",
-    "WARP",
-    "LevelKernels",
-    "level_kernels",
-    "longest_segment",
-    "segments_at_once",
-]
 
 # Threads of a block at most; bytes of a segment of a row, and of all segments that a block adds up
 # at once. Small in the simulator, so that small rows have several segments.

@@ -35,8 +35,6 @@ from ...arrays.arrays import load_cupy
 from ...arrays.cuda import MachineCode, assemble, compile_to_ptx, compilers
 from ..compile import cache_folder, read_checked, with_checksum
 
-__all__ = ["FOLDER", "Origins", "file_name", "forget", "load", "origins", "read", "save"]
-
 # The environment variable that names a folder of kernels that were built ahead.
 FOLDER = "SPARSESCAN_KERNELS"
 _ROOT = Path(__file__).parents[2]

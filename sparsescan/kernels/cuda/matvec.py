@@ -25,8 +25,6 @@ from .scaling import NONE
 from .tables import Node, Plan
 from .vectors import block_size, get, put, thread_index
 
-__all__ = ["STAGE", "finish", "matvec", "vector_operation", "warm"]
-
 # Entries of a tile.
 STAGE = 4 if SIMULATED else 1024
 

@@ -12,30 +12,6 @@ from ..cpu.tables import BAND, Kind, Store
 from .device import load, store
 from .tables import Node, Plan, Run, jacobian_at, local_at
 
-__all__ = [
-    "HALF",
-    "INT",
-    "WORD",
-    "Dtypes",
-    "Matrix",
-    "Shared",
-    "column",
-    "dtypes_of",
-    "entry_of",
-    "exponents_of",
-    "gradient_at",
-    "index_at",
-    "local_of",
-    "lower_bound",
-    "matrix_at",
-    "raise_flag",
-    "row_of",
-    "row_start",
-    "scaled_by",
-    "unit_and_sample",
-    "values_of",
-]
-
 # Zeros whose types select what is loaded.
 WORD, INT, HALF = np.int64(0), np.int32(0), np.uint16(0)
 
@@ -98,7 +74,7 @@ class Shared(NamedTuple):
     counts: Any
 
 
-class Matrix(NamedTuple):
+class NodeMatrix(NamedTuple):
     """Columns of the node table that loops read, loaded once: no store can change them."""
 
     kind: Any
@@ -119,7 +95,7 @@ def unit_and_sample(batch):
 @cuda.jit(device=True)
 def matrix_at(node):
     """Return the matrix of a node."""
-    return Matrix(
+    return NodeMatrix(
         load(node, Node.KIND, WORD),
         load(node, Node.ROWS, WORD),
         load(node, Node.COLS, WORD),

@@ -38,8 +38,6 @@ from .vectors import (
     vote,
 )
 
-__all__ = ["DENSE_ROWS", "WARP", "product", "product_together"]
-
 # Threads of a warp. The simulator knows none; its blocks have no more threads than one.
 WARP = 8 if SIMULATED else 32
 # Rows of a dense product that a thread makes at once.

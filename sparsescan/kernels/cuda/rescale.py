@@ -23,8 +23,6 @@ from .scaling import ALL, EACH, NONE, UNSCALED, WIDE, check_bits
 from .tables import Node, State
 from .vectors import block_size, quotient, thread_index
 
-__all__ = ["rescale_alone", "rescale_together", "set_exponents", "state_of"]
-
 # Products of what is in range begin with the exponents.
 _CLEAR, _POWERS, _TOPS, _SPAN, _ENTRIES, _EXPONENTS = range(6)
 _RANGE, _OUTSIDE, _LARGEST, _SHIFTS, _SHIFTED, _FLAG, _PHASES = range(6, 13)

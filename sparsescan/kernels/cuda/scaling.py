@@ -11,21 +11,6 @@ from .nodes import INT, WORD, raise_flag, scaled_by
 from .tables import Node
 from .vectors import block_size, thread_index
 
-__all__ = [
-    "ALL",
-    "EACH",
-    "IN_BAND",
-    "NONE",
-    "NOT_FINITE",
-    "OUT_OF_BAND",
-    "UNSCALED",
-    "WIDE",
-    "check_bits",
-    "operand_in",
-    "range_in",
-    "range_of",
-]
-
 # How the range of some values is; the worst counts.
 IN_BAND, OUT_OF_BAND, NOT_FINITE = 0, 1, 2
 

@@ -21,24 +21,6 @@ from .vectors import (
     read_vector,
 )
 
-__all__ = [
-    "BANDS",
-    "NONE",
-    "ROWS",
-    "SHARED",
-    "SMALL",
-    "carrier",
-    "jacobian_after",
-    "local_after",
-    "peak_finder",
-    "pitch_of",
-    "rescaler",
-    "smaller",
-    "stacks_of",
-    "weighted_terms",
-    "weights_placer",
-]
-
 # Bytes of shared memory that every block may have.
 SHARED = 48 * 1024
 

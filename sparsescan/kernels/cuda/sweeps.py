@@ -21,8 +21,6 @@ from .nodes import WORD, dtypes_of, raise_flag, unit_and_sample
 from .tables import Plan, Run, Sweep, Unit, jacobian_at, local_at
 from .vectors import block_size, exchange, get, put, quotient, thread_index
 
-__all__ = ["LANES", "ROWS", "STAGED", "THREADS", "sweep_kernel"]
-
 # Threads of a block at most; entries of a step, and rows and columns, for each of them at most; and
 # threads that add up a row.
 THREADS, STAGED, ROWS, LANES = (16, 8, 4, 4) if SIMULATED else (256, 8, 4, 32)

@@ -13,20 +13,6 @@ import numpy as np
 from ...arrays.cuda import cuda
 from .device import load
 
-__all__ = [
-    "EVERY",
-    "Mode",
-    "Node",
-    "Plan",
-    "Run",
-    "State",
-    "Sweep",
-    "Terms",
-    "Unit",
-    "jacobian_at",
-    "local_at",
-]
-
 _WORD = np.int64(0)
 
 # The end of a unit that does all rows of each operation.

@@ -14,25 +14,6 @@ from numba import types
 from ...arrays.cuda import SIMULATED, cuda
 from .device import intrinsic, load
 
-__all__ = [
-    "any_of",
-    "barrier",
-    "block_index",
-    "block_size",
-    "exchange",
-    "exponent_field",
-    "get",
-    "larger",
-    "load_vector",
-    "power_of_two",
-    "put",
-    "quotient",
-    "read_vector",
-    "thread_index",
-    "vote",
-    "write_vector",
-]
-
 # Type of the same width, bits of the mantissa, and the exponent's offset.
 _FIELDS = {np.float32: (np.int32, 23, 127), np.float64: (np.int64, 52, 1023)}
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ..definition import Choice
 
-__all__ = ["activation"]
-
 _NAMES = (
     *("tanh", "relu", "sigmoid", "hardsigmoid", "softplus"),
     *("elu", "leaky_relu", "silu", "identity"),

@@ -6,8 +6,6 @@ from ..cell import Cell
 from ..definition import Hidden, Input, Scalar
 from ..operations import sigmoid, tanh
 
-__all__ = ["ATR", "CFN", "JANET", "RAN"]
-
 
 class ATR(Cell):
     """Addition-subtraction twin-gated network (Zhang et al., 2018, arXiv 1810.12546).

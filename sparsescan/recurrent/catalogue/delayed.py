@@ -7,8 +7,6 @@ from ..cell import Cell
 from ..definition import Bias, Constant, Hidden, Input
 from .activations import activation
 
-__all__ = ["TGRU", "TLSTM", "TRNN", "tauGRU"]
-
 
 class TRNN(Cell):
     """Strongly typed RNN (Balduzzi and Ghifary, 2016, arXiv 1602.02218).

@@ -7,8 +7,6 @@ from ..definition import Bias, Choice, Constant, Hidden, Input, Vector
 from ..operations import sigmoid, tanh
 from .activations import activation
 
-__all__ = ["LEM", "AntisymmetricRNN", "GatedAntisymmetricRNN", "UnICORNN", "coRNN"]
-
 
 class AntisymmetricRNN(Cell):
     """AntisymmetricRNN (Chang, Chen, Haber and Chi, 2019, arXiv 1902.09689).

@@ -7,8 +7,6 @@ from ..definition import Hidden, Input
 from ..operations import sigmoid, tanh
 from .activations import activation
 
-__all__ = ["MGU", "SGRN", "STAR", "UGRNN", "LiGRU", "LightRU", "MinimalRNN"]
-
 
 class MGU(Cell):
     """Minimal gated unit (Zhou, Wu, Zhang and Zhou, 2016, arXiv 1603.09420).

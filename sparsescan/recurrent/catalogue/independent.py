@@ -7,8 +7,6 @@ from ..definition import Bias, Choice, Hidden, Input, Scalar, Vector
 from ..operations import sigmoid, tanh
 from .activations import activation
 
-__all__ = ["BR", "NBR", "SCRN", "IndRNN"]
-
 
 class IndRNN(Cell):
     """Independently recurrent network (Li, Li, Cook, Zhu and Gao, 2018, arXiv 1803.04831).

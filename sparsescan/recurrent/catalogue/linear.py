@@ -6,8 +6,6 @@ from ..cell import Cell
 from ..definition import Input
 from ..operations import sigmoid
 
-__all__ = ["minGRU", "minLSTM"]
-
 
 class minGRU(Cell):
     """minGRU (Feng, Tung, Ahmed, Bengio and Hajimirsadeghi, 2024, arXiv 2410.01201).

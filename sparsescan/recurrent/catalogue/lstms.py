@@ -7,8 +7,6 @@ from ..definition import Hidden, Input, Vector
 from ..operations import sigmoid, tanh
 from .activations import activation
 
-__all__ = ["MCLSTM", "WMCLSTM", "MultiplicativeLSTM", "OriginalLSTM", "PeepholeLSTM", "ResLSTM"]
-
 
 class OriginalLSTM(Cell):
     """LSTM without a forget gate (Hochreiter and Schmidhuber, 1997, Neural Computation 9, 1735).

@@ -7,8 +7,6 @@ from ..definition import Bias, Constant, Hidden, Input, Scalar
 from ..operations import sigmoid, tanh
 from .activations import activation
 
-__all__ = ["FastGRNN", "FastRNN", "MiRU1", "MiRU2"]
-
 
 class FastRNN(Cell):
     """FastRNN (Kusupati, Singh, Bhatia, Kumar, Jain and Varma, 2018, arXiv 1901.02358).

@@ -6,8 +6,6 @@ from ..cell import Cell
 from ..definition import Choice, Hidden, Input
 from ..operations import relu, sigmoid, tanh
 
-__all__ = ["MUT1", "MUT2", "MUT3", "NAS"]
-
 
 class MUT1(Cell):
     """First mutated GRU (Jozefowicz, Zaremba and Sutskever, 2015, ICML, PMLR 37).

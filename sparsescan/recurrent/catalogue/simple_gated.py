@@ -6,8 +6,6 @@ from ..cell import Cell
 from ..definition import Hidden, Input
 from .activations import activation
 
-__all__ = ["DSGU", "SGU", "IntersectionRNN"]
-
 
 class SGU(Cell):
     """Simple gated unit (Gao and Glowacka, 2016, arXiv 1604.02910).

@@ -8,8 +8,6 @@ from ..cell import Cell
 from ..definition import Choice, Constant, Scalar
 from ..operations import absolute, hardtanh, log, surrogate
 
-__all__ = ["Alpha", "Leaky", "Spiking", "Synaptic", "atan", "fast_sigmoid"]
-
 
 def atan(alpha: float = 2.0):
     """Return a step at 0 that is differentiated as ``arctan(π α u / 2) / π``.

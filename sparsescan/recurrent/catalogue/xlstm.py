@@ -6,8 +6,6 @@ from ..cell import Cell
 from ..definition import Hidden, Input
 from ..operations import exp, maximum, minimum, sigmoid, softplus, tanh, where
 
-__all__ = ["sLSTM"]
-
 
 class sLSTM(Cell):
     """sLSTM (Beck et al., 2024, arXiv 2405.04517), with a forget gate that is a sigmoid.

@@ -23,33 +23,6 @@ from ...kernels.cpu.lanes import (
     transpose,
 )
 
-__all__ = [
-    "BLOCK",
-    "GRAD_BLOCK",
-    "add_placed",
-    "clear_outputs",
-    "clear_places",
-    "copy_some",
-    "lengths_in",
-    "pack",
-    "place",
-    "put_grads",
-    "resets_in",
-    "row_of",
-    "state_in",
-    "state_out",
-    "take_over",
-    "total_blocks",
-    "total_grads",
-    "total_row",
-    "turn_in",
-    "turn_out",
-    "turn_row_in",
-    "turn_row_out",
-    "turn_slots_out",
-    "turn_steps_in",
-]
-
 # Without counts of references: threads that share arrays would wait for each other at every call.
 _kernel = njit(nogil=True, cache=True, _nrt=False)
 _helper = njit(_nrt=False)

@@ -50,15 +50,6 @@ from ...kernels.cuda.vectors import (
 )
 from ..render.cuda import CudaProgram, Phase, Sizes, functions
 
-__all__ = [
-    "Layout",
-    "SequenceKernels",
-    "layout_of",
-    "packing_order",
-    "samples_of",
-    "sequence_kernels",
-]
-
 # Bytes of shared memory that every block may have, and the registers of a multiprocessor.
 _SHARED, _REGISTERS = 48 * 1024, 1 << 16
 # Threads of a block, at most, and registers of each that hold weights, and sums.
@@ -73,7 +64,7 @@ _WORD, _FLAG = np.int64(0), np.uint16(0)
 _SUMMED = 63
 
 
-class Layout(NamedTuple):
+class LoopLayout(NamedTuple):
     """How the threads of a block share the units of a cell.
 
     Attributes
@@ -100,7 +91,7 @@ class Layout(NamedTuple):
     is_held: bool
 
 
-def layout_of(blocks: int, units: int, dtype: np.dtype[Any]) -> Layout:
+def layout_of(blocks: int, units: int, dtype: np.dtype[Any]) -> LoopLayout:
     """Return how threads share the units of a cell with so many blocks of weights."""
     vector = 16 // dtype.itemsize
     whole = -(-units // vector)
@@ -108,7 +99,7 @@ def layout_of(blocks: int, units: int, dtype: np.dtype[Any]) -> Layout:
         vectors = -(-whole // lanes)
         threads = -(-units * lanes // _WARP) * _WARP
         if threads <= _THREADS and 4 * vectors * blocks <= _HELD:  # a vector takes four
-            return Layout(units, lanes, threads, 1, vectors, True)
+            return LoopLayout(units, lanes, threads, 1, vectors, True)
     lanes = _LANES if blocks else 1
     while lanes > 1 and units * lanes > _THREADS:
         lanes //= 2
@@ -116,12 +107,12 @@ def layout_of(blocks: int, units: int, dtype: np.dtype[Any]) -> Layout:
     even = -(-units // -(-units * lanes // _THREADS))
     threads = -(-even * lanes // _WARP) * _WARP
     rounds = -(-units // (threads // lanes))
-    return Layout(units, lanes, threads, rounds, -(-whole // lanes), False)
+    return LoopLayout(units, lanes, threads, rounds, -(-whole // lanes), False)
 
 
 def packing_order(
     code: CudaProgram,
-    layout: Layout,
+    layout: LoopLayout,
     places: NDArray[np.integer[Any]],
     nothing: int,
     dtype: np.dtype[Any],
@@ -182,7 +173,7 @@ class SequenceKernels(NamedTuple):
 
 def samples_of(
     code: CudaProgram,
-    layout: Layout,
+    layout: LoopLayout,
     dtype: np.dtype[Any],
     batch: int,
     directions: int,
@@ -201,13 +192,13 @@ def samples_of(
     return samples
 
 
-def _shared(code: CudaProgram, layout: Layout, samples: int) -> int:
+def _shared(code: CudaProgram, layout: LoopLayout, samples: int) -> int:
     """Return bytes of shared memory of the kernel that takes more."""
     vectors = max(_pool_vectors(code, layout, back=False), _pool_vectors(code, layout, back=True))
     return vectors * samples * layout.vectors * layout.lanes * 16
 
 
-def _pool_vectors(code: CudaProgram, layout: Layout, *, back: bool) -> int:
+def _pool_vectors(code: CudaProgram, layout: LoopLayout, *, back: bool) -> int:
     """Return how many vectors of units a kernel has in shared memory."""
     states, is_long = len(code.states), layout.rounds > 1
     if back:
@@ -290,7 +281,7 @@ def _products(
     phases: tuple[Phase, ...],
     blocks: int,
     adds: list[Any],
-    layout: Layout,
+    layout: LoopLayout,
     dtype: np.dtype[Any],
     samples: int,
 ) -> _Products:
@@ -359,7 +350,7 @@ def _then_fetching(before: Any, fetch: Any, to: int) -> Any:
     return begin
 
 
-def _finishing(phase: Phase, layout: Layout, dtype: np.dtype[Any], samples: int) -> Any:
+def _finishing(phase: Phase, layout: LoopLayout, dtype: np.dtype[Any], samples: int) -> Any:
     """Return device functions that set sums to 0, and that add up their parts over all lanes."""
     chains, outs, zero = _chains(phase, dtype, samples), samples * len(phase.sums), dtype.type(0)
     fold = _folding(layout.lanes, samples, len(phase.sums))
@@ -382,7 +373,7 @@ def _finishing(phase: Phase, layout: Layout, dtype: np.dtype[Any], samples: int)
 
 
 def _multiply_held(
-    phase: Phase, blocks: int, add: Any, layout: Layout, dtype: np.dtype[Any], samples: int
+    phase: Phase, blocks: int, add: Any, layout: LoopLayout, dtype: np.dtype[Any], samples: int
 ) -> Any:
     """Return a device function that multiplies by weights in registers."""
     vector, lanes, vectors = 16 // dtype.itemsize, layout.lanes, layout.vectors
@@ -424,7 +415,7 @@ def _multiply_streamed(
     add: Any,
     fetch: Any,
     places: tuple[int, int],
-    layout: Layout,
+    layout: LoopLayout,
     dtype: np.dtype[Any],
     samples: int,
 ) -> Any:
@@ -458,7 +449,7 @@ def _multiply_streamed(
 @cache
 def sequence_kernels(
     code: CudaProgram,
-    layout: Layout,
+    layout: LoopLayout,
     dtype: np.dtype[Any],
     samples: int,
     has_resets: bool = False,
@@ -480,7 +471,7 @@ def sequence_kernels(
 
 def sequence_source(
     code: CudaProgram,
-    layout: Layout,
+    layout: LoopLayout,
     dtype: np.dtype[Any],
     samples: int,
     *,
@@ -505,7 +496,7 @@ def sequence_source(
 
 def _functions(
     code: CudaProgram,
-    layout: Layout,
+    layout: LoopLayout,
     dtype: np.dtype[Any],
     samples: int,
     *,
@@ -527,7 +518,7 @@ def _functions(
 
 
 def _starting(
-    layout: Layout, dtype: np.dtype[Any], samples: int, sizes: tuple[int, int, int]
+    layout: LoopLayout, dtype: np.dtype[Any], samples: int, sizes: tuple[int, int, int]
 ) -> Any:
     """Return a device function that all threads of a block begin with.
 
@@ -611,7 +602,7 @@ def _moving(count: int, zero: Any) -> tuple[Any, Any]:
 
 
 def _run(
-    code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int, has_resets: bool
+    code: CudaProgram, layout: LoopLayout, dtype: np.dtype[Any], samples: int, has_resets: bool
 ) -> Any:
     real, zero = from_dtype(dtype), dtype.type(0)
     units, lanes, threads, rounds, vectors, _ = layout
@@ -846,7 +837,7 @@ def _run(
 
 
 def _back(
-    code: CudaProgram, layout: Layout, dtype: np.dtype[Any], samples: int, has_resets: bool
+    code: CudaProgram, layout: LoopLayout, dtype: np.dtype[Any], samples: int, has_resets: bool
 ) -> Any:
     real, zero = from_dtype(dtype), dtype.type(0)
     units, lanes, threads, rounds, vectors, _ = layout

@@ -32,20 +32,6 @@ from ...kernels.cpu.lanes import (
     total,
 )
 
-__all__ = [
-    "BOUNDED",
-    "NEVER",
-    "STRICT",
-    "UNKNOWN",
-    "all_zero",
-    "bound_of",
-    "clear",
-    "has_step",
-    "limit_of",
-    "no_grads_above",
-    "zero_times",
-]
-
 # Without counts of references: threads that share arrays would wait for each other at every call.
 _helper = njit(_nrt=False)
 _inline = njit(_nrt=False, forceinline=True)

@@ -22,20 +22,6 @@ from ...kernels.cpu.lanes import (
 from .sharing import multiply
 from .stages import pointer
 
-__all__ = [
-    "COLUMNS",
-    "Matrix",
-    "Products",
-    "back_products",
-    "forward_products",
-    "has_product",
-    "matrix_of",
-    "multiply_samples",
-    "part_of",
-    "slot_of",
-    "take_apart",
-]
-
 Array = Any
 _helper = njit(_nrt=False)
 _inline = njit(_nrt=False, forceinline=True)

@@ -61,8 +61,6 @@ from .sharing import multiply
 from .stages import call_stage, pointer
 from .sums import STEPS, add_steps
 
-__all__ = ["Caller", "Sequence", "back", "find_ends", "prepare", "run"]
-
 Array = Any
 # Without counts of references: threads that share arrays would wait for each other at every call.
 _kernel = njit(nogil=True, cache=True, _nrt=False)

@@ -15,8 +15,6 @@ from ...kernels.cpu.lanes import TILE_ROWS, TILE_VECTORS, add_tile, lane_count
 from ...kernels.cpu.memory import exchange, fetch_add, load, relax
 from .stages import address, pointer, pointer_at
 
-__all__ = ["end_help", "help_out", "multiply", "words_of"]
-
 Array = Any
 _kernel = njit(nogil=True, cache=True, _nrt=False)
 _helper = njit(_nrt=False)

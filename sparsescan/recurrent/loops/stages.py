@@ -9,8 +9,6 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["address", "call_stage", "pointer", "pointer_at", "signature"]
-
 # Pointers and integers of a function, behind the stage: see ``render.cpu.ARGUMENTS``.
 _POINTERS, _COUNTS = 13, 6
 

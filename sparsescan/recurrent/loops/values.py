@@ -11,8 +11,6 @@ import numpy as np
 
 from ...kernels.compile import njit
 
-__all__ = ["fill_blocks", "fill_entries", "multiply_rows", "put_column"]
-
 # Unsigned indices: Numba would test signed ones for wrapping around.
 _UINT = np.uint64
 # Samples whose values are written block by block, while they are in the cache.

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, Literal
 
 from ..operations import OPERATIONS, Node
-from ..program import Program
-
-__all__ = ["Renderer"]
+from ..program import CellProgram
 
 # Characters of an expression beyond which its parts get names.
 _LONG = 60
@@ -22,7 +20,7 @@ class Renderer:
 
     Parameters
     ----------
-    program : Program
+    program : CellProgram
         The program.
     """
 
@@ -30,7 +28,7 @@ class Renderer:
     # Names that mean something else in the text, as a regular expression.
     reserved: ClassVar[str]
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: CellProgram) -> None:
         self.program = program
         self._names: dict[Node, str] = {}
         self._taken: set[str] = set()

@@ -12,10 +12,8 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from ..operations import OPERATIONS, Node, node
-from ..program import Program, topological
+from ..program import CellProgram, topological
 from .base import Renderer
-
-__all__ = ["ARGUMENTS", "CPURenderer"]
 
 # Arguments of each function.
 ARGUMENTS = (
@@ -55,7 +53,7 @@ class CPURenderer(Renderer):
         )
     )
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: CellProgram) -> None:
         super().__init__(program)
         self._constants: dict[float, str] = {}
         multiplied = {

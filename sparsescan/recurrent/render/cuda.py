@@ -17,10 +17,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ..operations import OPERATIONS, Node
-from ..program import Program, topological
+from ..program import CellProgram, topological
 from .base import Renderer
-
-__all__ = ["Block", "CudaProgram", "Phase", "Piece", "Sizes", "cuda_program", "functions"]
 
 # Names that mean something in the text of a function.
 _RESERVED = (
@@ -30,7 +28,7 @@ _RESERVED = (
 )
 
 
-class Block(NamedTuple):
+class CudaBlock(NamedTuple):
     """A gate of a matrix, or its transpose, as it multiplies in a step."""
 
     matrix: str
@@ -106,7 +104,7 @@ class CudaProgram:
 
     Parameters
     ----------
-    program : Program
+    program : CellProgram
         The program.
 
     Attributes
@@ -127,7 +125,7 @@ class CudaProgram:
         The arguments in the order of stages, by their numbers in the program.
     argument_states : tuple of int or None
         Which new states the arguments are; others are stored apart.
-    blocks : tuple of Block
+    blocks : tuple of CudaBlock
         The blocks of weights that multiply vectors of units.
     forward, backward : tuple of Phase
         The phases of a step, by stage.
@@ -145,7 +143,7 @@ class CudaProgram:
         Whether the forward pass writes anything but states.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: CellProgram) -> None:
         self.program = program
         self.stages, count = program.stages, program.states
         multiplied = {
@@ -207,7 +205,7 @@ class CudaProgram:
 
     def _find_phases(self) -> None:
         """Find the products of each stage."""
-        program, blocks = self.program, dict[Block, int]()
+        program, blocks = self.program, dict[CudaBlock, int]()
         forward: list[Phase] = []
         # Which slots of a stage have products of vectors of units, whose gradients are multiplied.
         self.shares: list[list[int]] = []
@@ -219,7 +217,7 @@ class CudaProgram:
                     continue
                 slots.append(k)
                 for term in terms:
-                    block = Block(term.matrix, term.gate, term.is_transposed)
+                    block = CudaBlock(term.matrix, term.gate, term.is_transposed)
                     number = blocks.setdefault(block, len(blocks))
                     pieces.append(Piece(number, self._source(term.argument), len(slots) - 1))
             pieces.sort(key=lambda piece: piece.source)
@@ -738,7 +736,7 @@ def _function(name: str, parameters: str, title: str, lines: Sequence[str]) -> s
 
 
 @cache
-def cuda_program(program: Program) -> CudaProgram:
+def cuda_program(program: CellProgram) -> CudaProgram:
     """Return a program as CUDA kernels run it: always the same one, by which they are kept."""
     return CudaProgram(program)
 

@@ -19,12 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from ..linear import Linear, linear
+from ..linear import LinearProgram, linear
 from ..operations import OPERATIONS, Node, node
-from ..program import INPUT, Program, Slot, topological
+from ..program import INPUT, CellProgram, Slot, topological
 from .base import _LONG, Renderer, _without_brackets
-
-__all__ = ["Code", "Writer", "function_of"]
 
 # What a text reads beside its own variables.
 _TAKEN = "back dtype grads inf nan new out rows sigmoid slopes softplus states sums x xp zero"
@@ -80,7 +78,7 @@ class Writer(Renderer):
 
     Parameters
     ----------
-    code : Code
+    code : ArrayCode
         Where it is.
     roots : sequence of Node
         All that the function computes.
@@ -93,7 +91,7 @@ class Writer(Renderer):
 
     def __init__(
         self,
-        code: Code,
+        code: ArrayCode,
         roots: Sequence[Node],
         places: Mapping[Node, Sequence[str]] | None = None,
     ) -> None:
@@ -211,12 +209,12 @@ class Writer(Renderer):
         return [*before, f"{_INTO[each.operation]}({', '.join(given)}, out={place})"]
 
 
-class Code:
+class ArrayCode:
     """Functions of a step on arrays, as text, and compiled once for each library.
 
     Parameters
     ----------
-    program : Program
+    program : CellProgram
         The program.
     title : str
         What docstrings call it: the name of the cell.
@@ -227,7 +225,7 @@ class Code:
 
     Attributes
     ----------
-    linear : Linear
+    linear : LinearProgram
         Its gradients.
     names : dict of Node to str
         Names of vectors.
@@ -235,13 +233,13 @@ class Code:
 
     def __init__(
         self,
-        program: Program,
+        program: CellProgram,
         title: str,
         gates: Mapping[str, tuple[str, ...]],
         states: Sequence[str] = (),
     ) -> None:
         self.program, self._title, self._gates = program, title, gates
-        self.linear: Linear = linear(program)
+        self.linear: LinearProgram = linear(program)
         self.names = dict(program.names)
         self.names |= {node("state", about=(k,)): name for k, name in enumerate(states)}
         self.names |= {
@@ -251,7 +249,7 @@ class Code:
         }
         self._made: dict[Any, dict[str, Any]] = {}
 
-    def __deepcopy__(self, memo: Any) -> Code:
+    def __deepcopy__(self, memo: Any) -> ArrayCode:
         return self
 
     def on(self, xp: Any) -> dict[str, Any]:

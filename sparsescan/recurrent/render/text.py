@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from ..operations import Node, node
 from ..program import topological
 from .base import _without_brackets
-from .numpy import Code, Writer
-
-__all__ = ["describe"]
+from .numpy import ArrayCode, Writer
 
 # What the text for arrays has beside the mathematics.
 _ARRAYS = re.compile(r"\bxp\.|\.astype\(dtype\)|, out=\w+| != 0(?=,)|\bdtype\(([^()]*)\)")
 
 
-def describe(code: Code) -> list[str]:
+def describe(code: ArrayCode) -> list[str]:
     """Return lines that say what a step computes, what is kept of it, and what is made again."""
     program = code.program
     again = _made_again(code)
@@ -62,7 +60,7 @@ def describe(code: Code) -> list[str]:
     return [_ARRAYS.sub(lambda match: match[1] or "", line) for line in lines]
 
 
-def _made_again(code: Code) -> list[Node]:
+def _made_again(code: ArrayCode) -> list[Node]:
     """Return what the backward pass computes a second time."""
     program = code.program
     forward = set(topological([*program.outputs, *program.arguments]))

@@ -26,9 +26,9 @@ from ...jacobians.activations import Elementwise
 from ...parallel.communicator import Communicator
 from ..exchanges import (
     Box,
+    GradientSums,
     Range,
     Redistribution,
-    Sums,
     blocks,
     cut,
     descend,
@@ -255,7 +255,7 @@ class Partitioned(Training):
                 needed = [_needed(op, layer, graph.layers[j], box) for box in owned[k]]
                 self._edges[k].append(_Edge(j, Redistribution(owned[j], needed), fill))
         self._weighted = [k for k, layer in enumerate(graph.layers) if layer.weights]
-        self._sums = Sums(
+        self._sums = GradientSums(
             communicator, [_copies(graph.layers[k], owned[k], communicator) for k in self._weighted]
         )
         self._parts = self._local_layers(ops)

@@ -26,8 +26,6 @@ from cuda.pathfinder import load_nvidia_dynamic_lib
 
 import sparsescan
 
-__all__ = ["keep", "sources_of"]
-
 _FOLDER = Path(__file__).parent / "__pycache__"
 _PACKAGE = sparsescan.__name__
 # What loads and launches kernels, and is no part of any.

@@ -25,23 +25,6 @@ from llvmlite import ir
 from numba import cfunc, int64, njit, types
 from numba.extending import intrinsic
 
-__all__ = [
-    "CELL",
-    "EXCHANGE",
-    "FAULTS",
-    "GUARD",
-    "HEADS",
-    "HELPERS",
-    "LOCAL_WINDOW",
-    "PENDING_ROOM",
-    "WINDOW",
-    "Fault",
-    "Slot",
-    "Space",
-    "Wait",
-    "run_blocks",
-]
-
 
 class _Slot(NamedTuple):
     """Slots of the machine."""

@@ -20,8 +20,6 @@ from . import stand_in
 from .runner import FaultError, Program, compile_kernel
 from .translate import Mutation
 
-__all__ = ["KINDS", "Mutants", "Tried"]
-
 KINDS = ("barrier", "fence", "bound")
 # Launches in which a shifted bound may make a difference, after which it is given up.
 _TRIES = 20

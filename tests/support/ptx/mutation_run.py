@@ -23,7 +23,7 @@ from sparsescan import BatchedCSR, ImplicitChain, ImplicitPattern, Pattern, Sche
 from sparsescan.execution.cuda import chunks as chunk_forms
 from sparsescan.execution.cuda import shares
 from sparsescan.kernels.cuda.checks import is_safe
-from sparsescan.plan.choice import Choice, PlanOptions
+from sparsescan.plan.choice import PlanChoice, PlanOptions
 from sparsescan.plan.scan_plan import ScanPlan
 from sparsescan.recurrent import GRU, LSTM, Recurrent
 from sparsescan.recurrent import device as recurrent_device
@@ -31,8 +31,6 @@ from sparsescan.symbolic.pattern import of_mask
 
 from . import stand_in
 from .mutants import KINDS, Mutants
-
-__all__ = ["KERNELS", "TABLE", "run", "table_of"]
 
 TABLE = Path(__file__).parents[2] / "gpu" / "ptx_mutants.json"
 
@@ -133,7 +131,7 @@ class Case(NamedTuple):
         """Scan from a gradient of ones."""
         patterns = [of_mask(np.asarray(each) > 0) for each in self.masks]
         schedule = Schedule.from_levels(len(patterns), self.levels)
-        choice = Choice(schedule, frozenset(self.dense))
+        choice = PlanChoice(schedule, frozenset(self.dense))
         values = [np.asarray(each, F4) for each in self.values]
         batch = max((len(each) for each in values if each.ndim == 2), default=None)
         shape = [size for size in (batch, patterns[0].shape[1]) if size is not None]

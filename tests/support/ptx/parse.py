@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Array", "Block", "Instruction", "Kernel", "PtxError", "parse"]
-
 
 class PtxError(Exception):
     """PTX that the runner does not model."""

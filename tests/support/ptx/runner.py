@@ -37,16 +37,6 @@ from .machine import (
 from .parse import Kernel, parse
 from .translate import Site, Translation, translate
 
-__all__ = [
-    "FaultError",
-    "Program",
-    "Together",
-    "Traffic",
-    "compile_kernel",
-    "lower",
-    "lower_kernel",
-]
-
 # Jumps back that all threads of a launch may make.
 PATIENCE = 1 << 40
 # Releases by atomic operations, and accesses of a warp between barriers, that there is room for.

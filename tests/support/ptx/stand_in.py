@@ -24,8 +24,6 @@ from sparsescan.kernels.cuda import device as _device
 
 from .runner import Traffic, compile_kernel, lower_kernel
 
-__all__ = ["BUILD", "count", "install", "launch"]
-
 BUILD = "SPARSESCAN_BUILD_KERNELS"
 
 # Bytes of memory from which on races are not looked for, as that takes eight times as much again.

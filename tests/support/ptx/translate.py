@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 from .machine import EXCHANGE, LOCAL_WINDOW, WINDOW, Fault, Slot, Space
 from .parse import Block, Instruction, Kernel, PtxError
 
-__all__ = ["ATOMICS", "Mutation", "Site", "Translation", "translate"]
-
 ATOMICS = ("add", "max", "min", "exch", "cas", "and", "or", "xor")
 _SPECIAL = {
     "%tid.x": Slot.THREAD,
