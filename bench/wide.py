@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import sparsescan.torch
-from sparsescan.torch._prepared import only
+from sparsescan.torch.calls.prepared import only
 
 from .experiment import Experiment, Piece, Results, Table
 from .machine import bandwidth, flop_rate

@@ -13,8 +13,8 @@ from jax.custom_batching import custom_vmap
 from ..execution.recurrence import Recorded, record_gradients, record_states
 from ..readings import read_shapes
 from ..symbolic.pattern import Pattern, rows_of
-from ._calls import NUMBERS, as_arrays, check_platform, together, vary, varying
-from ._programs import replay
+from .ffi.calls import NUMBERS, as_arrays, check_platform, together, vary, varying
+from .ffi.programs import replay
 
 
 def affine_scan(

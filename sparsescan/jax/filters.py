@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from .. import filters
 from ..errors import InputError
-from ._calls import FLOATS, as_arrays, check_platform, together
-from ._programs import replay
-from ._rules import MappedAxis, Rules, operator
+from .ffi.calls import FLOATS, as_arrays, check_platform, together
+from .ffi.programs import replay
+from .ffi.rules import MappedAxis, Rules, operator
 
 
 def lfilter(b: Any, a: Any, x: Any, axis: int = -1, zi: Any = None) -> Any:

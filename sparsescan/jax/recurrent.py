@@ -14,9 +14,9 @@ from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
 from ..recurrent.step import OneCell, RecurrentLike, check_one_direction, check_resets
 from ..symbolic.schedule import check_count, check_flag
-from ._calls import FLOATS, as_arrays, check_platform, together
-from ._primitives import TracedNetwork, run
-from ._truncated import run_truncated
+from .ffi.calls import FLOATS, as_arrays, check_platform, together
+from .ffi.primitives import TracedNetwork, run
+from .ffi.truncated import run_truncated
 
 _MOST = np.iinfo(np.int32).max
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from ..errors import InputTypeError, short
 from ..execution import selective
 from ..execution.selective import Inputs
-from ._calls import FLOATS, as_arrays, check_platform, together, vary, varying
-from ._programs import replay
-from ._rules import MappedAxis, Rules, operator
+from .ffi.calls import FLOATS, as_arrays, check_platform, together, vary, varying
+from .ffi.programs import replay
+from .ffi.rules import MappedAxis, Rules, operator
 
 _NAMES = "u", "delta", "A", "B", "C", "D", "z", "delta_bias"
 

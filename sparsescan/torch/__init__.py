@@ -4,10 +4,10 @@ PyTorch is imported when this is. ``from sparsescan.torch import GRU`` in place 
 import GRU``, or :func:`convert` for a model that is there; :func:`module` for any cell.
 """
 
-from ._convert import Conversion, convert
-from ._explain import Explanation, explain
 from .affine import affine_scan
 from .cells import module
+from .conversion.conversion import Conversion, convert
+from .conversion.explain import Explanation, explain
 from .filters import lfilter, sosfilt
 from .recurrent import GRU, LSTM, RNN
 from .selective import selective_scan

@@ -17,10 +17,10 @@ from ..kernels.addresses import address_of
 from ..readings import Reading, read_shapes, read_shapes_anew
 from ..recurrent.step_pool import StepPool
 from ..symbolic.pattern import Pattern
-from ._arrays import array_of, here, tensor_of
-from ._direct import is_direct, is_eager, is_forward_twice, is_mapped, is_transformed
-from ._once import over_maps
-from ._recorded import ResultTensor, Room, give_scratch, run, take_scratch
+from .calls.arrays import array_of, here, tensor_of
+from .calls.direct import is_direct, is_eager, is_forward_twice, is_mapped, is_transformed
+from .calls.once import over_maps
+from .calls.recorded import ResultTensor, Room, give_scratch, run, take_scratch
 
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 

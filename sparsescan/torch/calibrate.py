@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._prepared import only
-from ._times import INPUTS, TimeTable, name_of, save_table
+from .calls.prepared import only
+from .calls.times import INPUTS, TimeTable, name_of, save_table
 from .recurrent import GRU, LSTM, RNN
 
 _HIDDEN, _BATCH, _STEPS = [16, 32, 64, 128, 256, 512], [1, 4, 16, 64, 256], [1, 4, 16, 64, 256]

@@ -15,8 +15,8 @@ from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
 from ..recurrent.definition import initial_of
 from ..symbolic.schedule import check_flag
-from ._sequences import Sequences
-from ._shapes import register
+from .calls.sequences import Sequences
+from .calls.shapes import register
 
 
 class CellModule(Sequences, nn.Module):

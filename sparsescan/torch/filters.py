@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 
 from .. import filters
 from ..errors import DeviceError, InputTypeError, short
-from ._arrays import array_of, here, tensor_of
-from ._direct import is_direct, is_eager, is_forward_twice, is_mapped, is_transformed
-from ._once import over_maps
+from .calls.arrays import array_of, here, tensor_of
+from .calls.direct import is_direct, is_eager, is_forward_twice, is_mapped, is_transformed
+from .calls.once import over_maps
 
 _DTYPES = (torch.float32, torch.float64)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ._sequences import Sequences
+from .calls.sequences import Sequences
 
 
 def _signature() -> inspect.Signature:

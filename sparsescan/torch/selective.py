@@ -11,9 +11,9 @@ from torch.nn import functional
 from ..errors import DeviceError, InputError, InputTypeError, short
 from ..execution import selective
 from ..execution.selective import Inputs
-from ._arrays import array_of, here, tensor_of
-from ._direct import is_direct, is_eager, is_mapped, is_transformed
-from ._once import gradients_of, over_maps
+from .calls.arrays import array_of, here, tensor_of
+from .calls.direct import is_direct, is_eager, is_mapped, is_transformed
+from .calls.once import gradients_of, over_maps
 
 _DTYPES = (torch.float32, torch.float64)
 _NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")

@@ -20,12 +20,14 @@ from ..errors import SparseScanError
 from ..jacobians import Operator, from_torch
 from ..jacobians.training.bound import BoundStep, without_arrays
 from ..recurrent.step_pool import StepPool
-from ._direct import is_direct, is_watched
-from ._masked import Values, is_untouched, masked_weight
-from ._masks import Kept, kept_now
-from ._once import Once
-from ._probe import asks_for_some, is_looked_at, probe
-from ._structure import (
+from .calls.direct import is_direct, is_watched
+from .calls.once import Once
+from .calls.team import pytorchs_threads
+from .calls.times import Seconds
+from .conversion.masked import Values, is_untouched, masked_weight
+from .conversion.masks import Kept, kept_now
+from .conversion.probe import asks_for_some, is_looked_at, probe
+from .conversion.structure import (
     FLOATS,
     NORMS,
     STATISTICS,
@@ -39,8 +41,6 @@ from ._structure import (
     read,
     without_kernels,
 )
-from ._team import pytorchs_threads
-from ._times import Seconds
 
 # Share of the weights that are kept, from which on PyTorch's dense products are as fast.
 _DENSE = 0.25

@@ -24,7 +24,7 @@ from sparsescan.arrays.arrays import is_cupy
 from sparsescan.errors import DeviceError, InputError, MemoryLimitError
 from sparsescan.recurrent import GRU, LSTM, RNN
 from sparsescan.recurrent import device as recurrent_device
-from sparsescan.torch import _recurrent_op as op
+from sparsescan.torch.calls import recurrent_op as op
 
 Array = NDArray[Any]
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)

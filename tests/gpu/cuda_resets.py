@@ -22,7 +22,7 @@ import sparsescan.torch
 from sparsescan.errors import DeviceError, InputError, InputTypeError
 from sparsescan.recurrent import GRU, LSTM, RNN
 from sparsescan.recurrent import device as recurrent_device
-from sparsescan.torch import _recurrent_op as op
+from sparsescan.torch.calls import recurrent_op as op
 
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 

@@ -12,7 +12,8 @@ import pytest
 from sampling import slow
 
 from sparsescan.execution.threads import thread_count
-from sparsescan.jax import _primitives, recurrent
+from sparsescan.jax import recurrent
+from sparsescan.jax.ffi import primitives
 from sparsescan.recurrent import GRU, LSTM
 
 Call = Callable[..., Any]
@@ -114,7 +115,7 @@ def test_results_and_gradients(kind: Any, members: int, options: Any, is_shared:
 @pytest.mark.parametrize("most", [1 << 24, 0])
 def test_bits_of_single_calls(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all memory kept for the backward pass, and with none."""
-    monkeypatch.setattr(_primitives, "_MOST_KEPT", most)
+    monkeypatch.setattr(primitives, "_MOST_KEPT", most)
     members = 4 * thread_count() + (1 if most else 2)  # more than have memory at once
     about = Ensemble(GRU, members, num_layers=2, bidirectional=True)
     params, x = about.params, about.x

@@ -16,7 +16,7 @@ from some_cells import CELLS, MGU, SCRN, Elementwise, Leaky, PeepholeLSTM, Tied
 
 from sparsescan import DeviceError, InputError, InputTypeError
 from sparsescan.jax import recurrent
-from sparsescan.jax._programs import call
+from sparsescan.jax.ffi.programs import call
 from sparsescan.recurrent import GRU, LSTM, RNN, Cell, Hidden, Input, Recurrent, sigmoid, tanh
 
 

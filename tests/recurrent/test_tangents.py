@@ -12,7 +12,7 @@ from some_cells import CELLS
 
 from sparsescan.recurrent import Cell, catalogue
 from sparsescan.recurrent.tangent import tangent_of
-from sparsescan.torch._plain import run_plain
+from sparsescan.torch.calls.plain import run_plain
 
 EVERY = {name: getattr(catalogue, name) for name in catalogue.__all__} | CELLS
 

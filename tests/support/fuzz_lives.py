@@ -36,9 +36,9 @@ from torch.utils.checkpoint import checkpoint
 
 import sparsescan.torch
 from sparsescan.recurrent import catalogue
-from sparsescan.torch import _alone
-from sparsescan.torch._prepared import only
+from sparsescan.torch.calls.prepared import only
 from sparsescan.torch.cells import CellModule
+from sparsescan.torch.conversion import alone as lone_layers
 
 Rng = np.random.Generator
 Event = Callable[["Model", Rng], Any]
@@ -745,7 +745,7 @@ def _live(kind: str, seed: int, names: Sequence[str] | None, talks: bool) -> int
     elif kind == "alone":
         for layer in twin.modules():
             if type(layer) in (nn.Linear, nn.Conv2d):
-                layer.__class__ = _alone.replacement_of(layer)
+                layer.__class__ = lone_layers.replacement_of(layer)
     elif kind == "cells":
         twin.__class__ = sparsescan.torch.module(twin.cell)  # type: ignore[arg-type]
     else:

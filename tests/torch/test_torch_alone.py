@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
-from sparsescan.torch import _alone, convert, sequential
+from sparsescan.torch import convert, sequential
+from sparsescan.torch.conversion import alone
 
 EPS = torch.finfo(torch.float64).eps
 is_slower = sequential._is_slower
@@ -52,7 +53,7 @@ def pair(seed: int = 0) -> tuple[Net, Net, Tensor]:
 
 def ran_here(layer: nn.Module) -> bool:
     """Whether the latest call was not left to PyTorch."""
-    return sequential._stacks[_alone._stacks[layer]].runs_here
+    return sequential._stacks[alone._stacks[layer]].runs_here
 
 
 def close(actual: Any, expected: Any) -> None:

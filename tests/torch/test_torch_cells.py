@@ -23,7 +23,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 import sparsescan.torch
 from sparsescan import InputError, InputTypeError
 from sparsescan.recurrent import Cell, Hidden, Input, Recurrent, catalogue
-from sparsescan.torch import _recurrent_op, module
+from sparsescan.torch import module
+from sparsescan.torch.calls import recurrent_op
 from sparsescan.torch.cells import CellModule
 
 EPS = torch.finfo(torch.float64).eps
@@ -354,8 +355,8 @@ def test_errors() -> None:
 
 def test_steps_of_one_network_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules of one class and shape take turns with one training step."""
-    monkeypatch.setattr(_recurrent_op, "_steps", _recurrent_op.OrderedDict())
+    monkeypatch.setattr(recurrent_op, "_steps", recurrent_op.OrderedDict())
     for _ in range(3):
         sparsescan.torch.module(MGU)(3, 5)(torch.zeros(2, 2, 3))
-    (steps,) = _recurrent_op._steps.values()
+    (steps,) = recurrent_op._steps.values()
     assert steps.free == 1

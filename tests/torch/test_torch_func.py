@@ -26,9 +26,10 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import sparsescan.torch
 from sparsescan.recurrent import Cell, Hidden, Input, relu
 from sparsescan.recurrent.definition import shapes_of
-from sparsescan.torch import _derivatives, module
-from sparsescan.torch._plain import run_plain
-from sparsescan.torch._shapes import kind_of
+from sparsescan.torch import module
+from sparsescan.torch.calls import derivatives
+from sparsescan.torch.calls.plain import run_plain
+from sparsescan.torch.calls.shapes import kind_of
 
 EPS = torch.finfo(torch.float64).eps
 THEIRS = {"GRU": nn.GRU, "LSTM": nn.LSTM, "RNN": nn.RNN}
@@ -270,7 +271,7 @@ def test_packed_sequences_and_resets() -> None:
 
     def theirs(params: Params, data: Tensor) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_derivatives, "_DTYPES", ())
+            patch.setattr(derivatives, "_DTYPES", ())
             return ours(params, data)
 
     given = params, rows.data
@@ -349,8 +350,8 @@ def test_a_cell_whose_input_is_multiplied_like_a_state() -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_derivatives, "_MOST", 3)
+    monkeypatch.setattr(derivatives, "_MOST", 3)
     net: Any = sparsescan.torch.GRU(2, 3)
     for steps in range(1, 8):
         vmap(lambda x: net(x)[0])(torch.zeros(2, steps, 1, 2))
-    assert len(_derivatives._passes) <= 3
+    assert len(derivatives._passes) <= 3

@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_map_only
 import sparsescan.torch
 from sparsescan import InputTypeError
 from sparsescan.recurrent.catalogue import MGU
-from sparsescan.torch import _recurrent_op, convert
-from sparsescan.torch._prepared import only
+from sparsescan.torch import convert
+from sparsescan.torch.calls import recurrent_op
+from sparsescan.torch.calls.prepared import only
 
 EPS = torch.finfo(torch.float64).eps
 KINDS = ("RNN", "GRU", "LSTM")
@@ -184,23 +185,23 @@ def test_graphs_that_live_side_by_side_and_twice() -> None:
 
 
 def test_steps_are_used_again_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_recurrent_op, "_steps", OrderedDict())
+    monkeypatch.setattr(recurrent_op, "_steps", OrderedDict())
     net = sparsescan.torch.GRU(3, 5)
     for _ in range(4):  # until it is prepared
         net(torch.zeros(2, 2, 3))
     gc.collect()
-    (steps,) = _recurrent_op._steps.values()
+    (steps,) = recurrent_op._steps.values()
     assert steps.free == 1
 
 
 def test_no_grad_and_frozen_parameters() -> None:
     net = sparsescan.torch.GRU(3, 4)
-    waiting = len(_recurrent_op._waiting)
+    waiting = len(recurrent_op._waiting)
     with torch.no_grad():
         assert not net(torch.zeros(5, 2, 3))[0].requires_grad
     net.requires_grad_(False)
     assert not net(torch.zeros(5, 2, 3))[0].requires_grad
-    assert len(_recurrent_op._waiting) == waiting
+    assert len(recurrent_op._waiting) == waiting
     x = torch.zeros(5, 2, 3, requires_grad=True)
     net(x)[0].sum().backward()
     assert x.grad is not None
@@ -452,7 +453,7 @@ def test_parameters_that_are_no_plain_tensors_find_operators() -> None:
     matrices, offsets = torch.rand(4, 3, 3), torch.rand(4, 3, requires_grad=True)
 
     def run(params: list[torch.Tensor]) -> torch.Tensor:
-        return _recurrent_op.run(x, None, None, params, [], *about, True)[0]
+        return recurrent_op.run(x, None, None, params, [], *about, True)[0]
 
     def scan(params: list[torch.Tensor]) -> torch.Tensor:
         return sparsescan.torch.affine_scan(matrices, params[0])

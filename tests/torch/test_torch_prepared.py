@@ -19,9 +19,10 @@ from torch import Tensor, nn
 import sparsescan.torch
 from sparsescan.errors import InputError, InputTypeError
 from sparsescan.recurrent.catalogue import MGU
-from sparsescan.torch import _prepared, _recurrent_op, _shapes, _times, calibrate, explain
-from sparsescan.torch._prepared import Prepared, only
-from sparsescan.torch._times import Key, TimeTable, name_of, predict
+from sparsescan.torch import calibrate, explain
+from sparsescan.torch.calls import prepared, recurrent_op, shapes, times
+from sparsescan.torch.calls.prepared import Prepared, only
+from sparsescan.torch.calls.times import Key, TimeTable, name_of, predict
 
 KINDS = ("RNN", "GRU", "LSTM")
 Rng = np.random.Generator
@@ -49,7 +50,7 @@ def close(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) ->
 
 
 def prepared_calls() -> list[Prepared]:
-    return [each for each in _prepared._calls.values() if isinstance(each, Prepared)]
+    return [each for each in prepared._calls.values() if isinstance(each, Prepared)]
 
 
 # -- What is there now -----------------------------------------------------------------------------
@@ -207,7 +208,7 @@ def test_no_call_answers_from_what_was(seed: int, names: list[str], kernels: str
 
     with only(kernels or "sparsescan"):
         if not kernels:
-            _prepared._only = None  # prepared when they have come a few times
+            prepared._only = None  # prepared when they have come a few times
         compare()
         for k, name in enumerate(names):
             for module in (theirs, ours):
@@ -285,7 +286,7 @@ def test_memory_is_used_again_with_and_without_a_backward_pass() -> None:
 
 def test_memory_that_others_need_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls stay prepared without it, and take it again."""
-    monkeypatch.setattr(_prepared, "_MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(prepared, "_MOST_BYTES", 1 << 16)
     _, ours = pair("GRU", 3, 5)
     with only("sparsescan"):
         for _ in range(2):
@@ -295,9 +296,9 @@ def test_memory_that_others_need_is_let_go(monkeypatch: pytest.MonkeyPatch) -> N
             nbytes = sum(each.free_bytes for each in calls)
             assert 0 < nbytes <= (1 << 16) + 2 * max(each.nbytes for each in calls)
             assert len(calls) == 59
-        monkeypatch.setattr(_prepared, "_MOST", 3)
+        monkeypatch.setattr(prepared, "_MOST", 3)
         ours(torch.randn(70, 2, 3))
-        assert len(_prepared._calls) <= 3
+        assert len(prepared._calls) <= 3
 
 
 def test_a_graph_outlives_the_call_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +343,7 @@ def table(ours: float, theirs: float) -> TimeTable:
 def test_the_faster_kernel_is_taken(
     kind: str, ours: float, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_times, "read_table", lambda: table(ours, 1e-4))
+    monkeypatch.setattr(times, "read_table", lambda: table(ours, 1e-4))
     theirs, module = pair(kind, 3, 5, dtype=torch.float64)
     x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
     about = explain(module, x)
@@ -355,7 +356,7 @@ def test_the_faster_kernel_is_taken(
     with torch.no_grad():
         assert "inference" in explain(module, x).reason
     with only("sparsescan"):
-        _prepared._only = None
+        prepared._only = None
         for _ in range(8):
             close([module(x)[0]], [theirs(x)[0]])
         assert bool(prepared_calls()) == (kernel == "sparsescan")
@@ -392,7 +393,7 @@ def test_explanations_of_other_calls() -> None:
 
 def test_measured_times_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     path = tmp_path / "recurrent.json"
-    monkeypatch.setattr(_times, "table_file", lambda: path)
+    monkeypatch.setattr(times, "table_file", lambda: path)
     for name, sizes in (("_HIDDEN", [4]), ("_BATCH", [1]), ("_STEPS", [1, 2])):
         monkeypatch.setattr(calibrate, name, sizes)
     before, kept = torch.get_num_threads(), []
@@ -400,7 +401,7 @@ def test_measured_times_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any)
     assert calibrate.calibrate() == path
     assert kept
     assert torch.get_num_threads() == before
-    found = _times.read_table()
+    found = times.read_table()
     assert (found.hidden, found.batch, found.steps) == ([4], [1], [1, 2])
     assert len(found.times) == 6 * len({1, before})
     for part in found.times.values():
@@ -409,8 +410,8 @@ def test_measured_times_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any)
     # What is no table is not read.
     for text in ("", "[]", '{"name": "x"}', path.read_text()[:-20]):
         path.write_text(text)
-        assert _times.read_table() == _times._built_in()
-    built_in = _times._built_in()
+        assert times.read_table() == times._built_in()
+    built_in = times._built_in()
     assert set(built_in.times) == {
         name_of(kind, has_backward, threads)
         for kind in KINDS
@@ -451,10 +452,10 @@ def test_parameters_of_other_shapes_are_refused(kernels: str) -> None:
 
 
 def test_large_calls_are_prepared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_prepared, "_LARGE", 4 * 5 * (5 + 3) * 4 * 2)
+    monkeypatch.setattr(prepared, "_LARGE", 4 * 5 * (5 + 3) * 4 * 2)
     _, ours = pair("GRU", 3, 5)
     with only("sparsescan"):
-        _prepared._only = None
+        prepared._only = None
         ours(torch.randn(3, 2, 3))
         assert not prepared_calls()
         ours(torch.randn(4, 2, 3))
@@ -465,12 +466,12 @@ def test_memory_of_calls_that_were_not_prepared_is_let_go() -> None:
     _, ours = pair("GRU", 3, 7)
     x = torch.randn(4, 2, 3)
     with only("sparsescan"):
-        _prepared._only = None
+        prepared._only = None
         for _ in range(10):
             ours(x)[0].sum().backward()
         assert prepared_calls()
-    shape = _shapes.Shape("GRU", 3, 7, 1, True, False)
-    assert not [key for key in _recurrent_op._steps if key[0] == shape]
+    shape = shapes.Shape("GRU", 3, 7, 1, True, False)
+    assert not [key for key in recurrent_op._steps if key[0] == shape]
 
 
 def test_what_is_left_to_pytorch_is_left_for_plain_modules_alone() -> None:
@@ -481,9 +482,9 @@ def test_what_is_left_to_pytorch_is_left_for_plain_modules_alone() -> None:
     for kernels in ("sparsescan", "pytorch"):
         with only(kernels):
             plain(x)
-            assert _prepared.is_left(_prepared.left_key(plain, x, None)) == (kernels == "pytorch")
+            assert prepared.is_left(prepared.left_key(plain, x, None)) == (kernels == "pytorch")
             torch.manual_seed(0)
             outputs.append(other(x)[0])
     assert torch.equal(*outputs)
     nn.utils.prune.random_unstructured(plain, "weight_hh_l0", 0.5)
-    assert _prepared.left_key(plain, x, None) is None
+    assert prepared.left_key(plain, x, None) is None

@@ -23,7 +23,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 import sparsescan.torch
 from sparsescan import InputError, InputTypeError
 from sparsescan.recurrent import catalogue
-from sparsescan.torch import _torchrecurrent, convert, module
+from sparsescan.torch import convert, module
+from sparsescan.torch.conversion import torchrecurrent as conversion
 
 EPS = torch.finfo(torch.float64).eps
 KINDS = ("RNN", "GRU", "LSTM")
@@ -316,13 +317,13 @@ def test_layers_of_torchrecurrent(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
     for _ in range(2):
         given = turned(x).clone().requires_grad_()
-        assert _torchrecurrent._sequence_of(net, given, state) is not None
+        assert conversion._sequence_of(net, given, state) is not None
         results = net(given, state, resets=turned(resets))
         found = [results, torch.autograd.grad(results[0].sin().sum(), given)]
         if name == "tauGRU":
             break
         with monkeypatch.context() as patch:
-            patch.setattr(_torchrecurrent, "_sequence_of", lambda *_: None)
+            patch.setattr(conversion, "_sequence_of", lambda *_: None)
             results = net(given, state, resets=turned(resets))
         close(found, [results, torch.autograd.grad(results[0].sin().sum(), given)])
         _, state = theirs(turned(x))

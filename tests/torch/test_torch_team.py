@@ -14,11 +14,11 @@ import torch
 
 import sparsescan.torch
 from sparsescan.execution.threads import lent, share
-from sparsescan.torch import _team
-from sparsescan.torch._prepared import only
-from sparsescan.torch._team import pytorchs_threads
+from sparsescan.torch.calls import team
+from sparsescan.torch.calls.prepared import only
+from sparsescan.torch.calls.team import pytorchs_threads
 
-if _team._team() is None:
+if team._team() is None:
     pytest.skip("PyTorch has no GNU OpenMP here", allow_module_level=True)
 
 
@@ -86,7 +86,7 @@ def test_the_same_bits_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
         return [output.detach(), *torch.autograd.grad(output.square().sum(), net.parameters())]
 
     results = run()
-    monkeypatch.setattr(_team, "_home", -1)
+    monkeypatch.setattr(team, "_home", -1)
     for one, other in zip(results, run(), strict=True):
         assert torch.equal(one, other)
 

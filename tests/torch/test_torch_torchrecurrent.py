@@ -18,7 +18,8 @@ from sampling import slow
 from torch import nn
 from torch.nn.utils import prune
 
-from sparsescan.torch import _torchrecurrent, convert
+from sparsescan.torch import convert
+from sparsescan.torch.conversion import torchrecurrent as conversion
 
 EPS = torch.finfo(torch.float64).eps
 NAMES = sorted(
@@ -102,7 +103,7 @@ def test_any_layer(name: str, seed: int) -> None:
     assert convert(ours).replaced == [""]
     lead = tuple(int(n) for n in rng.integers(1, 7, 2))
     x = torch.from_numpy(rng.standard_normal((*lead, theirs.input_size)))
-    assert _torchrecurrent._sequence_of(ours, x, None) is not None
+    assert conversion._sequence_of(ours, x, None) is not None
     expected, last = results_of(theirs, x, None, seed)
     # Gates that are identities let states grow without a bound.
     assume(all(bool((each.abs() < 1e3).all()) for each in expected))
@@ -112,7 +113,7 @@ def test_any_layer(name: str, seed: int) -> None:
         state = (state[0], state[1] / 2)
     for each in tensors_of(state):
         each.requires_grad_()
-    assert _torchrecurrent._sequence_of(ours, x, state) is not None
+    assert conversion._sequence_of(ours, x, state) is not None
     expected, _ = results_of(theirs, x, state, seed)
     assume(all(bool((each.abs() < 1e3).all()) for each in expected))
     close(results_of(ours, x, state, seed)[0], expected)
@@ -136,7 +137,7 @@ def test_each_layer_of_single_precision(name: str) -> None:
     double = getattr(torchrecurrent, name)(4, 4, dtype=torch.float64)
     expected, _ = double(x.double())
     convert(double)
-    assert _torchrecurrent._sequence_of(double, x.double(), None) is not None
+    assert conversion._sequence_of(double, x.double(), None) is not None
     torch.testing.assert_close(double(x.double())[0], expected)
 
 
@@ -168,7 +169,7 @@ def test_what_is_left_alone() -> None:
 
 
 def test_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torchrecurrent, "_version", lambda: "0.3.0")
+    monkeypatch.setattr(conversion, "_version", lambda: "0.3.0")
     net = torchrecurrent.MGU(3, 4)
     assert str(convert(net)).startswith("model: left alone, torchrecurrent is 0.3.0; expected")
 

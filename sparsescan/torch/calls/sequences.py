@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ..errors import InputError, InputTypeError, short
-from ..symbolic.schedule import check_count, check_flag
-from ._derivatives import run_differentiable
-from ._direct import is_recorded, is_transformed
-from ._prepared import find, is_left, key_of, leave, left_key, prepare
-from ._recurrent_op import has_kernels, run
-from ._resets import check_resets
-from ._shapes import Shape, names_of
-from ._structure import is_pruning
+from ...errors import InputError, InputTypeError, short
+from ...symbolic.schedule import check_count, check_flag
+from ..conversion.structure import is_pruning
+from .derivatives import run_differentiable
+from .direct import is_recorded, is_transformed
+from .prepared import find, is_left, key_of, leave, left_key, prepare
+from .recurrent_op import has_kernels, run
+from .resets import check_resets
+from .shapes import Shape, names_of
 
 _DTYPES = (torch.float32, torch.float64)
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..recurrent.truncated import windows_at_once
-from ._primitives import TracedNetwork, fits, run
+from ...recurrent.truncated import windows_at_once
+from .primitives import TracedNetwork, fits, run
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))

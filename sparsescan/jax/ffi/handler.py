@@ -16,10 +16,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ..kernels.compile import njit
-from ..kernels.cpu.flushing import flush, mode, set_mode
-from ..kernels.cpu.memory import array_at, fetch_add
-from ..kernels.cpu.replay import (
+from ...kernels.compile import njit
+from ...kernels.cpu.flushing import flush, mode, set_mode
+from ...kernels.cpu.memory import array_at, fetch_add
+from ...kernels.cpu.replay import (
     Control,
     Header,
     call_at,

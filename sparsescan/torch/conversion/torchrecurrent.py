@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import InputError, short
-from ..recurrent import Cell, catalogue
-from ..recurrent.definition import read_options, shapes_of
-from ..recurrent.program import topological
-from ._direct import is_watched
-from ._prepared import run_often
-from ._recurrent_op import has_kernels, run
-from ._resets import check_resets
-from ._shapes import kind_of, register
-from ._structure import is_pruning
-from ._times import Seconds
+from ...errors import InputError, short
+from ...recurrent import Cell, catalogue
+from ...recurrent.definition import read_options, shapes_of
+from ...recurrent.program import topological
+from ..calls.direct import is_watched
+from ..calls.prepared import run_often
+from ..calls.recurrent_op import has_kernels, run
+from ..calls.resets import check_resets
+from ..calls.shapes import kind_of, register
+from ..calls.times import Seconds
+from .structure import is_pruning
 
 _VERSION = "0.2.5"
 _DTYPES = (torch.float32, torch.float64)

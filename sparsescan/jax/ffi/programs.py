@@ -15,13 +15,13 @@ import llvmlite.binding
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .. import __version__
-from ..execution.recording import Recording
-from ..execution.recurrence import Recorded
-from ..execution.threads import thread_count
-from ..kernels.compile import entry_for_c
-from ._calls import vary, varying
-from ._handler import ROOT, Program, Root, handle, help_replay
+from ... import __version__
+from ...execution.recording import Recording
+from ...execution.recurrence import Recorded
+from ...execution.threads import thread_count
+from ...kernels.compile import entry_for_c
+from .calls import vary, varying
+from .handler import ROOT, Program, Root, handle, help_replay
 
 _TARGET = "sparsescan"
 # Bytes from which memory is best in large pages.

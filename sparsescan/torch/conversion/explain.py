@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..errors import InputTypeError, short
-from ..formatting import format_time, quantity
-from . import _torchrecurrent as torchrecurrent
-from ._direct import is_recorded
-from ._prepared import key_of
-from ._sequences import Sequences
-from ._times import CallPrediction, Key, predict
+from ...errors import InputTypeError, short
+from ...formatting import format_time, quantity
+from ..calls.direct import is_recorded
+from ..calls.prepared import key_of
+from ..calls.sequences import Sequences
+from ..calls.times import CallPrediction, Key, predict
+from . import torchrecurrent
 
 
 class Explanation(NamedTuple):

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..plan.costs.constants import file_to_write, machine_file
-from ._shapes import Shape
+from ...plan.costs.constants import file_to_write, machine_file
+from .shapes import Shape
 
 KINDS = {"RNN_TANH": "RNN", "RNN_RELU": "RNN", "GRU": "GRU", "LSTM": "LSTM"}
 INPUTS = 32  # the length of inputs with which times are measured

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._direct import is_mapped, is_transformed
+from .direct import is_mapped, is_transformed
 
 
 class Once(torch.autograd.Function):

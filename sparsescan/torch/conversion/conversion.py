@@ -6,15 +6,14 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..errors import InputTypeError, short
-from ..symbolic.schedule import check_count
-from . import _alone as alone
-from . import _torchrecurrent as torchrecurrent
-from ._recurrent_op import has_kernels
-from ._sequences import Sequences
-from ._structure import is_container, modules_of, without_kernels
-from .recurrent import GRU, LSTM, RNN
-from .sequential import Sequential, why_not
+from ...errors import InputTypeError, short
+from ...symbolic.schedule import check_count
+from ..calls.recurrent_op import has_kernels
+from ..calls.sequences import Sequences
+from ..recurrent import GRU, LSTM, RNN
+from ..sequential import Sequential, why_not
+from . import alone, torchrecurrent
+from .structure import is_container, modules_of, without_kernels
 
 _KINDS: dict[type[nn.Module], type[nn.RNNBase]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
 # Devices whose tensors recurrent modules have kernels for.

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ..execution.recording import Recording, Result
-from ..kernels.addresses import address_of
-from ..recurrent.recorded import Passes
-from ..recurrent.step_pool import StepPool
-from ._direct import has_saving_hooks, is_direct, is_transformed
-from ._recorded import ResultTensor, Room, give_scratch, run, take_scratch
-from ._recurrent_op import forget_steps, gradients
-from ._shapes import network_of
-from ._times import Key, predict
+from ...execution.recording import Recording, Result
+from ...kernels.addresses import address_of
+from ...recurrent.recorded import Passes
+from ...recurrent.step_pool import StepPool
+from .direct import has_saving_hooks, is_direct, is_transformed
+from .recorded import ResultTensor, Room, give_scratch, run, take_scratch
+from .recurrent_op import forget_steps, gradients
+from .shapes import network_of
+from .times import Key, predict
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _DTYPES = frozenset((torch.float32, torch.float64))

@@ -14,15 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import InputError
-from ..recurrent import TrainingStep
-from ..recurrent.step_pool import StepPool, run_forward, runs_on_gpu
-from ._arrays import array_of, here, tensor_of
-from ._derivatives import run_differentiable
-from ._direct import is_direct, is_mapped
-from ._once import Twice, gradients_of, over_maps
-from ._probe import asks_for_some, is_looked_at, probe
-from ._shapes import Shape, kind_of, network_of
+from ...errors import InputError
+from ...recurrent import TrainingStep
+from ...recurrent.step_pool import StepPool, run_forward, runs_on_gpu
+from ..conversion.probe import asks_for_some, is_looked_at, probe
+from .arrays import array_of, here, tensor_of
+from .derivatives import run_differentiable
+from .direct import is_direct, is_mapped
+from .once import Twice, gradients_of, over_maps
+from .shapes import Shape, kind_of, network_of
 
 # Networks whose training steps are kept for the next call; those used last.
 _KEPT = 32

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from ..recurrent.definition import bias_name, declared
-from ..recurrent.operations import Node
-from ..recurrent.program import INPUT, CellProgram, topological
-from ._direct import is_forward_twice
-from ._resets import begins_before
+from ...recurrent.definition import bias_name, declared
+from ...recurrent.operations import Node
+from ...recurrent.program import INPUT, CellProgram, topological
+from .direct import is_forward_twice
+from .resets import begins_before
 
 
 class _Surrogate(torch.autograd.Function):

@@ -23,18 +23,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..execution.recording import Recording
-from ..execution.threads import lent, share
-from ..kernels.addresses import address_of
-from ..recurrent.definition import shapes_of
-from ..recurrent.recorded import Passes
-from ..recurrent.step_pool import StepPool
-from ..recurrent.tangent import Tangent, tangent_of
-from ._direct import is_eager, is_forward_twice
-from ._plain import run_plain
-from ._recorded import Room, give_scratch, take_scratch
-from ._shapes import Shape, kind_of, network_of, register
-from ._team import ALONE, pytorchs_threads
+from ...execution.recording import Recording
+from ...execution.threads import lent, share
+from ...kernels.addresses import address_of
+from ...recurrent.definition import shapes_of
+from ...recurrent.recorded import Passes
+from ...recurrent.step_pool import StepPool
+from ...recurrent.tangent import Tangent, tangent_of
+from .direct import is_eager, is_forward_twice
+from .plain import run_plain
+from .recorded import Room, give_scratch, take_scratch
+from .shapes import Shape, kind_of, network_of, register
+from .team import ALONE, pytorchs_threads
 
 _DTYPES = (torch.float32, torch.float64)
 # The axes of samples of lengths, resets, inputs and initial states.

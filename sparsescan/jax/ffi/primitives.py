@@ -24,17 +24,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching
 
-from ..errors import MemoryLimitError
-from ..execution.calls import LINE
-from ..execution.recording import Recording, groups_of
-from ..recurrent import Recurrent
-from ..recurrent.definition import CellLike
-from ..recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
-from ..recurrent.step import RecurrentLike
-from ..recurrent.tangent import Tangent, tangent_of
-from ._calls import vary, varying
-from ._programs import Lengths, add, call, key_of
-from ._rules import alike, differentiated, filled, mapped, merge, parted, primitive, size_of
+from ...errors import MemoryLimitError
+from ...execution.calls import LINE
+from ...execution.recording import Recording, groups_of
+from ...recurrent import Recurrent
+from ...recurrent.definition import CellLike
+from ...recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
+from ...recurrent.step import RecurrentLike
+from ...recurrent.tangent import Tangent, tangent_of
+from .calls import vary, varying
+from .programs import Lengths, add, call, key_of
+from .rules import alike, differentiated, filled, mapped, merge, parted, primitive, size_of
 
 
 class TracedNetwork:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from ..arrays.arrays import is_cupy, on_device
-from ..arrays.streams import place
-from ._team import pytorchs_threads
+from ...arrays.arrays import is_cupy, on_device
+from ...arrays.streams import place
+from .team import pytorchs_threads
 
 
 def here(x: Tensor) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..execution.threads import Team, lent
+from ...execution.threads import Team, lent
 
 _Call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 # The process in which PyTorch was imported: GNU OpenMP must not be used after a fork.

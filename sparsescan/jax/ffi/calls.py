@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..arrays.arrays import check_no_mask
-from ..errors import DeviceError, InputTypeError, short
+from ...arrays.arrays import check_no_mask
+from ...errors import DeviceError, InputTypeError, short
 
 FLOATS = "float32", "float64"
 NUMBERS = *FLOATS, "complex64", "complex128"

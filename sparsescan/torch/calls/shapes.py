@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import InputError
-from ..recurrent import Cell, GRUCell, LSTMCell, Recurrent, RNNCell
-from ..recurrent.definition import read_options, shapes_of
-from ..recurrent.program import CellProgram
-from ..recurrent.recorded import program_text
+from ...errors import InputError
+from ...recurrent import Cell, GRUCell, LSTMCell, Recurrent, RNNCell
+from ...recurrent.definition import read_options, shapes_of
+from ...recurrent.program import CellProgram
+from ...recurrent.recorded import program_text
 
 
 class CellKind(NamedTuple):

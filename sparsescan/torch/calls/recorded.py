@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..execution import calls
-from ..execution.calls import Calls, aligned_empty
-from ..execution.recording import Recording, Result
-from ..kernels.addresses import address_of
-from ._team import pytorchs_threads
+from ...execution import calls
+from ...execution.calls import Calls, aligned_empty
+from ...execution.recording import Recording, Result
+from ...kernels.addresses import address_of
+from .team import pytorchs_threads
 
 # Pieces of memory that are kept for the next pass.
 _SCRATCHES = 4

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..execution.calls import call_all
-from ..kernels.cpu.masks import count_changes
+from ...execution.calls import call_all
+from ...kernels.cpu.masks import count_changes
 
 # Entries of a mask that are a task.
 _TASK = 1 << 18

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from ._structure import add_layer, is_pruning, without_kernels
-from .sequential import Sequential, is_sparse, run, why_dense
+from ..sequential import Sequential, is_sparse, run, why_dense
+from .structure import add_layer, is_pruning, without_kernels
 
 
 class _Alone:

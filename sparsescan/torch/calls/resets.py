@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ..errors import InputError, InputTypeError, short
+from ...errors import InputError, InputTypeError, short
 
 
 def check_resets(resets: Any, given: Any) -> None:

@@ -1,0 +1,1 @@
+"""Calls of modules and functions: prepared, recorded, as operators, and their derivatives."""
