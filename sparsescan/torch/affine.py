@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from .. import affine
-from ..errors import DeviceError, InputTypeError, short
+from ..errors import InputTypeError
 from ..execution.recurrence import Recorded, record_gradients, record_states
 from ..kernels.addresses import address_of
 from ..readings import Reading, read_shapes, read_shapes_anew
 from ..recurrent.step_pool import StepPool
 from ..symbolic.pattern import Pattern
-from .calls.arrays import array_of, here, tensor_of
+from .calls.arrays import array_of, check_tensors, here, tensor_of
 from .calls.direct import is_direct, is_eager, is_forward_twice, is_mapped, is_transformed
 from .calls.once import over_maps
 from .calls.recorded import ResultTensor, Room, give_scratch, run, take_scratch
@@ -139,37 +139,13 @@ def _run(
 
 def _check(**tensors: Any) -> None:
     """Raise for what is no tensor that can be scanned, or for tensors that differ in their kind."""
+    check_tensors(tensors, ("offsets", "initial"), dtypes=_DTYPES, has_cuda=True)
     matrices = tensors["matrices"]
-    for name, tensor in tensors.items():
-        if tensor is None and name != "matrices":
-            continue
-        if not isinstance(tensor, Tensor):
-            raise InputTypeError(f"{name} is {short(tensor)}; expected a tensor")
-        if tensor.dtype not in _DTYPES or tensor.dtype != matrices.dtype:
-            raise InputTypeError(
-                f"{name} has dtype {tensor.dtype}; expected float32, float64, complex64 or "
-                "complex128, one for all tensors"
-            )
-        if tensor.layout is not torch.strided:
-            raise InputTypeError(
-                f"{name} has layout {tensor.layout}; expected a dense tensor ({name}.to_dense()), "
-                "or values and their pattern"
-            )
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise DeviceError(
-                f"{name} is on {tensor.device}; expected a tensor on the CPU ({name}.cpu()) or a "
-                "CUDA device"
-            )
-        if tensor.device != matrices.device:
-            raise DeviceError(
-                f"{name} is on {tensor.device}, matrices on {matrices.device}; expected all on one "
-                "device"
-            )
-        if tensor.is_cuda and tensor.is_complex():
-            raise InputTypeError(
-                f"{name} has dtype {tensor.dtype} on {tensor.device}; expected float32 or float64 "
-                f"there: complex numbers are scanned on the CPU ({name}.cpu())"
-            )
+    if matrices.is_cuda and matrices.is_complex():
+        raise InputTypeError(
+            f"matrices has dtype {matrices.dtype} on {matrices.device}; expected float32 or "
+            "float64 there: complex numbers are scanned on the CPU (matrices.cpu())"
+        )
 
 
 def _shapes_of(

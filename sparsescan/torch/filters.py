@@ -11,12 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import filters
-from ..errors import DeviceError, InputTypeError, short
-from .calls.arrays import array_of, here, tensor_of
+from .calls.arrays import array_of, check_tensors, here, tensor_of
 from .calls.direct import is_direct, is_eager, is_forward_twice, is_mapped, is_transformed
 from .calls.once import over_maps
-
-_DTYPES = (torch.float32, torch.float64)
 
 
 def lfilter(
@@ -184,24 +181,12 @@ def sosfilt(
 
 
 def _check_tensors(**tensors: Tensor | None) -> None:
-    first = next(iter(tensors))
-    dtype = getattr(tensors[first], "dtype", None)
-    for name, tensor in tensors.items():
-        if tensor is None and name == "zi":
-            continue
-        if not isinstance(tensor, Tensor):
-            raise InputTypeError(f"{name} is {short(tensor)}; expected a tensor")
-        if tensor.dtype not in _DTYPES or tensor.dtype != dtype:
-            complex_ = ": filters of complex numbers are not supported" * tensor.is_complex()
-            raise InputTypeError(
-                f"{name} has dtype {tensor.dtype}; expected float32 or float64, one for all "
-                f"tensors{complex_}"
-            )
-        if tensor.device.type != "cpu":
-            raise DeviceError(
-                f"{name} is on {tensor.device}; expected a tensor on the CPU, {name}.cpu(): "
-                "filters run nowhere else"
-            )
+    check_tensors(
+        tensors,
+        ("zi",),
+        of_complex=": filters of complex numbers are not supported",
+        of_devices=": filters run nowhere else",
+    )
 
 
 def _folded(x: Tensor, axis: int, batch: tuple[int, ...]) -> Tensor:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import DeviceError, InputError, InputTypeError, short
+from ..errors import InputError, InputTypeError, short
 from ..execution import selective
 from ..execution.selective import Inputs
-from .calls.arrays import array_of, here, tensor_of
+from .calls.arrays import array_of, check_tensors, here, tensor_of
 from .calls.direct import is_direct, is_eager, is_mapped, is_transformed
 from .calls.once import gradients_of, over_maps
 
-_DTYPES = (torch.float32, torch.float64)
 _NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
 _OPTIONAL = _NAMES[5:]
 
@@ -153,34 +152,14 @@ def selective_scan(
 
 def _check(*given: Any) -> None:
     """Raise an error unless the kernels can take what is given."""
-    _check_types(dict(zip(_NAMES, given, strict=True)))
+    check_tensors(
+        dict(zip(_NAMES, given, strict=True)),
+        _OPTIONAL,
+        of_complex=": for complex rates use sparsescan.torch.affine_scan",
+        of_devices=": on a CUDA device use selective_scan_fn of mamba-ssm",
+    )
     shapes: Any = [None if each is None else each.shape for each in given]
     selective.check_shapes(*shapes)
-
-
-def _check_types(given: dict[str, Any]) -> None:
-    """Raise an error unless they can take such tensors."""
-    dtype = None
-    for name, each in given.items():
-        if each is None and name in _OPTIONAL:
-            continue
-        if not isinstance(each, Tensor):
-            raise InputTypeError(f"{name} is {short(each)}; expected a tensor")
-        if each.is_complex():
-            raise InputTypeError(
-                f"{name} is complex, {each.dtype}; expected float32 or float64: for complex rates "
-                "use sparsescan.torch.affine_scan, which takes complex numbers"
-            )
-        dtype = each.dtype if dtype is None else dtype
-        if each.dtype not in _DTYPES or each.dtype != dtype:
-            raise InputTypeError(
-                f"{name} has dtype {each.dtype}; expected float32 or float64, one for all tensors"
-            )
-        if each.device.type != "cpu":
-            raise DeviceError(
-                f"{name} is on {each.device}; expected a tensor on the CPU ({name}.cpu()): on a "
-                "CUDA device use selective_scan_fn of mamba-ssm"
-            )
 
 
 # -- The operators ---------------------------------------------------------------------------------

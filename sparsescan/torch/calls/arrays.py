@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +12,63 @@ from torch.utils.dlpack import from_dlpack
 
 from ...arrays.arrays import is_cupy, on_device
 from ...arrays.streams import place
+from ...errors import DeviceError, InputTypeError, short
 from .team import pytorchs_threads
+
+FLOATS = (torch.float32, torch.float64)
+
+
+def check_tensors(
+    given: Mapping[str, Any],
+    optional: Collection[str],
+    *,
+    dtypes: Sequence[torch.dtype] = FLOATS,
+    has_cuda: bool = False,
+    of_complex: str = "",
+    of_devices: str = "",
+) -> None:
+    """Raise an error unless all are dense tensors of one dtype, on one device that has kernels.
+
+    Parameters
+    ----------
+    given : mapping of str to object
+        What is to be tensors, by the names that errors have; the first is none of the optional.
+    optional : collection of str
+        Names of those that may be None.
+    dtypes : sequence of dtype
+        What they may be of.
+    has_cuda : bool
+        Whether there are kernels on CUDA devices.
+    of_complex, of_devices : str
+        What errors add for complex numbers, and for another device.
+    """
+    first = next(iter(given.values()))
+    for name, tensor in given.items():
+        if tensor is None and name in optional:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise InputTypeError(f"{name} is {short(tensor)}; expected a tensor")
+        if tensor.dtype not in dtypes or tensor.dtype != first.dtype:
+            *most, last = (str(each).removeprefix("torch.") for each in dtypes)
+            raise InputTypeError(
+                f"{name} has dtype {tensor.dtype}; expected {', '.join(most)} or {last}, one for "
+                f"all tensors{of_complex * tensor.is_complex()}"
+            )
+        if tensor.layout is not torch.strided:
+            raise InputTypeError(
+                f"{name} has layout {tensor.layout}; expected a dense tensor ({name}.to_dense())"
+            )
+        if tensor.device.type not in ("cpu", "cuda")[: 1 + has_cuda]:
+            or_cuda = " or a CUDA device" * has_cuda
+            raise DeviceError(
+                f"{name} is on {tensor.device}; expected a tensor on the CPU ({name}.cpu())"
+                f"{or_cuda}{of_devices}"
+            )
+        if tensor.device != first.device:
+            raise DeviceError(
+                f"{name} is on {tensor.device}, {next(iter(given))} on {first.device}; expected "
+                "all on one device"
+            )
 
 
 def here(x: Tensor) -> AbstractContextManager[None]:
