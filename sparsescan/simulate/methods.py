@@ -21,10 +21,14 @@ class Tableau(NamedTuple):
         Lower triangular.
     order : int
         Errors over a fixed time shrink as ``Δ^order``.
+    estimate : tuple of float
+        What the rates of stages are multiplied by to estimate the error of a step, the difference
+        to a method of a lower order; empty where half the change of the rate over a step is.
     """
 
     a: Vector
     order: int
+    estimate: tuple[float, ...] = ()
 
     @property
     def c(self) -> Vector:
@@ -56,7 +60,10 @@ def _sdirk3() -> Tableau:
     roots = np.roots([1.0, -3.0, 1.5, -1 / 6])
     x = float(next(root.real for root in roots if 1 / 6 < root.real < 1 / 2))
     b1, b2 = -(6 * x * x - 16 * x + 1) / 4, (6 * x * x - 20 * x + 5) / 4
-    return _tableau(3, [x], [(1 - x) / 2, x], [b1, b2, x])
+    # A method of order two has no weight of the last stage.
+    second = (0.5 - x) / ((1 - x) / 2)
+    estimate = b1 - (1 - second), b2 - second, x
+    return _tableau(3, [x], [(1 - x) / 2, x], [b1, b2, x])._replace(estimate=estimate)
 
 
 _X = 1 - np.sqrt(0.5)

@@ -158,6 +158,10 @@ class Solver:
             f"after {_MOST} iterations the correction is {size:.3g} times what the tolerances allow"
         )
 
+    def solve_near(self, right: Vector) -> Vector:
+        """Return ``A⁻¹ right`` by the factors that are there, of a matrix near ``A``."""
+        return right if self._solve is None else self._solve(right, False)
+
     def transposed(self, values: Vector, right: Vector, stage: int = 0) -> Vector:
         """Return ``A⁻ᵀ right``, for the matrix ``A`` with these values; a column for each.
 

@@ -11,13 +11,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, InputTypeError, MemoryLimitError, NewtonError, short
 from ..formatting import format_bytes, quantity
+from .adapt import March
 from .factors import Matrices, Vector
 from .newton import NotSolved, Solver, Tolerance
 from .params import Params
 from .schemes import Grads, Place, Scheme
 
 # Bytes for factors beside the newest, without a memory limit.
-_ROOM = 1 << 28
+ROOM = 1 << 28
 
 
 class Gradients(NamedTuple):
@@ -68,6 +69,8 @@ class Run:
         has_one_dt: bool,
         tolerance: Tolerance,
         memory_limit: int | None,
+        march: March | None = None,
+        solver: Solver | None = None,
     ) -> None:
         self._scheme, self._params, self._dt, self._has_one_dt = scheme, params, dt, has_one_dt
         self._n, self._count = len(u0), len(dt)
@@ -75,7 +78,7 @@ class Run:
         self.newton = np.zeros(len(dt), np.int64)
         matrices = Matrices(scheme.pattern)
         self._length, room = self._segment(memory_limit, matrices.nbytes)
-        self._solver = Solver(matrices, tolerance, room)
+        self._solver = Solver(matrices, tolerance, room) if solver is None else solver
         rows = min(self._length, self._count)
         # The state before the first of a segment, and those of the segment.
         self._states = np.empty((rows + 2, self._n))
@@ -85,12 +88,18 @@ class Run:
         self._begin, self._done, self._last = 0, 0, u0
         self._states[0] = self._states[1] = u0
         self._marks[0] = u0
+        if march is not None:
+            self._states[1:] = march.states
+            if march.inner:
+                self._inner[:] = march.inner
+            self.newton[:] = march.newton
+            self._done, self._last = self._count, march.states[-1]
 
     def _segment(self, limit: int | None, factors: int) -> tuple[int, int]:
         """Return the steps whose states are kept at a time, and bytes for more factors than one."""
         vector, count = 8 * self._n, self._count
         if limit is None or count == 0:
-            return max(count, 1), _ROOM
+            return max(count, 1), ROOM
 
         def needed(length: int) -> int:
             # Beside these there are factors, values of a Jacobian or two, and a few vectors.

@@ -81,6 +81,15 @@ class Scheme(Protocol):
         within the step are written to `inner`.
         """
 
+    @property
+    def error_order(self) -> int:
+        """The power of a step's length by which the estimate of its error shrinks."""
+
+    def error(
+        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
+    ) -> Vector:
+        """Estimate the error of a step; `states` has its end, its beginning and what was before."""
+
     def pull_back(
         self,
         solver: Solver,
@@ -101,6 +110,7 @@ class Residual:
     """Steps ``F(u, u_old, t, dt, p) = 0``, of which `t` is the end."""
 
     stages = 0
+    error_order = 2
 
     def __init__(self, source: Source, new: Coloured, old: Coloured, in_params: InParams) -> None:
         self.pattern = new.pattern
@@ -119,6 +129,16 @@ class Residual:
             place,
             1.0,
         )
+
+    def error(
+        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
+    ) -> Vector:
+        """Return half the second difference of states; nothing is known of the first step."""
+        if len(states) < 3 or place.before is None:
+            return np.zeros_like(states[-1])
+        ratio = place.dt / place.before
+        change = states[-1] - states[-2] - ratio * (states[-2] - states[-3])
+        return np.asarray(ratio / (1 + ratio) * change)
 
     def pull_back(
         self,
@@ -145,6 +165,8 @@ class Residual:
 class _Rated:
     """What steps of ``M u' = f(u, t, p)`` have in common."""
 
+    error_order = 2
+
     def __init__(
         self, source: Source, coloured: Coloured, mass: sp.csr_array | None, in_params: InParams
     ) -> None:
@@ -162,6 +184,17 @@ class _Rated:
         self._into = np.searchsorted(keys, rate_keys)
         self._own = np.zeros(len(keys))
         self._own[np.searchsorted(keys, mass_keys)] = own.data
+
+    def error(
+        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
+    ) -> Vector:
+        ends = zip(states[-2:], (place.time, place.time + place.dt), strict=True)
+        old, new = (self._source.value((state, time, params)) for state, time in ends)
+        return self._filtered(solver, place.dt / 2 * (new - old))
+
+    def _filtered(self, solver: Solver, error: Vector) -> Vector:
+        """Return what an error in the rate moves the state by, which stiff unknowns damp."""
+        return solver.solve_near(error)
 
     def _weighed(self, x: Vector, *, transposed: bool = False) -> Vector:
         """Return ``M x`` or ``Mᵀ x``."""
@@ -188,9 +221,27 @@ class RungeKutta(_Rated):
 
     def __init__(self, tableau: Tableau, *about: Any) -> None:
         super().__init__(*about)
+        self._tableau = tableau
+        self.error_order = tableau.order if tableau.estimate else 2
         self._a, self._c = tableau.a, tableau.c
         self._inner = tableau.inner
         self.stages = len(self._inner)
+
+    def error(
+        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
+    ) -> Vector:
+        estimate = self._tableau.estimate
+        if not estimate:
+            return super().error(solver, states, params, place, inner)
+        stages = [*inner, states[-1]]
+        rates = (
+            self._source.value(self._arguments(state, params, place, i))
+            for i, state in enumerate(stages)
+        )
+        return self._filtered(solver, place.dt * _sum(zip(estimate, rates, strict=True)))
+
+    def _filtered(self, solver: Solver, error: Vector) -> Vector:
+        return super()._filtered(solver, error) if self._tableau.is_implicit else error
 
     def _arguments(self, state: Vector, params: Vector, place: Place, stage: int) -> Arguments:
         return state, place.time + float(self._c[stage]) * place.dt, params

@@ -9,9 +9,10 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import GradientError, InputError, InputTypeError, short
+from ..errors import GradientError, InputError, InputTypeError, NewtonError, short
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import check_count
+from .adapt import March, march_until
 from .derivatives import (
     Arguments,
     Coloured,
@@ -20,11 +21,11 @@ from .derivatives import (
     Source,
     read_pattern,
 )
-from .factors import Vector
+from .factors import Matrices, Vector
 from .methods import TABLEAUS, check_method
-from .newton import Tolerance
+from .newton import NotSolved, Solver, Tolerance
 from .params import Params
-from .run import Run
+from .run import ROOM, Run
 from .schemes import BackwardDifferences, Residual, RungeKutta, Scheme
 
 How = Literal["complex", "forward", "jax"]
@@ -219,6 +220,8 @@ class _Simulation:
         steps: int | None = None,
         dt: float | ArrayLike,
         t0: float = 0.0,
+        until: float | None = None,
+        error: tuple[float, float] = (1e-3, 1e-6),
         rtol: float = 1e-8,
         atol: float = 1e-10,
         memory_limit: int | None = None,
@@ -240,6 +243,15 @@ class _Simulation:
             The length of all steps, or of each.
         t0 : float, default 0
             The time of `u0`.
+        until : float, optional
+            The time to march to, with steps that are as long as their errors allow; `dt` is then
+            the length that is tried first, and `steps` is not given. Gradients are those of the
+            steps that were taken, whose lengths do not change with anything.
+        error : tuple of float, default (1e-3, 1e-6)
+            The error of a step that `until` allows, relative and absolute: ``abs + rel |u|`` in
+            each unknown. It is estimated by a method of a lower order, ``"sdirk3"``'s by one of
+            order two and all others by half the change of the rate, or of residuals of one's own by
+            the second difference of states; ``"rk4"`` has no estimate.
         rtol, atol : float
             Newton's corrections are to leave an error of a tenth of ``atol + rtol |u|`` in each
             unknown. Gradients are those of the exact solution of each step up to that.
@@ -276,7 +288,8 @@ class _Simulation:
                 f"u0 has shape {first.shape} and dtype {first.dtype}; expected {n} real numbers"
             )
         first = first.astype(np.float64)
-        lengths, has_one = _read_dt(steps, dt)
+        end = None if until is None else self._read_until(until, t0, steps, dt, error)
+        lengths, has_one = _read_dt(1 if until is not None else steps, dt)
         for name, number in (("rtol", rtol), ("atol", atol)):
             if not 0 < number < np.inf:
                 raise InputError(f"{name} is {short(number)}; expected a positive number")
@@ -289,16 +302,14 @@ class _Simulation:
         scheme = self._scheme(source, self._in_params(source, structure))
         if check:
             self._check(source, (first, float(t0), float(lengths[0]), structure.vector))
-        run = Run(
-            scheme,
-            first,
-            structure,
-            lengths,
-            t0=float(t0),
-            has_one_dt=has_one,
-            tolerance=Tolerance(float(rtol), float(atol)),
-            memory_limit=memory_limit,
-        )
+        about: dict[str, Any] = {
+            "t0": float(t0),
+            "tolerance": Tolerance(float(rtol), float(atol)),
+            "memory_limit": memory_limit,
+        }
+        if end is not None:
+            return self._march_until(scheme, first, structure, float(lengths[0]), end, error, about)
+        run = Run(scheme, first, structure, lengths, has_one_dt=has_one, **about)
         if not progress:
             run.march(None)
             return run
@@ -307,6 +318,65 @@ class _Simulation:
         with tqdm(total=len(lengths), unit="step", delay=2, leave=False) as bar:
             run.march(lambda _: bar.update())
         return run
+
+    def _read_until(self, until: Any, t0: float, steps: Any, dt: Any, error: Any) -> float:
+        """Return the time to march to, having checked what goes with it."""
+        if not isinstance(until, int | float | np.number) or not t0 < until < np.inf:
+            raise InputError(f"until is {short(until)}; expected a time after t0, {t0}")
+        if steps is not None or np.ndim(dt):
+            raise InputError("until is given with the number or the lengths of steps; expected dt")
+        try:
+            is_right = len(error) == 2 and all(0 < each < np.inf for each in error)
+        except TypeError:
+            is_right = False
+        if not is_right:
+            raise InputError(f"error is {short(error)}; expected two positive numbers")
+        return float(until)
+
+    def _march_until(
+        self,
+        scheme: Scheme,
+        u0: Vector,
+        params: Params,
+        dt: float,
+        until: float,
+        error: tuple[float, float],
+        about: dict[str, Any],
+    ) -> Run:
+        """March by lengths that are chosen; within a memory limit they are marched once more."""
+        solver = Solver(Matrices(scheme.pattern), about["tolerance"], ROOM)
+        keeps_states = about["memory_limit"] is None
+        march = March([], [u0], [], [])
+
+        def run() -> Run:
+            kept = {"march": march, "solver": solver} if keeps_states else {}
+            return Run(
+                scheme, u0, params, np.array(march.lengths), has_one_dt=False, **kept, **about
+            )
+
+        try:
+            with np.errstate(all="ignore"):
+                march_until(
+                    scheme,
+                    solver,
+                    params.vector,
+                    t0=about["t0"],
+                    until=until,
+                    dt=dt,
+                    error=Tolerance(*map(float, error)),
+                    keeps_states=keeps_states,
+                    found=march,
+                )
+        except BaseException as failure:
+            # As those of a march by given lengths have.
+            told = NewtonError(failure.why) if isinstance(failure, NotSolved) else failure
+            if keeps_states:
+                told.run = run()  # type: ignore[union-attr]
+            raise told from None
+        found = run()
+        if not keeps_states:
+            found.march(None)
+        return found
 
     def _check(self, source: Source, about: tuple[Vector, float, float, Vector]) -> None:
         """Compare Jacobians with central differences along a random direction."""
@@ -593,6 +663,11 @@ class TimeSteps(_Simulation):
                 f"mass is given for method {method!r}; expected an implicit method, or none: "
                 "an explicit one has nothing to solve with"
             )
+
+    def _read_until(self, until: Any, t0: float, steps: Any, dt: Any, error: Any) -> float:
+        if self.method == "rk4":
+            raise InputError(f"until is {short(until)}; expected None: rk4 has no error estimate")
+        return super()._read_until(until, t0, steps, dt, error)
 
     def _scheme(self, source: Source, in_params: Callable[[Arguments, Vector], Vector]) -> Scheme:
         about = source, self._coloured, self._mass, in_params

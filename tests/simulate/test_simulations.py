@@ -649,3 +649,100 @@ def test_no_steps_are_the_identity() -> None:
     assert grads.u0.tolist() == [3, 4]
     assert grads.dt == 0
     assert grads.params is None
+
+
+# -- Lengths that are chosen -----------------------------------------------------------------------
+
+ADAPTIVE = [name for name in METHODS if name != "rk4"]
+
+
+def oscillator(u: Any, t: Any, p: Any) -> Any:
+    """Van der Pol's, which is slow for a while, and then fast."""
+    return np.stack([u[1], p * (1 - u[0] ** 2) * u[1] - u[0]])
+
+
+@pytest.mark.parametrize("method", ADAPTIVE)
+def test_chosen_lengths_keep_the_error(method: str) -> None:
+    from scipy.integrate import solve_ivp
+
+    p, until, u0 = 5.0, 8.0, [2.0, 0.0]
+    exact = solve_ivp(lambda t, u: oscillator(u, t, p), (0, until), u0, rtol=1e-11, atol=1e-12)
+    sim = TimeSteps(oscillator, np.ones((2, 2)), method)
+    counts, errors = [], []
+    for error in (1e-3, 1e-4):
+        run = sim.forward(u0, p, dt=0.01, until=until, error=(error, error))
+        assert run.times[-1] == pytest.approx(until, rel=1e-12)
+        lengths = np.diff(run.times)
+        assert lengths.max() > 5 * lengths.min()
+        counts.append(run.steps)
+        errors.append(np.abs(run.last - exact.y[:, -1]).max())
+    assert counts[1] > 1.5 * counts[0]
+    assert errors[1] < errors[0]
+    # Gradients are those of the steps that were taken.
+    assert run.states is not None
+    fixed = sim.forward(u0, p, dt=lengths, rtol=1e-11, atol=1e-12)
+    again = sim.forward(u0, p, dt=0.01, until=until, error=(1e-4, 1e-4), rtol=1e-11, atol=1e-12)
+    weights = np.random.default_rng().standard_normal(2)
+    if again.steps == fixed.steps:
+        found, expected = (each.backward(grad_last=weights) for each in (again, fixed))
+        assert_close(found.u0, expected.u0, 1e-6)
+        assert_close(found.params, expected.params, 1e-6)
+        assert_close(found.dt, expected.dt, 1e-6)
+
+
+@pytest.mark.parametrize("method", ["sdirk3", "bdf2", "heun"])
+def test_chosen_lengths_within_a_memory_limit(method: str) -> None:
+    sim = TimeSteps(oscillator, np.ones((2, 2)), method)
+    about: dict[str, Any] = {"dt": 0.01, "until": 8.0, "error": (1e-5, 1e-5), "rtol": 1e-11}
+    whole = sim.forward([2.0, 0.0], 5.0, **about)
+    limited = sim.forward([2.0, 0.0], 5.0, memory_limit=9000, **about)
+    assert limited.states is None
+    assert limited.steps == whole.steps
+    found, expected = (run.backward(grad_last=[1.0, 2.0]) for run in (limited, whole))
+    assert_close(found.u0, expected.u0, 1e-6)
+    assert_close(found.params, expected.params, 1e-6)
+
+
+def test_chosen_lengths_of_residuals_of_ones_own() -> None:
+    def residual(u: Any, u_old: Any, t: Any, dt: Any, p: Any) -> Any:
+        return u - u_old - dt * oscillator(u, t, p)
+
+    sim = ImplicitSteps(residual, np.ones((2, 2)))
+    runs = [
+        sim.forward([2.0, 0.0], 5.0, dt=0.001, until=8.0, error=(error, error))
+        for error in (1e-3, 1e-4)
+    ]
+    assert runs[1].steps > 2 * runs[0].steps
+    exact = TimeSteps(oscillator, np.ones((2, 2)), "sdirk3").forward(
+        [2.0, 0.0], 5.0, dt=0.01, until=8.0, error=(1e-7, 1e-7)
+    )
+    errors = [np.abs(run.last - exact.last).max() for run in runs]
+    assert errors[1] < errors[0] / 2
+
+
+def test_chosen_lengths_end_where_no_step_is_solved() -> None:
+    sim = TimeSteps(lambda u, t, p: u * u, np.eye(1))  # it is infinite at t = 1
+    with pytest.raises(NewtonError, match=r"t=(0\.99|1)") as caught:
+        sim.forward([1.0], dt=0.1, until=2.0)
+    run: Any = caught.value.run
+    assert 0.9 < run.times[-1] < 1.1
+    assert run.states.shape == (run.steps + 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"until": 0.0}, "until is 0.0; expected a time after t0, 0.0"),
+        ({"until": "end"}, "until is 'end'"),
+        ({"until": 1.0, "steps": 3}, "until is given with the number"),
+        ({"until": 1.0, "dt": [0.1, 0.2]}, "until is given with the number or the lengths"),
+        ({"until": 1.0, "error": 1e-3}, "error is 0.001; expected two positive numbers"),
+        ({"until": 1.0, "error": (1e-3, 0.0)}, "expected two positive numbers"),
+    ],
+)
+def test_bad_ends_are_named(changed: dict[str, Any], message: str) -> None:
+    sim = TimeSteps(lambda u, t, p: -u, np.eye(2))
+    with pytest.raises(InputError, match=message):
+        sim.forward(**({"u0": [1.0, 2.0], "dt": 0.1} | changed))
+    with pytest.raises(InputError, match="rk4 has no error estimate"):
+        TimeSteps(lambda u, t, p: -u, np.eye(2), "rk4").forward([1.0, 2.0], dt=0.1, until=1.0)
