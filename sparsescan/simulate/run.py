@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -73,6 +74,8 @@ class Run:
         solver: Solver | None = None,
     ) -> None:
         self._scheme, self._params, self._dt, self._has_one_dt = scheme, params, dt, has_one_dt
+        # A backward pass changes factors, and which states are kept.
+        self._lock = threading.Lock()
         self._n, self._count = len(u0), len(dt)
         self.times = t0 + np.concatenate([[0.0], np.cumsum(dt)])
         self.newton = np.zeros(len(dt), np.int64)
@@ -221,7 +224,7 @@ class Run:
 
             (∂F/∂u_{t+1})ᵀ λ_t = ∇u_{t+1},    ∇u_t += -(∂F/∂u_t)ᵀ λ_t,    ∇p += -(∂F/∂p)ᵀ λ_t
 
-        It may be called any number of times.
+        It may be called any number of times; calls of several threads wait for each other.
 
         Parameters
         ----------
@@ -244,6 +247,10 @@ class Run:
         NewtonError
             If the Jacobian of a step is singular.
         """
+        with self._lock:
+            return self._backward(grad_states, grad_last)
+
+    def _backward(self, grad_states: Any, grad_last: Any) -> Gradients:
         own, losses = self._read_grads(grad_states, grad_last)
         columns = 1 if losses is None else losses
         grads = Grads(self._n, len(self._params.vector), columns)

@@ -7,6 +7,7 @@ import signal
 import threading
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numba
@@ -639,6 +640,20 @@ def test_bad_gradients_are_named(given: dict[str, Any], message: str) -> None:
     run = TimeSteps(lambda u, t, p: -u, np.eye(2)).forward([1.0, 2.0], steps=3, dt=0.1)
     with pytest.raises((InputError, InputTypeError), match=message):
         run.backward(**given)
+
+
+def test_threads_share_a_run() -> None:
+    second, rate = chain(50)
+    rng = np.random.default_rng()
+    run = TimeSteps(rate, second).forward(
+        rng.random(50), (0.2, 1.0), steps=30, dt=0.1, memory_limit=40_000
+    )
+    weights = rng.standard_normal((8, 50))
+    expected = [run.backward(grad_last=each).u0 for each in weights]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda each: run.backward(grad_last=each).u0, weights))
+    for own, other in zip(found, expected, strict=True):
+        assert_close(own, other)
 
 
 def test_no_steps_are_the_identity() -> None:
