@@ -126,8 +126,8 @@ torch.testing.assert_close(*grads)
 # With segments of ``k`` steps, what a step of training learns of an answer comes from that segment
 # and the one before: from as many as ``k`` to ``2·k - 1`` steps back. Segments of 40 steps reach
 # each cue, and learn the task as whole gradients do. Segments of 15 steps reach none: 40 steps are
-# further than 29. A model that learns with these learns
-# its series by heart, which is no use for a new one, and no error says why.
+# further than 29. A model that trains with these learns its series by heart, which is no use for a
+# new one, and no error says why.
 
 short, new = series(10_000, 4), series(20_000)
 curves, shares = {}, {}

@@ -160,7 +160,7 @@ def load_chain(path: Path) -> tuple[NDArray[np.floating[Any]], Any]:
 
 
 class ChainFile:
-    """A chain that :func:`save_chain` has written, of which parts are read; a context manager.
+    """A chain that :func:`save_chain` has written, to be read in parts; a context manager.
 
     Parameters
     ----------
