@@ -58,9 +58,9 @@ def recurrent(
     lengths : array_like of int, shape (batch,), optional
         How many steps each sample has; by default all have T.
     resets : array_like of bool, shape (T[, batch]), optional
-        True where the state of a sample begins anew, with zeros, before a step, such as the first
-        of an episode. A direction that runs backward in time begins anew when it goes from such a
-        step to the one before.
+        True where the state of a sample is set to zero before a step, such as the first of an
+        episode. In a direction that runs backward in time, the state is set to zero on the way from
+        such a step to the one before it.
     memory_limit : int, optional
         Bytes that may be kept for the backward pass; gates that do not fit are computed again.
     truncate : int, optional
