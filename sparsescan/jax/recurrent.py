@@ -38,17 +38,17 @@ def recurrent(
     """Return the outputs and the last states of a recurrent network.
 
     As :meth:`sparsescan.recurrent.TrainingStep.forward`, for arrays of JAX, under ``jax.jit``,
-    ``jax.vmap``, by which samples become a batch, and all of its derivatives, of any order:
-    ``jax.grad``, ``jvp``, ``jacfwd``, ``jacrev``, ``hessian``. It takes the place of a
-    ``jax.lax.scan`` over a cell. Derivatives in a direction, and those of gradients, are passes of
-    the cell that computes the derivative of a step.
+    ``jax.vmap``, whose mapped axis becomes samples of a batch, and all of its derivatives, of any
+    order: ``jax.grad``, ``jvp``, ``jacfwd``, ``jacrev``, ``hessian``. It takes the place of a
+    ``jax.lax.scan`` over a cell. Forward mode, and derivatives of gradients, are passes of the cell
+    that also computes the derivatives of the states.
 
     Parameters
     ----------
     network : Recurrent or Cell
         A network of :mod:`sparsescan.recurrent`, such as a GRU, or a cell, such as one of a class
-        of your own, which says what is computed; its own parameters are not used, but
-        ``network.params`` are good to begin with.
+        of your own, which defines the computation. Its own parameters are not used, but
+        ``network.params`` may be the initial ones.
     params : dict of str to array_like
         The parameters, by the names that ``network.params`` has.
     x : array_like, shape (T, batch, input_size) or (T, input_size)

@@ -219,8 +219,8 @@ class TrainingStep:
         x : array_like of float32 or float64, shape (T, batch, input_size) or (T, input_size)
             The inputs, of NumPy or CuPy.
         state : array_like, shape (layers · directions, [batch,] state_size), optional
-            The initial states, by default zeros: layer by layer, and in each forward in time before
-            backward. That of an LSTM is ``[h, c]``.
+            The initial states, by default zeros: layer by layer, and in each layer the direction
+            forward in time before the other. The state of an LSTM is ``[h, c]``.
         lengths : array_like of int, shape (batch,), optional
             How many steps each sample has, from 0 to T, in host memory; by default all have T.
         resets : array_like of bool, shape (T[, batch]), optional

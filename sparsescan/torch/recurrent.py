@@ -82,8 +82,8 @@ class RNN(_Recurrent):
     GPU's kernels take, dtypes other than float32 and float64, autocast, `proj_size` and
     ``torch.jit.trace``.
 
-    What a backward pass needs is kept from the forward pass on. `memory_limit`, an attribute and an
-    argument by name, bounds these bytes, beside input and output: gates that do not fit are
+    The forward pass keeps what the backward pass needs. `memory_limit`, an attribute and an
+    argument by name, bounds the bytes of it, beside input and output: gates that do not fit are
     computed again. `truncate`, likewise, bounds how far gradients flow: ``truncate=k`` cuts the
     steps into segments of ``k``, and the gradient of the part of a loss that reads the outputs of a
     segment flows through that and the one before, not further (truncated back-propagation through

@@ -96,7 +96,7 @@ def selective_scan(
     z : Tensor, shape (batch, channels, length), optional
         The gate.
     delta_bias : Tensor, shape (channels,), optional
-        What is added to `delta`.
+        The bias that is added to `delta`.
     delta_softplus : bool, default False
         Whether softplus is applied to that sum.
     return_last_state : bool, default False
