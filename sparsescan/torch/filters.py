@@ -236,7 +236,7 @@ def _check_axis(axis: int, x: Tensor) -> int:
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
         raise InputTypeError(f"axis is {short(axis)}; expected an int")
     if not -x.dim() <= axis < x.dim():
-        raise InputError(f"axis is {axis}; expected one of x, which has {x.dim()}")
+        raise InputError(f"axis is {axis}; expected an axis of x, which has {x.dim()}")
     return int(axis) if axis < 0 else int(axis) - x.dim()
 
 

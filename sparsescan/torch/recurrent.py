@@ -61,8 +61,8 @@ class _Recurrent(Sequences, nn.RNNBase):
         if self.proj_size:
             what = "return_states is True" if resets is None else "resets were given"
             raise InputError(
-                f"{what}, and proj_size is {self.proj_size}; expected 0: projections are "
-                "PyTorch's, which knows neither resets nor return_states"
+                f"{what}, and proj_size is {self.proj_size}; expected 0: PyTorch computes "
+                "projections, and has neither resets nor return_states"
             )
         return self._differentiably(given, hx, weights, resets)
 
