@@ -27,7 +27,7 @@ _LARGE = 1 << 17
 
 
 class AffineGrads(NamedTuple):
-    """Gradients in what :func:`affine_scan` has been given.
+    """Gradients in the arguments of :func:`affine_scan`.
 
     Attributes
     ----------
@@ -84,10 +84,10 @@ def affine_scan(
     transposed : bool, default False
         Whether a step applies ``A_tᵀ`` in place of ``A_t``, which takes no copy in host memory.
     schedule : Schedule or str, default "auto"
-        As for :func:`exclusive_scan`. ``"auto"`` goes from step to step, and shares out samples, or
-        elements of diagonals, and rows of one large state; that is the least work. Any other but
-        ``"linear"`` multiplies matrices, to do steps at once: for more cores than there are
-        samples, if products stay sparse.
+        As for :func:`exclusive_scan`. ``"auto"`` goes from step to step, and divides samples,
+        elements of diagonals, or rows of one large state among threads; that is the least work. Any
+        other but ``"linear"`` multiplies matrices, to do several steps at once: for more cores than
+        there are samples, if products stay sparse.
 
     Returns
     -------
@@ -109,14 +109,14 @@ def affine_scan(
     See Also
     --------
     affine_scan_vjp : The gradients in all that enters.
-    inclusive_scan : The same for steps of different patterns or sizes.
+    inclusive_scan : The scan for steps of different patterns or sizes.
 
     Notes
     -----
-    This is the inclusive scan of ``[y_0, A_1, …, A_T]``, with the offsets as local gradients. By a
-    schedule that is named the bits do not depend on the number of threads; nor do those of
-    ``"auto"``, but for rows of a large state that are shared out. On a CUDA device it is
-    :func:`inclusive_scan` that runs, by any schedule, on the current stream.
+    This is the inclusive scan of ``[y_0, A_1, …, A_T]``, with the offsets as local gradients. With
+    a named schedule the bits do not depend on the number of threads; with ``"auto"`` they do so
+    only where threads divide the rows of a large state. On a CUDA device :func:`inclusive_scan`
+    runs, by any schedule, on the current stream.
 
     Examples
     --------
@@ -172,9 +172,9 @@ def affine_scan_vjp(
         g_t = l_t + A_{t+1}ᵀ g_{t+1},    ∂A_t = g_t y_{t-1}ᵀ,    ∂b_t = g_t,    ∂y_0 = A_1ᵀ g_1
 
     of which only the entries in the pattern are computed. A step that applies ``A_tᵀ`` has ``A_t``
-    in place of ``A_tᵀ``, and ``∂A_t = y_{t-1} g_tᵀ``. What several steps or samples share has the
-    sum. Gradients in complex numbers are PyTorch's, ``∂L/∂Re + i ∂L/∂Im``: with conjugates of
-    ``A_{t+1}`` and ``y_{t-1}``.
+    in place of ``A_tᵀ``, and ``∂A_t = y_{t-1} g_tᵀ``. A matrix that several steps or samples share
+    has the sum of its gradients. Gradients in complex numbers are PyTorch's, ``∂L/∂Re + i ∂L/∂Im``:
+    with conjugates of ``A_{t+1}`` and ``y_{t-1}``.
 
     Parameters
     ----------

@@ -49,10 +49,10 @@ def exclusive_scan(
     Parameters
     ----------
     grad : array_like of float32 or float64, shape (d_n,) or (batch, d_n), or None
-        Gradient ``∇x_n`` of the loss at the end of the chain; None is zeros, where all of the loss
-        enters by `local_grads`, which say how many samples there are. If it is on a CUDA device
-        (CuPy's, or any array with ``__cuda_array_interface__``), so must be all other values, and
-        the result is CuPy's.
+        Gradient ``∇x_n`` of the loss at the end of the chain; None stands for zeros, if the whole
+        loss enters by `local_grads`, which then say how many samples there are. If it is on a CUDA
+        device (CuPy's, or any array with ``__cuda_array_interface__``), so must be all other
+        values, and the result is CuPy's.
     jacobians : sequence, CSRChain, ImplicitChain, PeriodicChain or ndarray
         The transposed Jacobians ``[J_n, …, J_1]``, from the LAST layer to the first; ``J_i`` has
         shape ``(d_{i-1}, d_i)``. An element is a SciPy CSR array or matrix, a
@@ -81,8 +81,8 @@ def exclusive_scan(
         current CUDA device, and the result back.
     stream : optional
         CUDA stream to work on, of CuPy, PyTorch or anything with ``__cuda_stream__``, or its
-        handle; by default CuPy's current one. A plan keeps the streams that its memory was made on;
-        one that is known by its handle alone has to be there until the plan is gone.
+        handle; by default CuPy's current one. A plan keeps the streams that its memory was
+        allocated on; a stream that was passed as a bare handle must exist as long as the plan.
 
     Returns
     -------
@@ -124,8 +124,8 @@ def exclusive_scan(
     of a column are so far apart that one power of two cannot keep them all at full precision (more
     than 2^170 in float32, 2^1490 in float64).
 
-    Equal input gives equal bits. By a schedule that is named it does so whatever the number of
-    threads (``NUMBA_NUM_THREADS``); ``"auto"`` may choose another one for another number.
+    Equal input gives equal bits. With a named schedule this holds for any number of threads
+    (``NUMBA_NUM_THREADS``); ``"auto"`` may choose another schedule for another number of threads.
 
     Examples
     --------
@@ -215,11 +215,11 @@ def plan(
         linear and the Blelloch scan, that takes least on this machine; it is never slower than
         ``"linear"``.
     batch : int, optional
-        Insist on this batch size; by default a plan runs any.
+        Accept only this batch size; by default a plan runs any.
     dtype : {float32, float64}, optional
-        Insist on this dtype; by default a plan runs both. ``"auto"`` chooses for what runs,
-        whatever is given here; `batch` and `dtype` say it beforehand, so that the first run seldom
-        has to.
+        Accept only this dtype; by default a plan runs both. ``"auto"`` chooses a schedule for each
+        kind of input that runs. Given `batch` and `dtype`, it does so beforehand, and the first run
+        seldom has to.
     device : {None, "cpu", "cuda"}, optional
         Where to compute, as for :func:`exclusive_scan`; None is where the Jacobians are, or, for
         patterns, where the data of a run is.

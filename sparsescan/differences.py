@@ -71,19 +71,20 @@ def check_grad(
         The longest step ``h |v|``; by default it follows from the length of `x` and the rounding of
         `fun`. Take a shorter one if `fun` is not smooth near `x`.
     rng : int or numpy.random.Generator, optional
-        What directions are drawn by, 0 by default, so that a call gives the same every time.
+        The source of the directions; 0 by default, so that every call gives the same result.
 
     Returns
     -------
     float
-        How far slopes are apart at most, as a share of the length of all slopes.
+        The largest difference between two slopes, relative to the largest slope.
 
     Raises
     ------
     GradientError
-        If they are further apart than rounding and the length of steps explain. The message says so
-        if all fits with transposed Jacobians, or one of them, in the other order, without a
-        gradient that counts twice, or times a factor. It is a :class:`ValueError`.
+        If slopes differ by more than rounding and the length of steps explain. The message says so
+        if they agree once all Jacobians or one of them are transposed, the order is reversed, a
+        gradient that counts twice is left out, or the gradient is multiplied by a factor. It is a
+        :class:`ValueError`.
     InputError
         If an argument is wrong, or differences tell nothing: `fun` draws random numbers, has a kink
         at `x`, or returns something other than one finite number.
@@ -92,16 +93,16 @@ def check_grad(
 
     See Also
     --------
-    scipy.optimize.check_grad : The same for one function that returns the whole gradient.
+    scipy.optimize.check_grad : A check of one function that returns the whole gradient.
 
     Notes
     -----
     Differences are taken with five steps, the longest of which is ``eps^(1/6)`` times the length of
     `x`, and the shortest ``eps^(2/5)``; ``eps`` is that of float32 where all losses are numbers of
-    float32. Of two steps that follow each other those count that differ least. Their distance, and
-    the rounding of the loss over the step, are the error of the difference; a slope may be fifty
-    times that off. A slope that is wrong in one of many entries of ``∇x_0`` is seen in any
-    direction, but for those that are orthogonal to the error.
+    float32. The two neighbouring steps count whose differences are closest to each other. Their
+    distance, plus the rounding of the loss divided by the step, is the error of the difference; a
+    slope may be off by fifty times that. An error in one of many entries of ``∇x_0`` shows in any
+    direction that is not orthogonal to it.
 
     Examples
     --------

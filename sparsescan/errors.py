@@ -26,7 +26,7 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN
 class SparseScanError(Exception):
     """Base class of every exception that this package raises on purpose.
 
-    Below the message, a traceback of Python 3.11 or later shows where the causes stand.
+    Below the message, a traceback of Python 3.11 or later says where the usual causes are listed.
     """
 
     def __init__(self, *args: object) -> None:
@@ -80,7 +80,7 @@ class GradientError(InputError):
     - Jacobians are in the order of time. Pass ``reverse=True``, or list them from the last layer
       to the first.
     - The gradient in the last output is in ``grad`` and in ``local_grads``, which are added up.
-    - Jacobians are those at other states than the ones that the function runs through.
+    - Jacobians were computed at other states than those that the function runs through.
     """
 
 
@@ -189,13 +189,13 @@ class MemoryLimitError(SparseScanError, MemoryError):
 
 
 class RankError(SparseScanError, RuntimeError):
-    """One of the ranks of :mod:`sparsescan.parallel` met an exception that is none of these.
+    """One of the ranks of :mod:`sparsescan.parallel` ended with an exception of another kind.
 
     Notes
     -----
     All ranks raise it, so that none waits for ever. The message names the rank and its exception,
     and the traceback of that rank has the cause. The usual ones are a file that a rank cannot read
-    or write, and a bug in what a rank hands in.
+    or write, and a bug in an object that a rank passes.
     """
 
 

@@ -76,7 +76,9 @@ def filter_samples(b: Array, a: Array, x: Array, start: Array | None = None) -> 
         if array.shape[-1] == 0:
             raise InputError(f"{name} has no coefficients; expected at least one")
     if a.shape[1] == 1 and not a[..., 0].all():
-        raise InputError("a[0] is 0; expected another number, by which all are divided")
+        raise InputError(
+            "a[0] is 0; expected another number, since all coefficients are divided by it"
+        )
     with Allocating("the filter"):
         y = np.empty(x.shape, x.dtype)
         if y.size == 0:
@@ -371,7 +373,7 @@ def _read_axis(axis: Any, count: int) -> int:
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
         raise InputTypeError(f"axis is {short(axis)}; expected an int")
     if not -count <= axis < count:
-        raise InputError(f"axis is {axis}; expected one of x, which has {count}")
+        raise InputError(f"axis is {axis}; expected an axis of x, which has {count}")
     return int(axis) if axis < 0 else int(axis) - count
 
 

@@ -1,4 +1,4 @@
-"""What matrices, offsets and initial state of a linear recurrence are, by their shapes."""
+"""How matrices, offsets and initial state of a linear recurrence are read, by their shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FORMS = (
 
 
 class Reading(NamedTuple):
-    """What the arguments of a linear recurrence are.
+    """How the arguments of a linear recurrence are read.
 
     Attributes
     ----------
@@ -80,23 +80,23 @@ def read_shapes(
     pattern: Pattern | None,
     name: str = "offsets",
 ) -> Reading:
-    """Return what arguments of these shapes are; raise if that is nothing, or more than one thing.
+    """Return how arguments of these shapes are read; raise if no reading fits, or two do.
 
     Parameters
     ----------
     matrices, offsets, initial : tuple of int
-        The shapes of what :func:`~sparsescan.affine_scan` takes; None for what is not given.
+        The shapes of the arguments of :func:`~sparsescan.affine_scan`; None for those not given.
     pattern : Pattern or None
         As there.
     name : str, default "offsets"
-        What errors call the offsets; the states, of the same shape, may come in their place.
+        The name of the offsets in errors; the states, of the same shape, may come in their place.
 
     Raises
     ------
     InputError
         If no reading fits, or if two do.
     InputTypeError
-        If `pattern` is none.
+        If `pattern` is no Pattern.
     """
     if not (pattern is None or isinstance(pattern, Pattern)):
         raise InputTypeError(f"pattern is {short(pattern)}; expected a Pattern")

@@ -56,8 +56,8 @@ def operator(t):
 # %%
 # What the sensors see
 # --------------------
-# There are 60 sensors at random places, which read every 25th of the time from 0 to 1. The data
-# come from a finer simulation than those below, and have noise.
+# There are 60 sensors at random places, each of which takes 25 readings between time 0 and 1. The
+# data come from a finer simulation than those below, and have noise.
 
 rng = np.random.default_rng(0)
 sensors = np.sort(rng.choice(N * N, 60, replace=False))
@@ -127,7 +127,7 @@ after = [splu((sp.eye_array(N * N) - half).tocsc()) for half in halves]
 chain = []
 for half, matrix in zip(halves[::-1], before[::-1], strict=True):
     chain += [sparsescan.SolveStep((sp.eye_array(N * N) - half).T.tocsr()), matrix.T.tocsr()]
-chain.pop()  # nobody asks for the gradient in the first state
+chain.pop()  # the gradient in the first state is not needed
 solve_plan = sparsescan.plan(chain)
 print(solve_plan)
 

@@ -105,7 +105,7 @@ for (name, _), one in zip(members[0].named_parameters(), own, strict=True):
 # Where to trust them
 # -------------------
 # Pushes twice as strong take the pendulum to angles that no member has seen. There they disagree,
-# and most where they are wrong. By how much they are wrong the spread does not tell.
+# and most where they are wrong. The spread does not tell by how much they are wrong.
 
 runs = {"pushed as in training": pendulum(0.4, 1), "pushed twice as hard": pendulum(0.8, 1)}
 fig, axes = plt.subplots(2, 1, figsize=(9, 5.2), sharex=True, layout="constrained")

@@ -3,7 +3,7 @@ Episodes that end inside a window
 =================================
 
 An agent with a recurrent network learns from windows: some steps of each of its environments, in
-which episodes end and others begin. There the state has to begin anew. ``resets`` tells a module of
+which episodes end and others begin. There the state has to be reset. ``resets`` tells a module of
 ``sparsescan.torch`` where, and all episodes of all environments are one call. Here a GRU learns the
 values of states, with these calls and with the loop over steps that one would write without.
 """
@@ -20,9 +20,9 @@ import sparsescan.torch
 # The episodes
 # ------------
 # At its first step an episode shows a reward of -1, 0 or 1, and then hides it; it is paid at the
-# last step. Each step shows how many are left. So the value of a state, the discounted reward, is
-# what was seen at the start, times :math:`0.98` to the power of the steps that are left: a critic
-# must remember, but nothing from before the start.
+# last step. Each step shows how many steps are left. So the value of a state, the discounted
+# reward, is what was seen at the start, times :math:`0.98` to the power of the steps that are left:
+# a critic must remember, but nothing from before the start.
 
 STEPS, BATCH, HIDDEN, DISCOUNT = 200, 16, 32, 0.98
 rng = np.random.default_rng(0)
@@ -50,11 +50,11 @@ seen, values, starts = window()
 print(f"{starts.sum()} episodes in {BATCH} windows of {STEPS} steps")
 
 # %%
-# Three ways to begin anew
-# ------------------------
-# PyTorch's modules know no ends of episodes. One either calls them step by step, and multiplies
-# states by 0 where an episode starts; or one cuts all windows into episodes, packs these, and puts
-# the outputs back where they belong. ``resets`` is one argument.
+# Three ways to reset states
+# --------------------------
+# PyTorch's modules cannot reset states inside a sequence. One either calls them step by step, and
+# multiplies states by 0 where an episode starts; or one cuts all windows into episodes, packs
+# these, and puts the outputs back where they belong. ``resets`` is one argument.
 
 
 def by_resets(net, seen, starts):
@@ -85,8 +85,8 @@ def by_cutting(net, seen, starts):
 
 
 # %%
-# All have the same outputs and gradients. And an episode sees nothing of those before it: if their
-# observations are others, its outputs are the same, to the last bit.
+# All have the same outputs and gradients. An episode does not depend on those before it: if their
+# observations change, its outputs stay the same, to the last bit.
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -117,7 +117,7 @@ assert not torch.equal(ours(other)[0][first:, 0], ours(seen)[0][first:, 0])
 # Learning values
 # ---------------
 # A linear layer makes values of the outputs. With ``resets`` it learns from 500 windows. The loop
-# has the same time, the same first parameters and the same windows.
+# has the same time, the same initial parameters and the same windows.
 
 WINDOWS = 500
 windows = [window() for _ in range(50)]

@@ -20,8 +20,8 @@ from sparsescan.torch import lfilter
 # What is heard
 # -------------
 # A resonance is a filter of order two: its poles are at a distance `r` from the origin, which says
-# how fast it dies away, and at an angle, the frequency. Here it glides and trembles, and is damped
-# for a while. Noise goes in, and some more is recorded.
+# how fast it dies away, and at an angle, the frequency. Here the frequency glides and trembles, and
+# the resonance is damped for a while. The input is noise, and the recording adds some more.
 
 STEPS, SAMPLES, KNOTS = 4000, 16, 41
 t = torch.linspace(0, 1, STEPS)

@@ -44,8 +44,8 @@ print(f"{len(patterns)} layers; the first Jacobian is {patterns[-1]}")
 # --------
 # A :class:`sparsescan.Schedule` says which neighbours are combined, level by level: an operation
 # ``(start, mid, stop)`` combines the elements from ``start`` to ``mid`` with those from ``mid`` to
-# ``stop``. Element 0 is the gradient, so what starts there is a vector, and anything else a matrix.
-# SciPy multiplies the patterns.
+# ``stop``. Element 0 is the gradient, so a product that starts there is a vector, and any other a
+# matrix. SciPy multiplies the patterns.
 
 
 def steps(schedule):
@@ -96,9 +96,9 @@ dearest = {name: rows[:, 1].max() for name, rows in counted.items()}
 assert dearest["Blelloch's"] > 100 * dearest["back-propagation"]
 
 # %%
-# Products of one level are as cheap as the steps of back-propagation, and most of two levels are.
-# Further up they have filled: the dearest step of Blelloch's schedule takes hundreds of times what
-# any of back-propagation takes, for one step less than the paper's schedule.
+# Products of the first level are as cheap as the steps of back-propagation, and so are most of the
+# second. Further up they have filled: the most expensive step of Blelloch's schedule takes hundreds
+# of times as much as any step of back-propagation, and saves one step over the paper's schedule.
 
 fig, panels = plt.subplots(1, 3, figsize=(10, 3.8), sharex=True, sharey=True, layout="constrained")
 for axes, (name, rows) in zip(panels, counted.items(), strict=True):

@@ -21,8 +21,8 @@ from sparsescan.torch import GRU
 # %%
 # The series
 # ----------
-# The first number of each step is noise, but for cues, which a second one marks: these are 1 or -1,
-# and 40 steps later, where a third one says so, they are asked for.
+# Each step has three numbers. The first is noise, except at cues, where it is 1 or -1; the second
+# marks the cues. The third asks for a cue, 40 steps after it.
 
 DELAY, PERIOD, HIDDEN = 40, 100, 32
 rng = np.random.default_rng(0)
@@ -73,9 +73,9 @@ def train(model, given, count):
 # %%
 # Two million steps
 # -----------------
-# A step of training computes 2,000,000 outputs, and gradients in all of these, of 256 MB each.
-# Beside them the states and gates of all steps are kept; within a limit the states, and as many
-# gates as fit; and with truncated gradients only the inputs, and the state before each segment.
+# A step of training computes 2,000,000 outputs and as many gradients, which take 256 MB each.
+# Beside them it keeps the states and gates of all steps; within a limit, the states and as many
+# gates as fit; and with truncated gradients, only the inputs and the state before each segment.
 
 STATUS = Path("/proc/self/status")
 
@@ -92,7 +92,7 @@ def measure(**options):
     model = Answers(**options)
     train(model, series(10_000), 1)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before, start = memory("VmRSS"), time.perf_counter()
     train(model, long, 2)
     return (time.perf_counter() - start) / 2, memory("VmHWM") - before
@@ -126,7 +126,8 @@ torch.testing.assert_close(*grads)
 # With segments of ``k`` steps, what a step of training learns of an answer comes from that segment
 # and the one before: from as many as ``k`` to ``2·k - 1`` steps back. Segments of 40 steps reach
 # each cue, and learn the task as whole gradients do. Segments of 15 steps reach none: 40 steps are
-# further than 29. What these learn by heart does not hold for a new series, and no error says why.
+# further than 29. A model that trains with these learns its series by heart, which is no use for a
+# new one, and no error says why.
 
 short, new = series(10_000, 4), series(20_000)
 curves, shares = {}, {}

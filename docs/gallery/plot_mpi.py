@@ -89,8 +89,8 @@ for ranks, result in results.items():
     print(f"{ranks} ranks: {max(result['memory']):.0f} MiB at most, end {result['end']:.6g}")
 
 # %%
-# The gradient is that of one rank, and of a loop that makes one Jacobian after the other and holds
-# none; and a rank of four has about a quarter of the chain.
+# The gradient is the same on any number of ranks, and equals that of a loop that makes one Jacobian
+# after the other and holds none; each of four ranks has about a quarter of the chain.
 
 x = np.ones(100)
 for k in range(3000):

@@ -2,10 +2,10 @@
 Your own cell in six lines
 ==========================
 
-A recurrent cell is a class: its parameters, and its step in plain arithmetic. From these follow
-its Jacobians and gradients, compiled loops over whole sequences, and a module of PyTorch. Here the
-cell is the minimal gated unit of `Zhou et al., 2016 <https://arxiv.org/abs/1603.09420>`_, which
-PyTorch does not have.
+A recurrent cell is a class that declares its parameters and computes its step in plain arithmetic.
+From these follow its Jacobians and gradients, compiled loops over whole sequences, and a module of
+PyTorch. Here the cell is the minimal gated unit of `Zhou et al., 2016
+<https://arxiv.org/abs/1603.09420>`_, which PyTorch does not have.
 """
 
 import time
@@ -107,7 +107,7 @@ for name, param in params.items():
 # --------
 # ``module(MGU)`` is a class of PyTorch's modules, with the arguments of ``torch.nn.GRU``. The task
 # is to remember: each of three inputs is 0 but for some pulses of 1 or -1, and each of three
-# outputs is the last pulse of its input. Steps since then can be many.
+# outputs is the last pulse of its input, which may be many steps ago.
 
 
 def flip_flops(steps, batch):
@@ -187,8 +187,9 @@ milliseconds = {name: 1e3 * min(each) for name, each in seconds.items()}
 assert milliseconds["sparsescan"] < milliseconds["a loop in PyTorch"] / 5
 
 # %%
-# The upper panel shows a sequence that the network has not been trained on. Pulses of each input
-# are bars, the output is a line, and the last pulse, which it should be, is dashed.
+# The upper panel shows a sequence that the network has not been trained on. Bars are the pulses of
+# each input, the line is the output, and the dashed line is the last pulse, which the output should
+# be.
 
 fig, axes = plt.subplot_mosaic(
     [["memory", "memory"], ["loss", "time"]],

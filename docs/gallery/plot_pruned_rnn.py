@@ -77,8 +77,8 @@ before = epochs(6, 5e-3)
 # %%
 # Pruning
 # -------
-# The tenth of the recurrent weights that is largest is kept. The model stays the same object, with
-# the same parameters; the mask is a buffer that PyTorch has made.
+# The largest tenth of the recurrent weights is kept. The model stays the same object, with the same
+# parameters; the mask is a buffer that PyTorch has made.
 
 prune.l1_unstructured(model.gru, "weight_hh_l0", amount=0.9)
 pruned = accuracy()

@@ -22,8 +22,8 @@ from sparsescan.torch import selective_scan
 # %%
 # The task
 # --------
-# Some symbols of a sequence are marked. At each step the answer is the last one that was, however
-# long ago.
+# Some symbols of a sequence are marked. At each step the answer is the last marked symbol, however
+# long ago it came.
 
 SYMBOLS, LENGTH, BATCH = 8, 200, 16
 torch.manual_seed(0)

@@ -68,7 +68,7 @@ mean = sparsescan.affine_scan(matrices, gain * observed, initial=prior_mean)
 # %%
 # The smoother
 # ------------
-# It goes back in time, with what comes later,
+# It goes back in time, and corrects each mean by the ones after it,
 #
 # .. math:: s_t = m_t + G_t\, (s_{t+1} - m_t), \quad G_t = P_t\, (P_t + Q)^{-1},
 #
@@ -81,8 +81,8 @@ smooth[-1] = mean[-1]
 smooth[-2::-1] = sparsescan.affine_scan(G[::-1], offsets[::-1], initial=mean[-1])
 
 # %%
-# The same by least squares
-# -------------------------
+# Comparison with least squares
+# -----------------------------
 # Smoothed means also solve a least-squares problem in all states of a row at once. Its normal
 # equations are banded, and SciPy solves them for one row.
 
@@ -112,7 +112,7 @@ assert difference < 1e-9
 
 # %%
 # For comparison, colours can be interpolated along the row, each for itself. That leaves the noise,
-# and does not know that colours change together.
+# and makes no use of the correlation between colours.
 
 interpolated = np.empty_like(truth)
 for row in range(B):

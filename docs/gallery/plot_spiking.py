@@ -97,8 +97,8 @@ plt.show()
 # %%
 # The network
 # -----------
-# The derivative of a spike is 0 wherever there is one. So that of another function takes its place,
-# a surrogate: by default an arctangent, whose derivative is
+# The derivative of a spike is 0 wherever it exists. So the derivative of another function, a
+# surrogate, takes its place: by default that of an arctangent,
 # :math:`1 / (1 + (\pi (u - \vartheta))^2)`.
 #
 # Rates of decay are trained, too. In the catalogue all neurons of a layer share them; a class that
@@ -175,7 +175,7 @@ for mine, reference in zip(
 # Training
 # --------
 # The pattern whose output neuron spikes most is the network's answer. The loss is the cross-entropy
-# of these counts, and a price for spikes of hidden neurons, so that there are few.
+# of these counts, plus a penalty on spikes of hidden neurons, so that there are few.
 
 optimiser = torch.optim.Adam(network.parameters(), lr=2e-3)
 losses, rates = [], []
@@ -199,7 +199,8 @@ print(f"with {inside.sum(0).mean():.1f} spikes of a hidden neuron on average")
 assert right > 0.95
 
 # %%
-# Time of the hidden neurons, forward and backward, where calls take turns and the fastest counts:
+# This is the time of the hidden neurons, forward and backward. Calls take turns, and the fastest
+# counts.
 
 neurons = module(Synapses)(NEURONS, NEURONS)
 params = {name.removesuffix("_l0"): each for name, each in neurons.named_parameters()}
@@ -216,8 +217,9 @@ for name, each in seconds.items():
 assert min(seconds["the module"]) < min(seconds["the loop"])
 
 # %%
-# Sequences that the network has not been trained on: hidden spikes for one of each pattern, in the
-# colour of that pattern, and how the output counts the second one. Right, how it was trained.
+# The panels show sequences that the network has not been trained on: hidden spikes for one of each
+# pattern, in the colour of that pattern, and how the output counts the second one. The right panel
+# shows the course of the training.
 
 fig, (raster, counts, course) = plt.subplots(1, 3, figsize=(9, 3.2), layout="constrained")
 for k, color in enumerate(COLORS):

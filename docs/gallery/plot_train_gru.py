@@ -2,9 +2,9 @@
 Train a GRU on long sequences, beside PyTorch
 =============================================
 
-``sparsescan.torch.GRU`` takes the place of ``torch.nn.GRU``: it has its parameters, arguments and
-results, and computes forward and backward passes in compiled loops over all steps. Here both learn
-to predict the next pixel of photographs, from the same parameters and on the same batches.
+``sparsescan.torch.GRU`` takes the place of ``torch.nn.GRU``: it has the same parameters, arguments
+and results, and computes forward and backward passes in compiled loops over all steps. Here both
+learn to predict the next pixel of photographs, from the same parameters and on the same batches.
 """
 
 import time

@@ -166,9 +166,9 @@ def _check_capability(device: int, capability: tuple[int, ...]) -> None:
     hint = (
         "sparsescan[cuda12] may have a compiler for it"
         if capability < known[0]
-        else "a newer nvidia-cuda-nvrtc, or CUDA toolkit, may know it"
+        else "a newer nvidia-cuda-nvrtc, or CUDA toolkit, may support it"
     )
     raise DeviceError(
         f"device {device} has compute capability {'.'.join(map(str, capability))}, which the "
-        f"compiler of Numba's CUDA target does not know: it knows {first} to {last}; {hint}"
+        f"compiler of Numba's CUDA target does not support: it supports {first} to {last}; {hint}"
     )

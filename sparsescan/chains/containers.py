@@ -255,9 +255,9 @@ class PeriodicChain(Frozen):
     Attributes
     ----------
     values : list of ndarray
-        The array that was passed.
+        The arrays that were passed.
     patterns : list of Pattern
-        The array that was passed.
+        The patterns of one step.
     steps : int
         How often the patterns take turns.
     batch : int or None

@@ -131,9 +131,10 @@ def load_chain(path: Path) -> tuple[NDArray[np.floating[Any]], Any]:
     grad : ndarray, shape (d_n,) or (batch, d_n)
         Gradient at the end of the chain.
     jacobians : list, CSRChain, PeriodicChain or ndarray
-        What was saved, with the same dtypes and the same bits: a list of ``csr_array``,
-        :class:`BatchedCSR` and dense arrays, a :class:`CSRChain`, or one dense array. The values of
-        a list are views of one buffer, and matrices of one pattern share read-only index arrays.
+        The Jacobians that were saved, with the same dtypes and the same bits: a list of
+        ``csr_array``, :class:`BatchedCSR` and dense arrays, a :class:`CSRChain`, or one dense
+        array. The values of a list are views of one buffer, and matrices of one pattern share
+        read-only index arrays.
 
     Raises
     ------
@@ -160,7 +161,7 @@ def load_chain(path: Path) -> tuple[NDArray[np.floating[Any]], Any]:
 
 
 class ChainFile:
-    """A chain that :func:`save_chain` has written, of which parts are read; a context manager.
+    """A chain that :func:`save_chain` has written, to be read in parts; a context manager.
 
     Parameters
     ----------

@@ -64,8 +64,8 @@ class ImplicitStep(Frozen):
     Parameters
     ----------
     values : sequence of array_like of float32 or float64
-        The values of each factor: ``(nnz,)`` if all samples share them, else ``(batch, nnz)``; of
-        one with an index its weights, ``(size,)``.
+        The values of each factor: ``(nnz,)`` if all samples share them, else ``(batch, nnz)``; for
+        one with an index, its weights, ``(size,)``.
     pattern : ImplicitPattern
         The patterns of the factors.
 
@@ -160,7 +160,7 @@ class ImplicitChain(Frozen):
     values : sequence of array_like of float32 or float64
         For each factor its values, from the LAST step to the first (in the order of time for scans
         with ``reverse=True``): ``(n, nnz)``, ``(n, batch, nnz)``, or ``(nnz,)`` if all steps and
-        samples share them; of one with an index its weights, ``(size,)``. At least one says how
+        samples share them; for one with an index, its weights, ``(size,)``. At least one says how
         many steps there are.
     pattern : ImplicitPattern
         The patterns of a step, whose Jacobian is square, so that the steps chain.

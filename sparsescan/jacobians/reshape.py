@@ -170,7 +170,8 @@ class Flatten(_Moved):
         stop = check_dim("end_dim", end_dim, self._core) + 1
         if start >= stop:
             raise InputError(
-                f"start_dim is {start_dim}, but end_dim is {end_dim}; expected it at or after it"
+                f"start_dim is {start_dim}, but end_dim is {end_dim}; expected an end that is not "
+                "before the start"
             )
         self.start_dim, self.end_dim = start_dim, end_dim
         joined = math.prod(self._core[start:stop])

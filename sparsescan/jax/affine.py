@@ -28,8 +28,8 @@ def affine_scan(
     """Return the states of a linear recurrence in the order of time, ``y_t = A_t y_{t-1} + b_t``.
 
     As :func:`sparsescan.affine_scan`, for arrays of JAX, under ``jax.jit``, ``jax.grad`` (of any
-    order, in reverse mode) and ``jax.vmap``, by which samples become a batch. It takes the place of
-    a ``jax.lax.scan`` over matrix-vector products.
+    order, in reverse mode) and ``jax.vmap``, whose mapped axis becomes samples of a batch. It takes
+    the place of a ``jax.lax.scan`` over matrix-vector products.
 
     Parameters
     ----------

@@ -36,18 +36,18 @@ def recurrent(
     """Return the outputs and the last states of a recurrent network.
 
     As :meth:`sparsescan.recurrent.TrainingStep.forward`, for arrays of JAX, under ``jax.jit``,
-    ``jax.vmap``, by which samples become a batch, and members of an ensemble, with parameters of
-    their own, are shared by threads, and all of its derivatives, of any order: ``jax.grad``,
-    ``jvp``, ``jacfwd``, ``jacrev``, ``hessian``. It takes the place of a
-    ``jax.lax.scan`` over a cell. Derivatives in a direction, and those of gradients, are passes of
-    the cell that computes the derivative of a step.
+    ``jax.vmap``, and all of its derivatives, of any order: ``jax.grad``, ``jvp``, ``jacfwd``,
+    ``jacrev``, ``hessian``. A mapped axis becomes samples of a batch; one of parameters becomes
+    members of an ensemble, which threads share. It takes the place of a ``jax.lax.scan`` over a
+    cell. Forward mode, and derivatives of gradients, are passes of the cell that also computes the
+    derivatives of the states.
 
     Parameters
     ----------
     network : Recurrent or Cell
         A network of :mod:`sparsescan.recurrent`, such as a GRU, or a cell, such as one of a class
-        of your own, which says what is computed; its own parameters are not used, but
-        ``network.params`` are good to begin with.
+        of your own, which defines the computation. Its own parameters are not used, but
+        ``network.params`` may be the initial ones.
     params : dict of str to array_like
         The parameters, by the names that ``network.params`` has.
     x : array_like, shape (T, batch, input_size) or (T, input_size)
@@ -57,9 +57,9 @@ def recurrent(
     lengths : array_like of int, shape (batch,), optional
         How many steps each sample has; by default all have T.
     resets : array_like of bool, shape (T[, batch]), optional
-        True where the state of a sample begins anew, with zeros, before a step, such as the first
-        of an episode. A direction that runs backward in time begins anew when it goes from such a
-        step to the one before.
+        True where the state of a sample is set to zero before a step, such as the first of an
+        episode. In a direction that runs backward in time, the state is set to zero on the way from
+        such a step to the one before it.
     memory_limit : int, optional
         Bytes that may be kept for the backward pass; gates that do not fit are computed again.
     truncate : int, optional

@@ -45,12 +45,12 @@ def plan(
         its rows of each: ``(own, d_i)``, with all columns; a rank may have none.
     reverse : bool, default False
         Whether this rank's Jacobians, local gradients and results are in the order of time, as for
-        :func:`sparsescan.plan`. It says nothing of the ranks: the first one has the end of the
+        :func:`sparsescan.plan`. The order of the ranks stays: the first one has the end of the
         chain.
     batch : int, optional
-        Samples of each rank, to insist on.
+        Accept only this number of samples of each rank.
     dtype : {float32, float64}, optional
-        Dtype of all input, to insist on.
+        Accept only this dtype of all input.
     grid : Grid or tuple of int, optional
         ``(chain, batch)`` or ``(chain, batch, rows)``, see :class:`Grid`; by default all ranks are
         on the chain.
@@ -77,7 +77,7 @@ def plan(
 
     See Also
     --------
-    best_grid : Which grid is best for a chain.
+    best_grid : The grid that is best for a chain.
 
     Notes
     -----

@@ -139,7 +139,7 @@ class _Memory(NamedTuple):
 class ParallelPlan:
     """A scan over the ranks of a communicator, with the symbolic phase done.
 
-    Made by :func:`sparsescan.parallel.plan`. Its scans are called by all ranks together.
+    It is made by :func:`sparsescan.parallel.plan`. All ranks call its scans together.
 
     Attributes
     ----------
@@ -153,14 +153,14 @@ class ParallelPlan:
         How parts are combined: for the batch size and the dtype of the latest scan, which all ranks
         choose together at the first scan of each.
     reason : str
-        Why so.
+        Why they are combined so.
     forecast : Forecast
         The time and memory that such a scan is predicted to take, if all Jacobians differ between
         samples.
     batch : int or None
-        Samples of each rank that the plan insists on, if any.
+        The only number of samples of each rank that the plan accepts, if there is one.
     dtype : dtype or None
-        The dtype that the plan insists on, if any.
+        The only dtype that the plan accepts, if there is one.
     device : {"cpu", "cuda"}
         Where each rank scans its part.
     reverse : bool
@@ -209,7 +209,7 @@ class ParallelPlan:
 
     @property
     def reason(self) -> str:
-        """Why so."""
+        """Why they are combined so."""
         return self._way.reason
 
     @property

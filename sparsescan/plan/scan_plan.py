@@ -50,9 +50,9 @@ class ScanSlot:
 class ScanPlan(Frozen):
     """A schedule for chains of fixed patterns, with the symbolic phase done.
 
-    Made by :func:`sparsescan.plan`. A plan may be used from several threads at once, and after a
-    fork. Its second run with the same kind of input allocates nothing that grows with the chain but
-    the gradients it returns.
+    It is made by :func:`sparsescan.plan`. A plan may be used from several threads at once, and
+    after a fork. Its second run with the same kind of input allocates nothing that grows with the
+    chain but the gradients it returns.
 
     With ``schedule="auto"``, what takes least depends on the kind of input: its batch size and
     dtype, the device it is on, and which Jacobians all samples share. A run of another kind than
@@ -69,11 +69,11 @@ class ScanPlan(Frozen):
     schedule : Schedule
         The schedule that ran last, or will run first.
     reason : str
-        Why that one.
+        Why that schedule.
     batch : int or None
-        The batch size that the plan insists on, if any.
+        The only batch size that the plan accepts, if there is one.
     dtype : dtype or None
-        The dtype that the plan insists on, if any.
+        The only dtype that the plan accepts, if there is one.
     device : {None, "cpu", "cuda"}
         Where it runs; None is where the data is.
     memory_limit : int or None
@@ -134,7 +134,7 @@ class ScanPlan(Frozen):
 
     @property
     def reason(self) -> str:
-        """Why that one."""
+        """Why that schedule."""
         return self._latest.reason
 
     @property
@@ -151,9 +151,9 @@ class ScanPlan(Frozen):
     def workspace_bytes(self) -> int:
         """Bytes that the plan and a run take beside Jacobians and gradients, at most.
 
-        The products with their indices, scratch of every thread, and tables; for as many samples as
-        ran last, or before the first run `batch` of `dtype`, or one of float64; as if every
-        Jacobian differed between samples.
+        These are products with their indices, scratch memory of every thread, and tables, for as
+        many samples as ran last; before the first run, for `batch` samples of `dtype`, or for one
+        of float64. Every Jacobian counts as if it differed between samples.
         """
         return self._latest.workspace_bytes
 
@@ -269,12 +269,12 @@ class ScanPlan(Frozen):
     def predict(self, workers: int) -> ScanPrediction:
         """Return steps and work of an exclusive scan of one sample with any number of workers.
 
-        By the schedule of the latest run.
+        The schedule is that of the latest run.
 
         Parameters
         ----------
         workers : int
-            How many, at least 1: more than this machine has, if you like.
+            The number of workers, at least 1; it may be more than this machine has.
 
         Returns
         -------
@@ -335,7 +335,7 @@ class ScanPlan(Frozen):
 
         Notes
         -----
-        Stored are the patterns, the schedule of the latest run and the options, but no products.
+        The file has the patterns, the schedule of the latest run and the options, but no products.
 
         Examples
         --------
@@ -368,9 +368,9 @@ class ScanPlan(Frozen):
         Returns
         -------
         ScanPlan
-            It prints the same, and gives the same bits; with ``"auto"`` for input of the kind that
-            ran last before it was saved, while for any other it chooses anew, on this machine. A
-            plan for a device can be loaded without one.
+            It prints the same, and gives the same bits. With ``"auto"`` this holds for the kind of
+            input that ran last before the plan was saved; for any other it chooses again, on this
+            machine. A plan for a device can be loaded without one.
 
         Raises
         ------

@@ -45,7 +45,7 @@ Shape = tuple[int, ...]
 
 
 class Cell(Parametrised, Fixed):
-    """A recurrent cell ``s_t = f(x_t, s_{t-1}; θ)``: a class of its parameters and its step.
+    """A recurrent cell ``s_t = f(x_t, s_{t-1}; θ)``, defined by its parameters and its step.
 
     A class of cells declares matrices (:class:`Input`, :class:`Hidden`), other parameters
     (:class:`Vector`, :class:`Bias`, :class:`Scalar`) and options (:class:`Constant`,
@@ -55,20 +55,20 @@ class Cell(Parametrised, Fixed):
     it. ``print(cell)`` shows what a step computes, and what is kept of it for the backward pass.
 
     :meth:`unroll` runs a sequence step by step, and :meth:`training_step` forward and backward.
-    Other methods compute steps whose states before are known, of any number of axes before the last
-    one, such as ``(T, batch)``: all steps and samples of a sequence at once.
+    Other methods compute steps whose previous states are known. Their arrays may have any number of
+    axes before the last one, such as ``(T, batch)``: all steps and samples of a sequence at once.
 
     Parameters
     ----------
     input_size, hidden_size : int
         Length of ``x_t`` and ``h_t``.
     bias : bool, default True
-        Whether matrices have biases, those that may have.
+        Whether matrices have biases, if they are declared with one.
     dtype : {float32, float64}, default float32
         Dtype of initial parameters.
     rng : numpy.random.Generator or int, optional
         Source of the initial parameters: uniform between ``±1/√hidden_size``, as in PyTorch, unless
-        the class says what one begins with.
+        the class declares an initial value.
     **options
         Options that the class declares; and masks, such as ``weight_hh_mask``: an array of bool of
         the shape of that matrix, True where a weight is kept. A pruned weight counts as 0 and has a
@@ -228,8 +228,9 @@ class Cell(Parametrised, Fixed):
         Parameters
         ----------
         target : {"numpy", "cpu", "cuda"}
-            For what: arrays of NumPy or CuPy, all steps at once; the compiled loop over steps of a
-            CPU, whose vectors hold units or samples; or that of a GPU, for one unit of one sample.
+            The text for arrays of NumPy or CuPy, all steps at once; the compiled loop over
+            steps of a CPU, whose vectors hold units or samples; or that of a GPU, for one unit of
+            one sample.
         which : {"forward", "backward"}
             The pass.
 
@@ -367,7 +368,7 @@ class Cell(Parametrised, Fixed):
         truncate: int | None = None,
         return_states: bool = False,
     ) -> TrainingStep:
-        """Return what runs whole sequences forward and backward, by compiled kernels.
+        """Return a training step, which runs whole sequences by compiled kernels.
 
         Parameters
         ----------

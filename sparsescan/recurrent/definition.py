@@ -225,9 +225,9 @@ class Vector(_Declared):
     Parameters
     ----------
     *gates : str
-        Names of the blocks: ``self.weight_ph.i * c``; without any it is a vector itself.
+        Names of the blocks: ``self.weight_ph.i * c``; without any, it is one vector.
     initial : float, optional
-        What all begin with; by default they are drawn as weights are.
+        The initial value of all of them; by default they are drawn as weights are.
     """
 
     def __init__(self, *gates: str, initial: float | None = None) -> None:
@@ -245,7 +245,7 @@ class Bias(Vector):
     Parameters
     ----------
     *gates : str
-        Names of the blocks; without any it is a vector itself.
+        Names of the blocks; without any, it is one vector.
     """
 
     def without(self) -> Any:
@@ -260,7 +260,7 @@ class Scalar(_Declared):
     Parameters
     ----------
     initial : float
-        What it begins with.
+        The initial value.
     """
 
     def __init__(self, initial: float) -> None:
@@ -304,7 +304,8 @@ class _Option:
 class Constant(_Option):
     """Declare an option that is a number, and is not trained.
 
-    Of a class ``LEM`` with ``dt = Constant(1.0)``, the cell ``LEM(3, 4, dt=0.1)`` has another one.
+    In a class ``LEM`` with ``dt = Constant(1.0)``, the cell ``LEM(3, 4, dt=0.1)`` has another value
+    of it.
 
     Parameters
     ----------
@@ -325,13 +326,13 @@ class Choice(_Option):
     """Declare an option that is one of some names: of elementwise functions, or any others.
 
     ``nonlinearity = Choice("tanh", "relu")`` is called in a step: ``self.nonlinearity(a)``. Names
-    of no functions are compared: ``if self.reset == "zero"``.
+    that are not functions are compared: ``if self.reset == "zero"``.
 
     Parameters
     ----------
     *names : str
-        The names, of which the first is the default: those of functions of one vector in
-        :mod:`sparsescan.recurrent`, or none of them.
+        The names, of which the first is the default. Either all are names of functions of one
+        vector in :mod:`sparsescan.recurrent`, or none is.
     """
 
     def __init__(self, *names: str) -> None:

@@ -145,7 +145,7 @@ class Recurrent(Fixed):
         truncate: int | None = None,
         return_states: bool = False,
     ) -> TrainingStep:
-        """Return what runs this network forward and backward.
+        """Return a training step, which runs this network forward and backward.
 
         Parameters
         ----------

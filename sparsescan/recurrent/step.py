@@ -76,7 +76,7 @@ class Gradients(NamedTuple):
 
 
 class TrainingStep:
-    """Compute a recurrent network and all of its gradients, again and again.
+    """Run a recurrent network forward and backward, again and again.
 
     A call of :meth:`forward` and one of :meth:`backward` are a whole training step but for the loss
     and the optimiser. Both run compiled loops over all steps, and their memory is kept from one
@@ -85,21 +85,22 @@ class TrainingStep:
 
     With `truncate` gradients flow at most to the segment before. The steps are cut into segments of
     ``k = truncate`` steps, and the loss ``L = Σ L_s`` into those of the outputs of each segment
-    ``s = 0, 1, …``, where that of a sample's last state counts to its last segment. Gradients are
+    ``s = 0, 1, …``, where the loss of a sample's last state is in its last segment. Gradients are
 
         Σ_s ∂L_s/∂θ, with the state before segment ``s - 1`` taken as a constant,
 
-    and likewise of inputs and, from the losses of the first two segments, of initial states. A loss
-    sees as many as ``k`` to ``2·k - 1`` steps back, and nothing further (Williams and Peng, 1990,
-    "BPTT(2k; k)"). Values are those without; gradients are biased: what a loss owes to earlier
-    steps is left out, so that dependencies over more than ``2·k`` steps are learned only as far as
-    shorter ones lead there. In turn nothing but the inputs and the state before each segment is
+    and likewise of inputs and, from the losses of the first two segments, of initial states. The
+    gradient of a loss reaches ``k`` to ``2·k - 1`` steps back, and no further (Williams and Peng,
+    1990, "BPTT(2k; k)"). Outputs are not changed by it. Gradients are biased, since they leave out
+    the effect of earlier steps: dependencies over more than ``2·k`` steps are learned only as far
+    as shorter ones lead there. In turn nothing but the inputs and the state before each segment is
     kept: the backward pass runs windows of two segments again, as samples of one batch. Up to
-    ``2·k`` steps nothing is cut off. A network of one direction has it, in host memory.
+    ``2·k`` steps nothing is cut off. It works for networks of one direction, in host memory.
 
     The states of all steps are kept for the backward pass, and, if `memory_limit` allows, the gates
     of all steps; otherwise the backward pass computes the gates again, 256 steps at a time. The
-    memory of two results of a kind is kept, too, and is used again when nobody has them any more.
+    memory of two results of each kind is kept, too, and is used again when the caller holds them no
+    more.
 
     With arrays of CuPy, parameters among them, all runs on their device, on the current stream, and
     results are CuPy's. The products with inputs, and the gradients of parameters, are matrix
@@ -205,17 +206,16 @@ class TrainingStep:
         x : array_like of float32 or float64, shape (T, batch, input_size) or (T, input_size)
             The inputs, of NumPy or CuPy.
         state : array_like, shape (layers · directions, [batch,] state_size), optional
-            The initial states, by default zeros: layer by layer, and in each forward in time before
-            backward. That of an LSTM is ``[h, c]``.
+            The initial states, by default zeros: layer by layer, and in each layer the direction
+            forward in time before the other. The state of an LSTM is ``[h, c]``.
         lengths : array_like of int, shape (batch,), optional
             How many steps each sample has, from 0 to T, in host memory; by default all have T.
         resets : array_like of bool, shape (T[, batch]), optional
-            True where the state of a sample begins anew, with zeros, before a step, such as the
-            first of an episode; in host memory, or where the input is. A direction that runs
-            backward in time begins anew when it goes from such a step to the one before, so that
-            episodes do not see each other. ``resets[0]`` puts zeros in the place of the initial
-            state of the direction that runs forward. Steps that a sample does not have are not
-            reset.
+            True where the state of a sample is set to zero before a step, such as the first of an
+            episode; in host memory, or where the input is. In a direction that runs backward in
+            time, the state is set to zero on the way from such a step to the one before it, so that
+            episodes do not affect each other. ``resets[0]`` replaces the initial state of the
+            direction that runs forward by zeros. Steps that a sample does not have are not reset.
 
         Returns
         -------

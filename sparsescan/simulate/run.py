@@ -220,7 +220,8 @@ class Run:
     ) -> Gradients:
         """Return gradients in the initial state, the parameters and the lengths of steps.
 
-        One sweep of linear solves, from the last step to the first: for ``F(u_{t+1}, u_t) = 0``
+        This is one sweep of linear solves, from the last step to the first, of steps
+        ``F(u_{t+1}, u_t) = 0``:
 
             (∂F/∂u_{t+1})ᵀ λ_t = ∇u_{t+1},    ∇u_t += -(∂F/∂u_t)ᵀ λ_t,    ∇p += -(∂F/∂p)ᵀ λ_t
 
@@ -229,9 +230,9 @@ class Run:
         Parameters
         ----------
         grad_states : array_like, shape (steps + 1, n) or (losses, steps + 1, n), or callable
-            The loss's own derivative in each state, or those of several losses; or a function that
-            returns it for the state of a number, ``(n,)`` or ``(losses, n)``, or None. It is called
-            from the last state to the first.
+            The derivative of the loss itself in each state, or those of several losses; or a
+            function that takes the number of a state and returns the derivative in it, ``(n,)`` or
+            ``(losses, n)``, or None. It is called from the last state to the first.
         grad_last : array_like, shape (n,) or (losses, n), optional
             The derivative in the last state, which is added.
 

@@ -471,8 +471,8 @@ class ImplicitSteps(_Simulation):
         ``vjp(λ, u, u_old, t, dt, p)`` returns ``(∂F/∂p)ᵀ λ`` in the structure of ``p``.
     derivatives : {"complex", "forward", "jax"}, optional
         Where all other derivatives come from: complex steps, exact to rounding, of a function that
-        takes complex numbers; forward differences, with errors of about 1e-8 of themselves; or JAX.
-        By default complex steps, where they agree with differences at the first call, and forward
+        takes complex numbers; forward differences, with relative errors of about 1e-8; or JAX. By
+        default complex steps, where they agree with differences at the first call, and forward
         differences elsewhere.
     param_patterns : dict, optional
         For parameters that are long arrays, by their names: where ``∂F/∂p`` may be nonzero,
@@ -491,7 +491,7 @@ class ImplicitSteps(_Simulation):
     See Also
     --------
     TimeSteps : Methods for ``M u' = f(u, t, p)``.
-    sparsescan.SolveStep : The adjoint chain alone, for matrices that are there.
+    sparsescan.SolveStep : The adjoint chain alone, for given matrices.
 
     Notes
     -----
@@ -605,7 +605,7 @@ class TimeSteps(_Simulation):
 
     Notes
     -----
-    A stage of a method of Runge and Kutta with coefficients ``a`` and ``c`` is
+    A stage of a Runge–Kutta method with coefficients ``a`` and ``c`` is
 
         M (U_i - u) = Δ Σ_j a_ij f(U_j, t + c_i Δ, p),    j ≤ i,
 

@@ -25,10 +25,10 @@ from .schedule import Level, Schedule, schedule_of
 class ImplicitPattern(Frozen):
     """The patterns of the factors of a step, which a scan applies without multiplying them.
 
-    A step ``J = F_k ⋯ F_2 F_1`` is an implicit one: ``F_1`` meets the gradient first. It pays where
-    the factors have fewer entries than their product, or where all steps and samples share one, as
-    a recurrent cell's ``J_t = Wᵀ D_t`` shares the weights. One with an :class:`IndexedPattern` may
-    be the only one.
+    A step ``J = F_k ⋯ F_2 F_1`` is an implicit one: ``F_1`` is applied to the gradient first. It
+    pays where the factors have fewer entries than their product, or where all steps and samples
+    share one, as a recurrent cell's ``J_t = Wᵀ D_t`` shares the weights. One with an
+    :class:`IndexedPattern` may be the only one.
 
     Where a factor is solved, `factors` has the pattern of its inverse: implicit time stepping
     ``M_t y_t = N_t y_{t-1} + b_t`` has the step ``J_t = N_tᵀ M_t⁻ᵀ``, of ``[Mᵀ, Nᵀ]`` with

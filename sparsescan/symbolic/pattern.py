@@ -181,7 +181,7 @@ class Pattern(Frozen):
 
 
 def product(a: Pattern, b: Pattern) -> Pattern:
-    """Return the pattern of ``A @ B``: every entry that some ``A[i, k]·B[k, j]`` meets.
+    """Return the pattern of ``A @ B``: every entry that some ``A[i, k]·B[k, j]`` adds to.
 
     Parameters
     ----------

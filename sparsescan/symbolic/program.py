@@ -107,7 +107,10 @@ class Program:
             k: factorisation_of(patterns[k]) for k in np.flatnonzero(flags).tolist()
         }
         if self.solved and any(level.ops[:, 0].any() for level in schedule.levels):
-            raise InputError(f"{schedule} multiplies Jacobians; expected none to be solved with")
+            raise InputError(
+                f"{schedule} multiplies Jacobians, but some are to be solved with; expected a "
+                "schedule that multiplies none"
+            )
         multiply = products or PatternProducts()
         known: dict[tuple[Pattern, Pattern], int] = {}
         nodes: dict[tuple[int, int], int] = {}

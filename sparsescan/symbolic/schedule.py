@@ -1,4 +1,4 @@
-"""Schedules: which pairs of a chain meet, and when. No numbers and no arrays of them.
+"""Schedules: which neighbours of a chain are combined, and when. No numbers and no arrays of them.
 
 The scanned elements are numbered as in the paper: element 0 is the gradient, element ``k`` the
 ``k``-th Jacobian of the chain. A node is an interval ``[start, stop)`` of elements, the product of
@@ -252,15 +252,15 @@ class Schedule(Frozen):
         n : int
             Number of Jacobians.
         levels : iterable of (name, runs)
-            The levels, in the order in which they run. `runs` is a sequence of runs, and each run
-            one of operations, three integers each. Instead of a pair there may be one of another
-            schedule's `levels`. Levels and runs without operations are left out.
+            The levels, in the order in which they run. `runs` is a sequence of runs, and each run a
+            sequence of operations of three integers. A level of another schedule may stand in place
+            of a pair. Levels and runs without operations are left out.
 
         Returns
         -------
         Schedule
-            Equal to another one made here if their levels are; the other constructors' are known by
-            their arguments.
+            It equals another one made here if their levels are equal; schedules of the other
+            constructors are compared by their arguments.
 
         Raises
         ------

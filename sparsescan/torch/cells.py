@@ -39,11 +39,11 @@ class CellModule(Sequences, nn.Module):
     bidirectional : bool, default False
         Whether each layer has two directions.
     device, dtype : optional
-        Of the parameters.
+        Those of the parameters.
     memory_limit : int, optional
         Bytes that a call may keep for its backward pass, beside input and output; see :class:`RNN`.
     truncate : int, optional
-        Steps of a segment, of which gradients flow at most to the one before; see :class:`RNN`.
+        Steps of a segment: gradients flow at most to the segment before; see :class:`RNN`.
     return_states : bool, default False
         Whether a call returns the states of all steps, too; see :class:`RNN`.
     **options
@@ -108,7 +108,7 @@ class CellModule(Sequences, nn.Module):
         self.states = self.cell.program_of(self.options, self.bias).states
 
     def reset_parameters(self) -> None:
-        """Draw the parameters, from the distribution of the cell's."""
+        """Draw the parameters, from the distribution that the cell has."""
         begins, bound = initial_of(self.cell), 1 / math.sqrt(self.hidden_size)
         for name, param in self._named():
             with torch.no_grad():
@@ -129,7 +129,7 @@ class CellModule(Sequences, nn.Module):
         return [[getattr(self, name) for name in names] for names in self._names]
 
     def permute_hidden(self, hx: Any, order: Tensor | None) -> Any:
-        """Return states of samples in another order."""
+        """Return states, with their samples in another order."""
         if order is None or hx is None:
             return hx
         if isinstance(hx, tuple):
@@ -143,7 +143,7 @@ class CellModule(Sequences, nn.Module):
         return self._differentiably(given, hx, weights, resets)
 
     def extra_repr(self) -> str:
-        """Return the arguments that it was made with."""
+        """Return the arguments that the module was made with."""
         about = f"{self.input_size}, {self.hidden_size}"
         defaults = {
             "num_layers": 1,
@@ -180,10 +180,10 @@ def _without_state(cell: type[Cell]) -> CellModule:
 
 
 def module(cell: type[Cell]) -> type[CellModule]:
-    """Return the class of modules of a class of recurrent cells.
+    """Return the class of PyTorch modules of a class of recurrent cells.
 
-    They are made as PyTorch's recurrent modules are: ``module(MGU)(12, 20, num_layers=1, bias=True,
-    batch_first=False, dropout=0.0, bidirectional=False, device=None, dtype=None,
+    The modules are made as PyTorch's recurrent modules are: ``module(MGU)(12, 20, num_layers=1,
+    bias=True, batch_first=False, dropout=0.0, bidirectional=False, device=None, dtype=None,
     memory_limit=None, truncate=None, return_states=False)``, and with the options of the cell.
     Parameters have the names that they have in a :class:`~sparsescan.recurrent.Recurrent`, in the
     order of the cell's: ``weight_ih_l0``, ….
@@ -193,16 +193,16 @@ def module(cell: type[Cell]) -> type[CellModule]:
     directions, batch, hidden_size)`` if a cell has one state, else a tuple of as many tensors as it
     has states, as for :class:`torch.nn.LSTM`.
 
-    ``net(x, hx, resets=resets)`` begins the state of a sample anew, with zeros, before each step
-    where these bools are True; they are in the order of the first axes of the input, or packed like
-    it. See :class:`RNN`.
+    ``net(x, hx, resets=resets)`` sets the state of a sample to zero before each step where these
+    bools are True; they are in the order of the first axes of the input, or packed like it. See
+    :class:`RNN`.
 
     A whole sequence, and all gradients of it, are computed by the compiled loops of
     :class:`sparsescan.recurrent.TrainingStep`, and so are derivatives of any order and transforms
     of ``torch.func`` on the CPU; see :class:`RNN`. Dtypes other than float32 and float64, devices
     other than the CPU and, with CuPy, CUDA, and autocast are computed step by step, by PyTorch's
-    own operations. So does ``torch.jit.trace``, whose graph has as many steps as it was traced
-    with: ``torch.export`` keeps one operator, for any number of steps and samples.
+    own operations. So is a call under ``torch.jit.trace``, whose graph has as many steps as it was
+    traced with; ``torch.export`` keeps one operator, for any number of steps and samples.
 
     Parameters
     ----------

@@ -68,9 +68,9 @@ def lfilter(
     Notes
     -----
     This is the direct form I, equation (6.28) of Oppenheim and Schafer, "Discrete-Time Signal
-    Processing", 2010, with coefficients of the step whose result they give. Other forms are equal
-    while coefficients are constant; while they change, each has its own results. With gradients
-    ``l[t]`` in ``y[t]``, one more recursive filter runs from the last step to the first,
+    Processing", 2010, with the coefficients of the step whose result is computed. Other forms are
+    equal while coefficients are constant; while they change, each has its own results. With
+    gradients ``l[t]`` in ``y[t]``, one more recursive filter runs from the last step to the first,
 
         a_0[t] λ[t] = l[t] - Σ_{k>0} a_k[t+k] λ[t+k]
 
@@ -107,7 +107,7 @@ def sosfilt(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Filter along an axis by a cascade of sections of order two, whose coefficients may change.
 
-    Each section is what :func:`lfilter` does, of what the section before it has made:
+    Each section filters the output of the section before it, as :func:`lfilter` does:
 
         a_0[t] y[t] = b_0[t] x[t] + b_1[t] x[t-1] + b_2[t] x[t-2] - a_1[t] y[t-1] - a_2[t] y[t-2]
 

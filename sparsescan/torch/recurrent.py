@@ -59,8 +59,8 @@ class _Recurrent(Sequences, nn.RNNBase):
         if self.proj_size:
             what = "return_states is True" if resets is None else "resets were given"
             raise InputError(
-                f"{what}, and proj_size is {self.proj_size}; expected 0: projections are "
-                "PyTorch's, which knows neither resets nor return_states"
+                f"{what}, and proj_size is {self.proj_size}; expected 0: PyTorch computes "
+                "projections, and has neither resets nor return_states"
             )
         return self._differentiably(given, hx, weights, resets)
 
@@ -80,20 +80,20 @@ class RNN(_Recurrent):
     GPU's kernels take, dtypes other than float32 and float64, autocast, `proj_size` and
     ``torch.jit.trace``.
 
-    What a backward pass needs is kept from the forward pass on. `memory_limit`, an attribute and an
-    argument by name, bounds these bytes, beside input and output: gates that do not fit are
+    The forward pass keeps what the backward pass needs. `memory_limit`, an attribute and an
+    argument by name, bounds the bytes of it, beside input and output: gates that do not fit are
     computed again. `truncate`, likewise, bounds how far gradients flow: ``truncate=k`` cuts the
-    steps into segments of ``k``, and what the loss owes to outputs of a segment flows through that
-    and the one before, not further (truncated back-propagation through time; the formula is that of
-    :class:`sparsescan.recurrent.TrainingStep`). Outputs are the same, and gradients leave out what
-    is owed to earlier steps, so dependencies over more than ``2·k`` steps are not learned. Next to
-    nothing is kept. Modules of one direction have it on the CPU, without dropout between layers,
-    where kernels run.
+    steps into segments of ``k``, and the gradient of the part of a loss that reads the outputs of a
+    segment flows through that and the one before, not further (truncated back-propagation through
+    time; the formula is that of :class:`sparsescan.recurrent.TrainingStep`). Outputs are the same,
+    but gradients leave out the effect of earlier steps, so dependencies over more than ``2·k``
+    steps are not learned. Next to nothing is kept. It works on the CPU, where kernels run, for
+    modules of one direction without dropout between layers.
 
     `return_states`, likewise, returns the states of all steps: ``output, (h_n, c_n), (h, c) =
     LSTM(12, 20, return_states=True)(x)``, where `c` has the cell states of the last layer in the
     form of the output, which is `h`. Gradients flow through all of them. Cells of one state return
-    their output once more.
+    their output a second time.
 
     There are derivatives of any order, in both modes. The derivative of a network in a direction is
     a forward pass of cells of twice as many states, which also compute the derivatives, and the
@@ -102,12 +102,13 @@ class RNN(_Recurrent):
     makes more samples. A new axis of parameters, as for an ensemble of models, or of gradients in
     parameters, one for each sample, makes calls that threads share, without a loop in Python.
 
-    Unlike PyTorch's it takes `resets`: ``net(x, hx, resets=resets)`` begins the state of a sample
-    anew, with zeros, before each step where these bools are True, such as the first of an episode.
-    They are in the order of the first axes of the input, ``(T, batch)``, with `batch_first`
-    ``(batch, T)`` or, without samples, ``(T,)``; those of a `PackedSequence` are packed like it. A
-    direction that runs backward in time begins anew when it goes from such a step to the one
-    before. With resets, what has no kernel is computed step by step.
+    Unlike PyTorch's module it takes `resets`: ``net(x, hx, resets=resets)`` sets the state of a
+    sample to zero before each step where these bools are True, such as the first step of an
+    episode. They are in the order of the first axes of the input, ``(T, batch)``, with
+    `batch_first` ``(batch, T)`` or, without samples, ``(T,)``; those of a `PackedSequence` are
+    packed like it. In a direction that runs backward in time, the state is set to zero on the way
+    from such a step to the one before it. With resets, modules that have no kernel are computed
+    step by step.
 
     Gradients can be computed more than once from one graph (`retain_graph`). A state or an input
     that is infinite or NaN has no effect through a pruned weight that is not read, where PyTorch's

@@ -70,10 +70,10 @@ def selective_scan(
     from ``h_0 = 0`` on (Gu and Dao, 2023, arXiv 2312.00752, Algorithm 2, with ``exp(δ A)`` of
     equation 4 for states and ``δ B`` for inputs, as in its code). Arguments and results are those
     of ``selective_scan_fn`` of mamba-ssm, for tensors in host memory. States are computed where
-    they are used, forward and backward: none but one before every 32 steps is kept, or if there are
-    more states, before every so many steps, so memory is that of a few tensors of the size of `u`.
-    It is one operator, registered with ``torch.library``, so that ``torch.compile`` keeps a graph
-    whole. Results have the same bits for any number of threads.
+    they are used, forward and backward. Only the state before every 32nd step is kept, or less
+    often if a channel has more than 32 states, so memory is that of a few tensors of the size of
+    `u`. It is one operator, registered with ``torch.library``, so that ``torch.compile`` keeps a
+    graph whole. Results have the same bits for any number of threads.
 
     Gradients of gradients, forward mode and the transforms of ``torch.func`` are computed by
     PyTorch's own operations, step by step: right, but slow.
@@ -89,11 +89,11 @@ def selective_scan(
         same for all channels, of shape (batch, groups, states, length) for those of a group, whose
         number divides that of channels, or of shape (channels, states) constant in time.
     D : Tensor, shape (channels,), optional
-        The inputs' share of the outputs.
+        The factor by which inputs are added to the outputs.
     z : Tensor, shape (batch, channels, length), optional
         The gate.
     delta_bias : Tensor, shape (channels,), optional
-        What is added to `delta`.
+        The bias that is added to `delta`.
     delta_softplus : bool, default False
         Whether softplus is applied to that sum.
     return_last_state : bool, default False

@@ -72,18 +72,19 @@ class Sequential(nn.Sequential):
 
     Where :func:`sparsescan.jacobians.from_torch` has operators for all layers, a call runs as one
     training step (:meth:`sparsescan.jacobians.Sequential.training_step`): convolutions and linear
-    layers compute with the weights that ``torch.nn.utils.prune`` has kept. Each call reads what the
-    stack is then: its layers with their settings and hooks, and the contents of parameters,
+    layers compute with the weights that ``torch.nn.utils.prune`` has kept. Each call uses the stack
+    as it is then: its layers with their settings and hooks, and the contents of parameters,
     statistics and masks, however they have changed. ``layer.weight`` of a pruned layer is, as
-    PyTorch's pruning leaves it, the product of mask and parameter at the last call; gradients in it
-    are dense if somebody asks for them. Running statistics of batch normalisations in training take
-    in each batch.
+    PyTorch's pruning leaves it, the product of mask and parameter at the last call; its gradient,
+    if asked for, is dense. In training mode each batch updates the running statistics of batch
+    normalisations.
 
     PyTorch computes all that has no kernel: other layers, devices and dtypes, dropout in training
     mode, masks of other numbers than 0 and 1, layers with hooks, parametrisations or methods of
     their own, a structure or masks that are new at each call, and calls that something records or
     transforms (``torch.compile``, ``torch.func``, ``torch.jit``, fake tensors). It also computes
-    calls of linear layers alone with so few samples, or so many weights, that it is faster.
+    calls of stacks of linear layers alone with so few samples, or so many weights, that it is
+    faster.
 
     Parameters
     ----------
@@ -163,7 +164,7 @@ def _takes(given: Any) -> bool:
 
 
 def why_not(module: nn.Sequential) -> str | None:
-    """Return why PyTorch had better compute a stack; None if it had not.
+    """Return why PyTorch should compute a stack; None if it should not.
 
     The answer is "" for a stack in which nothing is pruned.
     """

@@ -121,7 +121,10 @@ def test_memory_of_the_host_in_place_of_copies_is_refused(
         ((7, 5), None),
         ((8, 8), None),
         ((10, 0), None),
-        ((10, 4), "compute capability 10.4, which .* knows 7.5 to 12.0; a newer nvidia-cuda-nvrtc"),
+        (
+            (10, 4),
+            "compute capability 10.4, which .* supports 7.5 to 12.0; a newer nvidia-cuda-nvrtc",
+        ),
         ((13, 0), "compute capability 13.0, which"),
         ((6, 1), r"compute capability 6.1, .*; sparsescan\[cuda12\] may have"),
     ],

@@ -25,7 +25,7 @@ class Once(torch.autograd.Function):
     def backward(ctx: Any, *above: Any) -> Any:
         raise RuntimeError(
             f"gradients of {ctx.what} of sparsescan were differentiated once more; expected one "
-            "backward pass: torch.nn's has second derivatives"
+            "backward pass: modules of torch.nn have second derivatives"
         )
 
 

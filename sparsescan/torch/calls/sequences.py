@@ -116,8 +116,8 @@ class Sequences:
         hx : Tensor or tuple of Tensor, optional
             The initial states, by default zeros.
         resets : Tensor of bool or PackedSequence, optional
-            Where states begin anew: of the shape of `input` but for its last axis, or packed like
-            it.
+            True where states are set to zero before a step: of the shape of `input` but for its
+            last axis, or packed like it.
 
         Returns
         -------

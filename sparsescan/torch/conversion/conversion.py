@@ -1,4 +1,4 @@
-"""Take the modules of a model that are computed faster here."""
+"""Replace the modules of a model that are computed faster here."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ def convert(
     :class:`torch.nn.Sequential` of layers that have kernels, if ``torch.nn.utils.prune`` has left
     at most a quarter of its weights. A ``Linear`` or a convolution that is pruned so, and that a
     model calls itself, as ``F.relu(self.fc1(x))`` does, is replaced alone; a stack is faster, where
-    kernels go from layer to layer. Where PyTorch is faster, for few samples or small layers, it
-    computes. Pruning is told from its masks: zeros without one, as ``prune.remove`` leaves them,
+    kernels go from layer to layer. PyTorch computes where it is faster, as for few samples or small
+    layers. Pruning is recognised by its masks: zeros without one, as ``prune.remove`` leaves them,
     may be trained.
 
     Layers of torchrecurrent 0.2.5, such as ``torchrecurrent.MGU``, run whole sequences by the
     kernels of the cell of that name in :mod:`sparsescan.recurrent.catalogue`; under
-    ``torch.compile`` they run as before. These and PyTorch's recurrent modules take `resets` from
-    then on, where states begin anew: see :class:`RNN`.
+    ``torch.compile`` they run as before. From then on, these and PyTorch's recurrent modules take
+    `resets`, which set states to zero inside a sequence: see :class:`RNN`.
 
     Modules stay the same objects, with their parameters, buffers and hooks, so an optimiser that
-    has been made, and a `state_dict` that has been saved, fit as before. What is done to a module
-    afterwards is seen at its next call.
+    has been made, and a `state_dict` that has been saved, fit as before. Later changes of a module
+    take effect at its next call.
 
     Modules whose parameters no kernel takes, such as those of half precision, are left, since
     PyTorch would run them: convert a model once it has the dtype and the device that it runs with.
 
     Modules that a model calls step by step itself stay as they are, since each step returns before
     the next input is there: cells of PyTorch and torchrecurrent, and neurons of snnTorch but
-    ``LeakyParallel``, whose network is replaced. Where nothing else happens between the steps,
-    ``module(catalogue.Leaky)``, of :func:`module`, is a layer of such neurons.
+    ``LeakyParallel``, whose network is replaced. Where nothing else happens between the steps, a
+    layer of ``module(catalogue.Leaky)`` may take their place: see :func:`module`.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def convert(
         Bytes that a call of a recurrent module of PyTorch may keep for its backward pass, beside
         input and output; see :class:`RNN`. Gates that do not fit are computed again.
     truncate : int, optional
-        Steps of a segment, of which gradients of these modules flow at most to the one before; see
+        Steps of a segment: gradients of these modules flow at most to the segment before; see
         :class:`RNN`.
 
     Returns

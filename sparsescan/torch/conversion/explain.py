@@ -16,7 +16,7 @@ from . import torchrecurrent
 
 
 class Explanation(NamedTuple):
-    """What runs a call of a recurrent module; printed, a line.
+    """The kernel that runs a call of a recurrent module; printed, a line.
 
     Attributes
     ----------
@@ -25,7 +25,7 @@ class Explanation(NamedTuple):
     predicted : float or None
         Seconds that it is predicted to take; None where nothing is known.
     other : float or None
-        Seconds that the other one is predicted to take.
+        Seconds that the other kernel is predicted to take.
     reason : str
         Why it is taken.
     """
@@ -40,13 +40,13 @@ class Explanation(NamedTuple):
 
 
 def explain(module: nn.Module, input: Any, hx: Any = None) -> Explanation:  # noqa: A002
-    """Say which kernel a call of a recurrent module takes, how long that may take, and why.
+    """Say which kernel a call of a recurrent module runs, how long it may take, and why.
 
-    Kernels of this package run whole sequences. For an RNN, GRU or LSTM on the CPU whose shape
-    PyTorch's own kernel is predicted to be faster at, that is taken. Predicted times, with
-    gradients or without, are those that ``sparsescan calibrate`` has measured on this machine, or
-    of the processor that the built-in ones are from. The kernel is chosen when a shape comes for
-    the first time; results are the same to rounding.
+    Kernels of this package run whole sequences. For an RNN, GRU or LSTM on the CPU, PyTorch's own
+    kernel is taken if it is predicted to be faster for that shape. Predicted times, with gradients
+    or without, are those that ``sparsescan calibrate`` has measured on this machine, or built-in
+    ones of another processor. The kernel is chosen when a shape comes for the first time; results
+    are the same to rounding.
 
     Parameters
     ----------
