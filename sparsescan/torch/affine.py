@@ -89,6 +89,8 @@ def affine_scan(
     is_own = is_direct(matrices, offsets, initial)
     if is_own:
         call = _known(matrices, offsets, initial, pattern, transposed)
+        if isinstance(call, int):
+            return _one_step(matrices, offsets, initial)
         if call is not None:
             return _run(call, matrices, offsets, initial, call.pattern, transposed)
     _check(matrices=matrices, offsets=offsets, initial=initial)
@@ -98,6 +100,10 @@ def affine_scan(
         # With this pattern it would be read so, too.
         said = pattern if whole is matrices else reading.pattern(pattern)
         own, call = _own(reading, pattern), None
+        if whole is matrices and _is_one_step(*given, reading):
+            with _lock:
+                _recurrences[_key(*given, said, transposed)] = _ONE_STEP
+            return _one_step(*given)
         if whole.is_cpu and type(transposed) is bool:
             call = _recurrence_of(*given, own, said, transposed)
         return _run(call, *given, own, transposed)
@@ -553,7 +559,21 @@ def _differentiable_backward(
 # Calls of some shapes before they are recorded, which takes as long as a few, and recordings.
 _OFTEN, _MOST = 4, 64
 _recurrences: OrderedDict[Any, _Recurrence | int] = OrderedDict()
+_ONE_STEP = -1  # beside recordings, and counts of calls
 _lock = threading.Lock()
+
+
+def _is_one_step(
+    matrices: Tensor, offsets: Tensor | None, initial: Tensor | None, reading: Reading
+) -> bool:
+    """Return whether a scan is one step with diagonals, which PyTorch computes in less time."""
+    if offsets is None or initial is None or not matrices.is_cpu:
+        return False
+    return reading.kind == "diagonal" and len(matrices) == len(offsets) == 1
+
+
+def _one_step(matrices: Tensor, offsets: Any, initial: Any) -> Tensor:
+    return torch.addcmul(offsets, matrices, initial)
 
 
 class _Recurrence:
@@ -653,13 +673,15 @@ def _known(
     initial: Tensor | None,
     pattern: Pattern | None,
     transposed: bool,
-) -> _Recurrence | None:
-    """Return what is recorded for such arguments, which then need no check."""
+) -> _Recurrence | int | None:
+    """Return what is recorded for such arguments, which then need no check; or `_ONE_STEP`."""
     if type(transposed) is not bool or not (pattern is None or type(pattern) is Pattern):
         return None
     found = _recurrences.get(_key(matrices, offsets, initial, pattern, transposed))
-    is_known = isinstance(found, _Recurrence) and _are_plain(matrices, offsets, initial)
-    return found if is_known else None  # type: ignore[return-value]
+    if isinstance(found, int):
+        return found if found == _ONE_STEP else None
+    is_known = found is not None and _are_plain(matrices, offsets, initial)
+    return found if is_known else None
 
 
 def _recurrence_of(

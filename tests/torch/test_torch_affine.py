@@ -284,3 +284,22 @@ def test_batches_of_gradients() -> None:
         return found
 
     torch.testing.assert_close(both(case.run), both(case.by_loop))
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_one_step_is_one_operation(batch: tuple[int, ...], is_shared: bool) -> None:
+    """Of PyTorch, from the first call on: bits do not change once calls are recorded."""
+    rng = np.random.default_rng()
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.tensor(rng.standard_normal(shape), requires_grad=True)
+
+    a = tensor(1, 4) if is_shared else tensor(1, *batch, 4)
+    b, y = tensor(1, *batch, 4), tensor(*batch, 4)
+    found = [affine_scan(a, b, y, pattern=Pattern.diagonal(4)) for _ in range(8)]
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert found[0].shape == (1, *batch, 4)
+    assert torch.allclose(found[0], a * y + b, rtol=4 * EPS)
+    assert torch.autograd.gradcheck(affine_scan, (a, b, y, ), check_batched_grad=False)
+    assert torch.autograd.gradgradcheck(affine_scan, (a, b, y))
