@@ -11,8 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import DTypeLike
 
-from ..arrays.arrays import Constant as FixedArray
-from ..arrays.arrays import check_numba_cuda, for_kernels, namespace, read_array
+from ..arrays.arrays import Mirrored, check_numba_cuda, for_kernels, namespace, read_array
 from ..chains.containers import BatchedCSR, CSRChain
 from ..errors import Allocating, InputError, InputTypeError
 from ..execution.sharing import quiet
@@ -155,7 +154,7 @@ class Cell(Parametrised, Fixed):
         shapes = shapes_of(type(self), self.input_size, self.hidden_size, self.bias)
         draw = initial(1 / math.sqrt(self.hidden_size), dtype, rng)
         self.declare_parameters(shapes, draw, initial_of(type(self)))
-        self.masks: dict[str, FixedArray | None] = {
+        self.masks: dict[str, Mirrored | None] = {
             name: check_mask(f"{name}_mask", mask, self._shapes[name])
             for name, mask in masks.items()
         }

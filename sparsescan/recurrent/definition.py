@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..arrays.arrays import Constant as Fixed
+from ..arrays.arrays import Mirrored
 from ..errors import InputError, InputTypeError, short
 from ..parameters.parametrised import Parameter
 from ..symbolic.schedule import check_choice
@@ -44,7 +44,7 @@ class CellLike(Protocol):
     input_size: int
     hidden_size: int
     state_size: int
-    masks: dict[str, Fixed | None]
+    masks: dict[str, Mirrored | None]
 
     @property
     def shapes(self) -> dict[str, Shape]:

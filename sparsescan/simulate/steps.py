@@ -349,7 +349,7 @@ class _Simulation:
         march = March([], [u0], [], [])
 
         def run() -> Run:
-            kept = {"march": march, "solver": solver} if keeps_states else {}
+            kept: dict[str, Any] = {"march": march, "solver": solver} if keeps_states else {}
             return Run(
                 scheme, u0, params, np.array(march.lengths), has_one_dt=False, **kept, **about
             )
@@ -371,7 +371,7 @@ class _Simulation:
             # As those of a march by given lengths have.
             told = NewtonError(failure.why) if isinstance(failure, NotSolved) else failure
             if keeps_states:
-                told.run = run()  # type: ignore[union-attr]
+                told.run = run()  # type: ignore[attr-defined]
             raise told from None
         found = run()
         if not keeps_states:

@@ -35,8 +35,7 @@ from ..jacobians import (
 )
 from ..jacobians.activations import Elementwise
 from ..jacobians.reshape import Permute
-from ..recurrent import GRUCell, RNNCell
-from ..recurrent.cells import Cell
+from ..recurrent import Cell, GRUCell, RNNCell
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import check_count
 from .graph import Graph, Layer

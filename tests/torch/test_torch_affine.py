@@ -301,5 +301,13 @@ def test_one_step_is_one_operation(batch: tuple[int, ...], is_shared: bool) -> N
     assert all(torch.equal(each, found[0]) for each in found)
     assert found[0].shape == (1, *batch, 4)
     assert torch.allclose(found[0], a * y + b, rtol=4 * EPS)
-    assert torch.autograd.gradcheck(affine_scan, (a, b, y, ), check_batched_grad=False)
+    assert torch.autograd.gradcheck(
+        affine_scan,
+        (
+            a,
+            b,
+            y,
+        ),
+        check_batched_grad=False,
+    )
     assert torch.autograd.gradgradcheck(affine_scan, (a, b, y))

@@ -17,8 +17,9 @@ from ...kernels.cpu.tables import SLOTS, Op, Store
 from ...kernels.cuda import chunks as cuda_chunks
 from ...kernels.cuda import device as _device
 from ...kernels.cuda import levels, sweeps
-from ...kernels.cuda.levels import STAGE, THREADS, WARP
-from ...kernels.cuda.products import DENSE_ROWS
+from ...kernels.cuda.levels import THREADS
+from ...kernels.cuda.matvec import STAGE
+from ...kernels.cuda.products import DENSE_ROWS, WARP
 from ...kernels.cuda.tables import EVERY, Mode, Node, Plan, State, Sweep, Terms, Unit
 from ...symbolic.pattern import Pattern, index_dtype
 from ...symbolic.program import Program

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...arrays.arrays import load_cupy
-from ...kernels.cuda.levels import STAGE, THREADS
+from ...kernels.cuda.levels import THREADS
+from ...kernels.cuda.matvec import STAGE
 from ...symbolic.pattern import Pattern
 
 

@@ -23,7 +23,8 @@ from ...execution.cuda.shares import BLAS_SIZE, GRAIN, LARGE, Shares
 from ...kernels.cpu.tables import LANES, Op
 from ...kernels.cuda.chunk_costs import chained_turns, multiply_turns
 from ...kernels.cuda.chunks import teams_of
-from ...kernels.cuda.levels import STAGE, THREADS
+from ...kernels.cuda.levels import THREADS
+from ...kernels.cuda.matvec import STAGE
 from ...symbolic.program import Program
 from .constants import built_in, machine_file, read_constants, write_constants
 from .operations import FAMILIES, Operations
