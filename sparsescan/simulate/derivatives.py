@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError, InputTypeError, short
 from ..symbolic.pattern import Pattern, rows_of
-from .factors import Vector
+from .factors import Adjoint, Vector
 
 # The function's arguments, in its order; parameters are the last one, as a vector.
 Arguments: TypeAlias = tuple[Any, ...]
@@ -54,10 +54,10 @@ class Coloured:
         """For each entry its group and its row."""
         return self.colours[self.pattern.indices], rows_of(self.pattern)
 
-    def matrix(self, values: Vector) -> sp.csr_array:
-        """Return the matrix of the pattern with these values."""
-        pattern = self.pattern
-        return sp.csr_array((values, pattern.indices, pattern.indptr), pattern.shape)
+    @cached_property
+    def adjoint(self) -> Adjoint:
+        """The transpose of the matrix with some values."""
+        return Adjoint(self.pattern)
 
 
 def _colours(pattern: Pattern) -> NDArray[np.int64]:

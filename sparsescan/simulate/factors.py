@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,8 +24,26 @@ Solve: TypeAlias = Callable[[Vector, bool], Vector]
 _THRESHOLD = 0.1
 
 
+class Adjoint:
+    """The transposed matrices of one pattern.
+
+    SciPy checks indices in each matrix that it makes, which takes longer than a small product. Here
+    it has checked them once.
+    """
+
+    def __init__(self, pattern: Pattern) -> None:
+        values = np.zeros(pattern.nnz)
+        self._matrix = sp.csc_array((values, pattern.indices, pattern.indptr), pattern.shape[::-1])
+
+    def __call__(self, values: Vector) -> sp.csc_array:
+        """Return the transpose of the matrix with these values."""
+        matrix = copy(self._matrix)
+        matrix.data = values
+        return matrix
+
+
 class Matrices:
-    """The square matrices of one pattern: products with them, and their factors.
+    """The square matrices of one pattern: their transposes, and their factors.
 
     Parameters
     ----------
@@ -35,10 +54,13 @@ class Matrices:
     ----------
     cost : float
         How many solves take as long as the factors of a matrix.
+    adjoint : Adjoint
+        The transpose of a matrix of some values.
     """
 
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
+        self.adjoint = Adjoint(pattern)
         self._form: Factorisation = factorisation_of(pattern)
         indptr, indices = pattern.indptr, pattern.indices
         transposed = sp.csr_array((np.ones(pattern.nnz), indices, indptr), pattern.shape).T.tocsr()
@@ -52,10 +74,6 @@ class Matrices:
     def nbytes(self) -> int:
         """Bytes that the factors of a matrix take, about, and the matrix twice."""
         return self._form.nbytes(8) + 32 * self.pattern.nnz
-
-    def matrix(self, values: Vector) -> sp.csr_array:
-        """Return the matrix with these values."""
-        return sp.csr_array((values, self.pattern.indices, self.pattern.indptr), self.pattern.shape)
 
     def factorise(self, values: Vector) -> Solve | None:
         """Return what solves with a matrix of these values; None if it is singular."""

@@ -134,7 +134,7 @@ class Residual:
         arguments = states[-1], states[-2], place.time + place.dt, place.dt, params
         found = solver.transposed(source.jacobian(arguments, 0, self._new), above)
         old = source.jacobian(arguments, 1, self._old)
-        grads.old -= self._old.matrix(old).T @ found
+        grads.old -= self._old.adjoint(old) @ found
         if len(params):
             grads.params -= self._in_params(arguments, found)
         in_time = source.along(arguments, 2) @ found
@@ -179,7 +179,7 @@ class _Rated:
     def _below(self, arguments: Arguments, above: Vector) -> Vector:
         """Return ``Jᵀ above``."""
         values = self._source.jacobian(arguments, 0, self._coloured)
-        found: Vector = self._coloured.matrix(values).T @ above
+        found: Vector = self._coloured.adjoint(values) @ above
         return found
 
 
