@@ -21,6 +21,8 @@ _SLOW, _OWN = 0.4, 0.1
 _MARGIN = 0.1
 # A guess is worth an iteration if its residual is smaller than this share of the right-hand side.
 _NEAR = 0.1
+# Without factors of its own a linear solve takes two refinements or more, each with a product.
+_CHEAP = 3.0
 _EPS = float(np.finfo(np.float64).eps)
 
 
@@ -96,14 +98,18 @@ class Solver:
                 self._of, self._solve = made, self._kept[made]
                 self._best, self._wasted = np.inf, 0.0
 
-    def _factorise(self, values: Vector) -> Solve:
+    def _factors(self, values: Vector) -> Solve:
         self.factorisations += 1
-        self._best, self._wasted = np.inf, 0.0
-        self._solve = self.matrices.factorise(values)
-        if self._solve is None:
+        solve = self.matrices.factorise(values)
+        if solve is None:
             if np.isfinite(values).all():
                 raise NotSolved("the Jacobian is singular: its factorisation has a pivot of zero")
             raise NotSolved("the Jacobian has entries that are not finite")
+        return solve
+
+    def _factorise(self, values: Vector) -> Solve:
+        self._best, self._wasted = np.inf, 0.0
+        self._solve = self._factors(values)
         self._of = self._step
         if self._of not in self._kept:
             insort(self._made, self._of)
@@ -172,10 +178,13 @@ class Solver:
         """Return ``A⁻ᵀ right``, for the matrix ``A`` with these values; a column for each.
 
         It is refined with factors of a matrix that may be another one, from where the solutions of
-        the last two calls for the same stage lead.
+        the last two calls for the same stage lead. Where factors take little longer than a solve,
+        each matrix has its own.
         """
         if not right.any():
             return np.zeros_like(right)
+        if self.matrices.cost < _CHEAP:
+            return self._factors(values)(right, True)
         adjoint = self.matrices.adjoint(values)
         past = self._past.get(stage, ())
         if self._solve is None:

@@ -137,8 +137,8 @@ class Residual:
         grads.old -= self._old.adjoint(old) @ found
         if len(params):
             grads.params -= self._in_params(arguments, found)
-        in_time = source.along(arguments, 2) @ found
-        grads.dt -= source.along(arguments, 3) @ found + in_time
+        in_time, in_dt = (source.along(arguments, where)[1] @ found for where in (2, 3))
+        grads.dt -= in_dt + in_time
         grads.time -= in_time
 
 
@@ -256,9 +256,9 @@ class RungeKutta(_Rated):
                 grads.old += own
             if not (later or a[i, i]):
                 continue
-            rate = self._source.value(arguments)
+            rate, slope = self._source.along(arguments, 1)
             grads.dt += rate @ through / dt
-            in_time = self._source.along(arguments, 1) @ through
+            in_time = slope @ through
             grads.time += in_time
             grads.dt += self._c[i] * in_time
             if len(params):
@@ -309,8 +309,8 @@ class BackwardDifferences(_Rated):
         weighed = self._weighed(found, transposed=True)
         grads.old -= b * weighed
         grads.older -= c * weighed
-        rate = self._source.value(arguments)
-        in_time = place.dt * (self._source.along(arguments, 1) @ found)
+        rate, slope = self._source.along(arguments, 1)
+        in_time = place.dt * (slope @ found)
         grads.dt += rate @ found + in_time
         grads.time += in_time
         if place.before is not None:
