@@ -40,7 +40,7 @@ class Params:
         self._is_number = [not hasattr(leaf, "shape") for leaf in leaves]
         self._ends = np.cumsum([0, *(each.size for each in arrays)]).tolist()
         self.vector = np.concatenate([each.reshape(-1) for each in arrays] or [np.empty(0)])
-        self._pieces = self._cut(self.vector)
+        self._known = self.vector, self._cut(self.vector)
 
     @property
     def structure(self) -> tuple[Any, ...]:
@@ -67,7 +67,11 @@ class Params:
 
         `lead` are axes before those of each parameter.
         """
-        pieces = self._pieces if vector is self.vector else self._cut(vector, lead)
+        known, pieces = self._known
+        if vector is not known or lead:
+            pieces = self._cut(vector, lead)
+            if not lead and vector.dtype == np.float64:
+                self._known = vector, pieces
         if self._kind is dict:
             return dict(zip(self._names, pieces, strict=True))
         if self._kind is tuple:
