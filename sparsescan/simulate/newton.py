@@ -178,7 +178,7 @@ class Solver:
         """Return ``A⁻ᵀ right``, for the matrix ``A`` with these values; a column for each.
 
         It is refined with factors of a matrix that may be another one, from where the solutions of
-        the last two calls for the same stage lead. Where factors take little longer than a solve,
+        the last three calls for the same stage lead. Where factors take little longer than a solve,
         each matrix has its own.
         """
         if not right.any():
@@ -197,7 +197,7 @@ class Solver:
             if np.isfinite(right).all():
                 raise NotSolved("the Jacobian is singular to working precision")
             return np.full_like(right, np.nan)
-        self._past[stage] = solution, *past[:1]
+        self._past[stage] = solution, *past[:2]
         self._count(iterations)
         return solution
 
@@ -207,12 +207,12 @@ class Solver:
         """Return a solution and how often it was refined; None if that does not converge."""
         assert self._solve is not None
         solution, rest = np.zeros_like(right), right
-        if len(past) == 2 and past[0].shape == right.shape:
-            guess = 2 * past[0] - past[1]
+        if len(past) == 3 and past[0].shape == right.shape:
+            guess = 3 * (past[0] - past[1]) + past[2]
             left = right - adjoint @ guess
             if _norm(left) < _NEAR * _norm(right):
                 solution, rest = guess, left
-        before, wanted = np.inf, 1e-3 * self._tolerance.rtol
+        before, wanted = np.inf, 1e-2 * self._tolerance.rtol
         for iteration in range(1, _REFINED + 1):
             correction = self._solve(rest, True)
             solution = solution + correction
