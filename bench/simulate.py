@@ -670,7 +670,7 @@ RACES = (
 class Limited:
     """Burgers' equation within a limit of memory."""
 
-    full: tuple[int, int, int] = (10_000, 10_000, 64 << 20)
+    full: tuple[int, int, int] = (10_000, 2_000, 64 << 20)
     quick: tuple[int, int, int] = (500, 300, 1 << 20)
 
     @property
