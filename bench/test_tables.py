@@ -43,6 +43,7 @@ from . import (
     report,
     rnn,
     scaling,
+    simulate,
     step,
     vgg11,
 )
@@ -196,6 +197,15 @@ def test_training_steps_are_compared(case: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(type(race), "ours", lambda race: {"wrong": lambda: result})
     with pytest.raises(AssertionError, match="the relative difference is"):
         step.measure(case, True)
+
+
+@pytest.mark.parametrize("race", slow_but(simulate.RACES[:1], simulate.RACES), ids=_named)
+def test_simulations_are_compared(race: simulate.Race) -> None:
+    piece = race.measure(True)
+    assert set(race.wanted) <= piece["samples"].keys() | piece["missing"].keys()
+    compared = {what.split(", ", 1)[1] for what in piece["differences"]}
+    assert compared == piece["samples"].keys() - {races.OURS}
+    assert max(piece["differences"].values(), default=0) < 1e-6
 
 
 @pytest.mark.slow

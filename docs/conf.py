@@ -85,6 +85,8 @@ sphinx_gallery_conf = {
             "plot_pruned_rnn.py",
             "plot_pruned_cnn.py",
             "plot_advection_diffusion.py",
+            "plot_fit_diffusion.py",
+            "plot_cable.py",
             "plot_smoother.py",
             "plot_filter.py",
             "plot_mpi.py",

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError, InputTypeError, short
 from ..symbolic.pattern import Pattern, rows_of
-from .factors import Vector
+from .factors import Filled, Vector
 
 # The function's arguments, in its order; parameters are the last one, as a vector.
 Arguments: TypeAlias = tuple[Any, ...]
@@ -50,14 +50,20 @@ class Coloured:
         return int(self.colours.max(initial=-1)) + 1
 
     @cached_property
-    def where(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each entry its group and its row."""
-        return self.colours[self.pattern.indices], rows_of(self.pattern)
+    def where(self) -> NDArray[np.int64]:
+        """For each entry its place among the derivatives in all rows, group by group."""
+        rows = self.pattern.shape[0]
+        return np.asarray(self.colours[self.pattern.indices] * rows + rows_of(self.pattern))
 
-    def matrix(self, values: Vector) -> sp.csr_array:
-        """Return the matrix of the pattern with these values."""
-        pattern = self.pattern
-        return sp.csr_array((values, pattern.indices, pattern.indptr), pattern.shape)
+    @cached_property
+    def seeds(self) -> NDArray[np.bool_]:
+        """Which columns each group has."""
+        return np.asarray(np.arange(self.groups)[:, None] == self.colours)
+
+    @cached_property
+    def adjoint(self) -> Filled:
+        """The transpose of the matrix with some values."""
+        return Filled.transposes(self.pattern)
 
 
 def _colours(pattern: Pattern) -> NDArray[np.int64]:
@@ -92,8 +98,8 @@ class Source(Protocol):
     def jacobian(self, arguments: Arguments, where: int, coloured: Coloured) -> Vector:
         """Return the values of the Jacobian in an argument, in the order of its pattern."""
 
-    def along(self, arguments: Arguments, where: int) -> Vector:
-        """Return the derivative in an argument that is a number."""
+    def along(self, arguments: Arguments, where: int) -> tuple[Vector, Vector]:
+        """Return the value, and its derivative in an argument that is a number."""
 
 
 class Differences:
@@ -118,36 +124,39 @@ class Differences:
         return returned(self._name, self._function(*arguments), arguments[0])
 
     def jacobian(self, arguments: Arguments, where: int, coloured: Coloured) -> Vector:
-        groups = coloured.colours
         if self._is_complex(arguments, where):
             found = np.empty((coloured.groups, len(arguments[0])))
-            for colour in range(coloured.groups):
-                found[colour] = self._complex(arguments, where, groups == colour)
-            return np.asarray(found[coloured.where])
+            for colour, seeds in enumerate(coloured.seeds):
+                found[colour] = self._moved(arguments, where, seeds).imag
+            return np.asarray(np.take(found, coloured.where) / _TINY)
         x = arguments[where]
         steps = _STEP * np.maximum(1.0, np.abs(x))
         steps = (x + steps) - x  # what is added in fact
         before = self.value(arguments)
         found = np.empty((coloured.groups, len(before)))
-        for colour in range(coloured.groups):
-            moved = _with(arguments, where, np.where(groups == colour, x + steps, x))
+        for colour, seeds in enumerate(coloured.seeds):
+            moved = _with(arguments, where, np.where(seeds, x + steps, x))
             found[colour] = self.value(moved) - before
-        return np.asarray(found[coloured.where] / steps[coloured.pattern.indices])
+        return np.asarray(np.take(found, coloured.where) / steps[coloured.pattern.indices])
 
-    def along(self, arguments: Arguments, where: int) -> Vector:
+    def along(self, arguments: Arguments, where: int) -> tuple[Vector, Vector]:
         if self._is_complex(arguments, where):
-            return self._complex(arguments, where, 1.0)
+            both = self._moved(arguments, where, 1.0)
+            return both.real, both.imag / _TINY
         x = arguments[where]
         step = _STEP * max(1.0, abs(x))
         ahead, behind = x + step, x - step
         values = [self.value(_with(arguments, where, at)) for at in (ahead, behind)]
-        found: Vector = (values[0] - values[1]) / (ahead - behind)
-        return found
+        return self.value(arguments), (values[0] - values[1]) / (ahead - behind)
 
-    def _complex(self, arguments: Arguments, where: int, direction: Any) -> Vector:
+    def _moved(self, arguments: Arguments, where: int, direction: Any) -> Any:
+        """Return what the function returns a complex step away: its value, and a derivative."""
         # A complex number of NumPy is compared by its real part, one of Python not at all.
         moved = np.add(arguments[where], np.multiply(1j * _TINY, direction))
-        found: Vector = np.asarray(self._function(*_with(arguments, where, moved))).imag / _TINY
+        return np.asarray(self._function(*_with(arguments, where, moved)))
+
+    def _complex(self, arguments: Arguments, where: int, direction: Any) -> Vector:
+        found: Vector = self._moved(arguments, where, direction).imag / _TINY
         return found
 
     def _is_complex(self, arguments: Arguments, where: int) -> bool:
@@ -158,7 +167,24 @@ class Differences:
         return self._known[where] == "complex"
 
     def _has_complex(self, arguments: Arguments, where: int) -> bool:
-        """Return whether a complex step is the derivative, which `abs` and others do not have."""
+        """Return whether complex steps are derivatives, which `abs` and others do not have.
+
+        Powers by logarithms, as compiled functions have them, are right where numbers are positive.
+        So the argument is tried with the other sign, too, if the function takes it.
+        """
+        if not self._agrees(arguments, where):
+            return False
+        mirrored = _with(arguments, where, -arguments[where])
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                is_finite = np.isfinite(self.value(mirrored)).all()
+        except Exception:
+            return True
+        return not is_finite or self._agrees(mirrored, where)
+
+    def _agrees(self, arguments: Arguments, where: int) -> bool:
+        """Return whether a complex step agrees with differences there."""
         x = arguments[where]
         direction: Any = np.random.default_rng(0).uniform(0.5, 1.0, np.shape(x))
         step = np.cbrt(np.finfo(float).eps) * max(1.0, float(np.max(np.abs(x), initial=0.0)))
@@ -207,7 +233,7 @@ class InJax:
         jax = self._jax
         key = where, id(coloured.pattern)
         if key not in self._jacobians:
-            seeds = np.eye(coloured.groups)[:, coloured.colours]
+            seeds = coloured.seeds.astype(np.float64)
 
             def values(*given: Any) -> Any:
                 def along(seed: Any) -> Any:
@@ -216,13 +242,13 @@ class InJax:
 
                     return jax.jvp(of_one, (given[where],), (seed,))[1]
 
-                return jax.vmap(along)(seeds)[coloured.where]
+                return jax.vmap(along)(seeds).reshape(-1)[coloured.where]
 
             self._jacobians[key] = coloured, jax.jit(values)
         with jax.enable_x64(True):
             return np.asarray(self._jacobians[key][1](*arguments))
 
-    def along(self, arguments: Arguments, where: int) -> Vector:
+    def along(self, arguments: Arguments, where: int) -> tuple[Vector, Vector]:
         jax = self._jax
         if where not in self._along:
 
@@ -230,12 +256,13 @@ class InJax:
                 def of_one(x: Any) -> Any:
                     return self._function(*_with(given, where, x))
 
-                return jax.jvp(of_one, (given[where],), (1.0,))[1]
+                return jax.jvp(of_one, (given[where],), (1.0,))
 
             self._along[where] = jax.jit(derivative)
         with jax.enable_x64(True):
             given = _with(arguments, where, float(arguments[where]))
-            return np.asarray(self._along[where](*given))
+            value, slope = self._along[where](*given)
+            return np.asarray(value), np.asarray(slope)
 
     def in_params(self, arguments: Arguments, above: Vector) -> Vector:
         """Return ``(∂f/∂p)ᵀ above``, for its columns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,7 +13,7 @@ from scipy.linalg import lapack
 from scipy.sparse.linalg import splu
 
 from ..symbolic.factorisation import Factorisation, factorisation_of
-from ..symbolic.pattern import Pattern
+from ..symbolic.pattern import Pattern, rows_of
 
 Vector: TypeAlias = NDArray[np.float64]
 # ``solve(x, transposed)`` returns ``A⁻¹ x`` or ``A⁻ᵀ x``, for one column or several.
@@ -23,8 +24,35 @@ Solve: TypeAlias = Callable[[Vector, bool], Vector]
 _THRESHOLD = 0.1
 
 
+class Filled:
+    """Sparse matrices like one, with other values.
+
+    SciPy checks indices in each matrix that it makes, which takes longer than a small product. Here
+    it has checked them once.
+    """
+
+    def __init__(self, matrix: sp.csr_array | sp.csc_array) -> None:
+        self._matrix = matrix
+
+    @classmethod
+    def transposes(cls, pattern: Pattern) -> Filled:
+        """Return the transposes of the matrices of a pattern, which take values in its order."""
+        values = np.zeros(pattern.nnz)
+        return cls(sp.csc_array((values, pattern.indices, pattern.indptr), pattern.shape[::-1]))
+
+    def __call__(self, values: Vector) -> Any:
+        """Return the matrix with these values."""
+        matrix = copy(self._matrix)
+        matrix.data = values
+        return matrix
+
+
 class Matrices:
-    """The square matrices of one pattern: products with them, and their factors.
+    """The square matrices of one pattern: their transposes, and their factors.
+
+    Rows with nothing but a diagonal entry are solved at once, if they are the half of all or more:
+    such are the gates of a neuron that take steps of their own. The others, a smaller matrix, are
+    factorised.
 
     Parameters
     ----------
@@ -35,7 +63,72 @@ class Matrices:
     ----------
     cost : float
         How many solves take as long as the factors of a matrix.
+    adjoint : Filled
+        The transpose of a matrix of some values.
     """
+
+    def __init__(self, pattern: Pattern) -> None:
+        self.pattern = pattern
+        self.adjoint = Filled.transposes(pattern)
+        rows, n = rows_of(pattern), pattern.shape[0]
+        is_alone = np.diff(pattern.indptr) == 1
+        is_alone[rows[rows != pattern.indices]] = False
+        self._is_split = n <= 2 * is_alone.sum() < 2 * n
+        if not self._is_split:
+            self._core = _Core(pattern)
+            self.cost = self._core.cost
+            return
+        # Rows that are alone, the others, and which values are in which block.
+        self._alone, self._others = np.flatnonzero(is_alone), np.flatnonzero(~is_alone)
+        by_alone = is_alone[pattern.indices]
+        self._own = np.flatnonzero(is_alone[rows])
+        self._within = np.flatnonzero(~is_alone[rows] & ~by_alone)
+        self._beside = np.flatnonzero(~is_alone[rows] & by_alone)
+        number = np.where(is_alone, np.cumsum(is_alone), np.cumsum(~is_alone)) - 1
+
+        def block(entries: NDArray[np.int64], columns: int) -> sp.csr_array:
+            places = number[rows[entries]], number[pattern.indices[entries]]
+            return sp.csr_array((np.ones(len(entries)), places), shape=(len(self._others), columns))
+
+        self._core = _Core(Pattern(block(self._within, len(self._others))))
+        beside = block(self._beside, len(self._alone))
+        self._coupling, self._back = Filled(beside), Filled(beside.T)
+        self.cost = self._core.cost
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the factors of a matrix take, about, and the matrix twice."""
+        return self._core.nbytes + 32 * self.pattern.nnz
+
+    def factorise(self, values: Vector) -> Solve | None:
+        """Return what solves with a matrix of these values; None if it is singular."""
+        if not np.isfinite(values).all():
+            return None
+        if not self._is_split:
+            return self._core.factorise(values)
+        alone, others, own = self._alone, self._others, values[self._own]
+        core = self._core.factorise(values[self._within])
+        if core is None or not own.all():
+            return None
+        beside = values[self._beside]
+        coupling, back = self._coupling(beside), self._back(beside)
+
+        def solve(x: Vector, transposed: bool) -> Vector:
+            found = np.empty_like(x)
+            first, rest = x[alone], x[others]
+            if transposed:
+                found[others] = rest = core(rest, True)
+                found[alone] = ((first - back @ rest).T / own).T
+            else:
+                found[alone] = first = (first.T / own).T
+                found[others] = core(rest - coupling @ first, False)
+            return found
+
+        return solve
+
+
+class _Core:
+    """The factors of the square matrices of one pattern."""
 
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
@@ -50,17 +143,9 @@ class Matrices:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the factors of a matrix take, about, and the matrix twice."""
-        return self._form.nbytes(8) + 32 * self.pattern.nnz
-
-    def matrix(self, values: Vector) -> sp.csr_array:
-        """Return the matrix with these values."""
-        return sp.csr_array((values, self.pattern.indices, self.pattern.indptr), self.pattern.shape)
+        return self._form.nbytes(8)
 
     def factorise(self, values: Vector) -> Solve | None:
-        """Return what solves with a matrix of these values; None if it is singular."""
-        if not np.isfinite(values).all():
-            return None
         form, n = self._form, self._form.size
         if form.method == "sparse":
             return self._by_superlu(values)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect, insort
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
@@ -19,6 +21,8 @@ _SLOW, _OWN = 0.4, 0.1
 _MARGIN = 0.1
 # A guess is worth an iteration if its residual is smaller than this share of the right-hand side.
 _NEAR = 0.1
+# Without factors of its own a linear solve takes two refinements or more, each with a product.
+_CHEAP = 3.0
 _EPS = float(np.finfo(np.float64).eps)
 
 
@@ -80,28 +84,51 @@ class Solver:
         self._solve: Solve | None = None
         self._best, self._wasted = np.inf, 0.0
         self._past: dict[int, tuple[Vector, ...]] = {}
-        # Factors, and the steps that they were made in; the newest last.
-        self._kept: list[tuple[int, Solve]] = []
+        # Factors by the steps that they were made in, and these steps in order.
+        self._kept: dict[int, Solve] = {}
+        self._made: list[int] = []
         self._step = self._of = 0
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """Return what :meth:`restore` takes: all that later results depend on."""
+        kept = dict(self._kept), list(self._made)
+        return self._solve, self._best, self._wasted, *kept, self._step, self._of
+
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
+        """Go back to how it was when a snapshot was taken."""
+        self._past = {}
+        self._solve, self._best, self._wasted, kept, made, self._step, self._of = snapshot
+        self._kept, self._made = dict(kept), list(made)
 
     def turn_to(self, step: int) -> None:
         """Go on with another step, and with factors that were made closer to it."""
         self._step = step
-        nearest = min(self._kept, key=lambda each: abs(each[0] - step), default=None)
-        if nearest is not None and abs(nearest[0] - step) < abs(self._of - step):
-            self._of, self._solve = nearest
-            self._best, self._wasted = np.inf, 0.0
+        at = bisect(self._made, step)
+        for made in self._made[max(at - 1, 0) : at + 1]:
+            if abs(made - step) < abs(self._of - step):
+                self._of, self._solve = made, self._kept[made]
+                self._best, self._wasted = np.inf, 0.0
 
-    def _factorise(self, values: Vector) -> Solve:
+    def _factors(self, values: Vector) -> Solve:
         self.factorisations += 1
-        self._best, self._wasted = np.inf, 0.0
-        self._solve = self.matrices.factorise(values)
-        if self._solve is None:
+        solve = self.matrices.factorise(values)
+        if solve is None:
             if np.isfinite(values).all():
                 raise NotSolved("the Jacobian is singular: its factorisation has a pivot of zero")
             raise NotSolved("the Jacobian has entries that are not finite")
+        return solve
+
+    def _factorise(self, values: Vector) -> Solve:
+        self._best, self._wasted = np.inf, 0.0
+        self._solve = self._factors(values)
         self._of = self._step
-        self._kept = [*self._kept, (self._step, self._solve)][-self._most :]
+        if self._of not in self._kept:
+            insort(self._made, self._of)
+        self._kept[self._of] = self._solve
+        if len(self._made) > self._most:  # the farthest is dropped
+            begin, end = self._made[0], self._made[-1]
+            is_first = self._step - begin > end - self._step
+            del self._kept[self._made.pop(0 if is_first else -1)]
         return self._solve
 
     def _count(self, iterations: int) -> None:
@@ -127,7 +154,7 @@ class Solver:
             Where iterations begin.
         """
         state, rest = guess, residual(guess)
-        norm, before = float(np.linalg.norm(rest)), np.inf
+        norm, before = _norm(rest), np.inf
         is_own, size = False, np.inf
         for iteration in range(1, _MOST + 1):
             is_new = self._solve is None
@@ -143,7 +170,7 @@ class Solver:
                 self._count(iteration)
                 return new, iteration
             new_rest = residual(new)
-            new_norm = float(np.linalg.norm(new_rest))
+            new_norm = _norm(new_rest)
             is_worse = not size <= 2 * before or not new_norm < np.inf
             if is_worse or (is_new and size > 1 and not new_norm < norm):
                 self._solve = None
@@ -166,11 +193,14 @@ class Solver:
         """Return ``A⁻ᵀ right``, for the matrix ``A`` with these values; a column for each.
 
         It is refined with factors of a matrix that may be another one, from where the solutions of
-        the last two calls for the same stage lead.
+        the last three calls for the same stage lead. Where factors take little longer than a solve,
+        each matrix has its own.
         """
         if not right.any():
             return np.zeros_like(right)
-        adjoint = self.matrices.matrix(values).T
+        if self.matrices.cost < _CHEAP:
+            return self._factors(values)(right, True)
+        adjoint = self.matrices.adjoint(values)
         past = self._past.get(stage, ())
         if self._solve is None:
             self._factorise(values)
@@ -182,7 +212,7 @@ class Solver:
             if np.isfinite(right).all():
                 raise NotSolved("the Jacobian is singular to working precision")
             return np.full_like(right, np.nan)
-        self._past[stage] = solution, *past[:1]
+        self._past[stage] = solution, *past[:2]
         self._count(iterations)
         return solution
 
@@ -192,12 +222,12 @@ class Solver:
         """Return a solution and how often it was refined; None if that does not converge."""
         assert self._solve is not None
         solution, rest = np.zeros_like(right), right
-        if len(past) == 2 and past[0].shape == right.shape:
-            guess = 2 * past[0] - past[1]
+        if len(past) == 3 and past[0].shape == right.shape:
+            guess = 3 * (past[0] - past[1]) + past[2]
             left = right - adjoint @ guess
-            if np.linalg.norm(left) < _NEAR * np.linalg.norm(right):
+            if _norm(left) < _NEAR * _norm(right):
                 solution, rest = guess, left
-        before, wanted = np.inf, 1e-3 * self._tolerance.rtol
+        before, wanted = np.inf, 1e-2 * self._tolerance.rtol
         for iteration in range(1, _REFINED + 1):
             correction = self._solve(rest, True)
             solution = solution + correction
@@ -216,6 +246,11 @@ class Solver:
         return None, _REFINED
 
 
+def _norm(x: Vector) -> float:
+    """Return the 2-norm; infinity where squares are too large."""
+    return math.sqrt(np.square(x).sum())  # threads of BLAS would wait for busy cores
+
+
 def _shorter(
     residual: Callable[[Vector], Vector], state: Vector, norm: float, correction: Vector
 ) -> tuple[Vector, Vector, Vector, float]:
@@ -224,7 +259,7 @@ def _shorter(
         part = 0.5**k * correction
         new = state - part
         rest = residual(new)
-        size = float(np.linalg.norm(rest))
+        size = _norm(rest)
         if size < norm:
             return part, new, rest, size
     raise NotSolved(

@@ -40,6 +40,7 @@ class Params:
         self._is_number = [not hasattr(leaf, "shape") for leaf in leaves]
         self._ends = np.cumsum([0, *(each.size for each in arrays)]).tolist()
         self.vector = np.concatenate([each.reshape(-1) for each in arrays] or [np.empty(0)])
+        self._known = self.vector, self._cut(self.vector)
 
     @property
     def structure(self) -> tuple[Any, ...]:
@@ -66,20 +67,28 @@ class Params:
 
         `lead` are axes before those of each parameter.
         """
-        pieces = [
-            vector[..., begin:end].reshape((*lead, *shape))
-            for begin, end, shape in zip(self._ends, self._ends[1:], self._shapes, strict=False)
-        ]
-        if not lead:
-            pieces = [
-                piece[()] if is_number and not piece.shape else piece
-                for piece, is_number in zip(pieces, self._is_number, strict=True)
-            ]
+        known, pieces = self._known
+        if vector is not known or lead:
+            pieces = self._cut(vector, lead)
+            if not lead and vector.dtype == np.float64:
+                self._known = vector, pieces
         if self._kind is dict:
             return dict(zip(self._names, pieces, strict=True))
         if self._kind is tuple:
             return tuple(pieces)
         return pieces[0] if pieces else None
+
+    def _cut(self, vector: Any, lead: tuple[int, ...] = ()) -> list[Any]:
+        pieces = [
+            vector[..., begin:end].reshape((*lead, *shape))
+            for begin, end, shape in zip(self._ends, self._ends[1:], self._shapes, strict=False)
+        ]
+        if lead:
+            return pieces
+        return [
+            piece[()] if is_number and not piece.shape else piece
+            for piece, is_number in zip(pieces, self._is_number, strict=True)
+        ]
 
     def vector_of(self, params: Any, columns: int | None) -> Vector:
         """Return derivatives in this structure as rows of numbers, ``(size,)`` or ``(size, k)``."""

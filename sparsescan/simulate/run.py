@@ -76,6 +76,7 @@ class Run:
         self._scheme, self._params, self._dt, self._has_one_dt = scheme, params, dt, has_one_dt
         # A backward pass changes factors, and which states are kept.
         self._lock = threading.Lock()
+        self._left: tuple[Any, ...] | None = None
         self._n, self._count = len(u0), len(dt)
         self.times = t0 + np.concatenate([[0.0], np.cumsum(dt)])
         self.newton = np.zeros(len(dt), np.int64)
@@ -253,6 +254,11 @@ class Run:
 
     def _backward(self, grad_states: Any, grad_last: Any) -> Gradients:
         own, losses = self._read_grads(grad_states, grad_last)
+        if self._begin == max(self._done - 1, 0) // self._length * self._length:
+            # Each call begins with the factors that the forward pass has left, for the same bits.
+            if self._left is None:
+                self._left = self._solver.snapshot()
+            self._solver.restore(self._left)
         columns = 1 if losses is None else losses
         grads = Grads(self._n, len(self._params.vector), columns)
         in_dt = np.zeros((self._done, columns))

@@ -185,7 +185,7 @@ class _Simulation:
             if coloured is None:
                 coloured = Coloured(self._pattern_of_params(params))
             values = source.jacobian(arguments, len(arguments) - 1, coloured)
-            found: Vector = coloured.matrix(values).T @ above
+            found: Vector = coloured.adjoint(values) @ above
             return found
 
         return by_columns
@@ -404,7 +404,7 @@ def _check_jacobian(
         return difference
 
     values = source.jacobian(arguments, where, coloured)
-    matrix = coloured.matrix(values)
+    matrix = coloured.adjoint(values).T
     direction = np.random.default_rng(0).uniform(0.5, 1.0, len(x))
     expected, found = along(direction), matrix @ direction
     scale = float(np.max(np.abs(expected), initial=0.0)) or 1.0

@@ -1,0 +1,759 @@
+"""Simulations and their gradients, beside loops of SciPy and JAX, diffrax and Jaxley.
+
+The whole work is timed: all steps, and the gradients of a loss of the last state in the first one
+and in parameters that are numbers; in float64.
+"""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numba
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+from scipy.sparse.linalg import splu
+
+from sparsescan.simulate import ImplicitSteps, TimeSteps
+
+from . import peers, races
+from .experiment import Drawing, Experiment, Piece, Results, Row, Table
+from .page import significant
+from .races import OURS
+from .timing import PAUSE, Call, fastest, take_rounds
+
+Array = NDArray[Any]
+# A contender for some steps, in the ways that might be fastest. A call returns the last state and
+# gradients by name, and the seconds of both passes, if they are apart.
+Maker = Callable[[int], dict[str, Call]]
+
+ALONE, FREE = "sparsescan, the function alone", "sparsescan, no limit"
+SCIPY, KLU = "SciPy, splu in each iteration", "jax.lax.scan, KLU"
+DIFFRAX, JAXLEY = "diffrax, ImplicitEuler", "Jaxley"
+# Residuals that end Newton's method of peers, and the most iterations.
+_ENOUGH, _MOST = 1e-9, 50
+# Steps that tell which variant is fastest.
+_TRIAL = 10
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Backward Euler for ``u' = f(u, p)``, and a loss ``above · u`` of the last state.
+
+    Rates and Jacobians, whose values are in the order of the pattern, take NumPy's arrays or JAX's:
+    ``rate(u, t, p, xp)``.
+    """
+
+    u0: Array
+    params: dict[str, float]
+    dt: float
+    pattern: sp.csr_array
+    rate: Callable[..., Any]
+    jacobian: Callable[..., Any]
+    vjp: Callable[..., dict[str, Any]]
+
+    @property
+    def above(self) -> Array:
+        return np.random.default_rng(1).standard_normal(len(self.u0))
+
+
+# -- Problems -------------------------------------------------------------------------------------
+
+
+def _second(xp: Any, field: Any) -> Any:
+    """Return second differences of a field, which is 0 around its grid."""
+    if xp is np:
+        wide = np.zeros([size + 2 for size in field.shape], field.dtype)
+        wide[(slice(1, -1),) * field.ndim] = field
+    else:
+        wide = xp.pad(field, 1)
+    if field.ndim == 1:
+        return wide[2:] - 2 * field + wide[:-2]
+    within = slice(1, -1)
+    beside = wide[2:, within] + wide[:-2, within] + wide[within, 2:] + wide[within, :-2]
+    return beside - 4 * field
+
+
+def _differences(side: int) -> tuple[sp.csr_array, Array, Array]:
+    """Return the matrix of :func:`_second`, the row of each entry, and 1 where one is diagonal."""
+    line = sp.diags_array([1.0, -2.0, 1.0], offsets=[-1, 0, 1], shape=(side, side))
+    matrix = sp.csr_array(sp.kronsum(line, line, format="csr"))
+    matrix.sort_indices()
+    rows = np.repeat(np.arange(side * side), np.diff(matrix.indptr))
+    return matrix, rows, (matrix.indices == rows).astype(float)
+
+
+def fisher(side: int) -> Problem:
+    """Return a wave of Fisher and KPP, which crosses the grid: ``u' = d ∇²u + r u (1 - u)``."""
+    matrix, rows, own = _differences(side)
+    x, y = np.meshgrid(*[np.arange(side) / side] * 2)
+
+    def spread(u: Any, xp: Any = np) -> Any:
+        return _second(xp, u.reshape(side, side)).reshape(-1)
+
+    def rate(u: Any, t: Any, p: Any, xp: Any = np) -> Any:
+        return p["d"] * spread(u, xp) + p["r"] * u * (1 - u)
+
+    def jacobian(u: Any, t: Any, p: Any, xp: Any = np) -> Any:
+        return p["d"] * matrix.data + own * (p["r"] * (1 - 2 * u))[rows]
+
+    def vjp(above: Array, u: Array, t: Any, p: Any) -> dict[str, Any]:
+        return {"d": above @ spread(u), "r": above @ (u * (1 - u))}
+
+    u0 = np.exp(-((x - 0.2) ** 2 + (y - 0.2) ** 2) / 0.005).ravel()
+    return Problem(u0, {"d": 5.0, "r": 0.2}, 0.1, matrix, rate, jacobian, vjp)
+
+
+def brusselator(side: int) -> Problem:
+    """Return waves of the Brusselator, of two fields."""
+    matrix, rows, own = _differences(side)
+    n, entries = side * side, matrix.nnz
+    eye = sp.eye_array(n, format="csr")
+
+    def numbered(begin: int, like: sp.csr_array) -> sp.csr_array:
+        return sp.csr_array((np.arange(begin, begin + like.nnz) + 1, like.indices, like.indptr))
+
+    blocks = [
+        [numbered(0, matrix), numbered(entries, eye)],
+        [numbered(entries + n, eye), numbered(entries + 2 * n, matrix)],
+    ]
+    pattern = sp.csr_array(sp.block_array(blocks, format="csr"))
+    pattern.sort_indices()
+    order = pattern.data - 1
+
+    def halves(u: Any) -> Any:
+        return u[:n], u[n:]
+
+    def spread(u: Any, xp: Any = np) -> Any:
+        return _second(xp, u.reshape(side, side)).reshape(-1)
+
+    def rate(u: Any, t: Any, p: Any, xp: Any = np) -> Any:
+        u, v = halves(u)
+        reacted = p["b"] * u - u * u * v
+        found = p["a"] - u - reacted + p["du"] * spread(u, xp), reacted + p["dv"] * spread(v, xp)
+        return xp.concatenate(found)
+
+    def jacobian(u: Any, t: Any, p: Any, xp: Any = np) -> Any:
+        u, v = halves(u)
+        slope, square = p["b"] - 2 * u * v, u * u
+        first = p["du"] * matrix.data - own * (1 + slope)[rows]
+        second = p["dv"] * matrix.data - own * square[rows]
+        return xp.concatenate([first, square, slope, second])[order]
+
+    def vjp(above: Array, u: Array, t: Any, p: Any) -> dict[str, Any]:
+        (u, v), (above_u, above_v) = halves(u), halves(above)
+        spreads = {"du": above_u @ spread(u), "dv": above_v @ spread(v)}
+        return {"a": above_u.sum(), "b": (above_v - above_u) @ u, **spreads}
+
+    rng = np.random.default_rng(0)
+    u0 = np.concatenate([1 + 0.5 * rng.random(n), 3 + rng.random(n)])
+    params = {"a": 1.0, "b": 3.0, "du": 10.0, "dv": 5.0}
+    return Problem(u0, params, 0.02, pattern, rate, jacobian, vjp)
+
+
+def burgers(n: int) -> Problem:
+    """Return Burgers' equation on a line: ``u' = ν u'' - u u'``."""
+    pattern = sp.diags_array([1.0, 1.0, 1.0], offsets=[-1, 0, 1], shape=(n, n)).tocsr()
+    h = 1 / n
+
+    def rate(u: Any, t: Any, p: Any, xp: Any = np) -> Any:
+        half, edge = u * u / (4 * h), xp.zeros(1)
+        moved = xp.concatenate([half[1:], edge]) - xp.concatenate([edge, half[:-1]])
+        return p["nu"] / h**2 * _second(xp, u) - moved
+
+    def jacobian(u: Any, t: Any, p: Any) -> Any:
+        values, beside = np.empty((n, 3)), p["nu"] / h**2
+        values[:, 1] = -2 * beside
+        values[1:, 0] = beside + u[:-1] / (2 * h)
+        values[:-1, 2] = beside - u[1:] / (2 * h)
+        return values.ravel()[1:-1]
+
+    def vjp(above: Array, u: Array, t: Any, p: Any) -> dict[str, Any]:
+        return {"nu": above @ _second(np, u) / h**2}
+
+    u0 = np.exp(-(((np.arange(n) * h - 0.3) / 0.1) ** 2))
+    return Problem(u0, {"nu": 2e-3}, 5e-4, pattern, rate, jacobian, vjp)
+
+
+# -- Ours -----------------------------------------------------------------------------------------
+
+
+def _march(
+    sim: TimeSteps | ImplicitSteps,
+    u0: Array,
+    params: Any,
+    above: Array,
+    dt: float,
+    steps: int,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    start = time.perf_counter()
+    run = sim.forward(u0, params, steps=steps, dt=dt, memory_limit=limit)
+    middle = time.perf_counter()
+    grads = run.backward(grad_last=above)
+    seconds = middle - start, time.perf_counter() - middle
+    return {"last": run.last, "u0": grads.u0, **grads.params, "seconds": seconds}
+
+
+def ours(problem: Problem, steps: int, alone: bool = False) -> dict[str, Call]:
+    """Return a call with derivatives by functions, or one with the rate alone."""
+    given: dict[str, Any] = {"jacobian": problem.jacobian, "vjp": problem.vjp}
+    sim = TimeSteps(problem.rate, problem.pattern, **({} if alone else given))
+    about = problem.u0, problem.params, problem.above, problem.dt
+    return {"complex steps" if alone else "functions": lambda: _march(sim, *about, steps)}
+
+
+# -- Peers ----------------------------------------------------------------------------------------
+
+
+def scipy_loop(problem: Problem, steps: int) -> dict[str, Call]:
+    """Return a loop as one writes it: Newton's method, and the adjoint by hand."""
+    pattern, dt, p = problem.pattern, problem.dt, problem.params
+    numbers = sp.csr_array((np.arange(pattern.nnz), pattern.indices, pattern.indptr))
+    columns = numbers.tocsc()
+    rows = np.repeat(np.arange(len(problem.u0)), np.diff(pattern.indptr))
+    own = (pattern.indices == rows).astype(float)
+
+    def factors(u: Array, spec: str) -> Any:
+        values = (own - dt * problem.jacobian(u, 0.0, p))[columns.data]
+        matrix = sp.csc_array((values, columns.indices, columns.indptr), pattern.shape)
+        return splu(matrix, permc_spec=spec)
+
+    def call(spec: str, leads: bool) -> dict[str, Any]:
+        start = time.perf_counter()
+        states = [problem.u0]
+        for _ in range(steps):
+            old = states[-1]
+            u = 2 * old - states[-2] if leads and len(states) > 1 else old
+            for _ in range(_MOST):
+                rest = u - old - dt * problem.rate(u, 0.0, p)
+                if np.abs(rest).max() < _ENOUGH:
+                    break
+                u = u - factors(u, spec).solve(rest)
+            states.append(u)
+        middle = time.perf_counter()
+        above, grads = problem.above, dict.fromkeys(p, 0.0)
+        for u in states[:0:-1]:
+            above = factors(u, spec).solve(above, "T")
+            for name, grad in problem.vjp(above, u, 0.0, p).items():
+                grads[name] += dt * grad
+        seconds = middle - start, time.perf_counter() - middle
+        return {"last": states[-1], "u0": above, **grads, "seconds": seconds}
+
+    return {
+        f"{spec}, from {'where two states lead' if leads else 'the last state'}": partial(
+            call, spec, leads
+        )
+        for spec in ("MMD_AT_PLUS_A", "COLAMD")
+        for leads in (True, False)
+    }
+
+
+@contextmanager
+def _in_float64() -> Iterator[Any]:
+    """Give JAX; some of its libraries change its precision when they are imported."""
+    jax = peers.load_jax()
+    before = jax.config.jax_enable_x64
+    try:
+        with jax.enable_x64(True):
+            yield jax
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def _compiled(last: Callable[[Any, Any], Any], u0: Any, params: Any, above: Any) -> Call:
+    """Return a call for the last state and gradients, of a function that returns the state."""
+    with _in_float64() as jax:
+
+        def loss(u0: Any, params: Any) -> Any:
+            state = last(u0, params)
+            return above @ state, state
+
+        grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        given = jax.device_put((u0, params))
+        program = grads.lower(*given).compile()
+
+    def call() -> dict[str, Any]:
+        with _in_float64():
+            (_, state), (in_u0, in_params) = jax.block_until_ready(program(*given))
+        return {"last": state, "u0": in_u0, **in_params}
+
+    return call
+
+
+def klu_scans(problem: Problem, steps: int) -> dict[str, Call]:
+    """Return loops of JAX, whose adjoint is written by hand; by two libraries with KLU."""
+    found, lacks = {}, []
+    for name, solvers in {"klujax": _klujax, "sparsax": _sparsax}.items():
+        try:
+            found[name] = _klu_scan(problem, steps, solvers)
+        except peers.MissingPeerError as error:
+            lacks.append(str(error))
+    if not found:
+        raise peers.MissingPeerError("; ".join(lacks))
+    return found
+
+
+def _klujax(rows: Any, columns: Any, n: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    klujax = peers.require("klujax", "pip install --no-deps klujax")
+    symbol = klujax.analyze(rows, columns, n)
+
+    def solve(values: Any, right: Any) -> Any:
+        return klujax.solve_with_symbol(rows, columns, values, right, symbol)
+
+    def transposed(values: Any, right: Any) -> Any:
+        return klujax.tsolve_with_symbol(rows, columns, values, right, symbol)
+
+    return solve, transposed
+
+
+def _sparsax(rows: Any, columns: Any, n: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    sparsax = peers.require("sparsax", "pip install --no-deps sparsax")
+
+    def by(values: Any, right: Any, is_transposed: bool) -> Any:
+        factors = sparsax.lu_factor(rows, columns, values, n)
+        return sparsax.lu_solve_factor(factors, right, is_transposed)
+
+    return partial(by, is_transposed=False), partial(by, is_transposed=True)
+
+
+def _klu_scan(problem: Problem, steps: int, solvers: Callable[..., Any]) -> Call:
+    with _in_float64() as jax:
+        jnp, lax, dt, n = jax.numpy, jax.lax, problem.dt, len(problem.u0)
+        pattern = problem.pattern
+        rows = np.repeat(np.arange(n), np.diff(pattern.indptr)).astype(np.int32)
+        columns = pattern.indices.astype(np.int32)
+        own = (columns == rows).astype(float)
+        solve, transposed = solvers(rows, columns, n)
+
+        def rate(u: Any, p: Any) -> Any:
+            return problem.rate(u, 0.0, p, jnp)
+
+        def values(u: Any, p: Any) -> Any:
+            return own - dt * problem.jacobian(u, 0.0, p, jnp)
+
+        @jax.custom_vjp
+        def advance(old: Any, older: Any, p: Any) -> Any:
+            def residual(u: Any) -> Any:
+                return u - old - dt * rate(u, p)
+
+            def newton(at: Any) -> Any:
+                u, rest, k = at
+                u = u - solve(values(u, p), rest)
+                return u, residual(u), k + 1
+
+            def goes_on(at: Any) -> Any:
+                return (jnp.abs(at[1]).max() >= _ENOUGH) & (at[2] < _MOST)
+
+            guess = 2 * old - older
+            return lax.while_loop(goes_on, newton, (guess, residual(guess), 0))[0]
+
+        def forward(old: Any, older: Any, p: Any) -> Any:
+            u = advance(old, older, p)
+            return u, (u, p)
+
+        def backward(kept: Any, above: Any) -> Any:
+            u, p = kept
+            found = transposed(values(u, p), above)
+            _, pull = jax.vjp(partial(rate, u), p)
+            return found, jnp.zeros_like(found), pull(dt * found)[0]
+
+        advance.defvjp(forward, backward)
+
+        def last(u0: Any, p: Any) -> Any:
+            def body(states: Any, _: Any) -> Any:
+                return (advance(*states, p), states[0]), None
+
+            return lax.scan(body, (u0, u0), length=steps)[0][0]
+
+        return _compiled(last, problem.u0, problem.params, problem.above)
+
+
+def diffrax_solves(problem: Problem, steps: int) -> dict[str, Call]:
+    """Return its implicit Euler method, whose Jacobians are dense."""
+    with _in_float64() as jax:
+        diffrax = peers.require("diffrax", "pip install diffrax")
+        optimistix = peers.require("optimistix", "pip install diffrax")
+        term = diffrax.ODETerm(lambda t, u, p: problem.rate(u, t, p, jax.numpy))
+        times = problem.dt * np.arange(steps + 1)
+
+        def last(finder: Any, u0: Any, p: Any) -> Any:
+            return diffrax.diffeqsolve(
+                term,
+                diffrax.ImplicitEuler(finder(rtol=1e-8, atol=1e-10), root_find_max_steps=_MOST),
+                times[0],
+                times[-1],
+                None,
+                u0,
+                args=p,
+                stepsize_controller=diffrax.StepTo(times),
+                max_steps=steps,
+            ).ys[0]
+
+        about = problem.u0, problem.params, problem.above
+        return {"Chord": _compiled(partial(last, optimistix.Chord), *about)}
+
+
+# -- A cable --------------------------------------------------------------------------------------
+
+# Of Hodgkin and Huxley, in mV, ms and S/cm²; the leak of the first compartments drives it.
+_SODIUM, _POTASSIUM, _LEAK, _DRIVEN = 50.0, -77.0, -54.3, 35.0
+_CONDUCTANCES = {"gNa": 0.12, "gK": 0.036, "gLeak": 0.0003}
+_COUPLING, _CABLE_DT = 10.0, 0.025
+
+
+@numba.njit
+def _vtrap(x: Any, y: Any) -> Any:
+    return x / (np.exp(x / y) - 1)
+
+
+@numba.njit
+def _gate(k: Any, x: Any, v: Any, dt: Any) -> Any:
+    """Return a gate after a step at a voltage that does not change."""
+    if k == 0:
+        a, b = 0.1 * _vtrap(-(v + 40), 10), 4 * np.exp(-(v + 65) / 18)
+    elif k == 1:
+        a, b = 0.07 * np.exp(-(v + 65) / 20), 1 / (np.exp(-(v + 35) / 10) + 1)
+    else:
+        a, b = 0.01 * _vtrap(-(v + 55), 10), 0.125 * np.exp(-(v + 65) / 80)
+    steady = a / (a + b)
+    return steady + (x - steady) * np.exp(-dt * (a + b))
+
+
+@dataclass(frozen=True)
+class Cable:
+    """A cable in compartments: of each the voltage and three gates are neighbours in the state.
+
+    Gates take exponential steps at the last voltages, and voltages implicit ones, as in Jaxley.
+    """
+
+    compartments: int
+
+    @property
+    def leaks(self) -> Array:
+        return np.where(np.arange(self.compartments) < 10, _DRIVEN, _LEAK)
+
+    @property
+    def above(self) -> Array:
+        """The derivative of the loss in the last state, which reads voltages."""
+        found = np.zeros((self.compartments, 4))
+        found[:, 0] = np.random.default_rng(1).standard_normal(self.compartments)
+        return found.ravel()
+
+    @property
+    def u0(self) -> Array:
+        rest = [-65.0, *(float(_gate(k, 0.0, -65.0, 1e6)) for k in range(3))]
+        return np.tile(rest, self.compartments)
+
+    @cached_property
+    def sim(self) -> ImplicitSteps:
+        """The simulation, with functions that Numba compiles."""
+        size, leaks, coupling = self.compartments, self.leaks, _COUPLING
+
+        @numba.njit
+        def residual(u: Any, u_old: Any, t: Any, dt: Any, p: Any) -> Any:
+            v, m, h, n = u[0::4], u[1::4], u[2::4], u[3::4]
+            current = p[0] * m * m * m * h * (v - _SODIUM) + p[2] * (v - leaks)
+            current = current + p[1] * n * n * n * n * (v - _POTASSIUM)
+            found = u - u_old + 0 * dt * p[0]  # as complex as any of them
+            found[0::4] += dt * 1000 * current
+            flow = dt * coupling * (v[1:] - v[:-1])
+            found[0:-4:4] -= flow
+            found[4::4] += flow
+            for i in range(size):
+                for k in range(3):
+                    at = 4 * i + 1 + k
+                    found[at] = u[at] - _gate(k, u_old[at], u_old[4 * i], dt)
+            return found
+
+        @numba.njit
+        def jacobian(u: Any, u_old: Any, t: Any, dt: Any, p: Any) -> Any:
+            found = np.ones((size, 9))
+            for i in range(size):
+                v, m, h, n = u[4 * i], u[4 * i + 1], u[4 * i + 2], u[4 * i + 3]
+                beside = (i > 0) + (i < size - 1)
+                own = p[0] * m * m * m * h + p[1] * n * n * n * n + p[2]
+                found[i, 0] = found[i, 5] = -dt * coupling
+                found[i, 1] = 1 + dt * (beside * coupling + 1000 * own)
+                found[i, 2] = 3000 * dt * p[0] * m * m * h * (v - _SODIUM)
+                found[i, 3] = 1000 * dt * p[0] * m * m * m * (v - _SODIUM)
+                found[i, 4] = 4000 * dt * p[1] * n * n * n * (v - _POTASSIUM)
+            return np.concatenate((found.ravel()[1:-4], found[-1, 6:]))
+
+        @numba.njit
+        def jacobian_old(u: Any, u_old: Any, t: Any, dt: Any, p: Any) -> Any:
+            found = np.empty((size, 7))
+            for i in range(size):
+                found[i, 0] = -1
+                for k in range(3):
+                    v, x = u_old[4 * i], u_old[4 * i + 1 + k]
+                    found[i, 1 + 2 * k] = -_gate(k, x, v + 1e-100j, dt).imag / 1e-100
+                    found[i, 2 + 2 * k] = _gate(k, 0.0, v, dt) - _gate(k, 1.0, v, dt)
+            return found.ravel()
+
+        def vjp(above: Array, u: Array, u_old: Array, t: Any, dt: float, p: Array) -> Array:
+            v, m, h, n = u.reshape(-1, 4).T
+            sodium, potassium = m**3 * h * (v - _SODIUM), n**4 * (v - _POTASSIUM)
+            return 1000 * dt * np.array([sodium, potassium, v - leaks]) @ above[::4]
+
+        first = 4 * np.arange(size)
+        beside = [[at, at + by] for at in first for by in (-4, 0, 1, 2, 3, 4)]
+        gates = [[at + k, at + k] for at in first for k in (1, 2, 3)]
+        old = [[at + k, at + by] for at in first for k in range(4) for by in {0, k}]
+        pattern, before = (self._pattern(each) for each in (beside + gates, old))
+        return ImplicitSteps(
+            residual, pattern, before, jacobian=jacobian, jacobian_old=jacobian_old, vjp=vjp
+        )
+
+    def ours(self, steps: int) -> dict[str, Call]:
+        """Return a call with derivatives by functions."""
+        sim, above = self.sim, self.above
+        params = np.array([*_CONDUCTANCES.values()])
+
+        def call() -> dict[str, Any]:
+            start = time.perf_counter()
+            run = sim.forward(self.u0, params, steps=steps, dt=_CABLE_DT)
+            middle = time.perf_counter()
+            grads = run.backward(grad_last=above).params
+            seconds = middle - start, time.perf_counter() - middle
+            own = dict(zip(_CONDUCTANCES, grads, strict=True))
+            return {"last": run.last[::4], **own, "seconds": seconds}
+
+        sim.forward(self.u0, params, steps=1, dt=_CABLE_DT).backward(grad_last=above)  # compiles
+        return {"functions": call}
+
+    def _pattern(self, entries: list[list[int]]) -> sp.csr_array:
+        n = 4 * self.compartments
+        rows, columns = np.array([each for each in entries if 0 <= each[1] < n]).T
+        return sp.csr_array((np.ones(len(rows)), (rows, columns)), shape=(n, n))
+
+    def jaxley(self, steps: int) -> dict[str, Call]:
+        """Return calls of Jaxley, which keeps all states, or some at two levels."""
+        peers.load_jax()
+        jaxley = peers.require("jaxley", "pip install jaxley")
+        channels = peers.require("jaxley.channels", "pip install jaxley")
+        with _in_float64() as jax:
+            cable = jaxley.Branch(jaxley.Compartment(), ncomp=self.compartments)
+            cable.insert(channels.HH())
+            rest = dict(zip(("v", "HH_m", "HH_h", "HH_n"), self.u0, strict=False))
+            for name, value in (rest | {"HH_eLeak": self.leaks}).items():
+                cable.set(name, value)
+            cable.record("v", verbose=False)
+            for name in _CONDUCTANCES:
+                cable.make_trainable(f"HH_{name}", verbose=False)
+            above = self.above[::4]
+
+            def variant(lengths: list[int] | None) -> Call:
+                def loss(params: Any) -> Any:
+                    states = jaxley.integrate(
+                        cable,
+                        params,
+                        t_max=(steps - 0.5) * _CABLE_DT,
+                        delta_t=_CABLE_DT,
+                        checkpoint_lengths=lengths,
+                    )
+                    return above @ states[:, steps], states[:, steps]
+
+                params = cable.get_parameters()
+                grads = jax.jit(jax.value_and_grad(loss, has_aux=True))
+                program = grads.lower(params).compile()
+
+                def call() -> dict[str, Any]:
+                    with _in_float64():
+                        (_, last), found = jax.block_until_ready(program(params))
+                    each = {name[3:]: grad for one in found for name, grad in one.items()}
+                    return {"last": last, **each}
+
+                return call
+
+            parts = next(k for k in range(int(steps**0.5), 0, -1) if steps % k == 0)
+            return {
+                "all states": variant(None),
+                "some states": variant([parts, steps // parts]),
+            }
+
+
+# -- The experiment -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Race:
+    """A simulation, sizes and steps in full and in a quick run, and the ratios asked for."""
+
+    title: str
+    full: tuple[int, int]
+    quick: tuple[int, int]
+    contenders: Callable[[int], dict[str, Maker]]
+    wanted: dict[str, float]
+    rounds: int = 5
+
+    @property
+    def name(self) -> str:
+        return f"{self.title.format(self.full[0])}, {self.full[1]:,} steps"
+
+    def measure(self, quick: bool) -> Results:
+        """Return the times of contenders in turns, and how far their results are apart."""
+        size, steps = self.quick if quick else self.full
+        calls: dict[str, Call] = {}
+        chosen: dict[str, dict[str, str]] = {"variants": {}, "missing": {}}
+        for name, make in self.contenders(size).items():
+            try:
+                variant, _ = fastest(make(_TRIAL), 1)
+                calls[name] = make(steps)[variant]
+                chosen["variants"][name] = variant
+            except peers.MissingPeerError as error:
+                chosen["missing"][name] = str(error)
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        passes: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+        found: dict[str, dict[str, Any]] = {}
+
+        def take(_: list[float]) -> None:
+            for name, call in calls.items():
+                time.sleep(0 if quick else PAUSE)
+                start = time.perf_counter()
+                found[name] = call()
+                samples[name].append(time.perf_counter() - start)
+                if "seconds" in found[name]:
+                    passes[name].append(found[name].pop("seconds"))
+
+        used = take_rounds(take, 1 if quick else self.rounds)
+        differences = {
+            f"{what}, {name}": apart
+            for name, each in found.items()
+            if name != OURS
+            for what, apart in races.apart(found[OURS], each).items()
+        }
+        about = {"wanted": self.wanted, "differences": differences, "cores_others_used": used}
+        return {"samples": samples, "passes": passes, **chosen, **about}
+
+
+def _grid(make: Callable[[int], Problem], side: int) -> dict[str, Maker]:
+    problem = make(side)
+    return {
+        OURS: partial(ours, problem),
+        ALONE: partial(ours, problem, alone=True),
+        SCIPY: partial(scipy_loop, problem),
+        KLU: partial(klu_scans, problem),
+    }
+
+
+def _line(n: int) -> dict[str, Maker]:
+    problem = burgers(n)
+    return {
+        OURS: partial(ours, problem),
+        ALONE: partial(ours, problem, alone=True),
+        DIFFRAX: partial(diffrax_solves, problem),
+    }
+
+
+def _cable(compartments: int) -> dict[str, Maker]:
+    cable = Cable(compartments)
+    return {OURS: cable.ours, JAXLEY: cable.jaxley}
+
+
+_GRID = {SCIPY: 3.0, KLU: 2.0}
+RACES = (
+    Race("Fisher–KPP, {0}×{0}", (100, 1000), (10, 20), partial(_grid, fisher), _GRID, 2),
+    Race("Brusselator, {0}×{0}", (100, 1000), (10, 20), partial(_grid, brusselator), _GRID, 1),
+    Race("Burgers, {0:,} unknowns", (1000, 50), (50, 20), _line, {DIFFRAX: 10.0}, 2),
+    Race("Cable, {0} compartments", (500, 4000), (12, 40), _cable, {JAXLEY: 5.0}),
+)
+
+
+@dataclass(frozen=True)
+class Limited:
+    """Burgers' equation within a limit of memory."""
+
+    full: tuple[int, int, int] = (10_000, 2_000, 64 << 20)
+    quick: tuple[int, int, int] = (500, 300, 1 << 20)
+
+    @property
+    def name(self) -> str:
+        n, steps, limit = self.full
+        return f"Burgers, {n:,} unknowns, {steps:,} steps, within {limit >> 20} MiB"
+
+    def measure(self, quick: bool) -> Results:
+        """Return the times of calls within the limit and without it, and the peak of memory."""
+        n, steps, limit = self.quick if quick else self.full
+        problem = burgers(n)
+        sim = TimeSteps(problem.rate, problem.pattern, jacobian=problem.jacobian, vjp=problem.vjp)
+
+        def maker(limit: int | None) -> Maker:
+            about = problem.u0, problem.params, problem.above, problem.dt
+            return lambda steps: {"": lambda: _march(sim, *about, steps, limit)}
+
+        def contenders(_: int) -> dict[str, Maker]:
+            return {OURS: maker(limit), FREE: maker(None)}
+
+        sizes = (n, steps), (n, steps)
+        race = Race(self.name, *sizes, contenders, {FREE: 1 / 1.8}, 3)
+        tracemalloc.start()
+        maker(limit)(steps)[""]()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return race.measure(quick) | {"limit": limit, "peak": peak}
+
+
+def _pieces(quick: bool) -> Iterable[Piece]:
+    for each in (*RACES, Limited()):
+        yield Piece(each.name, partial(each.measure, quick))
+
+
+def _tables(results: Results) -> list[Table]:
+    """Return seconds of both passes, and the peak within a limit."""
+    numbers = ["seconds", "over ours", "forward", "backward", "backward / forward", "difference"]
+    rows, peaks = [], []
+    for key, piece in races.races(results).items():
+        for name in piece["samples"]:
+            total, base = (races.quartiles(piece, each)[1] for each in (name, OURS))
+            both = np.median(piece["passes"][name] or [(np.nan, np.nan)], axis=0)
+            ends = [each for what, each in piece["differences"].items() if what.endswith(name)]
+            cells = [total, total / base, *both, both[1] / both[0], max(ends, default=np.nan)]
+            rows.append([key, name, *("" if np.isnan(x) else significant(x) for x in cells)])
+        if "peak" in piece:
+            within = [significant(piece[each] / 2**20) for each in ("limit", "peak")]
+            peaks.append([key, *within])
+    found = [Table(["simulation", "contender", *numbers], rows, numbers)] if rows else []
+    if peaks:
+        heads = ["simulation", "limit, MiB", "peak, MiB"]
+        found.append(Table(heads, peaks, heads[1:]))
+    return found
+
+
+def _about(quick: bool) -> Results:
+    return {
+        "the work": "all steps of backward Euler, and gradients of a loss of the last state in the "
+        "first one and in parameters; float64; compiled before",
+        OURS: "with functions of Jacobians and of products with their transposes in parameters; "
+        "or with the function alone, by complex steps",
+        SCIPY: "the faster of two orders, and of two guesses; the adjoint has factors of each step",
+        KLU: "the faster of klujax and sparsax; Newton's method in a while_loop, the adjoint by "
+        "hand",
+        DIFFRAX: "constant steps, RecursiveCheckpointAdjoint, dense Jacobians",
+        JAXLEY: "backward Euler, the faster of all states and of checkpoints",
+    }
+
+
+def _rows(results: Results) -> list[Row]:
+    return races.rows("Simulation", races.races(results))
+
+
+def _drawings(results: Results) -> list[Drawing]:
+    return races.draw("Simulations", races.races(results))
+
+
+EXPERIMENT = Experiment(
+    "simulate",
+    "Simulations in time, and their gradients",
+    _pieces,
+    _about,
+    _drawings,
+    _rows,
+    _tables,
+)
