@@ -1,6 +1,6 @@
 """Simulations that march in time, with gradients: implicit steps of sparse nonlinear systems."""
 
-from .run import Gradients, Run
+from .run import Run, SimulationGradients
 from .steps import ImplicitSteps, TimeSteps
 
-__all__ = ["Gradients", "ImplicitSteps", "Run", "TimeSteps"]
+__all__ = ["ImplicitSteps", "Run", "SimulationGradients", "TimeSteps"]

@@ -22,7 +22,7 @@ from .schemes import Grads, Place, Scheme
 ROOM = 1 << 28
 
 
-class Gradients(NamedTuple):
+class SimulationGradients(NamedTuple):
     """Gradients of losses in what a simulation was given.
 
     Attributes
@@ -218,7 +218,7 @@ class Run:
         grad_states: ArrayLike | Callable[[int], Any] | None = None,
         *,
         grad_last: ArrayLike | None = None,
-    ) -> Gradients:
+    ) -> SimulationGradients:
         """Return gradients in the initial state, the parameters and the lengths of steps.
 
         This is one sweep of linear solves, from the last step to the first, of steps
@@ -252,7 +252,7 @@ class Run:
         with self._lock:
             return self._backward(grad_states, grad_last)
 
-    def _backward(self, grad_states: Any, grad_last: Any) -> Gradients:
+    def _backward(self, grad_states: Any, grad_last: Any) -> SimulationGradients:
         own, losses = self._read_grads(grad_states, grad_last)
         if self._begin == max(self._done - 1, 0) // self._length * self._length:
             # Each call begins with the factors that the forward pass has left, for the same bits.
@@ -289,8 +289,10 @@ class Run:
         dt = in_dt.sum(0) if self._has_one_dt else in_dt
         if losses is None:
             number = float(dt[0]) if self._has_one_dt else dt[:, 0]
-            return Gradients(u0[:, 0], self._params.of(grads.params[:, 0]), number)
-        return Gradients(u0.T.copy(), self._params.of(grads.params.T, (losses,)), dt.T.copy())
+            return SimulationGradients(u0[:, 0], self._params.of(grads.params[:, 0]), number)
+        return SimulationGradients(
+            u0.T.copy(), self._params.of(grads.params.T, (losses,)), dt.T.copy()
+        )
 
     def _keep(self, k: int) -> None:
         """Compute the states around a step again, if others are kept."""

@@ -106,7 +106,7 @@ class Scheme(Protocol):
         """
 
 
-class Residual:
+class ResidualScheme:
     """Steps ``F(u, u_old, t, dt, p) = 0``, of which `t` is the end."""
 
     stages = 0

@@ -26,7 +26,7 @@ from .methods import TABLEAUS, check_method
 from .newton import NotSolved, Solver, Tolerance
 from .params import Params
 from .run import ROOM, Run
-from .schemes import BackwardDifferences, Residual, RungeKutta, Scheme
+from .schemes import BackwardDifferences, ResidualScheme, RungeKutta, Scheme
 
 How = Literal["complex", "forward", "jax"]
 
@@ -550,7 +550,7 @@ class ImplicitSteps(_Simulation):
         self.pattern_old = self._coloured_old.pattern
 
     def _scheme(self, source: Source, in_params: Callable[[Arguments, Vector], Vector]) -> Scheme:
-        return Residual(source, self._coloured, self._coloured_old, in_params)
+        return ResidualScheme(source, self._coloured, self._coloured_old, in_params)
 
     def _arguments(self, u: Vector, time: float, dt: float) -> Arguments:
         return u, u, time + dt, dt
