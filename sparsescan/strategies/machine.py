@@ -40,7 +40,7 @@ class Times:
     samples : sequence of int
         Numbers of samples, increasing; between them times are interpolated.
     parts : dict of str to ndarray, shape (layers, sizes)
-        Times of each of :data:`PARTS`.
+        Times of each part: forward, values, product, params, update.
     calls : dict of str to ndarray, shape (2, sizes)
         Times of one call for all steps of a cell: of the call itself, and of each step.
     loss : ndarray, shape (sizes,)
@@ -183,7 +183,7 @@ class Machine:
     def part(
         self, part: str, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0
     ) -> float:
-        """Return nanoseconds of one of :data:`PARTS` of layer `k`, as measured or by the model."""
+        """Return nanoseconds of a part of layer `k`, as measured or by the model."""
         layer = graph.layers[k]
         if self.times.knows(graph, k):
             return self.times.of(part, graph, k, samples, share)
