@@ -56,7 +56,7 @@ def selective_scan(
         same for all channels, of shape (batch, groups, states, length) for those of a group, whose
         number divides that of channels, or of shape (channels, states) constant in time.
     D : array_like, shape (channels,), optional
-        The inputs' share of the outputs.
+        The factor by which inputs are added to the outputs.
     z : array_like, shape (batch, channels, length), optional
         The gate.
     delta_bias : array_like, shape (channels,), optional

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -48,8 +49,11 @@ def march_until(
     error: Tolerance,
     keeps_states: bool,
     found: March,
+    watch: Callable[[int], object] | None,
 ) -> None:
     """March to a time, with steps as long as the error of each allows; note them in `found`.
+
+    After each step `watch` is called with their number.
 
     A step whose error is too large is taken again, shorter; so is one that is not solved. After
     Hairer, Nørsett and Wanner, "Solving Ordinary Differential Equations I", section II.4.
@@ -61,13 +65,13 @@ def march_until(
         if until - time - length < 0.5 * length and length < until - time:
             length = (until - time) / 2
         before = found.lengths[-1] if found.lengths else None
-        place, inner = Place(time, length, before), np.empty((scheme.stages, n))
-        states = np.stack(found.states[-2:])
+        states, inner = np.stack(found.states[-2:]), np.empty((scheme.stages, n))
+        place = Place(states, params, inner, time, length, before)
         solver.turn_to(len(found.lengths))
         try:
-            state, iterations = scheme.advance(solver, states, params, place, inner)
-            ends = np.stack([*found.states[-2:], state])
-            off = error.size(scheme.error(solver, ends, params, place, inner), state)
+            state, iterations = scheme.advance(solver, place)
+            taken = place._replace(states=np.stack([*states, state]))
+            off = error.size(scheme.error(solver, taken), state)
         except NotSolved as failure:
             if length < _TINY * (until - t0):
                 raise NotSolved(f"{failure.why} (t={time:.6g}, dt={length:.3g})") from None
@@ -92,3 +96,5 @@ def march_until(
             del found.states[:-2]
         is_last = until - time <= length * (1 + 1e-12)
         time = until if is_last else time + length
+        if watch is not None:
+            watch(len(found.lengths))

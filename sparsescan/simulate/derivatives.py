@@ -101,6 +101,9 @@ class Source(Protocol):
     def along(self, arguments: Arguments, where: int) -> tuple[Vector, Vector]:
         """Return the value, and its derivative in an argument that is a number."""
 
+    def in_params(self, arguments: Arguments, above: Vector) -> Vector:
+        """Return ``(∂f/∂p)ᵀ above``, for its columns."""
+
 
 class Differences:
     """Derivatives by complex steps, or by forward differences.
@@ -114,11 +117,20 @@ class Differences:
     how : {"complex", "forward"} or None
         Complex steps are exact to rounding; None takes them where the function has them, which is
         compared with differences once for each argument.
+    pattern_of_params : callable
+        Returns where parameters take part.
     """
 
-    def __init__(self, function: Function, name: str, how: str | None) -> None:
+    def __init__(
+        self,
+        function: Function,
+        name: str,
+        how: str | None,
+        pattern_of_params: Callable[[], Pattern],
+    ) -> None:
         self._function, self._name, self._how = function, name, how
         self._known: dict[int, str] = {}
+        self._pattern_of_params = pattern_of_params
 
     def value(self, arguments: Arguments) -> Vector:
         return returned(self._name, self._function(*arguments), arguments[0])
@@ -149,15 +161,19 @@ class Differences:
         values = [self.value(_with(arguments, where, at)) for at in (ahead, behind)]
         return self.value(arguments), (values[0] - values[1]) / (ahead - behind)
 
+    @cached_property
+    def _params(self) -> Coloured:
+        return Coloured(self._pattern_of_params())
+
+    def in_params(self, arguments: Arguments, above: Vector) -> Vector:
+        values = self.jacobian(arguments, len(arguments) - 1, self._params)
+        return np.asarray(self._params.adjoint(values) @ above)
+
     def _moved(self, arguments: Arguments, where: int, direction: Any) -> Any:
         """Return what the function returns a complex step away: its value, and a derivative."""
         # A complex number of NumPy is compared by its real part, one of Python not at all.
         moved = np.add(arguments[where], np.multiply(1j * _TINY, direction))
         return np.asarray(self._function(*_with(arguments, where, moved)))
-
-    def _complex(self, arguments: Arguments, where: int, direction: Any) -> Vector:
-        found: Vector = self._moved(arguments, where, direction).imag / _TINY
-        return found
 
     def _is_complex(self, arguments: Arguments, where: int) -> bool:
         if self._how is not None:
@@ -191,7 +207,7 @@ class Differences:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                found = self._complex(arguments, where, direction)
+                found = self._moved(arguments, where, direction).imag / _TINY
         except Exception:  # what the function raises is its own
             return False
         ahead, behind = (
@@ -236,13 +252,8 @@ class InJax:
             seeds = coloured.seeds.astype(np.float64)
 
             def values(*given: Any) -> Any:
-                def along(seed: Any) -> Any:
-                    def of_one(x: Any) -> Any:
-                        return self._function(*_with(given, where, x))
-
-                    return jax.jvp(of_one, (given[where],), (seed,))[1]
-
-                return jax.vmap(along)(seeds).reshape(-1)[coloured.where]
+                found = jax.vmap(lambda seed: self._jvp(given, where, seed)[1])(seeds)
+                return found.reshape(-1)[coloured.where]
 
             self._jacobians[key] = coloured, jax.jit(values)
         with jax.enable_x64(True):
@@ -251,21 +262,21 @@ class InJax:
     def along(self, arguments: Arguments, where: int) -> tuple[Vector, Vector]:
         jax = self._jax
         if where not in self._along:
-
-            def derivative(*given: Any) -> Any:
-                def of_one(x: Any) -> Any:
-                    return self._function(*_with(given, where, x))
-
-                return jax.jvp(of_one, (given[where],), (1.0,))
-
-            self._along[where] = jax.jit(derivative)
+            self._along[where] = jax.jit(lambda *given: self._jvp(given, where, 1.0))
         with jax.enable_x64(True):
             given = _with(arguments, where, float(arguments[where]))
             value, slope = self._along[where](*given)
             return np.asarray(value), np.asarray(slope)
 
+    def _jvp(self, given: Arguments, where: int, direction: Any) -> Any:
+        """Return the value, and its derivative in an argument along a direction."""
+
+        def of_one(x: Any) -> Any:
+            return self._function(*_with(given, where, x))
+
+        return self._jax.jvp(of_one, (given[where],), (direction,))
+
     def in_params(self, arguments: Arguments, above: Vector) -> Vector:
-        """Return ``(∂f/∂p)ᵀ above``, for its columns."""
         jax = self._jax
         if self._in_params is None:
 

@@ -149,9 +149,9 @@ class _Core:
         form, n = self._form, self._form.size
         if form.method == "sparse":
             return self._by_superlu(values)
+        entries = np.zeros(form.entries)
+        entries[form.places] = values
         if form.method == "tridiagonal":
-            entries = np.zeros(form.entries)
-            entries[form.places] = values
             below, on, above = entries[: n - 1], entries[n : 2 * n], entries[2 * n : 3 * n - 1]
             *factors, info = lapack.dgttrf(below, on, above)
 
@@ -160,8 +160,6 @@ class _Core:
                 return found
 
         elif form.method == "banded":
-            entries = np.zeros(form.entries)
-            entries[form.places] = values
             band = entries.reshape(n, -1).T
             *factors, info = lapack.dgbtrf(band, form.lower, form.upper)
 
@@ -172,8 +170,6 @@ class _Core:
                 return found
 
         else:
-            entries = np.zeros(n * n)
-            entries[form.places] = values
             *factors, info = lapack.dgetrf(entries.reshape(n, n).T)
 
             def solve(x: Vector, transposed: bool) -> Vector:

@@ -74,11 +74,6 @@ class Solver:
         self._tolerance, self._most = tolerance, max(1, room // max(matrices.nbytes, 1))
         self.forget()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the factors, and of a matrix in two forms."""
-        return self.matrices.nbytes
-
     def forget(self) -> None:
         """Drop the factors, so that what comes does not depend on what was before."""
         self._solve: Solve | None = None

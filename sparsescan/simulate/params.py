@@ -21,7 +21,7 @@ class Params:
     Attributes
     ----------
     vector : ndarray of float64
-        A copy of all their numbers.
+        A copy of all their numbers, which functions of the user may read only.
     """
 
     def __init__(self, params: Any) -> None:
@@ -40,6 +40,7 @@ class Params:
         self._is_number = [not hasattr(leaf, "shape") for leaf in leaves]
         self._ends = np.cumsum([0, *(each.size for each in arrays)]).tolist()
         self.vector = np.concatenate([each.reshape(-1) for each in arrays] or [np.empty(0)])
+        self.vector.flags.writeable = False
         self._known = self.vector, self._cut(self.vector)
 
     @property
@@ -56,11 +57,6 @@ class Params:
             raise InputError(f"param_patterns has {name!r}; expected names among {self._names}")
         k = self._names.index(name)
         return slice(self._ends[k], self._ends[k + 1])
-
-    @property
-    def names(self) -> list[Any]:
-        """The names of parameters in a dict, and the places of those in a tuple."""
-        return self._names
 
     def of(self, vector: Any, lead: tuple[int, ...] = ()) -> Any:
         """Return a vector's numbers, real or complex, in the structure of the parameters.
@@ -90,19 +86,18 @@ class Params:
             for piece, is_number in zip(pieces, self._is_number, strict=True)
         ]
 
-    def vector_of(self, params: Any, columns: int | None) -> Vector:
-        """Return derivatives in this structure as rows of numbers, ``(size,)`` or ``(size, k)``."""
-        leaves = list(params.values()) if isinstance(params, dict) else params
+    def vector_of(self, params: Any) -> Vector:
+        """Return derivatives in this structure as one vector."""
+        leaves = params
         if self._kind is dict:
             leaves = [params[name] for name in self._names]
         elif self._kind is None:
             leaves = [] if params is None else [params]
-        tail = () if columns is None else (columns,)
         rows = [
-            np.asarray(leaf, np.float64).reshape(end - begin, *tail)
+            np.asarray(leaf, np.float64).reshape(end - begin)
             for leaf, begin, end in zip(leaves, self._ends, self._ends[1:], strict=False)
         ]
-        return np.concatenate(rows or [np.empty((0, *tail))])
+        return np.concatenate(rows or [np.empty(0)])
 
 
 def _array(name: str, leaf: Any) -> Vector:

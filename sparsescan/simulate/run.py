@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import InputError, InputTypeError, MemoryLimitError, NewtonError, short
 from ..formatting import format_bytes, quantity
 from .adapt import March
-from .factors import Matrices, Vector
+from .factors import Vector
 from .newton import NotSolved, Solver, Tolerance
 from .params import Params
 from .schemes import Grads, Place, Scheme
@@ -80,9 +80,8 @@ class Run:
         self._n, self._count = len(u0), len(dt)
         self.times = t0 + np.concatenate([[0.0], np.cumsum(dt)])
         self.newton = np.zeros(len(dt), np.int64)
-        matrices = Matrices(scheme.pattern)
-        self._length, room = self._segment(memory_limit, matrices.nbytes)
-        self._solver = Solver(matrices, tolerance, room) if solver is None else solver
+        self._length, room = self._segment(memory_limit)
+        self._solver = Solver(scheme.matrices, tolerance, room) if solver is None else solver
         rows = min(self._length, self._count)
         # The state before the first of a segment, and those of the segment.
         self._states = np.empty((rows + 2, self._n))
@@ -99,9 +98,9 @@ class Run:
             self.newton[:] = march.newton
             self._done, self._last = self._count, march.states[-1]
 
-    def _segment(self, limit: int | None, factors: int) -> tuple[int, int]:
+    def _segment(self, limit: int | None) -> tuple[int, int]:
         """Return the steps whose states are kept at a time, and bytes for more factors than one."""
-        vector, count = 8 * self._n, self._count
+        vector, count, factors = 8 * self._n, self._count, self._scheme.matrices.nbytes
         if limit is None or count == 0:
             return max(count, 1), ROOM
 
@@ -129,32 +128,35 @@ class Run:
             self._begin = k
             self._marks[k // self._length] = self._states[:2]
             self._solver.forget()
-        at = k - self._begin
-        first = 1 if k == 0 else at
-        self._solver.turn_to(k)
-        try:
-            state, self.newton[k] = self._scheme.advance(
-                self._solver,
-                self._states[first : at + 2],
-                self._params.vector,
-                self._place(k),
-                self._inner[at],
-            )
-        except NotSolved as error:
-            raise NewtonError(self._message(k, error.why)) from None
-        self._states[at + 2] = state
+        with self._at(k):
+            state, self.newton[k] = self._scheme.advance(self._solver, self._place(k, 0))
+        self._states[k - self._begin + 2] = state
         if k == self._done:
             self._done, self._last = k + 1, state
 
-    def _message(self, k: int, why: str) -> str:
-        return (
-            f"step {k} has no solution that was found, from t={self.times[k]:.6g} with "
-            f"dt={self._dt[k]:.6g}: {why}"
-        )
+    @contextmanager
+    def _at(self, k: int) -> Iterator[None]:
+        """Let the solver work on a step, and say which one it was if there is no solution."""
+        self._solver.turn_to(k)
+        try:
+            yield
+        except NotSolved as error:
+            raise NewtonError(
+                f"step {k} has no solution that was found, from t={self.times[k]:.6g} with "
+                f"dt={self._dt[k]:.6g}: {error.why}"
+            ) from None
 
-    def _place(self, k: int) -> Place:
+    def _place(self, k: int, ends: int) -> Place:
+        """Return a step with so many states behind its beginning."""
+        at = k - self._begin
+        first = 1 if k == 0 else at
         return Place(
-            float(self.times[k]), float(self._dt[k]), float(self._dt[k - 1]) if k else None
+            self._states[first : at + 2 + ends],
+            self._params.vector,
+            self._inner[at],
+            float(self.times[k]),
+            float(self._dt[k]),
+            float(self._dt[k - 1]) if k else None,
         )
 
     def march(self, watch: Callable[[int], object] | None) -> None:
@@ -268,21 +270,8 @@ class Run:
                 above = grads.old + own(k + 1)
                 grads.begin()
                 later = grads.time.copy()
-                at = k - self._begin
-                first = 1 if k == 0 else at
-                self._solver.turn_to(k)
-                try:
-                    self._scheme.pull_back(
-                        self._solver,
-                        self._states[first : at + 3],
-                        self._params.vector,
-                        self._place(k),
-                        self._inner[at],
-                        above,
-                        grads,
-                    )
-                except NotSolved as error:
-                    raise NewtonError(self._message(k, error.why)) from None
+                with self._at(k):
+                    self._scheme.pull_back(self._solver, self._place(k, 1), above, grads)
                 in_dt[k] = later
                 in_dt[k] += grads.dt
         u0 = grads.old + own(0)

@@ -10,16 +10,23 @@ import scipy.sparse as sp
 
 from ..symbolic.pattern import Pattern, rows_of
 from .derivatives import Arguments, Coloured, Source
-from .factors import Vector
+from .factors import Matrices, Vector
 from .methods import Differentiation, Tableau
 from .newton import NotSolved, Solver
 
 
 class Place(NamedTuple):
-    """A step.
+    """A step: what it reads, what is within it, and where it is in time.
 
     Attributes
     ----------
+    states : ndarray
+        The states around it, the newest last. Before it is taken these are its beginning and, if
+        there is one, the state before; afterwards its end is behind them.
+    params : ndarray
+        The parameters.
+    inner : ndarray, shape (stages, n)
+        The states within the step, which :meth:`Scheme.advance` writes.
     time : float
         Its beginning.
     dt : float
@@ -28,9 +35,17 @@ class Place(NamedTuple):
         The length of the step before; None for the first.
     """
 
+    states: Vector
+    params: Vector
+    inner: Vector
     time: float
     dt: float
     before: float | None
+
+    @property
+    def end(self) -> float:
+        """The time of its end."""
+        return self.time + self.dt
 
 
 class Grads:
@@ -57,53 +72,33 @@ class Grads:
         self.dt, self.dt_before = self.dt_before, np.zeros_like(self.dt)
 
 
-# Derivatives in parameters, ``(∂f/∂p)ᵀ λ``, at some arguments, for columns λ.
-InParams = Callable[[Arguments, Vector], Vector]
-
-
 class Scheme(Protocol):
     """The equations of a step, and their adjoint."""
 
     @property
-    def pattern(self) -> Pattern:
-        """The pattern of the matrices that are solved with."""
+    def source(self) -> Source:
+        """Where derivatives come from."""
+
+    @property
+    def matrices(self) -> Matrices:
+        """The matrices that are solved with."""
 
     @property
     def stages(self) -> int:
         """How many states there are within a step, beside its ends."""
 
-    def advance(
-        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
-    ) -> tuple[Vector, int]:
-        """Return the next state, and how many iterations were needed.
-
-        `states` are the last one and, if there is one, that before it, the newest last; states
-        within the step are written to `inner`.
-        """
+    def advance(self, solver: Solver, place: Place) -> tuple[Vector, int]:
+        """Return the next state, and how many iterations were needed."""
 
     @property
     def error_order(self) -> int:
         """The power of a step's length by which the estimate of its error shrinks."""
 
-    def error(
-        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
-    ) -> Vector:
-        """Estimate the error of a step; `states` has its end, its beginning and what was before."""
+    def error(self, solver: Solver, place: Place) -> Vector:
+        """Estimate the error of a step that was taken."""
 
-    def pull_back(
-        self,
-        solver: Solver,
-        states: Vector,
-        params: Vector,
-        place: Place,
-        inner: Vector,
-        above: Vector,
-        grads: Grads,
-    ) -> None:
-        """Add gradients of all that a step reads, given that in its end.
-
-        `states` has the end of the step, its beginning, and what was before, the newest last.
-        """
+    def pull_back(self, solver: Solver, place: Place, above: Vector, grads: Grads) -> None:
+        """Add gradients of all that a step has read, given that in its end."""
 
 
 class ResidualScheme:
@@ -112,51 +107,37 @@ class ResidualScheme:
     stages = 0
     error_order = 2
 
-    def __init__(self, source: Source, new: Coloured, old: Coloured, in_params: InParams) -> None:
-        self.pattern = new.pattern
-        self._source, self._in_params = source, in_params
+    def __init__(self, source: Source, new: Coloured, old: Coloured) -> None:
+        self.source, self.matrices = source, Matrices(new.pattern)
         self._new, self._old = new, old
 
-    def advance(
-        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
-    ) -> tuple[Vector, int]:
-        source, rest = self._source, (states[-1], place.time + place.dt, place.dt, params)
+    def advance(self, solver: Solver, place: Place) -> tuple[Vector, int]:
+        source, rest = self.source, (place.states[-1], place.end, place.dt, place.params)
         return solve(
             solver,
             lambda u: source.value((u, *rest)),
             lambda u: source.jacobian((u, *rest), 0, self._new),
-            states,
             place,
             1.0,
         )
 
-    def error(
-        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
-    ) -> Vector:
+    def error(self, solver: Solver, place: Place) -> Vector:
         """Return half the second difference of states; nothing is known of the first step."""
+        states = place.states
         if len(states) < 3 or place.before is None:
             return np.zeros_like(states[-1])
         ratio = place.dt / place.before
         change = states[-1] - states[-2] - ratio * (states[-2] - states[-3])
         return np.asarray(ratio / (1 + ratio) * change)
 
-    def pull_back(
-        self,
-        solver: Solver,
-        states: Vector,
-        params: Vector,
-        place: Place,
-        inner: Vector,
-        above: Vector,
-        grads: Grads,
-    ) -> None:
-        source = self._source
-        arguments = states[-1], states[-2], place.time + place.dt, place.dt, params
+    def pull_back(self, solver: Solver, place: Place, above: Vector, grads: Grads) -> None:
+        source = self.source
+        arguments = place.states[-1], place.states[-2], place.end, place.dt, place.params
         found = solver.transposed(source.jacobian(arguments, 0, self._new), above)
         old = source.jacobian(arguments, 1, self._old)
         grads.old -= self._old.adjoint(old) @ found
-        if len(params):
-            grads.params -= self._in_params(arguments, found)
+        if len(place.params):
+            grads.params -= source.in_params(arguments, found)
         in_time, in_dt = (_dot(source.along(arguments, where)[1], found) for where in (2, 3))
         grads.dt -= in_dt + in_time
         grads.time -= in_time
@@ -167,10 +148,8 @@ class _Rated:
 
     error_order = 2
 
-    def __init__(
-        self, source: Source, coloured: Coloured, mass: sp.csr_array | None, in_params: InParams
-    ) -> None:
-        self._source, self._in_params = source, in_params
+    def __init__(self, source: Source, coloured: Coloured, mass: sp.csr_array | None) -> None:
+        self.source = source
         self._coloured, self._mass, pattern = coloured, mass, coloured.pattern
         n = pattern.shape[0]
         own = sp.eye_array(n, format="csr") if mass is None else mass
@@ -180,16 +159,14 @@ class _Rated:
         rate_keys = rows_of(pattern) * n + pattern.indices
         keys = np.union1d(mass_keys, rate_keys)
         indptr = np.searchsorted(keys, np.arange(n + 1) * n)
-        self.pattern = Pattern(indptr, keys % n, (n, n))
+        self.matrices = Matrices(Pattern(indptr, keys % n, (n, n)))
         self._into = np.searchsorted(keys, rate_keys)
         self._own = np.zeros(len(keys))
         self._own[np.searchsorted(keys, mass_keys)] = own.data
 
-    def error(
-        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
-    ) -> Vector:
-        ends = zip(states[-2:], (place.time, place.time + place.dt), strict=True)
-        old, new = (self._source.value((state, time, params)) for state, time in ends)
+    def error(self, solver: Solver, place: Place) -> Vector:
+        ends = zip(place.states[-2:], (place.time, place.end), strict=True)
+        old, new = (self.source.value((state, time, place.params)) for state, time in ends)
         return self._filtered(solver, place.dt / 2 * (new - old))
 
     def _filtered(self, solver: Solver, error: Vector) -> Vector:
@@ -206,12 +183,12 @@ class _Rated:
     def _values(self, arguments: Arguments, mass: float, rate: float) -> Vector:
         """Return the values of ``mass M - rate J``."""
         values = mass * self._own
-        values[self._into] -= rate * self._source.jacobian(arguments, 0, self._coloured)
+        values[self._into] -= rate * self.source.jacobian(arguments, 0, self._coloured)
         return values
 
     def _below(self, arguments: Arguments, above: Vector) -> Vector:
         """Return ``Jᵀ above``."""
-        values = self._source.jacobian(arguments, 0, self._coloured)
+        values = self.source.jacobian(arguments, 0, self._coloured)
         found: Vector = self._coloured.adjoint(values) @ above
         return found
 
@@ -227,29 +204,24 @@ class RungeKutta(_Rated):
         self._inner = tableau.inner
         self.stages = len(self._inner)
 
-    def error(
-        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
-    ) -> Vector:
+    def error(self, solver: Solver, place: Place) -> Vector:
         estimate = self._tableau.estimate
         if not estimate:
-            return super().error(solver, states, params, place, inner)
-        stages = [*inner, states[-1]]
+            return super().error(solver, place)
+        stages = [*place.inner, place.states[-1]]
         rates = (
-            self._source.value(self._arguments(state, params, place, i))
-            for i, state in enumerate(stages)
+            self.source.value(self._arguments(state, place, i)) for i, state in enumerate(stages)
         )
         return self._filtered(solver, place.dt * _sum(zip(estimate, rates, strict=True)))
 
     def _filtered(self, solver: Solver, error: Vector) -> Vector:
         return super()._filtered(solver, error) if self._tableau.is_implicit else error
 
-    def _arguments(self, state: Vector, params: Vector, place: Place, stage: int) -> Arguments:
-        return state, place.time + float(self._c[stage]) * place.dt, params
+    def _arguments(self, state: Vector, place: Place, stage: int) -> Arguments:
+        return state, place.time + float(self._c[stage]) * place.dt, place.params
 
-    def advance(
-        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
-    ) -> tuple[Vector, int]:
-        old, a, dt = states[-1], self._a, place.dt
+    def advance(self, solver: Solver, place: Place) -> tuple[Vector, int]:
+        old, a, dt = place.states[-1], self._a, place.dt
         rates: list[Vector] = []
         iterations, state = 0, old
         for i in range(len(a)):
@@ -257,42 +229,33 @@ class RungeKutta(_Rated):
             if a[i, i]:
 
                 def residual(u: Vector, i: int = i, added: Vector = added) -> Vector:
-                    rate = self._source.value(self._arguments(u, params, place, i))
+                    rate = self.source.value(self._arguments(u, place, i))
                     return np.asarray(self._weighed(u - old) - dt * (added + a[i, i] * rate))
 
                 def values(u: Vector, i: int = i) -> Vector:
-                    return self._values(self._arguments(u, params, place, i), 1.0, dt * a[i, i])
+                    return self._values(self._arguments(u, place, i), 1.0, dt * a[i, i])
 
-                state, more = solve(solver, residual, values, states, place, float(self._c[i]))
+                state, more = solve(solver, residual, values, place, float(self._c[i]))
                 iterations += more
             else:
                 state = old + dt * added if a[i].any() else old
             if i in self._inner:
-                inner[self._inner.index(i)] = state
+                place.inner[self._inner.index(i)] = state
             if a[i + 1 :, i].any():
-                rates.append(self._source.value(self._arguments(state, params, place, i)))
+                rates.append(self.source.value(self._arguments(state, place, i)))
             else:
                 rates.append(state)  # which nobody reads
         return state, iterations
 
-    def pull_back(
-        self,
-        solver: Solver,
-        states: Vector,
-        params: Vector,
-        place: Place,
-        inner: Vector,
-        above: Vector,
-        grads: Grads,
-    ) -> None:
+    def pull_back(self, solver: Solver, place: Place, above: Vector, grads: Grads) -> None:
         a, dt = self._a, place.dt
         last = len(a) - 1
         found: list[Vector] = [above] * len(a)
         for i in reversed(range(len(a))):
-            state = states[-1] if i == last else states[-2]
+            state = place.states[-1] if i == last else place.states[-2]
             if i in self._inner:
-                state = inner[self._inner.index(i)]
-            arguments = self._arguments(state, params, place, i)
+                state = place.inner[self._inner.index(i)]
+            arguments = self._arguments(state, place, i)
             later = [k for k in range(i + 1, len(a)) if a[k, i]]
             through = _sum((dt * a[k, i], found[k]) for k in later)
             own = above if i == last else np.zeros_like(above)
@@ -307,13 +270,13 @@ class RungeKutta(_Rated):
                 grads.old += own
             if not (later or a[i, i]):
                 continue
-            rate, slope = self._source.along(arguments, 1)
+            rate, slope = self.source.along(arguments, 1)
             grads.dt += _dot(rate, through) / dt
             in_time = _dot(slope, through)
             grads.time += in_time
             grads.dt += self._c[i] * in_time
-            if len(params):
-                grads.params += self._in_params(arguments, through)
+            if len(place.params):
+                grads.params += self.source.in_params(arguments, through)
 
 
 class BackwardDifferences(_Rated):
@@ -327,40 +290,28 @@ class BackwardDifferences(_Rated):
     def _older(self, states: Vector, behind: int) -> Vector:
         return states[-behind] if len(states) >= behind else np.zeros_like(states[-1])
 
-    def advance(
-        self, solver: Solver, states: Vector, params: Vector, place: Place, inner: Vector
-    ) -> tuple[Vector, int]:
+    def advance(self, solver: Solver, place: Place) -> tuple[Vector, int]:
         (a, b, c), _ = self._coefficients(place)
-        past = b * states[-1] + c * self._older(states, 2)
-        time = place.time + place.dt
+        past = b * place.states[-1] + c * self._older(place.states, 2)
+        rest = place.end, place.params
 
         def residual(u: Vector) -> Vector:
-            rate = self._source.value((u, time, params))
+            rate = self.source.value((u, *rest))
             return self._weighed(a * u + past) - place.dt * rate
 
         def values(u: Vector) -> Vector:
-            return self._values((u, time, params), a, place.dt)
+            return self._values((u, *rest), a, place.dt)
 
-        return solve(solver, residual, values, states, place, 1.0)
+        return solve(solver, residual, values, place, 1.0)
 
-    def pull_back(
-        self,
-        solver: Solver,
-        states: Vector,
-        params: Vector,
-        place: Place,
-        inner: Vector,
-        above: Vector,
-        grads: Grads,
-    ) -> None:
-        coefficients = self._coefficients(place)
-        (a, b, c), slopes = coefficients
-        arguments = states[-1], place.time + place.dt, params
+    def pull_back(self, solver: Solver, place: Place, above: Vector, grads: Grads) -> None:
+        (a, b, c), slopes = self._coefficients(place)
+        states, arguments = place.states, (place.states[-1], place.end, place.params)
         found = solver.transposed(self._values(arguments, a, place.dt), above)
         weighed = self._weighed(found, transposed=True)
         grads.old -= b * weighed
         grads.older -= c * weighed
-        rate, slope = self._source.along(arguments, 1)
+        rate, slope = self.source.along(arguments, 1)
         in_time = place.dt * _dot(slope, found)
         grads.dt += _dot(rate, found) + in_time
         grads.time += in_time
@@ -370,22 +321,21 @@ class BackwardDifferences(_Rated):
             in_ratio = _dot(moved, weighed)
             grads.dt -= in_ratio / place.before
             grads.dt_before += in_ratio * place.dt / place.before**2
-        if len(params):
-            grads.params += self._in_params(arguments, place.dt * found)
+        if len(place.params):
+            grads.params += self.source.in_params(arguments, place.dt * found)
 
 
 def solve(
     solver: Solver,
     residual: Callable[[Vector], Vector],
     values: Callable[[Vector], Vector],
-    states: Vector,
     place: Place,
     part: float,
 ) -> tuple[Vector, int]:
     """Return a stage at a part of a step: by Newton's method, from where the last step leads."""
-    old = states[-1]
-    if len(states) > 1 and place.before is not None:
-        guess = old + (part * place.dt / place.before) * (old - states[-2])
+    old = place.states[-1]
+    if len(place.states) > 1 and place.before is not None:
+        guess = old + (part * place.dt / place.before) * (old - place.states[-2])
         try:
             return solver.newton(residual, values, guess)
         except NotSolved:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +23,7 @@ from .derivatives import (
     Source,
     read_pattern,
 )
-from .factors import Matrices, Vector
+from .factors import Vector
 from .methods import TABLEAUS, check_method
 from .newton import NotSolved, Solver, Tolerance
 from .params import Params
@@ -29,6 +31,7 @@ from .run import ROOM, Run
 from .schemes import BackwardDifferences, ResidualScheme, RungeKutta, Scheme
 
 How = Literal["complex", "forward", "jax"]
+Watch = Callable[[int], object] | None  # called after each step, with their number
 
 # Numbers of parameters without a pattern whose derivatives are taken one by one.
 _MOST_PARAMS = 256
@@ -45,35 +48,46 @@ class _Given:
         What the others come from.
     functions : dict of int to callable
         Functions of the values of the Jacobian in an argument, by its place.
-    structure : callable
-        Returns parameters in the user's structure.
+    vjp : callable or None
+        A function of λ and the arguments that returns ``(∂f/∂p)ᵀ λ``.
+    params : Params
+        The structure of parameters.
     """
 
     def __init__(
         self,
         source: Source,
         functions: dict[int, Callable[..., Any]],
-        structure: Callable[[Vector], Any],
+        vjp: Callable[..., Any] | None,
+        params: Params,
     ) -> None:
-        self._source, self._functions, self._structure = source, functions, structure
+        self._source, self._functions, self._vjp, self._params = source, functions, vjp, params
         self.value, self.along = source.value, source.along
 
     def jacobian(self, arguments: Arguments, where: int, coloured: Coloured) -> Vector:
         function = self._functions.get(where)
         if function is None:
             return self._source.jacobian(arguments, where, coloured)
-        found = function(*map(_read_only, arguments[:-1]), self._structure(arguments[-1]))
+        found = function(*_for_user(arguments, self._params))
         name = "jacobian" if where == 0 else "jacobian_old"
         return _values(name, found, coloured.pattern)
 
+    def in_params(self, arguments: Arguments, above: Vector) -> Vector:
+        """Return ``(∂f/∂p)ᵀ above``, for its columns."""
+        if self._vjp is None:
+            return self._source.in_params(arguments, above)
+        own = _for_user(arguments, self._params)
+        return np.stack([self._params.vector_of(self._vjp(each, *own)) for each in above.T], 1)
 
-def _read_only(argument: Any) -> Any:
-    """Return what a function of the user may read: states are kept, and are not its own."""
-    if not isinstance(argument, np.ndarray):
-        return argument
-    view = argument.view()
-    view.flags.writeable = False
-    return view
+
+def _for_user(arguments: Arguments, params: Params) -> Arguments:
+    """Return arguments as the user's functions take them: states, which are kept, to read only."""
+    *own, vector = arguments
+    for k, argument in enumerate(own):
+        if isinstance(argument, np.ndarray):
+            own[k] = argument.view()
+            own[k].flags.writeable = False
+    return *own, params.of(vector)
 
 
 def _values(name: str, found: Any, pattern: Pattern) -> Vector:
@@ -131,64 +145,39 @@ class _Simulation:
         if self.pattern.shape != (n, n) or n == 0:
             raise InputError(f"pattern has shape {self.pattern.shape}; expected a square one")
         self._coloured = Coloured(self.pattern)
-        self._sources: dict[Any, Source] = {}
+        self._schemes: dict[Any, Scheme] = {}
         self._function, self._jacobians, self._vjp = function, jacobians, vjp
         self._derivatives, self._param_patterns = derivatives, dict(param_patterns or {})
 
-    def _scheme(self, source: Source, in_params: Callable[[Arguments, Vector], Vector]) -> Scheme:
+    def _scheme(self, source: Source) -> Scheme:
         raise NotImplementedError
 
     def _arguments(self, u: Vector, time: float, dt: float) -> Arguments:
         """Return arguments of the function, but for the parameters."""
         raise NotImplementedError
 
-    def _source(self, params: Params) -> Source:
-        """Return where derivatives come from: for parameters of one structure one that is kept.
+    def _scheme_for(self, params: Params) -> Scheme:
+        """Return the equations of a step: for parameters of one structure one that is kept.
 
         It has compiled what it needs, and knows which arguments have complex steps.
         """
-        known = self._sources.get(params.structure)
+        known = self._schemes.get(params.structure)
         if known is not None:
             return known
 
         def function(*arguments: Any) -> Any:
-            return self._function(*map(_read_only, arguments[:-1]), params.of(arguments[-1]))
+            return self._function(*_for_user(arguments, params))
 
         source: Source
         if self._derivatives == "jax":
             source = InJax(function, self._name)
         else:
-            source = Differences(function, self._name, self._derivatives)
+            pattern_of_params = partial(self._pattern_of_params, params)
+            source = Differences(function, self._name, self._derivatives, pattern_of_params)
         given = {where: each for where, each in self._jacobians.items() if each is not None}
-        source = _Given(source, given, params.of) if given else source
-        return self._sources.setdefault(params.structure, source)
-
-    def _in_params(self, source: Source, params: Params) -> Callable[[Arguments, Vector], Vector]:
-        """Return a function of arguments and columns λ that returns ``(∂f/∂p)ᵀ λ``."""
-        vjp = self._vjp
-        if vjp is not None:
-
-            def by_function(arguments: Arguments, above: Vector) -> Vector:
-                own = *map(_read_only, arguments[:-1]), params.of(arguments[-1])
-                columns = [params.vector_of(vjp(each, *own), None) for each in above.T]
-                return np.stack(columns, 1)
-
-            return by_function
-        if isinstance(source, _Given):
-            source = source._source
-        if isinstance(source, InJax):
-            return source.in_params
-        coloured: Coloured | None = None
-
-        def by_columns(arguments: Arguments, above: Vector) -> Vector:
-            nonlocal coloured
-            if coloured is None:
-                coloured = Coloured(self._pattern_of_params(params))
-            values = source.jacobian(arguments, len(arguments) - 1, coloured)
-            found: Vector = coloured.adjoint(values) @ above
-            return found
-
-        return by_columns
+        if given or self._vjp is not None:
+            source = _Given(source, given, self._vjp, params)
+        return self._schemes.setdefault(params.structure, self._scheme(source))
 
     def _pattern_of_params(self, params: Params) -> Pattern:
         """Return where parameters take part: everywhere, but for those with a pattern."""
@@ -298,25 +287,20 @@ class _Simulation:
         structure = Params(params)
         for name in self._param_patterns:
             structure.slice_of(name)
-        source = self._source(structure)
-        scheme = self._scheme(source, self._in_params(source, structure))
+        scheme = self._scheme_for(structure)
         if check:
-            self._check(source, (first, float(t0), float(lengths[0]), structure.vector))
+            self._check(scheme.source, (first, float(t0), float(lengths[0]), structure.vector))
         about: dict[str, Any] = {
             "t0": float(t0),
             "tolerance": Tolerance(float(rtol), float(atol)),
             "memory_limit": memory_limit,
         }
-        if end is not None:
-            return self._march_until(scheme, first, structure, float(lengths[0]), end, error, about)
-        run = Run(scheme, first, structure, lengths, has_one_dt=has_one, **about)
-        if not progress:
-            run.march(None)
-            return run
-        from tqdm import tqdm
-
-        with tqdm(total=len(lengths), unit="step", delay=2, leave=False) as bar:
-            run.march(lambda _: bar.update())
+        with _watching(progress, None if end is not None else len(lengths)) as watch:
+            if end is not None:
+                tried = float(lengths[0])
+                return self._march_until(scheme, first, structure, tried, end, error, about, watch)
+            run = Run(scheme, first, structure, lengths, has_one_dt=has_one, **about)
+            run.march(watch)
         return run
 
     def _read_until(self, until: Any, t0: float, steps: Any, dt: Any, error: Any) -> float:
@@ -342,9 +326,10 @@ class _Simulation:
         until: float,
         error: tuple[float, float],
         about: dict[str, Any],
+        watch: Watch,
     ) -> Run:
         """March by lengths that are chosen; within a memory limit they are marched once more."""
-        solver = Solver(Matrices(scheme.pattern), about["tolerance"], ROOM)
+        solver = Solver(scheme.matrices, about["tolerance"], ROOM)
         keeps_states = about["memory_limit"] is None
         march = March([], [u0], [], [])
 
@@ -366,6 +351,7 @@ class _Simulation:
                     error=Tolerance(*map(float, error)),
                     keeps_states=keeps_states,
                     found=march,
+                    watch=watch,
                 )
         except BaseException as failure:
             # As those of a march by given lengths have.
@@ -387,6 +373,18 @@ class _Simulation:
 
     def _matrices(self) -> list[tuple[int, Coloured, str]]:
         return [(0, self._coloured, "pattern")]
+
+
+@contextmanager
+def _watching(shows: bool, total: int | None) -> Iterator[Watch]:
+    """Return what shows a bar for so many steps, once they take long; None without one."""
+    if not shows:
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="step", delay=2, leave=False) as bar:
+        yield lambda _: bar.update()
 
 
 def _check_jacobian(
@@ -549,8 +547,8 @@ class ImplicitSteps(_Simulation):
             self._coloured_old = Coloured(own)
         self.pattern_old = self._coloured_old.pattern
 
-    def _scheme(self, source: Source, in_params: Callable[[Arguments, Vector], Vector]) -> Scheme:
-        return ResidualScheme(source, self._coloured, self._coloured_old, in_params)
+    def _scheme(self, source: Source) -> Scheme:
+        return ResidualScheme(source, self._coloured, self._coloured_old)
 
     def _arguments(self, u: Vector, time: float, dt: float) -> Arguments:
         return u, u, time + dt, dt
@@ -669,8 +667,8 @@ class TimeSteps(_Simulation):
             raise InputError(f"until is {short(until)}; expected None: rk4 has no error estimate")
         return super()._read_until(until, t0, steps, dt, error)
 
-    def _scheme(self, source: Source, in_params: Callable[[Arguments, Vector], Vector]) -> Scheme:
-        about = source, self._coloured, self._mass, in_params
+    def _scheme(self, source: Source) -> Scheme:
+        about = source, self._coloured, self._mass
         if self.method == "bdf2":
             return BackwardDifferences(*about)
         return RungeKutta(TABLEAUS[self.method], *about)

@@ -27,6 +27,7 @@ from sparsescan import (
     Pattern,
 )
 from sparsescan.simulate import ImplicitSteps, TimeSteps
+from sparsescan.simulate.derivatives import Coloured, read_pattern
 from sparsescan.simulate.factors import Matrices
 from sparsescan.simulate.methods import METHODS, TABLEAUS
 
@@ -57,10 +58,24 @@ class System:
         return -p["decay"] * u + moved - 0.05 * u * u * u
 
 
+def torch_root(residual: Callable[[Any], Any], guess: Any) -> Any:
+    """Return a root by dense Newton steps; the last one has the derivatives of the solution."""
+    u = guess.detach()
+    for _ in range(30):
+        with torch.no_grad():
+            rest = residual(u)
+        jacobian = torch.autograd.functional.jacobian(residual, u)
+        moved = torch.linalg.solve(jacobian, rest)
+        u = u - moved
+        if moved.abs().max() < 1e-9:
+            break
+    return u - torch.linalg.solve(jacobian.detach(), residual(u))
+
+
 def torch_steps(
     step: Callable[..., Any], states: list[Any], dt: Any, t0: float, params: Any
 ) -> list[Any]:
-    """March by dense Newton steps; the last iteration has the derivatives of the solution.
+    """March by equations that are differentiated by autograd.
 
     `step` returns residuals of ``(u, states, t, dt, dt_before, params)``.
     """
@@ -71,16 +86,7 @@ def torch_steps(
         def residual(u: Any, time: Any = time, k: int = k, before: Any = before) -> Any:
             return step(u, states, time, dt[k], before, params)
 
-        u = states[-1].detach()
-        for _ in range(30):
-            with torch.no_grad():
-                rest = residual(u)
-            jacobian = torch.autograd.functional.jacobian(residual, u)
-            moved = torch.linalg.solve(jacobian, rest)
-            u = u - moved
-            if moved.abs().max() < 1e-9:
-                break
-        states.append(u - torch.linalg.solve(jacobian.detach(), residual(u)))
+        states.append(torch_root(residual, states[-1]))
         time = time + dt[k]
     return states
 
@@ -108,16 +114,7 @@ def torch_method(f: Any, method: str, mass: Any) -> Callable[..., Any]:
         def first(v: Any) -> Any:
             return mass @ (v - old) - dt * x * f(v, t + x * dt, p)
 
-        v = old.detach()
-        for _ in range(30):
-            with torch.no_grad():
-                rest = first(v)
-            jacobian = torch.autograd.functional.jacobian(first, v)
-            moved = torch.linalg.solve(jacobian, rest)
-            v = v - moved
-            if moved.abs().max() < 1e-9:
-                break
-        v = v - torch.linalg.solve(jacobian.detach(), first(v))
+        v = torch_root(first, old)
         both = (1 - x) * f(v, t + x * dt, p) + x * f(u, t + dt, p)
         return mass @ (u - old) - dt * both
 
@@ -496,6 +493,15 @@ def test_functions_of_jax_and_of_numba(method: str) -> None:
     assert jax.numpy.ones(1).dtype == np.float32
 
 
+def test_calls_for_a_jacobian_do_not_grow_with_the_grid() -> None:
+    for n in np.random.default_rng().integers(4, 40, 3).tolist():
+        line, one = chain(n)[0], sp.eye_array(n)
+        grid = sp.csr_array(sp.kron(line, one) + sp.kron(one, line))
+        counts = [Coloured(read_pattern("p", each, None)).groups for each in (line, grid)]
+        assert counts[0] == 3
+        assert 5 <= counts[1] <= 7
+
+
 def test_fields_of_parameters_have_patterns_or_functions() -> None:
     rng = np.random.default_rng()
     n = 500
@@ -546,6 +552,35 @@ def test_what_is_given_stays_as_it_is() -> None:
 
     with pytest.raises(ValueError, match="read-only"):
         TimeSteps(writes, second).forward(u0, p, dt=dt)
+
+
+def test_parameters_are_read_only() -> None:
+    """A function that wrote to them would change the steps to come."""
+
+    def writes(u: Any, t: Any, p: Any) -> Any:
+        p["field"] *= 2
+        return -p["field"] * u
+
+    sim = TimeSteps(writes, np.eye(2), derivatives="forward")
+    with pytest.raises(ValueError, match="read-only"):
+        sim.forward([1.0, 2.0], {"field": np.ones(2)}, steps=2, dt=0.1)
+
+
+@pytest.mark.parametrize("until", [None, 1.0])
+def test_a_bar_counts_the_steps(until: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tqdm = pytest.importorskip("tqdm")
+    seen = []
+
+    class Bar(tqdm.tqdm):  # type: ignore[misc, name-defined]
+        def close(self) -> None:
+            seen.append((self.n, self.total))
+            super().close()
+
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    sim = TimeSteps(lambda u, t, p: -u, np.eye(2))
+    end = {"steps": 7} if until is None else {"until": until}
+    run = sim.forward([1.0, 2.0], dt=0.1, progress=True, **end)  # type: ignore[arg-type]
+    assert seen[0] == (run.steps, 7 if until is None else None)
 
 
 def test_a_function_may_return_one_array_each_time() -> None:

@@ -30,7 +30,6 @@ class CellKind(NamedTuple):
 
 # PyTorch's modes come first; other names have a digest of what is computed, so that one that a
 # compiled graph remembers never means anything else.
-_PYTORCHS = frozenset(("RNN_TANH", "RNN_RELU", "GRU", "LSTM"))
 _kinds: dict[str, CellKind] = {
     "RNN_TANH": CellKind(RNNCell, {"nonlinearity": "tanh"}),
     "RNN_RELU": CellKind(RNNCell, {"nonlinearity": "relu"}),
