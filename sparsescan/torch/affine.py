@@ -573,7 +573,7 @@ def _is_one_step(
 
 
 def _one_step(matrices: Tensor, offsets: Any, initial: Any) -> Tensor:
-    return torch.addcmul(offsets, matrices, initial)
+    return torch.addcmul(offsets, matrices, initial.unsqueeze(0))
 
 
 class _Recurrence:

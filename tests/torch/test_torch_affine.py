@@ -287,16 +287,17 @@ def test_batches_of_gradients() -> None:
 
 
 @pytest.mark.parametrize("batch", [(), (3,)])
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_one_step_is_one_operation(batch: tuple[int, ...], is_shared: bool) -> None:
+@pytest.mark.parametrize("shared", ["", "matrices", "matrices and offsets"])
+def test_one_step_is_one_operation(batch: tuple[int, ...], shared: str) -> None:
     """Of PyTorch, from the first call on: bits do not change once calls are recorded."""
     rng = np.random.default_rng()
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.tensor(rng.standard_normal(shape), requires_grad=True)
 
-    a = tensor(1, 4) if is_shared else tensor(1, *batch, 4)
-    b, y = tensor(1, *batch, 4), tensor(*batch, 4)
+    a = tensor(1, 4) if "matrices" in shared else tensor(1, *batch, 4)
+    b = tensor(1, 4) if "offsets" in shared else tensor(1, *batch, 4)
+    y = tensor(*batch, 4)
     found = [affine_scan(a, b, y, pattern=Pattern.diagonal(4)) for _ in range(8)]
     assert all(torch.equal(each, found[0]) for each in found)
     assert found[0].shape == (1, *batch, 4)
