@@ -19,6 +19,8 @@ _MOST, _HALVINGS, _REFINED = 100, 40, 40
 _SLOW, _OWN = 0.4, 0.1
 # The error that is left is to be this share of the tolerance.
 _MARGIN = 0.1
+# A rate that was measured in an earlier step is taken for so many times larger, each time.
+_OLDER = 2.0
 # A guess is worth an iteration if its residual is smaller than this share of the right-hand side.
 _NEAR = 0.1
 # Without factors of its own a linear solve takes two refinements or more, each with a product.
@@ -77,22 +79,29 @@ class Solver:
     def forget(self) -> None:
         """Drop the factors, so that what comes does not depend on what was before."""
         self._solve: Solve | None = None
-        self._best, self._wasted = np.inf, 0.0
+        self._new_factors()
         self._past: dict[int, tuple[Vector, ...]] = {}
         # Factors by the steps that they were made in, and these steps in order.
         self._kept: dict[int, Solve] = {}
         self._made: list[int] = []
         self._step = self._of = 0
 
+    def _new_factors(self) -> None:
+        """Note that nothing is known of the factors that come."""
+        self._best, self._wasted = np.inf, 0.0
+        # How refinements with them shrink, for each step between them and the matrix.
+        self._rate = np.inf
+
     def snapshot(self) -> tuple[Any, ...]:
         """Return what :meth:`restore` takes: all that later results depend on."""
         kept = dict(self._kept), list(self._made)
-        return self._solve, self._best, self._wasted, *kept, self._step, self._of
+        return self._solve, *kept, self._step, self._of
 
     def restore(self, snapshot: tuple[Any, ...]) -> None:
         """Go back to how it was when a snapshot was taken."""
         self._past = {}
-        self._solve, self._best, self._wasted, kept, made, self._step, self._of = snapshot
+        self._new_factors()
+        self._solve, kept, made, self._step, self._of = snapshot
         self._kept, self._made = dict(kept), list(made)
 
     def turn_to(self, step: int) -> None:
@@ -102,7 +111,7 @@ class Solver:
         for made in self._made[max(at - 1, 0) : at + 1]:
             if abs(made - step) < abs(self._of - step):
                 self._of, self._solve = made, self._kept[made]
-                self._best, self._wasted = np.inf, 0.0
+                self._new_factors()
 
     def _factors(self, values: Vector) -> Solve:
         self.factorisations += 1
@@ -114,7 +123,7 @@ class Solver:
         return solve
 
     def _factorise(self, values: Vector) -> Solve:
-        self._best, self._wasted = np.inf, 0.0
+        self._new_factors()
         self._solve = self._factors(values)
         self._of = self._step
         if self._of not in self._kept:
@@ -188,7 +197,7 @@ class Solver:
         """Return ``A⁻ᵀ right``, for the matrix ``A`` with these values; a column for each.
 
         It is refined with factors of a matrix that may be another one, from where the solutions of
-        the last three calls for the same stage lead. Where factors take little longer than a solve,
+        the last four calls for the same stage lead. Where factors take little longer than a solve,
         each matrix has its own.
         """
         if not right.any():
@@ -207,7 +216,7 @@ class Solver:
             if np.isfinite(right).all():
                 raise NotSolved("the Jacobian is singular to working precision")
             return np.full_like(right, np.nan)
-        self._past[stage] = solution, *past[:2]
+        self._past[stage] = solution, *past[:3]
         self._count(iterations)
         return solution
 
@@ -217,12 +226,12 @@ class Solver:
         """Return a solution and how often it was refined; None if that does not converge."""
         assert self._solve is not None
         solution, rest = np.zeros_like(right), right
-        if len(past) == 3 and past[0].shape == right.shape:
-            guess = 3 * (past[0] - past[1]) + past[2]
+        if len(past) == 4 and past[0].shape == right.shape:
+            guess = 4 * (past[0] + past[2]) - 6 * past[1] - past[3]
             left = right - adjoint @ guess
             if _norm(left) < _NEAR * _norm(right):
                 solution, rest = guess, left
-        before, wanted = np.inf, 1e-2 * self._tolerance.rtol
+        before, wanted = np.inf, _MARGIN * self._tolerance.rtol
         for iteration in range(1, _REFINED + 1):
             correction = self._solve(rest, True)
             solution = solution + correction
@@ -231,7 +240,14 @@ class Solver:
                 return None, iteration
             # Each column has a scale of its own, but all converge as the slowest does.
             scale = float(np.min(np.max(np.abs(solution), axis=0)))
-            rate = size / before
+            distance = abs(self._step - self._of)
+            if before == np.inf:
+                self._rate *= _OLDER
+                rate = self._rate * distance
+            else:
+                rate = size / before
+                if distance:
+                    self._rate = rate / distance
             if size <= 4 * _EPS * scale or (0 < rate < 1 and size * rate <= wanted * scale):
                 return solution, iteration
             if before < np.inf and rate > _SLOW:

@@ -128,23 +128,21 @@ class Run:
             self._begin = k
             self._marks[k // self._length] = self._states[:2]
             self._solver.forget()
-        with self._at(k):
+        self._solver.turn_to(k)
+        try:
             state, self.newton[k] = self._scheme.advance(self._solver, self._place(k, 0))
+        except NotSolved as error:
+            raise self._failure(k, error) from None
         self._states[k - self._begin + 2] = state
         if k == self._done:
             self._done, self._last = k + 1, state
 
-    @contextmanager
-    def _at(self, k: int) -> Iterator[None]:
-        """Let the solver work on a step, and say which one it was if there is no solution."""
-        self._solver.turn_to(k)
-        try:
-            yield
-        except NotSolved as error:
-            raise NewtonError(
-                f"step {k} has no solution that was found, from t={self.times[k]:.6g} with "
-                f"dt={self._dt[k]:.6g}: {error.why}"
-            ) from None
+    def _failure(self, k: int, error: NotSolved) -> NewtonError:
+        """Return an error that says which step has no solution."""
+        return NewtonError(
+            f"step {k} has no solution that was found, from t={self.times[k]:.6g} with "
+            f"dt={self._dt[k]:.6g}: {error.why}"
+        )
 
     def _place(self, k: int, ends: int) -> Place:
         """Return a step with so many states behind its beginning."""
@@ -270,8 +268,11 @@ class Run:
                 above = grads.old + own(k + 1)
                 grads.begin()
                 later = grads.time.copy()
-                with self._at(k):
+                self._solver.turn_to(k)
+                try:
                     self._scheme.pull_back(self._solver, self._place(k, 1), above, grads)
+                except NotSolved as error:
+                    raise self._failure(k, error) from None
                 in_dt[k] = later
                 in_dt[k] += grads.dt
         u0 = grads.old + own(0)

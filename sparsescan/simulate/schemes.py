@@ -160,7 +160,9 @@ class _Rated:
         keys = np.union1d(mass_keys, rate_keys)
         indptr = np.searchsorted(keys, np.arange(n + 1) * n)
         self.matrices = Matrices(Pattern(indptr, keys % n, (n, n)))
-        self._into = np.searchsorted(keys, rate_keys)
+        self._into: Any = np.searchsorted(keys, rate_keys)
+        if len(rate_keys) == len(keys):
+            self._into = slice(None)  # faster than places
         self._own = np.zeros(len(keys))
         self._own[np.searchsorted(keys, mass_keys)] = own.data
 
