@@ -1,12 +1,13 @@
-"""Front door for JAX: linear recurrences and recurrent networks under ``jit``, ``grad``, ``vmap``.
+"""Front door for JAX: recurrences, networks and simulations under ``jit``, ``grad``, ``vmap``.
 
 JAX is imported when this is. Its compiled programs call compiled kernels on their own buffers, on
-the CPU, with its threads and without Python.
+the CPU, with its threads; and without Python, but for a simulation, whose function is the user's.
 """
 
 from .affine import affine_scan
 from .filters import lfilter, sosfilt
 from .recurrent import recurrent
 from .selective import selective_scan
+from .simulation import simulate
 
-__all__ = ["affine_scan", "lfilter", "recurrent", "selective_scan", "sosfilt"]
+__all__ = ["affine_scan", "lfilter", "recurrent", "selective_scan", "simulate", "sosfilt"]

@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import InputError, InputTypeError, short
 from .factors import Vector
+
+
+class Leaves(NamedTuple):
+    """Parameters one by one.
+
+    Attributes
+    ----------
+    kind : type or None
+        What they are in: a dict, a tuple, or nothing where there is one or none.
+    names : list
+        Their names in it, or ``[""]``.
+    leaves : list
+        The parameters.
+    """
+
+    kind: type | None
+    names: list[Any]
+    leaves: list[Any]
+
+    @classmethod
+    def of(cls, params: Any) -> Leaves:
+        """Take parameters apart."""
+        if isinstance(params, dict):
+            return cls(dict, list(params), list(params.values()))
+        if isinstance(params, tuple):
+            return cls(tuple, list(range(len(params))), list(params))
+        return cls(None, [], []) if params is None else cls(None, [""], [params])
+
+    def joined(self, leaves: Sequence[Any]) -> Any:
+        """Return other leaves in the structure of these."""
+        if self.kind is dict:
+            return dict(zip(self.names, leaves, strict=True))
+        if self.kind is tuple:
+            return tuple(leaves)
+        return leaves[0] if leaves else None
+
+    @property
+    def titles(self) -> list[str]:
+        """What errors call them."""
+        return ["params" if name == "" else f"params[{name!r}]" for name in self.names]
 
 
 class Params:
@@ -25,17 +66,10 @@ class Params:
     """
 
     def __init__(self, params: Any) -> None:
-        self._kind: type | None = None
-        names: list[Any] = []
-        leaves: list[Any] = []
-        if isinstance(params, dict):
-            self._kind, names, leaves = dict, list(params), list(params.values())
-        elif isinstance(params, tuple):
-            self._kind, names, leaves = tuple, list(range(len(params))), list(params)
-        elif params is not None:
-            names, leaves = [""], [params]
-        self._names = names
-        arrays = [_array(self._title(name), leaf) for name, leaf in zip(names, leaves, strict=True)]
+        own = Leaves.of(params)
+        leaves = own.leaves
+        arrays = [_array(*each) for each in zip(own.titles, leaves, strict=True)]
+        self._own, self._names = own._replace(leaves=[]), own.names
         self._shapes = [each.shape for each in arrays]
         self._is_number = [not hasattr(leaf, "shape") for leaf in leaves]
         self._ends = np.cumsum([0, *(each.size for each in arrays)]).tolist()
@@ -46,10 +80,7 @@ class Params:
     @property
     def structure(self) -> tuple[Any, ...]:
         """What :meth:`of` depends on."""
-        return self._kind, tuple(self._names), tuple(self._shapes), tuple(self._is_number)
-
-    def _title(self, name: Any) -> str:
-        return "params" if name == "" else f"params[{name!r}]"
+        return self._own.kind, tuple(self._names), tuple(self._shapes), tuple(self._is_number)
 
     def slice_of(self, name: Any) -> slice:
         """Return where the numbers of a parameter are in the vector."""
@@ -68,11 +99,7 @@ class Params:
             pieces = self._cut(vector, lead)
             if not lead and vector.dtype == np.float64:
                 self._known = vector, pieces
-        if self._kind is dict:
-            return dict(zip(self._names, pieces, strict=True))
-        if self._kind is tuple:
-            return tuple(pieces)
-        return pieces[0] if pieces else None
+        return self._own.joined(pieces)
 
     def _cut(self, vector: Any, lead: tuple[int, ...] = ()) -> list[Any]:
         pieces = [
@@ -89,9 +116,9 @@ class Params:
     def vector_of(self, params: Any) -> Vector:
         """Return derivatives in this structure as one vector."""
         leaves = params
-        if self._kind is dict:
+        if self._own.kind is dict:
             leaves = [params[name] for name in self._names]
-        elif self._kind is None:
+        elif self._own.kind is None:
             leaves = [] if params is None else [params]
         rows = [
             np.asarray(leaf, np.float64).reshape(end - begin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -41,6 +41,33 @@ class SimulationGradients(NamedTuple):
     dt: Any
 
 
+class Problem(NamedTuple):
+    """What is solved, but for the lengths of steps.
+
+    Attributes
+    ----------
+    scheme : Scheme
+        The equations of a step.
+    u0 : ndarray, shape (n,)
+        The initial state, which nobody else writes to.
+    params : Params
+        The parameters.
+    t0 : float
+        The time of `u0`.
+    tolerance : Tolerance
+        How exact states are.
+    memory_limit : int or None
+        Bytes.
+    """
+
+    scheme: Scheme
+    u0: Vector
+    params: Params
+    t0: float
+    tolerance: Tolerance
+    memory_limit: int | None
+
+
 class Run:
     """States of a simulation, made by ``forward`` of :class:`ImplicitSteps` or :class:`TimeSteps`.
 
@@ -61,27 +88,23 @@ class Run:
 
     def __init__(
         self,
-        scheme: Scheme,
-        u0: Vector,
-        params: Params,
+        problem: Problem,
         dt: NDArray[np.float64],
-        *,
-        t0: float,
         has_one_dt: bool,
-        tolerance: Tolerance,
-        memory_limit: int | None,
         march: March | None = None,
         solver: Solver | None = None,
     ) -> None:
-        self._scheme, self._params, self._dt, self._has_one_dt = scheme, params, dt, has_one_dt
+        scheme, u0 = problem.scheme, problem.u0
+        self._scheme, self._params = scheme, problem.params
+        self._dt, self._has_one_dt = dt, has_one_dt
         # A backward pass changes factors, and which states are kept.
         self._lock = threading.Lock()
         self._left: tuple[Any, ...] | None = None
         self._n, self._count = len(u0), len(dt)
-        self.times = t0 + np.concatenate([[0.0], np.cumsum(dt)])
+        self.times = problem.t0 + np.concatenate([[0.0], np.cumsum(dt)])
         self.newton = np.zeros(len(dt), np.int64)
-        self._length, room = self._segment(memory_limit)
-        self._solver = Solver(scheme.matrices, tolerance, room) if solver is None else solver
+        self._length, room = self._segment(problem.memory_limit)
+        self._solver = solver or Solver(scheme.matrices, problem.tolerance, room)
         rows = min(self._length, self._count)
         # The state before the first of a segment, and those of the segment.
         self._states = np.empty((rows + 2, self._n))
@@ -157,6 +180,21 @@ class Run:
             float(self._dt[k - 1]) if k else None,
         )
 
+    @property
+    def kept(self) -> tuple[Vector, ...]:
+        """What a backward pass needs of this one: states, or those that segments begin with."""
+        if self._length < self._count:
+            return (self._marks,)
+        return self._states, self._inner
+
+    def restore(self, kept: Sequence[Vector]) -> None:
+        """Go on as if the steps had been taken, by what another run has kept."""
+        for own, given in zip(self.kept, kept, strict=True):
+            own[:] = given
+        self._done = self._count
+        if self._length < self._count:
+            self._begin = -1  # no segment's states are here
+
     def march(self, watch: Callable[[int], object] | None) -> None:
         """Take all steps; after each, `watch` is called with their number."""
         with self._told():
@@ -182,6 +220,11 @@ class Run:
     def steps(self) -> int:
         """Steps that were taken."""
         return self._done
+
+    @property
+    def planned(self) -> int:
+        """Steps that there are to take."""
+        return self._count
 
     @property
     def states(self) -> Vector | None:

@@ -27,7 +27,7 @@ from .factors import Vector
 from .methods import TABLEAUS, check_method
 from .newton import NotSolved, Solver, Tolerance
 from .params import Params
-from .run import ROOM, Run
+from .run import ROOM, Problem, Run
 from .schemes import BackwardDifferences, ResidualScheme, RungeKutta, Scheme
 
 How = Literal["complex", "forward", "jax"]
@@ -149,6 +149,11 @@ class _Simulation:
         self._function, self._jacobians, self._vjp = function, jacobians, vjp
         self._derivatives, self._param_patterns = derivatives, dict(param_patterns or {})
 
+    @property
+    def uses_jax(self) -> bool:
+        """Whether the function is one of JAX."""
+        return self._derivatives == "jax"
+
     def _scheme(self, source: Source) -> Scheme:
         raise NotImplementedError
 
@@ -169,7 +174,7 @@ class _Simulation:
             return self._function(*_for_user(arguments, params))
 
         source: Source
-        if self._derivatives == "jax":
+        if self.uses_jax:
             source = InJax(function, self._name)
         else:
             pattern_of_params = partial(self._pattern_of_params, params)
@@ -270,15 +275,43 @@ class _Simulation:
         MemoryLimitError
             If `memory_limit` is too low even for segments.
         """
+        problem = self._problem(u0, params, t0, rtol, atol, memory_limit)
+        end = None if until is None else self._read_until(until, t0, steps, dt, error)
+        lengths, has_one = _read_dt(steps if end is None else 1, dt)
+        if check:
+            self._check(problem, float(lengths[0]))
+        with _watching(progress, None if end is not None else len(lengths)) as watch:
+            if end is not None:
+                return _march_until(problem, float(lengths[0]), end, error, watch)
+            run = Run(problem, lengths, has_one)
+            run.march(watch)
+        return run
+
+    def prepare(
+        self,
+        u0: ArrayLike,
+        params: Any,
+        *,
+        steps: int | None,
+        dt: float | ArrayLike,
+        t0: float = 0.0,
+        rtol: float = 1e-8,
+        atol: float = 1e-10,
+        memory_limit: int | None = None,
+    ) -> Run:
+        """Return a run whose steps are not taken yet; arguments are those of :meth:`forward`."""
+        return Run(self._problem(u0, params, t0, rtol, atol, memory_limit), *_read_dt(steps, dt))
+
+    def _problem(
+        self, u0: Any, params: Any, t0: Any, rtol: Any, atol: Any, memory_limit: Any
+    ) -> Problem:
+        """Return what is solved, of checked copies."""
         n = self.pattern.shape[0]
         first = np.array(u0)
         if first.dtype.kind not in "fiub" or first.shape != (n,):
             raise InputError(
                 f"u0 has shape {first.shape} and dtype {first.dtype}; expected {n} real numbers"
             )
-        first = first.astype(np.float64)
-        end = None if until is None else self._read_until(until, t0, steps, dt, error)
-        lengths, has_one = _read_dt(1 if until is not None else steps, dt)
         for name, number in (("rtol", rtol), ("atol", atol)):
             if not 0 < number < np.inf:
                 raise InputError(f"{name} is {short(number)}; expected a positive number")
@@ -287,21 +320,9 @@ class _Simulation:
         structure = Params(params)
         for name in self._param_patterns:
             structure.slice_of(name)
-        scheme = self._scheme_for(structure)
-        if check:
-            self._check(scheme.source, (first, float(t0), float(lengths[0]), structure.vector))
-        about: dict[str, Any] = {
-            "t0": float(t0),
-            "tolerance": Tolerance(float(rtol), float(atol)),
-            "memory_limit": memory_limit,
-        }
-        with _watching(progress, None if end is not None else len(lengths)) as watch:
-            if end is not None:
-                tried = float(lengths[0])
-                return self._march_until(scheme, first, structure, tried, end, error, about, watch)
-            run = Run(scheme, first, structure, lengths, has_one_dt=has_one, **about)
-            run.march(watch)
-        return run
+        tolerance = Tolerance(float(rtol), float(atol))
+        scheme, state = self._scheme_for(structure), first.astype(np.float64)
+        return Problem(scheme, state, structure, float(t0), tolerance, memory_limit)
 
     def _read_until(self, until: Any, t0: float, steps: Any, dt: Any, error: Any) -> float:
         """Return the time to march to, having checked what goes with it."""
@@ -317,62 +338,52 @@ class _Simulation:
             raise InputError(f"error is {short(error)}; expected two positive numbers")
         return float(until)
 
-    def _march_until(
-        self,
-        scheme: Scheme,
-        u0: Vector,
-        params: Params,
-        dt: float,
-        until: float,
-        error: tuple[float, float],
-        about: dict[str, Any],
-        watch: Watch,
-    ) -> Run:
-        """March by lengths that are chosen; within a memory limit they are marched once more."""
-        solver = Solver(scheme.matrices, about["tolerance"], ROOM)
-        keeps_states = about["memory_limit"] is None
-        march = March([], [u0], [], [])
-
-        def run() -> Run:
-            kept: dict[str, Any] = {"march": march, "solver": solver} if keeps_states else {}
-            return Run(
-                scheme, u0, params, np.array(march.lengths), has_one_dt=False, **kept, **about
-            )
-
-        try:
-            with np.errstate(all="ignore"):
-                march_until(
-                    scheme,
-                    solver,
-                    params.vector,
-                    t0=about["t0"],
-                    until=until,
-                    dt=dt,
-                    error=Tolerance(*map(float, error)),
-                    keeps_states=keeps_states,
-                    found=march,
-                    watch=watch,
-                )
-        except BaseException as failure:
-            # As those of a march by given lengths have.
-            told = NewtonError(failure.why) if isinstance(failure, NotSolved) else failure
-            if keeps_states:
-                told.run = run()  # type: ignore[attr-defined]
-            raise told from None
-        found = run()
-        if not keeps_states:
-            found.march(None)
-        return found
-
-    def _check(self, source: Source, about: tuple[Vector, float, float, Vector]) -> None:
+    def _check(self, problem: Problem, dt: float) -> None:
         """Compare Jacobians with central differences along a random direction."""
-        u0, time, dt, params = about
-        arguments = *self._arguments(u0, time, dt), params
+        arguments = *self._arguments(problem.u0, problem.t0, dt), problem.params.vector
         for where, coloured, name in self._matrices():
-            _check_jacobian(source, arguments, where, coloured, name)
+            _check_jacobian(problem.scheme.source, arguments, where, coloured, name)
 
     def _matrices(self) -> list[tuple[int, Coloured, str]]:
         return [(0, self._coloured, "pattern")]
+
+
+def _march_until(
+    problem: Problem, dt: float, until: float, error: tuple[float, float], watch: Watch
+) -> Run:
+    """March by lengths that are chosen; within a memory limit they are marched once more."""
+    solver = Solver(problem.scheme.matrices, problem.tolerance, ROOM)
+    keeps_states = problem.memory_limit is None
+    march = March([], [problem.u0], [], [])
+
+    def run() -> Run:
+        kept = (march, solver) if keeps_states else ()
+        return Run(problem, np.array(march.lengths), False, *kept)
+
+    try:
+        with np.errstate(all="ignore"):
+            march_until(
+                problem.scheme,
+                solver,
+                problem.params.vector,
+                t0=problem.t0,
+                until=until,
+                dt=dt,
+                error=Tolerance(*map(float, error)),
+                keeps_states=keeps_states,
+                found=march,
+                watch=watch,
+            )
+    except BaseException as failure:
+        # As those of a march by given lengths have.
+        told = NewtonError(failure.why) if isinstance(failure, NotSolved) else failure
+        if keeps_states:
+            told.run = run()  # type: ignore[attr-defined]
+        raise told from None
+    found = run()
+    if not keeps_states:
+        found.march(None)
+    return found
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import DeviceError, InputTypeError, short
 from ..simulate import ImplicitSteps, Run, TimeSteps
+from ..simulate.params import Leaves
 
 
 def simulate(
@@ -73,17 +74,13 @@ def simulate(
         raise InputTypeError(f"sim is {short(sim)}; expected ImplicitSteps or TimeSteps")
     if not isinstance(u0, Tensor):
         raise InputTypeError(f"u0 is {short(u0)}; expected a tensor")
-    leaves = {"u0": u0, "dt": dt}
-    if isinstance(params, dict):
-        leaves |= {f"params[{name!r}]": each for name, each in params.items()}
-    elif isinstance(params, tuple):
-        leaves |= {f"params[{k}]": each for k, each in enumerate(params)}
-    else:
-        leaves |= {"params": params}
-    for name, leaf in leaves.items():
+    own = Leaves.of(params)
+    leaves = [u0, dt, *own.leaves]
+    for name, leaf in zip(["u0", "dt", *own.titles], leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
             raise DeviceError(f"{name} is on {leaf.device}; expected a tensor on the CPU")
-    states: Tensor = _Simulate.apply(sim, params, steps, last, options, *leaves.values())
+    structure = own._replace(leaves=[])
+    states: Tensor = _Simulate.apply(sim, structure, steps, last, options, *leaves)
     return states
 
 
@@ -100,14 +97,10 @@ class _Simulate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sim: Any, params: Any, steps: Any, last: bool, options: Any, *leaves: Any
+        ctx: Any, sim: Any, structure: Leaves, steps: Any, last: bool, options: Any, *leaves: Any
     ) -> Tensor:
         u0, dt, *own = map(_array, leaves)
-        if isinstance(params, dict):
-            given: Any = dict(zip(params, own, strict=True))
-        else:
-            given = tuple(own) if isinstance(params, tuple) else own[0]
-        run: Run = sim.forward(u0, given, steps=steps, dt=dt, **options)
+        run: Run = sim.forward(u0, structure.joined(own), steps=steps, dt=dt, **options)
         ctx.run, ctx.last, ctx.leaves = run, last, leaves
         found = run.last if last else run.states
         if found is None:
@@ -119,13 +112,11 @@ class _Simulate(torch.autograd.Function):
     def backward(ctx: Any, above: Tensor) -> Any:
         numbers = above.detach().numpy()
         grads = ctx.run.backward(**{"grad_last" if ctx.last else "grad_states": numbers})
-        own = grads.params
-        own = list(own.values()) if isinstance(own, dict) else own
-        own = own if isinstance(own, list | tuple) else [own]
+        own = [grads.u0, grads.dt, *Leaves.of(grads.params).leaves]
         found = [
             torch.as_tensor(np.asarray(grad)).to(leaf.dtype).reshape(leaf.shape)
             if isinstance(leaf, Tensor)
             else None
-            for leaf, grad in zip(ctx.leaves, [grads.u0, grads.dt, *own], strict=True)
+            for leaf, grad in zip(ctx.leaves, own, strict=True)
         ]
         return None, None, None, None, None, *found

@@ -95,8 +95,8 @@ class _Api(NamedTuple):
     SCHEDULE: int = 136
 
 
-_FRAME, _API = _Frame(), _Api()
-_METADATA, _EXECUTE, _INVALID, _MISSING = 1, 3, 3, 9
+FRAME, API = _Frame(), _Api()
+METADATA, EXECUTE, _INVALID, _MISSING, INTERNAL = 1, 3, 3, 9, 13
 
 _malloc = types.ExternalFunction("malloc", types.int64(types.int64))
 _free = types.ExternalFunction("free", types.void(types.int64))
@@ -153,7 +153,7 @@ def _find(key):
 @njit
 def _describe(metadata, api):
     """Say which version of the interface this is made for: the one that there is."""
-    own, version = array_at(metadata + 24, 2, _SHORT), array_at(api + _API.VERSION, 2, _SHORT)
+    own, version = array_at(metadata + 24, 2, _SHORT), array_at(api + API.VERSION, 2, _SHORT)
     own[0], own[1] = version[0], version[1]
 
 
@@ -162,7 +162,7 @@ def _error(api, code, text):
     """Return an error of XLA with a message that ends with 0."""
     call = words_at(_on_stack(4), 4)
     call[0], call[1], call[2], call[3] = 28, 0, text, code
-    return call_at(_word(api + _API.CREATE_ERROR), call.ctypes.data)
+    return call_at(_word(api + API.CREATE_ERROR), call.ctypes.data)
 
 
 @njit
@@ -199,7 +199,7 @@ def _wrong_length(api, place, length, steps):
     return _error(api, _INVALID, out.ctypes.data)
 
 
-_UNKNOWN = b"this program of sparsescan.jax was compiled by another process; compile it in this one"
+UNKNOWN = b"this program of sparsescan.jax was compiled by another process; compile it in this one"
 _FAILED = b"a kernel of sparsescan has failed"
 
 
@@ -229,16 +229,16 @@ def _leave(address):
 def _call_help(frame, api, address, threads):
     """Ask threads of XLA's for help; one that comes too late finds nothing left to do."""
     call = words_at(_on_stack(5), 5)
-    call[0], call[1], call[2] = 40, 0, _word(frame + _FRAME.CONTEXT)
+    call[0], call[1], call[2] = 40, 0, _word(frame + FRAME.CONTEXT)
     call[3], call[4] = words_at(_root(), Root.SIZE)[Root.HELP], address
     for _ in range(1, threads):
         fetch_add(words_at(address, 1), 0, 1)
-        error = call_at(_word(api + _API.SCHEDULE), call.ctypes.data)
+        error = call_at(_word(api + API.SCHEDULE), call.ctypes.data)
         if error != 0:  # there are no threads
             fetch_add(words_at(address, 1), 0, -1)
             destroyed = words_at(_on_stack(3), 3)
             destroyed[0], destroyed[1], destroyed[2] = 24, 0, error
-            call_at(_word(api + _API.DESTROY_ERROR), destroyed.ctypes.data)
+            call_at(_word(api + API.DESTROY_ERROR), destroyed.ctypes.data)
             return
 
 
@@ -259,18 +259,18 @@ def _take_large_pages(address, nbytes):
 @njit(nogil=True, cache=True)
 def handle(frame):
     """Run what a call frame asks for; return an error of XLA, or 0."""
-    api, extension = _word(frame + _FRAME.API), _word(frame + _FRAME.EXTENSION)
-    if extension != 0 and _short(extension + 8) == _METADATA:
+    api, extension = _word(frame + FRAME.API), _word(frame + FRAME.EXTENSION)
+    if extension != 0 and _short(extension + 8) == METADATA:
         _describe(_word(extension + 24), api)
         return np.int64(0)
-    if _short(frame + _FRAME.STAGE) != _EXECUTE:
+    if _short(frame + FRAME.STAGE) != EXECUTE:
         return np.int64(0)
-    key = _word(_word(_word(_word(frame + _FRAME.ATTRIBUTES)) + 8))
+    key = _word(_word(_word(_word(frame + FRAME.ATTRIBUTES)) + 8))
     found = _find(key)
     if found == 0:
-        return _failure(api, _UNKNOWN)
+        return _failure(api, UNKNOWN)
     program = words_at(found, Program.SIZE)
-    arguments, results = _word(frame + _FRAME.ARGUMENTS), _word(frame + _FRAME.RESULTS)
+    arguments, results = _word(frame + FRAME.ARGUMENTS), _word(frame + FRAME.RESULTS)
     if program[Program.LENGTHS] >= 0:
         count, steps = program[Program.LENGTH_COUNT], program[Program.STEPS]
         lengths = array_at(_data(arguments, program[Program.LENGTHS]), count, _SHORT)

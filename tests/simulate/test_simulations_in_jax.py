@@ -1,0 +1,224 @@
+"""Simulations as functions of JAX: beside their own gradients, and beside ``jax.lax.scan``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling import times
+
+from sparsescan import InputError, InputTypeError, NewtonError
+from sparsescan.simulate import ImplicitSteps, TimeSteps
+from sparsescan.simulate.methods import METHODS
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+from sparsescan.jax import simulate  # noqa: E402
+
+MODES = ["plain", "jit", "vmap", "jit of vmap"]
+
+
+class Line:
+    """A random line of unknowns with a cubic decay."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.n = n = int(rng.integers(1, 9))
+        self.matrix = sp.csr_array(
+            sp.diags_array(
+                [
+                    rng.standard_normal(max(n - 1, 0)),
+                    -2 - rng.random(n),
+                    rng.standard_normal(n)[1:],
+                ],
+                offsets=[-1, 0, 1],
+                shape=(n, n),
+            )
+        )
+        self.u0, self.gain = rng.standard_normal(n), rng.uniform(0.5, 1.5, n)
+        self.dense = self.matrix.toarray()
+
+    def rate(self, u: Any, t: Any, p: Any) -> Any:
+        return p[0] * (self.matrix @ u) - p[1] * u * u * u + t
+
+    def traced(self, u: Any, t: Any, p: Any) -> Any:
+        return p[0] * (self.dense @ u) - p[1] * u * u * u + t
+
+
+def mapped(mode: str, function: Any) -> Any:
+    """Return a function in a mode; a map is over two equal initial states."""
+    if "vmap" in mode:
+        one = jax.vmap(function, (0, None, None))
+        function = lambda u0, p, dt: one(jnp.stack([u0, u0]), p, dt)  # noqa: E731
+    return jax.jit(function) if "jit" in mode else function
+
+
+@settings(max_examples=times(4), deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    method=st.sampled_from(METHODS),
+    mode=st.sampled_from(MODES),
+    wide=st.booleans(),
+    last=st.booleans(),
+    limited=st.booleans(),
+    many=st.booleans(),
+)
+def test_gradients_are_those_of_the_run(
+    seed: int, method: str, mode: str, wide: bool, last: bool, limited: bool, many: bool
+) -> None:
+    line = Line(seed)
+    sim = TimeSteps(line.rate, line.matrix, method)
+    with jax.enable_x64(wide):
+        u0, gain = jnp.asarray(line.u0), jnp.asarray(line.gain)
+        decay, dt = jnp.asarray(0.7), jnp.asarray([0.03, 0.05, 0.04] if many else 0.05)
+        options = {"memory_limit": 30_000} if limited and last else {}
+        above = np.random.default_rng(seed).standard_normal((line.n,) if last else (4, line.n))
+
+        def loss(u0: Any, p: Any, dt: Any) -> Any:
+            states = simulate(sim, u0, p, steps=3, dt=dt, last=last, **options)
+            assert states.dtype == u0.dtype
+            return (states * above.astype(states.dtype)).sum()
+
+        graded = jax.value_and_grad(loss, argnums=(0, 1, 2))
+        value, found = mapped(mode, graded)(u0, (decay, gain), dt)
+        numbers = [np.asarray(each, np.float64) for each in (u0, decay, gain, dt)]
+    run = sim.forward(numbers[0], tuple(numbers[1:3]), steps=3, dt=numbers[3], **options)
+    grads = run.backward(**{"grad_last" if last else "grad_states": above})
+    own, expected = jax.tree.leaves(found), [grads.u0, *grads.params, grads.dt]
+    close = 1e-9 if wide else 1e-4
+    for one, right in zip(own, expected, strict=True):
+        for each in one if "vmap" in mode else [one]:
+            scale = max(1.0, float(np.max(np.abs(right))))
+            np.testing.assert_allclose(each, right, rtol=0, atol=close * scale)
+    states = run.last if last else run.states
+    np.testing.assert_allclose(value, (states * above).sum(), rtol=close, atol=10 * close)
+
+
+def test_gradients_are_those_of_a_dense_scan() -> None:
+    line = Line(7)
+    with jax.enable_x64(True):
+
+        def step(u: Any, k: Any, p: Any, dt: Any) -> Any:
+            new = u
+            for _ in range(12):  # Newton's method, whose iterations are differentiated
+
+                def residual(v: Any) -> Any:
+                    return v - u - dt * line.traced(v, (k + 1) * dt, p)
+
+                new = new - jnp.linalg.solve(jax.jacobian(residual)(new), residual(new))
+            return new
+
+        def dense(u0: Any, p: Any, dt: Any) -> Any:
+            last, _ = jax.lax.scan(lambda u, k: (step(u, k, p, dt), None), u0, jnp.arange(5.0))
+            return (last**3).sum()
+
+        def ours(u0: Any, p: Any, dt: Any) -> Any:
+            sim = TimeSteps(line.rate, line.matrix)
+            return (simulate(sim, u0, p, steps=5, dt=dt, last=True) ** 3).sum()
+
+        given = jnp.asarray(line.u0), (jnp.asarray(0.7), jnp.asarray(line.gain)), jnp.asarray(0.1)
+        expected = jax.grad(dense, argnums=(0, 1, 2))(*given)
+        found = [mapped(mode, jax.grad(ours, argnums=(0, 1, 2)))(*given) for mode in MODES[:2]]
+    for each in found:
+        for one, right in zip(jax.tree.leaves(each), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, right, rtol=1e-6, atol=1e-9)
+
+
+def test_what_is_not_of_jax_keeps_its_digits() -> None:
+    sim = TimeSteps(lambda u, t, p: -p * u, np.eye(2))
+    u0 = np.array([0.1, 0.2])
+    expected = sim.forward(u0, 0.3, steps=4, dt=0.1).last
+    with jax.enable_x64(True):
+        assert np.array_equal(simulate(sim, u0, 0.3, steps=4, dt=0.1, last=True), expected)
+    found = simulate(sim, u0, 0.3, steps=4, dt=0.1, last=True)
+    assert found.dtype == jnp.float32
+    assert np.array_equal(found, expected.astype(np.float32))
+
+
+def test_steps_of_ones_own_and_functions_of_jax() -> None:
+    def residual(u: Any, u_old: Any, t: Any, dt: Any, p: Any) -> Any:
+        return u - u_old + dt * p * u * u
+
+    given = jnp.asarray([0.5, 1.0], jnp.float32), jnp.float32(0.8)
+    grads = []
+    for how in (None, "jax"):
+        sim = ImplicitSteps(residual, np.eye(2), derivatives=how)
+
+        def loss(u0: Any, p: Any, sim: Any = sim) -> Any:
+            return simulate(sim, u0, p, steps=3, dt=0.1)[-1].sum()
+
+        grads.append(jax.grad(loss, argnums=(0, 1))(*given))
+    for one, other in zip(*map(jax.tree.leaves, grads), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    for mode, u0 in ((jax.jit(loss), given[0]), (jax.vmap(loss, (0, None)), jnp.ones((1, 2)))):
+        with pytest.raises(InputTypeError, match="sim has derivatives='jax'; expected functions"):
+            mode(u0, given[1])
+
+
+def test_a_step_without_a_solution() -> None:
+    sim = TimeSteps(lambda u, t, p: u * u, np.eye(1))
+    u0 = jnp.ones(1)
+    with pytest.raises(NewtonError, match="step 0 has no solution") as caught:
+        simulate(sim, u0, steps=2, dt=1.0)
+    assert caught.value.run.steps == 0
+    with pytest.raises(Exception, match="NewtonError: step 0 has no solution"):
+        jax.block_until_ready(jax.jit(lambda u: simulate(sim, u, steps=2, dt=1.0))(u0))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"sim": 1}, InputTypeError, "sim is 1; expected ImplicitSteps or TimeSteps"),
+        ({"u0": jnp.ones(3)}, InputError, "u0 has shape .3,.*expected 2 real numbers"),
+        ({"u0": jnp.ones(2, int)}, InputTypeError, "u0 has dtype int32; expected float32 or"),
+        ({"params": {"a": jnp.ones(2, bool)}}, InputTypeError, "params.'a'. has dtype bool"),
+        ({"dt": jnp.ones(3)}, InputError, "dt has 3 lengths; expected 2"),
+        ({"memory_limit": 3000, "steps": 200}, InputError, "last is False; expected True"),
+    ],
+)
+def test_bad_arguments_are_named_when_traced(
+    changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    sim = TimeSteps(lambda u, t, p: -u, np.eye(2))
+    given = {"sim": sim, "u0": jnp.ones(2), "steps": 2, "dt": 0.1} | changed
+    sim, u0 = given.pop("sim"), given.pop("u0")
+    with pytest.raises(error, match=message):
+        jax.eval_shape(lambda u: simulate(sim, u, **given), u0)
+
+
+def test_large_buffers_on_one_core_do_not_wait_for_each_other() -> None:
+    program = """
+import os
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+import jax, jax.numpy as jnp, scipy.sparse as sp
+from sparsescan.jax import simulate
+from sparsescan.simulate import TimeSteps
+n = 50_000
+sim = TimeSteps(lambda u, t, p: -p * u, sp.eye_array(n))
+
+def loss(u, p):
+    return (jnp.sort(simulate(sim, jnp.sin(u), p, steps=2, dt=0.1)[-1]) ** 2).sum()
+
+grad = jax.jit(jax.grad(loss))
+for _ in range(3):
+    found = grad(jnp.ones(n), jnp.float32(0.5))
+print(float(found[0]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    expected = 2 * np.sin(1) * np.cos(1) * 1.05**-4
+    assert float(done.stdout) == pytest.approx(expected, rel=1e-5)
