@@ -44,6 +44,16 @@ class Coloured:
         """The group of each column: the fullest comes first (Curtis, Powell and Reid, 1974)."""
         return _colours(self.pattern)
 
+    def blocks(self, count: int) -> Coloured:
+        """Return so many of these patterns along a diagonal, whose columns have the same groups."""
+        (rows, columns), shifts = self.pattern.shape, np.arange(count)[:, None]
+        starts = self.pattern.indptr[:-1] + shifts * self.pattern.nnz
+        indices = self.pattern.indices + shifts * columns
+        indptr = np.append(starts.ravel(), count * self.pattern.nnz)
+        found = Coloured(Pattern(indptr, indices.ravel(), (count * rows, count * columns)))
+        found.colours = np.tile(self.colours, count)
+        return found
+
     @property
     def groups(self) -> int:
         """How many groups there are."""

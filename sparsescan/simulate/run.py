@@ -48,8 +48,10 @@ class Problem(NamedTuple):
     ----------
     scheme : Scheme
         The equations of a step.
-    u0 : ndarray, shape (n,)
-        The initial state, which nobody else writes to.
+    u0 : ndarray
+        The initial state, of all samples in a row, which nobody else writes to.
+    shape : tuple of int
+        The shape of states for the user, ``(n,)`` or ``(batch, n)``.
     params : Params
         The parameters.
     t0 : float
@@ -62,6 +64,7 @@ class Problem(NamedTuple):
 
     scheme: Scheme
     u0: Vector
+    shape: tuple[int, ...]
     params: Params
     t0: float
     tolerance: Tolerance
@@ -73,10 +76,10 @@ class Run:
 
     Attributes
     ----------
-    states : ndarray, shape (steps + 1, n), or None
+    states : ndarray, shape (steps + 1, n) or (steps + 1, batch, n), or None
         The states, of which the first is the initial one; None where a memory limit left no room
         for all of them. If `forward` raised, those before are here; see :class:`NewtonError`.
-    last : ndarray, shape (n,)
+    last : ndarray, shape (n,) or (batch, n)
         The last state.
     times : ndarray, shape (steps + 1,)
         The times of states.
@@ -100,7 +103,7 @@ class Run:
         # A backward pass changes factors, and which states are kept.
         self._lock = threading.Lock()
         self._left: tuple[Any, ...] | None = None
-        self._n, self._count = len(u0), len(dt)
+        self._n, self._count, self._shape = len(u0), len(dt), problem.shape
         self.times = problem.t0 + np.concatenate([[0.0], np.cumsum(dt)])
         self.newton = np.zeros(len(dt), np.int64)
         self._length, room = self._segment(problem.memory_limit)
@@ -231,14 +234,14 @@ class Run:
         """All states, the initial one first; None if not all of them are kept."""
         if self._length < self._count:
             return None
-        states = self._states[1 : self._done + 2]
+        states = self._states[1 : self._done + 2].reshape(-1, *self._shape)
         states.flags.writeable = False
         return states
 
     @property
     def last(self) -> Vector:
         """The last state."""
-        return self._last.copy()
+        return self._last.reshape(self._shape).copy()
 
     @property
     def factorisations(self) -> int:
@@ -322,9 +325,13 @@ class Run:
         dt = in_dt.sum(0) if self._has_one_dt else in_dt
         if losses is None:
             number = float(dt[0]) if self._has_one_dt else dt[:, 0]
-            return SimulationGradients(u0[:, 0], self._params.of(grads.params[:, 0]), number)
+            return SimulationGradients(
+                u0[:, 0].reshape(self._shape), self._params.of(grads.params[:, 0]), number
+            )
         return SimulationGradients(
-            u0.T.copy(), self._params.of(grads.params.T, (losses,)), dt.T.copy()
+            u0.T.reshape(losses, *self._shape).copy(),
+            self._params.of(grads.params.T, (losses,)),
+            dt.T.copy(),
         )
 
     def _keep(self, k: int) -> None:
@@ -344,28 +351,29 @@ class Run:
         """Return a function of a state's number, for columns, and how many losses there are."""
         if grad_states is None and grad_last is None:
             raise InputError("grad_states and grad_last are None; expected one of them")
-        shape = self._done + 1, self._n
+        one = self._shape
         last = states = None
         losses: int | None = None
         if grad_last is not None:
-            last = _read("grad_last", grad_last, (self._n,))
-            losses = len(last) if last.ndim == 2 else None
+            last = _read("grad_last", grad_last, one)
+            losses = len(last) if last.ndim > len(one) else None
         if callable(grad_states):
             function = grad_states
             if last is None:
                 first = function(self._done)
                 if first is not None:
-                    first = _read(f"grad_states({self._done})", first, (self._n,))
-                    losses = len(first) if first.ndim == 2 else None
+                    first = _read(f"grad_states({self._done})", first, one)
+                    losses = len(first) if first.ndim > len(one) else None
         elif grad_states is not None:
-            states = _read("grad_states", grad_states, shape)
-            many = len(states) if states.ndim == 3 else None
+            states = _read("grad_states", grad_states, (self._done + 1, *one))
+            many = len(states) if states.ndim > len(one) + 1 else None
             if last is not None and many != losses:
                 raise InputError(
                     f"grad_states has shape {states.shape}, grad_last {last.shape}; expected one "
                     "number of losses"
                 )
             losses = many
+            states = states.reshape(*([] if losses is None else [losses]), -1, self._n)
 
         def own(k: int) -> Vector:
             found = np.zeros((self._n, 1 if losses is None else losses))
@@ -374,11 +382,11 @@ class Run:
             if states is not None:
                 found += states[..., k, :].reshape(-1, self._n).T
             elif grad_states is not None and (given := function(k)) is not None:
-                given = _read(f"grad_states({k})", given, (self._n,))
-                if (len(given) if given.ndim == 2 else None) != losses:
+                given = _read(f"grad_states({k})", given, one)
+                if (len(given) if given.ndim > len(one) else None) != losses:
                     raise InputError(
                         f"grad_states({k}) has shape {given.shape}; expected "
-                        f"{(self._n,) if losses is None else (losses, self._n)}"
+                        f"{one if losses is None else (losses, *one)}"
                     )
                 found += given.reshape(-1, self._n).T
             return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
@@ -50,8 +50,8 @@ class _Given:
         Functions of the values of the Jacobian in an argument, by its place.
     vjp : callable or None
         A function of λ and the arguments that returns ``(∂f/∂p)ᵀ λ``.
-    params : Params
-        The structure of parameters.
+    form : _Form
+        What the functions take.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class _Given:
         source: Source,
         functions: dict[int, Callable[..., Any]],
         vjp: Callable[..., Any] | None,
-        params: Params,
+        form: _Form,
     ) -> None:
-        self._source, self._functions, self._vjp, self._params = source, functions, vjp, params
+        self._source, self._functions, self._vjp, self._form = source, functions, vjp, form
         self.value, self.along = source.value, source.along
 
     def jacobian(self, arguments: Arguments, where: int, coloured: Coloured) -> Vector:
         function = self._functions.get(where)
         if function is None:
             return self._source.jacobian(arguments, where, coloured)
-        found = function(*_for_user(arguments, self._params))
+        found = function(*self._form.of(arguments))
         name = "jacobian" if where == 0 else "jacobian_old"
         return _values(name, found, coloured.pattern)
 
@@ -76,18 +76,56 @@ class _Given:
         """Return ``(∂f/∂p)ᵀ above``, for its columns."""
         if self._vjp is None:
             return self._source.in_params(arguments, above)
-        own = _for_user(arguments, self._params)
-        return np.stack([self._params.vector_of(self._vjp(each, *own)) for each in above.T], 1)
+        vjp, form, own = self._vjp, self._form, self._form.of(arguments)
+        columns = (form.params.vector_of(vjp(form.shaped(each), *own)) for each in above.T)
+        return np.stack([*columns], 1)
 
 
-def _for_user(arguments: Arguments, params: Params) -> Arguments:
-    """Return arguments as the user's functions take them: states, which are kept, to read only."""
-    *own, vector = arguments
-    for k, argument in enumerate(own):
-        if isinstance(argument, np.ndarray):
-            own[k] = argument.view()
-            own[k].flags.writeable = False
-    return *own, params.of(vector)
+class _Form(NamedTuple):
+    """How the user's functions take their arguments.
+
+    Attributes
+    ----------
+    params : Params
+        The structure of parameters.
+    batch : int or None
+        Samples, if states have an axis of them.
+    """
+
+    params: Params
+    batch: int | None
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """What else is made for one form serves for another of this structure."""
+        return *self.params.structure, self.batch
+
+    def shaped(self, state: Any) -> Any:
+        """Return a state as functions take it."""
+        return state if self.batch is None else state.reshape(self.batch, -1)
+
+    def of(self, arguments: Arguments) -> Arguments:
+        """Return arguments as functions take them: states, which are kept, to read only."""
+        *own, vector = arguments
+        for k, argument in enumerate(own):
+            if isinstance(argument, np.ndarray):
+                own[k] = self.shaped(argument.view())
+                own[k].flags.writeable = False
+            elif self.batch is not None and np.ndim(argument):  # in a trace of JAX
+                own[k] = self.shaped(argument)
+        return *own, self.params.of(vector)
+
+    def flat(self, name: str, found: Any, arguments: Arguments) -> Any:
+        """Return what a function returned, as a vector."""
+        if self.batch is None:
+            return found
+        shape = self.batch, arguments[0].shape[0] // self.batch
+        if getattr(found, "shape", None) != shape:
+            raise InputError(
+                f"{name} returned {short(found)} of shape {np.shape(found)}; expected {shape}, for "
+                "all samples of u0 at once"
+            )
+        return found.reshape(-1)
 
 
 def _values(name: str, found: Any, pattern: Pattern) -> Vector:
@@ -108,6 +146,8 @@ def _values(name: str, found: Any, pattern: Pattern) -> Vector:
             )
         found = matrix.data
     array = np.asarray(found)
+    if array.ndim == 2:  # values of each sample
+        array = array.reshape(-1)
     if array.shape != (pattern.nnz,) or array.dtype.kind not in "fiu":
         raise InputError(
             f"{name} returned {short(found)} of shape {array.shape} and dtype {array.dtype}; "
@@ -154,39 +194,41 @@ class _Simulation:
         """Whether the function is one of JAX."""
         return self._derivatives == "jax"
 
-    def _scheme(self, source: Source) -> Scheme:
+    def _scheme(self, source: Source, batch: int) -> Scheme:
+        """Return the equations of a step of so many samples."""
         raise NotImplementedError
 
     def _arguments(self, u: Vector, time: float, dt: float) -> Arguments:
         """Return arguments of the function, but for the parameters."""
         raise NotImplementedError
 
-    def _scheme_for(self, params: Params) -> Scheme:
+    def _scheme_for(self, form: _Form) -> Scheme:
         """Return the equations of a step: for parameters of one structure one that is kept.
 
         It has compiled what it needs, and knows which arguments have complex steps.
         """
-        known = self._schemes.get(params.structure)
+        known = self._schemes.get(form.structure)
         if known is not None:
             return known
 
         def function(*arguments: Any) -> Any:
-            return self._function(*_for_user(arguments, params))
+            return form.flat(self._name, self._function(*form.of(arguments)), arguments)
 
         source: Source
         if self.uses_jax:
             source = InJax(function, self._name)
         else:
-            pattern_of_params = partial(self._pattern_of_params, params)
+            pattern_of_params = partial(self._pattern_of_params, form)
             source = Differences(function, self._name, self._derivatives, pattern_of_params)
         given = {where: each for where, each in self._jacobians.items() if each is not None}
         if given or self._vjp is not None:
-            source = _Given(source, given, self._vjp, params)
-        return self._schemes.setdefault(params.structure, self._scheme(source))
+            source = _Given(source, given, self._vjp, form)
+        return self._schemes.setdefault(form.structure, self._scheme(source, form.batch or 1))
 
-    def _pattern_of_params(self, params: Params) -> Pattern:
+    def _pattern_of_params(self, form: _Form) -> Pattern:
         """Return where parameters take part: everywhere, but for those with a pattern."""
-        n, size = self.pattern.shape[0], len(params.vector)
+        params = form.params
+        n, size = self.pattern.shape[0] * (form.batch or 1), len(params.vector)
         blocks: dict[int, sp.csr_array] = {}
         free = np.ones(size, bool)
         for name, given in self._param_patterns.items():
@@ -226,8 +268,11 @@ class _Simulation:
 
         Parameters
         ----------
-        u0 : array_like, shape (n,)
-            The initial state, of any dtype of real numbers; all is computed in float64.
+        u0 : array_like, shape (n,) or (batch, n)
+            The initial state, of any dtype of real numbers; all is computed in float64. Those of
+            several samples are one call: functions then take and return the states of all samples,
+            ``(batch, n)``, values of Jacobians are ``(batch, nnz)``, and steps are as exact for
+            each sample as for one alone.
         params : float, array_like, dict, tuple or None
             Parameters, as the function takes them; those in a dict or a tuple are numbers or
             arrays. They are copied.
@@ -308,9 +353,11 @@ class _Simulation:
         """Return what is solved, of checked copies."""
         n = self.pattern.shape[0]
         first = np.array(u0)
-        if first.dtype.kind not in "fiub" or first.shape != (n,):
+        is_state = first.ndim in (1, 2) and first.shape[-1] == n and len(first)
+        if first.dtype.kind not in "fiub" or not is_state:
             raise InputError(
-                f"u0 has shape {first.shape} and dtype {first.dtype}; expected {n} real numbers"
+                f"u0 has shape {first.shape} and dtype {first.dtype}; expected {n} real numbers, "
+                "or those of each sample"
             )
         for name, number in (("rtol", rtol), ("atol", atol)):
             if not 0 < number < np.inf:
@@ -321,8 +368,9 @@ class _Simulation:
         for name in self._param_patterns:
             structure.slice_of(name)
         tolerance = Tolerance(float(rtol), float(atol))
-        scheme, state = self._scheme_for(structure), first.astype(np.float64)
-        return Problem(scheme, state, structure, float(t0), tolerance, memory_limit)
+        scheme = self._scheme_for(_Form(structure, None if first.ndim == 1 else len(first)))
+        state = first.astype(np.float64).reshape(-1)
+        return Problem(scheme, state, first.shape, structure, float(t0), tolerance, memory_limit)
 
     def _read_until(self, until: Any, t0: float, steps: Any, dt: Any, error: Any) -> float:
         """Return the time to march to, having checked what goes with it."""
@@ -341,11 +389,12 @@ class _Simulation:
     def _check(self, problem: Problem, dt: float) -> None:
         """Compare Jacobians with central differences along a random direction."""
         arguments = *self._arguments(problem.u0, problem.t0, dt), problem.params.vector
-        for where, coloured, name in self._matrices():
+        batch = len(problem.u0) // self.pattern.shape[0]
+        for where, coloured, name in self._matrices(batch):
             _check_jacobian(problem.scheme.source, arguments, where, coloured, name)
 
-    def _matrices(self) -> list[tuple[int, Coloured, str]]:
-        return [(0, self._coloured, "pattern")]
+    def _matrices(self, batch: int) -> list[tuple[int, Coloured, str]]:
+        return [(0, _blocks(self._coloured, batch), "pattern")]
 
 
 def _march_until(
@@ -396,6 +445,10 @@ def _watching(shows: bool, total: int | None) -> Iterator[Watch]:
 
     with tqdm(total=total, unit="step", delay=2, leave=False) as bar:
         yield lambda _: bar.update()
+
+
+def _blocks(one: Coloured, count: int) -> Coloured:
+    return one if count == 1 else one.blocks(count)
 
 
 def _check_jacobian(
@@ -558,14 +611,17 @@ class ImplicitSteps(_Simulation):
             self._coloured_old = Coloured(own)
         self.pattern_old = self._coloured_old.pattern
 
-    def _scheme(self, source: Source) -> Scheme:
-        return ResidualScheme(source, self._coloured, self._coloured_old)
+    def _scheme(self, source: Source, batch: int) -> Scheme:
+        new = _blocks(self._coloured, batch)
+        has_own = self._coloured_old is not self._coloured
+        return ResidualScheme(source, new, _blocks(self._coloured_old, batch) if has_own else new)
 
     def _arguments(self, u: Vector, time: float, dt: float) -> Arguments:
         return u, u, time + dt, dt
 
-    def _matrices(self) -> list[tuple[int, Coloured, str]]:
-        return [*super()._matrices(), (1, self._coloured_old, "pattern_old")]
+    def _matrices(self, batch: int) -> list[tuple[int, Coloured, str]]:
+        old = _blocks(self._coloured_old, batch)
+        return [*super()._matrices(batch), (1, old, "pattern_old")]
 
     def __repr__(self) -> str:
         return f"ImplicitSteps({self.pattern})"
@@ -678,8 +734,11 @@ class TimeSteps(_Simulation):
             raise InputError(f"until is {short(until)}; expected None: rk4 has no error estimate")
         return super()._read_until(until, t0, steps, dt, error)
 
-    def _scheme(self, source: Source) -> Scheme:
-        about = source, self._coloured, self._mass
+    def _scheme(self, source: Source, batch: int) -> Scheme:
+        mass = self._mass
+        if mass is not None and batch > 1:
+            mass = sp.csr_array(sp.kron(sp.eye_array(batch), mass, format="csr"))
+        about = source, _blocks(self._coloured, batch), mass
         if self.method == "bdf2":
             return BackwardDifferences(*about)
         return RungeKutta(TABLEAUS[self.method], *about)

@@ -317,6 +317,92 @@ def test_all_ways_to_solve(kind: str) -> None:
     assert_close(grads.params, in_params, 1e-9)
 
 
+class Samples(System):
+    """A system whose function takes all samples at once, with a parameter of each."""
+
+    def __call__(self, u: Any, t: Any, p: Any) -> Any:
+        moved = np.sin(u) @ self.weights.T * p["gain"] + 0.1 * np.cos(3 * t) * p["gain"] ** 2
+        return -p["decay"][:, None] * u + moved - 0.05 * u * u * u
+
+
+@settings(max_examples=times(8), deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    method=st.sampled_from(METHODS),
+    how=st.sampled_from(["complex", "forward", "jax", "functions"]),
+    has_mass=st.booleans(),
+    many=st.booleans(),
+)
+def test_samples_of_a_batch_are_simulations_of_their_own(
+    seed: int, method: str, how: Any, has_mass: bool, many: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    system, one = Samples(rng), System(np.random.default_rng(seed))
+    batch, n, steps = int(rng.integers(1, 5)), system.n, 4
+    decay, u0 = rng.uniform(0.5, 2.0, batch), rng.standard_normal((batch, n))
+    about: dict[str, Any] = {}
+    if has_mass and method in IMPLICIT:
+        about["mass"] = sp.csr_array(sp.eye_array(n) + 0.1 * abs(system.links))
+
+    def jacobian(u: Any, t: Any, p: Any) -> Any:
+        dense = system.weights * np.cos(u)[:, None] * p["gain"][:, None]
+        dense[:, range(n), range(n)] -= p["decay"][:, None] + 0.15 * u * u
+        rows = np.repeat(np.arange(n), np.diff(system.pattern.indptr))
+        return dense[:, rows, system.pattern.indices]
+
+    def vjp(above: Any, u: Any, t: Any, p: Any) -> Any:
+        slope = np.sin(u) @ system.weights.T + 0.2 * np.cos(3 * t) * p["gain"]
+        return {"decay": -(above * u).sum(1), "gain": (above * slope).sum(0)}
+
+    if how == "functions":
+        own: dict[str, Any] = {"jacobian": jacobian, "vjp": vjp}
+    else:
+        own = {"derivatives": how}
+    if how in ("complex", "forward"):
+        own["param_patterns"] = {"decay": sp.kron(sp.eye_array(batch), np.ones((n, 1)))}
+    function: Any = system
+    if how == "jax":
+        jnp = pytest.importorskip("jax.numpy")
+
+        def function(u: Any, t: Any, p: Any) -> Any:
+            moved = (
+                jnp.sin(u) @ system.weights.T * p["gain"] + 0.1 * jnp.cos(3 * t) * p["gain"] ** 2
+            )
+            return -p["decay"][:, None] * u + moved - 0.05 * u * u * u
+
+    sim = TimeSteps(function, system.pattern, method, **own, **about)
+    params = {"decay": decay, "gain": system.params["gain"]}
+    run = sim.forward(u0, params, steps=steps, dt=0.1, check=True)
+    lead = (2,) if many else ()
+    weights = rng.standard_normal((*lead, steps + 1, batch, n))
+    grads = run.backward(weights)
+    assert run.last.shape == (batch, n)
+    assert grads.u0.shape == (*lead, batch, n)
+    alone = TimeSteps(one, system.pattern, method, **about)
+    gain, dt = np.zeros((*lead, n)), np.zeros(lead)
+    close = 2e-5 if how == "forward" else 1e-7
+    assert run.states is not None
+    for k in range(batch):
+        own_params = {"decay": decay[k], "gain": params["gain"]}
+        other = alone.forward(u0[k], own_params, steps=steps, dt=0.1)
+        assert_close(run.states[:, k], other.states)
+        expected = other.backward(weights[..., k, :])
+        assert_close(grads.u0[..., k, :], expected.u0, close)
+        assert_close(grads.params["decay"][..., k], expected.params["decay"], close)
+        gain, dt = gain + expected.params["gain"], dt + expected.dt
+    assert_close(grads.params["gain"], gain, close)
+    assert_close(grads.dt, dt, close)
+
+
+def test_functions_that_lose_samples_are_named() -> None:
+    sim = TimeSteps(lambda u, t, p: u.sum(0), np.ones((2, 2)))
+    with pytest.raises(InputError, match=r"rate returned .*expected \(3, 2\), for all samples"):
+        sim.forward(np.ones((3, 2)), steps=1, dt=0.1)
+    good = TimeSteps(lambda u, t, p: -u, np.eye(2)).forward(np.ones((3, 2)), steps=1, dt=0.1)
+    with pytest.raises(InputError, match=r"grad_last has shape \(6,\); expected \(3, 2\) or"):
+        good.backward(grad_last=np.ones(6))
+
+
 def test_several_losses_are_one_call() -> None:
     second, rate = chain(20)
     rng = np.random.default_rng()
