@@ -41,6 +41,11 @@ class Tolerance(NamedTuple):
         return float(np.max(np.abs(correction) / (self.atol + self.rtol * np.abs(state))))
 
 
+def is_enough(size: float, rate: float) -> bool:
+    """Return whether a correction, in tolerances, and how they shrink leave a small error."""
+    return size < _MARGIN or (0 < rate < 1 and size * rate / (1 - rate) < _MARGIN)
+
+
 class NotSolved(Exception):  # noqa: N818
     """No solution was found; `why` says so."""
 
@@ -170,7 +175,7 @@ class Solver:
             new = state - correction
             size = self._tolerance.size(correction, new)
             rate = size / before
-            if size < _MARGIN or (0 < rate < 1 and size * rate / (1 - rate) < _MARGIN):
+            if is_enough(size, rate):
                 self._count(iteration)
                 return new, iteration
             new_rest = residual(new)

@@ -121,6 +121,21 @@ class ResidualScheme:
             1.0,
         )
 
+    @property
+    def old_pattern(self) -> Pattern:
+        """The pattern of the Jacobian in the old state."""
+        return self._old.pattern
+
+    def linearised(
+        self, new: Vector, old: Vector, time: Vector, dt: Vector, params: Vector
+    ) -> tuple[Vector, Vector, Vector]:
+        """Return ``F`` and its Jacobians, for all steps as samples."""
+        arguments, source = (new, old, time + dt, dt, params), self.source
+        in_new, in_old = (
+            source.jacobian(arguments, k, own) for k, own in enumerate((self._new, self._old))
+        )
+        return source.value(arguments), in_new, in_old
+
     def error(self, solver: Solver, place: Place) -> Vector:
         """Return half the second difference of states; nothing is known of the first step."""
         states = place.states
@@ -182,8 +197,8 @@ class _Rated:
         found: Vector = (self._mass.T if transposed else self._mass) @ x
         return found
 
-    def _values(self, arguments: Arguments, mass: float, rate: float) -> Vector:
-        """Return the values of ``mass M - rate J``."""
+    def _values(self, arguments: Arguments, mass: float, rate: float | Vector) -> Vector:
+        """Return the values of ``mass M - rate J``; `rate` may be one of each entry of ``J``."""
         values = mass * self._own
         values[self._into] -= rate * self.source.jacobian(arguments, 0, self._coloured)
         return values
@@ -221,6 +236,26 @@ class RungeKutta(_Rated):
 
     def _arguments(self, state: Vector, place: Place, stage: int) -> Arguments:
         return state, place.time + float(self._c[stage]) * place.dt, place.params
+
+    @property
+    def old_pattern(self) -> Pattern:
+        """The pattern of the Jacobian in the old state."""
+        return self.matrices.pattern
+
+    def linearised(
+        self, new: Vector, old: Vector, time: Vector, dt: Vector, params: Vector
+    ) -> tuple[Vector, Vector, Vector]:
+        """Return the equations of steps without inner stages, for all of them as samples."""
+        before, after = self._a[-1, 0] if len(self._a) > 1 else 0.0, self._a[-1, -1]
+        rest, values = +self._weighed(new - old), []
+        ends = (old, time, before, -1.0), (new, time + dt, after, 1.0)
+        for state, at, part, sign in ends:
+            arguments = state, at, params
+            if part:
+                rest -= np.repeat(part * dt, len(state) // len(dt)) * self.source.value(arguments)
+            rate = np.repeat(part * dt, self._coloured.pattern.nnz // len(dt))
+            values.append(self._values(arguments, sign, rate) if part else sign * self._own)
+        return rest, values[1], values[0]
 
     def advance(self, solver: Solver, place: Place) -> tuple[Vector, int]:
         old, a, dt = place.states[-1], self._a, place.dt
