@@ -325,7 +325,7 @@ class Samples(System):
         return -p["decay"][:, None] * u + moved - 0.05 * u * u * u
 
 
-@settings(max_examples=times(8), deadline=None)
+@settings(max_examples=times(5), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     method=st.sampled_from(METHODS),
