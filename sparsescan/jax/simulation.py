@@ -42,8 +42,8 @@ def simulate(
     ----------
     sim : ImplicitSteps or TimeSteps
         The simulation.
-    u0 : array_like, shape (n,)
-        The initial state.
+    u0 : array_like, shape (n,) or (batch, n)
+        The initial state, or those of samples.
     params : array_like, dict, tuple or None
         Parameters; those in a dict or a tuple are arrays or numbers.
     steps : int, optional
@@ -58,7 +58,8 @@ def simulate(
     Returns
     -------
     jax.Array, shape (steps + 1, n) or (n,)
-        The states, the initial one first; or the last one. It has the dtype of `u0`.
+        The states, the initial one first; or the last one; with an axis of samples before the last
+        if `u0` has one. It has the dtype of `u0`.
 
     Raises
     ------
@@ -92,6 +93,8 @@ def simulate(
     traced = {}
     for k, (name, leaf) in enumerate(zip(["u0", "dt", *own.titles], leaves, strict=True)):
         if not isinstance(leaf, jax.Array):
+            if leaf is not None and np.ndim(leaf):
+                leaves[k] = np.array(leaf)
             continue
         if leaf.dtype not in FLOATS:
             raise InputTypeError(f"{name} has dtype {leaf.dtype}; expected {' or '.join(FLOATS)}")
@@ -103,6 +106,8 @@ def simulate(
 
 class _Call:
     """A simulation with all that is not an array of JAX, for arrays of one shape each.
+
+    It is equal to others that compute the same.
 
     Parameters
     ----------
@@ -141,6 +146,10 @@ class _Call:
         self.uses_jax = sim.uses_jax
         self._sim, self._structure, self._leaves, self._places = sim, structure, leaves, places
         self._steps, self._last, self._options = steps, last, options
+        self._key = (
+            *(sim, structure.kind, tuple(structure.names), tuple(places), steps, last, dtype),
+            *(tuple(sorted(options.items())), tuple(map(_identity, leaves))),
+        )
         # A run for shapes, and for errors before there are numbers.
         run = self._prepare(())
         if run.states is None and not last:
@@ -150,6 +159,12 @@ class _Call:
         for each in run.kept:
             *lead, size = each.shape
             self.kinds.append(jax.ShapeDtypeStruct((*lead, 2 * size), np.uint32))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Call) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     def _prepare(self, arrays: Sequence[Any]) -> Run:
         """Return a run whose steps are not taken yet."""
@@ -180,37 +195,49 @@ class _Call:
         return [leaves[place] for place in self._places]
 
 
+def _identity(leaf: Any) -> tuple[Any, ...]:
+    """Return what tells numbers apart: copies of them, and whether they are numbers of Python."""
+    array = np.asarray(leaf)
+    return type(leaf), array.shape, array.dtype.str, array.tobytes()
+
+
 def _words(array: Any) -> Any:
     """Return numbers in float64 as words, which JAX has whether or not it has float64."""
     return np.ascontiguousarray(array).view(np.uint32)
 
 
-def _computed(call: _Call, function: Any, arrays: Sequence[Any], kinds: list[Any]) -> list[Any]:
-    """Return what a function of NumPy's arrays returns: at once, or in a program of JAX."""
+@functools.cache
+def _same(call: _Call) -> _Call:
+    """Return the first of equal calls, which programs may be compiled for."""
+    return call
+
+
+def _computed(call: _Call, name: str, arrays: Sequence[Any], kinds: list[Any]) -> list[Any]:
+    """Return what a method of a call returns: at once, or in a program of JAX."""
     if any(isinstance(each, jax.core.Tracer) for each in arrays):
         if call.uses_jax:
             raise InputTypeError(
                 "sim has derivatives='jax'; expected functions of NumPy within jax.jit and jax.vmap"
             )
-        return call_host(function, arrays, kinds)
-    found = function(*map(np.asarray, arrays))
+        return call_host(getattr(_same(call), name), arrays, kinds)
+    found = getattr(call, name)(*map(np.asarray, arrays))
     return [jnp.asarray(each, kind.dtype) for each, kind in zip(found, kinds, strict=True)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _simulate(call: _Call, arrays: Sequence[Any]) -> Any:
-    return _computed(call, call.states, arrays, call.kinds[:1])[0]
+    return _computed(call, "states", arrays, call.kinds[:1])[0]
 
 
 def _forward(call: _Call, arrays: Sequence[Any]) -> Any:
-    states, *kept = _computed(call, call.passed, arrays, call.kinds)
+    states, *kept = _computed(call, "passed", arrays, call.kinds)
     return states, (arrays, kept)
 
 
 def _backward(call: _Call, held: Any, above: Any) -> Any:
     arrays, kept = held
     kinds = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrays]
-    return (_computed(call, call.grads, [above, *arrays, *kept], kinds),)
+    return (_computed(call, "grads", [above, *arrays, *kept], kinds),)
 
 
 _simulate.defvjp(_forward, _backward)

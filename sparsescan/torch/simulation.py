@@ -33,8 +33,8 @@ def simulate(
     ----------
     sim : ImplicitSteps or TimeSteps
         The simulation.
-    u0 : Tensor, shape (n,)
-        The initial state.
+    u0 : Tensor, shape (n,) or (batch, n)
+        The initial state, or those of samples.
     params : Tensor, float, dict, tuple or None
         Parameters; those in a dict or a tuple are tensors or numbers.
     steps : int, optional
@@ -49,7 +49,8 @@ def simulate(
     Returns
     -------
     Tensor, shape (steps + 1, n) or (n,)
-        The states, the initial one first; or the last one. It has the dtype of `u0`.
+        The states, the initial one first; or the last one; with an axis of samples before the last
+        if `u0` has one. It has the dtype of `u0`.
 
     Raises
     ------

@@ -142,6 +142,36 @@ def test_what_is_not_of_jax_keeps_its_digits() -> None:
     assert np.array_equal(found, expected.astype(np.float32))
 
 
+def test_equal_calls_are_traced_as_one_and_others_are_not() -> None:
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        return -p["a"] * u + p["b"]
+
+    sim = TimeSteps(rate, np.eye(2), jacobian=lambda u, t, p: -p["a"] * np.ones(2))
+    shift = np.array([0.5, 1.0])
+
+    def batch(dt: float) -> Any:
+        def one(a: Any) -> Any:
+            return simulate(sim, np.ones(2), {"a": a, "b": shift}, steps=2, dt=dt, last=True)
+
+        return np.asarray(jax.vmap(one)(jnp.asarray([0.5, 2.0])))
+
+    def expected(dt: float) -> Any:
+        each = ({"a": a, "b": shift} for a in (0.5, 2.0))
+        return [sim.forward(np.ones(2), p, steps=2, dt=dt).last for p in each]
+
+    first = batch(0.1)
+    np.testing.assert_allclose(first, expected(0.1), rtol=1e-6)
+    from sparsescan.jax.ffi.host import _entries
+
+    known = len(_entries)
+    assert np.array_equal(batch(0.1), first)
+    assert len(_entries) == known
+    shift[:] = 3.0  # what was traced has a copy
+    np.testing.assert_allclose(batch(0.1), expected(0.1), rtol=1e-6)
+    np.testing.assert_allclose(batch(0.2), expected(0.2), rtol=1e-6)
+    assert len(_entries) == known + 2
+
+
 def test_steps_of_ones_own_and_functions_of_jax() -> None:
     def residual(u: Any, u_old: Any, t: Any, dt: Any, p: Any) -> Any:
         return u - u_old + dt * p * u * u

@@ -38,6 +38,16 @@ class _Entry(NamedTuple):
 _entries: dict[int, _Entry] = {}
 
 
+@functools.cache
+def _key_of(function: Callable[..., Sequence[Any]], *kinds: tuple[Any, ...]) -> int:
+    """Return the number of a function for arrays of these shapes and dtypes."""
+    _register()
+    key = secrets.randbits(62)
+    arguments, results = ([jax.ShapeDtypeStruct(*each) for each in group] for group in kinds)
+    _entries[key] = _Entry(function, arguments, results)
+    return key
+
+
 def call_host(
     function: Callable[..., Sequence[Any]], arguments: Sequence[Any], results: Shapes
 ) -> list[Any]:
@@ -46,18 +56,17 @@ def call_host(
     Parameters
     ----------
     function : callable
-        A function of as many arrays, to be read only, that returns one for each result.
+        A function of as many arrays, to be read only, that returns one for each result. It is kept:
+        there may be programs that call it.
     arguments : sequence of jax.Array
         The arrays.
     results : sequence of jax.ShapeDtypeStruct
         The shapes and dtypes of results.
     """
-    _register()
-    key = secrets.randbits(62)
-    kinds = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arguments]
-    _entries[key] = _Entry(function, kinds, results)
+    kinds = (tuple((each.shape, each.dtype) for each in group) for group in (arguments, results))
     call = jax.ffi.ffi_call(_TARGET, list(results), vmap_method="sequential")
-    return list(vary(call(*arguments, key=np.int64(key)), varying(arguments)))
+    key = np.int64(_key_of(function, *kinds))
+    return list(vary(call(*arguments, key=key), varying(arguments)))
 
 
 @functools.cache
