@@ -311,7 +311,7 @@ class Run:
         with self._told():
             for k in reversed(range(self._done)):
                 self._keep(k)
-                above = grads.old + own(k + 1)
+                above = _added(grads.old, own(k + 1))
                 grads.begin()
                 later = grads.time.copy()
                 self._solver.turn_to(k)
@@ -321,7 +321,7 @@ class Run:
                     raise self._failure(k, error) from None
                 in_dt[k] = later
                 in_dt[k] += grads.dt
-        u0 = grads.old + own(0)
+        u0 = _added(grads.old, own(0))
         dt = in_dt.sum(0) if self._has_one_dt else in_dt
         if losses is None:
             number = float(dt[0]) if self._has_one_dt else dt[:, 0]
@@ -347,8 +347,8 @@ class Run:
 
     def _read_grads(
         self, grad_states: Any, grad_last: Any
-    ) -> tuple[Callable[[int], Vector], int | None]:
-        """Return a function of a state's number, for columns, and how many losses there are."""
+    ) -> tuple[Callable[[int], Vector | None], int | None]:
+        """Return a function of a state's number, for columns if any, and the number of losses."""
         if grad_states is None and grad_last is None:
             raise InputError("grad_states and grad_last are None; expected one of them")
         one = self._shape
@@ -375,23 +375,27 @@ class Run:
             losses = many
             states = states.reshape(*([] if losses is None else [losses]), -1, self._n)
 
-        def own(k: int) -> Vector:
-            found = np.zeros((self._n, 1 if losses is None else losses))
+        def own(k: int) -> Vector | None:
+            found = None
             if k == self._done and last is not None:
-                found += last.reshape(-1, self._n).T
+                found = last.reshape(-1, self._n).T
             if states is not None:
-                found += states[..., k, :].reshape(-1, self._n).T
-            elif grad_states is not None and (given := function(k)) is not None:
-                given = _read(f"grad_states({k})", given, one)
-                if (len(given) if given.ndim > len(one) else None) != losses:
-                    raise InputError(
-                        f"grad_states({k}) has shape {given.shape}; expected "
-                        f"{one if losses is None else (losses, *one)}"
-                    )
-                found += given.reshape(-1, self._n).T
-            return found
+                return _added(states[..., k, :].reshape(-1, self._n).T, found)
+            if grad_states is None or (given := function(k)) is None:
+                return found
+            given = _read(f"grad_states({k})", given, one)
+            if (len(given) if given.ndim > len(one) else None) != losses:
+                raise InputError(
+                    f"grad_states({k}) has shape {given.shape}; expected "
+                    f"{one if losses is None else (losses, *one)}"
+                )
+            return _added(given.reshape(-1, self._n).T, found)
 
         return own, losses
+
+
+def _added(x: Vector, more: Vector | None) -> Vector:
+    return x if more is None else x + more
 
 
 def _read(name: str, given: Any, shape: tuple[int, ...]) -> Vector:
