@@ -453,49 +453,78 @@ class Cable:
 
     @cached_property
     def sim(self) -> ImplicitSteps:
-        """The simulation, with functions that Numba compiles."""
+        """The simulation, with functions that Numba compiles, and gates that are computed once."""
         size, leaks, coupling = self.compartments, self.leaks, _COUPLING
 
         @numba.njit
-        def residual(u: Any, u_old: Any, t: Any, dt: Any, p: Any) -> Any:
-            v, m, h, n = u[0::4], u[1::4], u[2::4], u[3::4]
-            current = p[0] * m * m * m * h * (v - _SODIUM) + p[2] * (v - leaks)
-            current = current + p[1] * n * n * n * n * (v - _POTASSIUM)
-            found = u - u_old + 0 * dt * p[0]  # as complex as any of them
-            found[0::4] += dt * 1000 * current
-            flow = dt * coupling * (v[1:] - v[:-1])
-            found[0:-4:4] -= flow
-            found[4::4] += flow
+        def gates(u_old: Any, dt: Any) -> Any:
+            found = np.zeros((size, 3)) + 0 * dt  # as complex as the length of a step
             for i in range(size):
                 for k in range(3):
-                    at = 4 * i + 1 + k
-                    found[at] = u[at] - _gate(k, u_old[at], u_old[4 * i], dt)
+                    found[i, k] = _gate(k, u_old[4 * i + 1 + k], u_old[4 * i], dt)
+            return found
+
+        kept: list[Any] = [None, None, None]
+
+        def stepped(u_old: Array, dt: Any) -> Array:
+            """Return the gates behind a step, which do not depend on its end."""
+            if dt != kept[1] or not np.array_equal(u_old, kept[0]):
+                kept[:] = u_old.copy(), dt, gates(u_old, dt)
+            found: Array = kept[2]
             return found
 
         @numba.njit
-        def jacobian(u: Any, u_old: Any, t: Any, dt: Any, p: Any) -> Any:
-            found = np.ones((size, 9))
+        def balance(u: Any, u_old: Any, dt: Any, p: Any, gates: Any) -> Any:
+            found = u - u_old + 0 * dt * p[0]  # as complex as any of them
             for i in range(size):
-                v, m, h, n = u[4 * i], u[4 * i + 1], u[4 * i + 2], u[4 * i + 3]
-                beside = (i > 0) + (i < size - 1)
-                own = p[0] * m * m * m * h + p[1] * n * n * n * n + p[2]
-                found[i, 0] = found[i, 5] = -dt * coupling
-                found[i, 1] = 1 + dt * (beside * coupling + 1000 * own)
-                found[i, 2] = 3000 * dt * p[0] * m * m * h * (v - _SODIUM)
-                found[i, 3] = 1000 * dt * p[0] * m * m * m * (v - _SODIUM)
-                found[i, 4] = 4000 * dt * p[1] * n * n * n * (v - _POTASSIUM)
-            return np.concatenate((found.ravel()[1:-4], found[-1, 6:]))
+                v, m, h, n = u[4 * i], gates[i, 0], gates[i, 1], gates[i, 2]
+                current = p[0] * m * m * m * h * (v - _SODIUM) + p[2] * (v - leaks[i])
+                current += p[1] * n * n * n * n * (v - _POTASSIUM)
+                found[4 * i] += dt * 1000 * current
+                if i + 1 < size:
+                    flow = dt * coupling * (u[4 * i + 4] - v)
+                    found[4 * i] -= flow
+                    found[4 * i + 4] += flow
+                for k in range(3):
+                    found[4 * i + 1 + k] = u[4 * i + 1 + k] - gates[i, k]
+            return found
 
         @numba.njit
-        def jacobian_old(u: Any, u_old: Any, t: Any, dt: Any, p: Any) -> Any:
-            found = np.empty((size, 7))
+        def in_new(dt: Any, p: Any, gates: Any) -> Any:
+            found = np.ones((size, 6))
             for i in range(size):
+                m, h, n = gates[i, 0], gates[i, 1], gates[i, 2]
+                beside = (i > 0) + (i < size - 1)
+                own = p[0] * m * m * m * h + p[1] * n * n * n * n + p[2]
+                found[i, 0] = found[i, 2] = -dt * coupling
+                found[i, 1] = 1 + dt * (beside * coupling + 1000 * own)
+            return np.concatenate((found.ravel()[1:-4], found[-1, 3:]))
+
+        @numba.njit
+        def in_old(u: Any, u_old: Any, dt: Any, p: Any, gates: Any) -> Any:
+            found = np.empty((size, 10))
+            for i in range(size):
+                v, m, h, n = u[4 * i], gates[i, 0], gates[i, 1], gates[i, 2]
+                sodium, potassium = p[0] * m * m * (v - _SODIUM), p[1] * n * n * n
+                slopes = 3 * h * sodium, m * sodium, 4 * potassium * (v - _POTASSIUM)
                 found[i, 0] = -1
                 for k in range(3):
-                    v, x = u_old[4 * i], u_old[4 * i + 1 + k]
-                    found[i, 1 + 2 * k] = -_gate(k, x, v + 1e-100j, dt).imag / 1e-100
-                    found[i, 2 + 2 * k] = _gate(k, 0.0, v, dt) - _gate(k, 1.0, v, dt)
+                    old = u_old[4 * i]
+                    in_v = _gate(k, u_old[4 * i + 1 + k], old + 1e-100j, dt).imag / 1e-100
+                    in_x = _gate(k, 1.0, old, dt) - _gate(k, 0.0, old, dt)
+                    found[i, 0] += 1000 * dt * slopes[k] * in_v
+                    found[i, 1 + k] = 1000 * dt * slopes[k] * in_x
+                    found[i, 4 + 2 * k], found[i, 5 + 2 * k] = -in_v, -in_x
             return found.ravel()
+
+        def residual(u: Array, u_old: Array, t: Any, dt: Any, p: Array) -> Any:
+            return balance(u, u_old, dt, p, stepped(u_old, dt))
+
+        def jacobian(u: Array, u_old: Array, t: Any, dt: Any, p: Array) -> Any:
+            return in_new(dt, p, stepped(u_old, dt))
+
+        def jacobian_old(u: Array, u_old: Array, t: Any, dt: Any, p: Array) -> Any:
+            return in_old(u, u_old, dt, p, stepped(u_old, dt))
 
         def vjp(above: Array, u: Array, u_old: Array, t: Any, dt: float, p: Array) -> Array:
             v, m, h, n = u.reshape(-1, 4).T
@@ -503,10 +532,11 @@ class Cable:
             return 1000 * dt * np.array([sodium, potassium, v - leaks]) @ above[::4]
 
         first = 4 * np.arange(size)
-        beside = [[at, at + by] for at in first for by in (-4, 0, 1, 2, 3, 4)]
-        gates = [[at + k, at + k] for at in first for k in (1, 2, 3)]
-        old = [[at + k, at + by] for at in first for k in range(4) for by in {0, k}]
-        pattern, before = (self._pattern(each) for each in (beside + gates, old))
+        beside = [[at, at + by] for at in first for by in (-4, 0, 4)]
+        own = [[at + k, at + k] for at in first for k in (1, 2, 3)]
+        old = [[at, at + k] for at in first for k in range(4)]
+        old += [[at + k, at + by] for at in first for k in (1, 2, 3) for by in (0, k)]
+        pattern, before = (self._pattern(each) for each in (beside + own, old))
         return ImplicitSteps(
             residual, pattern, before, jacobian=jacobian, jacobian_old=jacobian_old, vjp=vjp
         )
