@@ -199,6 +199,7 @@ def test_training_steps_are_compared(case: Any, monkeypatch: pytest.MonkeyPatch)
         step.measure(case, True)
 
 
+@pytest.mark.filterwarnings("default")  # peers warn of each other
 @pytest.mark.parametrize("race", slow_but(simulate.RACES[:1], simulate.RACES), ids=_named)
 def test_simulations_are_compared(race: simulate.Race) -> None:
     piece = race.measure(True)
