@@ -20,7 +20,9 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 from scipy.sparse.linalg import splu
 
+from sparsescan import Pattern
 from sparsescan.simulate import ImplicitSteps, TimeSteps
+from sparsescan.simulate.factors import Matrices
 
 from . import peers, races
 from .experiment import Drawing, Experiment, Piece, Results, Row, Table
@@ -36,6 +38,7 @@ Maker = Callable[[int], dict[str, Call]]
 ALONE, FREE = "sparsescan, the function alone", "sparsescan, no limit"
 SCIPY, KLU = "SciPy, splu in each iteration", "jax.lax.scan, KLU"
 DIFFRAX, JAXLEY = "diffrax, ImplicitEuler", "Jaxley"
+KLU_ALONE, UMFPACK, PARDISO = "KLU", "UMFPACK", "Pardiso of MKL"
 # Residuals that end Newton's method of peers, and the most iterations.
 _ENOUGH, _MOST = 1e-9, 50
 # Steps that tell which variant is fastest.
@@ -609,6 +612,86 @@ class Cable:
             }
 
 
+# -- Solvers --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Solves:
+    """Factors of the first Newton matrix of a problem, and solves with them."""
+
+    problem: Problem
+
+    @cached_property
+    def matrix(self) -> sp.csr_array:
+        problem, like = self.problem, self.problem.pattern
+        values = problem.jacobian(problem.u0, 0.0, problem.params)
+        rate = sp.csr_array((values, like.indices, like.indptr), shape=like.shape)
+        found = sp.csr_array(sp.eye_array(like.shape[0]) - problem.dt * rate)
+        found.sort_indices()
+        return found
+
+    def _call(self, factorise: Callable[[], Callable[[Array], Array]], solves: int) -> Call:
+        """Return a call that factorises, and solves for one right-hand side after another."""
+
+        def call() -> dict[str, Any]:
+            solve, x = factorise(), self.problem.above
+            for _ in range(solves):
+                x = solve(x)
+            return {"last": x}
+
+        return call
+
+    def ours(self, solves: int) -> dict[str, Call]:
+        """Return a call of SuperLU, as simulations use it."""
+        matrices, values = Matrices(Pattern(self.matrix)), self.matrix.data
+
+        def factorise() -> Callable[[Array], Array]:
+            solve = matrices.factorise(values)
+            assert solve is not None
+            return lambda x: solve(x, False)
+
+        return {"MMD_AT_PLUS_A, pivots on the diagonal": self._call(factorise, solves)}
+
+    def kvxopt(self, name: str, solves: int) -> dict[str, Call]:
+        """Return a call of KLU or UMFPACK, whose symbolic phase is done before."""
+        peer = peers.require("kvxopt", "pip install kvxopt")
+        solver = peers.require(f"kvxopt.{name}", "pip install kvxopt")
+        entries = self.matrix.tocoo()
+        places = entries.row.tolist(), entries.col.tolist()
+        matrix = peer.spmatrix(entries.data.tolist(), *places, entries.shape)
+        symbolic = solver.symbolic(matrix)
+
+        def factorise() -> Callable[[Array], Array]:
+            numeric = solver.numeric(matrix, symbolic)
+            factors = (symbolic, numeric) if name == "klu" else (numeric,)
+
+            def solve(x: Array) -> Array:
+                found = peer.matrix(x)
+                solver.solve(matrix, *factors, found)
+                return np.array(found).ravel()
+
+            return solve
+
+        return {"": self._call(factorise, solves)}
+
+    def pardiso(self, solves: int) -> dict[str, Call]:
+        """Return a call of MKL's Pardiso, whose symbolic phase is done before."""
+        peer = peers.require("pypardiso", "pip install pypardiso")
+        solver, matrix = peer.PyPardisoSolver(), sp.csr_matrix(self.matrix)
+        solver.factorize(matrix)
+
+        def run(phase: int, x: Array) -> Array:
+            solver.set_phase(phase)
+            found: Array = solver._call_pardiso(matrix, x.reshape(-1, 1))
+            return found.ravel()
+
+        def factorise() -> Callable[[Array], Array]:
+            run(22, self.problem.above)
+            return partial(run, 33)
+
+        return {"": self._call(factorise, solves)}
+
+
 # -- The experiment -------------------------------------------------------------------------------
 
 
@@ -622,10 +705,11 @@ class Race:
     contenders: Callable[[int], dict[str, Maker]]
     wanted: dict[str, float]
     rounds: int = 5
+    unit: str = "steps"
 
     @property
     def name(self) -> str:
-        return f"{self.title.format(self.full[0])}, {self.full[1]:,} steps"
+        return f"{self.title.format(self.full[0])}, {self.full[1]:,} {self.unit}"
 
     def measure(self, quick: bool) -> Results:
         """Return the times of contenders in turns, and how far their results are apart."""
@@ -687,12 +771,39 @@ def _cable(compartments: int) -> dict[str, Maker]:
     return {OURS: cable.ours, JAXLEY: cable.jaxley}
 
 
+def _solvers(make: Callable[[int], Problem], side: int) -> dict[str, Maker]:
+    solves = Solves(make(side))
+    return {
+        OURS: solves.ours,
+        KLU_ALONE: partial(solves.kvxopt, "klu"),
+        UMFPACK: partial(solves.kvxopt, "umfpack"),
+        PARDISO: solves.pardiso,
+    }
+
+
+_FACTORS = "Factors of a matrix and solves"
 _GRID = {SCIPY: 3.0, KLU: 2.0}
 RACES = (
     Race("Fisher–KPP, {0}×{0}", (100, 1000), (10, 20), partial(_grid, fisher), _GRID, 2),
     Race("Brusselator, {0}×{0}", (100, 1000), (10, 20), partial(_grid, brusselator), _GRID, 1),
     Race("Burgers, {0:,} unknowns", (1000, 50), (50, 20), _line, {DIFFRAX: 10.0}, 2),
     Race("Cable, {0} compartments", (500, 4000), (12, 40), _cable, {JAXLEY: 5.0}),
+    Race(
+        f"{_FACTORS}, Fisher–KPP, {{0}}×{{0}}",
+        (100, 60),
+        (10, 3),
+        partial(_solvers, fisher),
+        {},
+        unit="solves",
+    ),
+    Race(
+        f"{_FACTORS}, Brusselator, {{0}}×{{0}}",
+        (100, 60),
+        (10, 3),
+        partial(_solvers, brusselator),
+        {},
+        unit="solves",
+    ),
 )
 
 
@@ -767,6 +878,8 @@ def _about(quick: bool) -> Results:
         "hand",
         DIFFRAX: "constant steps, RecursiveCheckpointAdjoint, dense Jacobians",
         JAXLEY: "backward Euler, the faster of all states and of checkpoints",
+        _FACTORS: "what about 15 steps take: one numeric factorisation and 60 solves, the symbolic "
+        "phase done before",
     }
 
 
