@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -320,3 +321,15 @@ def load_torch() -> Any:
     torch = require("torch", "pip install torch")
     torch.set_num_threads(THREADS)
     return torch
+
+
+@contextmanager
+def in_float64() -> Iterator[Any]:
+    """Give JAX; some of its libraries change its precision when they are imported."""
+    jax = load_jax()
+    before = jax.config.jax_enable_x64
+    try:
+        with jax.enable_x64(True):
+            yield jax
+    finally:
+        jax.config.update("jax_enable_x64", before)
