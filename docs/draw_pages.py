@@ -6,6 +6,7 @@ import re
 from html import escape
 from pathlib import Path
 
+import draw_levels
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -21,6 +22,7 @@ def main() -> None:
     """Draw all of them."""
     OUTPUT.mkdir(exist_ok=True)
     _save(workers(), "workers.svg")
+    (OUTPUT / "levels.svg").write_text(draw_levels.svg())
     (OUTPUT / "rooms.svg").write_text(rooms((DOCS.parent / "CONTRIBUTING.md").read_text()))
 
 
