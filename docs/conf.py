@@ -102,6 +102,7 @@ sphinx_gallery_conf = {
     "abort_on_example_error": True,
     "reset_modules": ("matplotlib", raise_warnings),
     "reset_modules_order": "both",
+    "image_srcset": ["2x"],
     "capture_repr": (),
     "download_all_examples": False,
     "copyfile_regex": r".*\.md",
@@ -314,10 +315,13 @@ def setup(app: Sphinx) -> None:
     app.add_directive("run", Run)
     app.add_directive("help", Help)
     app.add_html_math_renderer("mathml", (formula, None), (displayed, None))
-    measured = import_module("measured")
+    measured, gallery_figures = map(import_module, ("measured", "gallery_figures"))
     app.add_role("ratio", measured.Ratio())
     app.add_directive("slower", measured.Slower)
     app.connect("builder-inited", draw)
+    # After the gallery, which comes at 500.
+    app.connect("builder-inited", gallery_figures.draw_cards, priority=600)
+    app.connect("doctree-read", gallery_figures.show_captions)
     app.connect("html-page-context", describe)
     app.connect("autodoc-skip-member", skip_alias)
     app.connect("autodoc-process-signature", show_signature)
