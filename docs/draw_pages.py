@@ -60,10 +60,10 @@ def ratios() -> Figure:
         color = SCAN if ratio > 1 else LINEAR
         axes.plot([1, ratio], [k, k], color=color, linewidth=6, solid_capstyle="butt")
         peer = "" if row.peer.startswith("PyTorch") else f", beside {row.peer}"
-        axes.text(0.31, k - 0.42, line["cells"][0].removesuffix(" *") + peer, size=9, va="center")
+        axes.text(1.03, k - 0.42, line["cells"][0].removesuffix(" *") + peer, size=9, va="center")
         axes.text(max(ratio, 1) * 1.06, k, readme.ratio(ratio), size=9, va="center")
     axes.axvline(1, color="gray", linewidth=1)
-    axes.set(xscale="log", xlim=(0.3, 150), ylim=(len(rows) - 0.4, -0.8), yticks=[])
+    axes.set(xscale="log", xlim=(0.45, 150), ylim=(len(rows) - 0.4, -0.8), yticks=[])
     axes.set_xticks(
         [0.5, 1, 2, 5, 10, 20, 50, 100], ["½×", "1×", "2×", "5×", "10×", "20×", "50×", "100×"]
     )
