@@ -58,7 +58,9 @@ extensions = [
     "sphinx_gallery.gen_gallery",
 ]
 # Programs and commands, not what they print.
-copybutton_selector = "div.highlight-python pre, div.highlight-default pre, div.highlight-sh pre"
+copybutton_selector = ", ".join(
+    f"div.highlight-{name} pre" for name in ("python", "Python", "sh", "default")
+)
 exclude_patterns = ["gallery", "_drawn"]
 templates_path = ["_templates"]
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]

@@ -104,6 +104,7 @@ def show_captions(app: Sphinx, page: nodes.document) -> None:
         if image["alt"].startswith("plot "):
             image["alt"] = seen.caption
         figure = nodes.figure()
+        page.set_id(figure)
         image.replace_self(figure)
         rolls = ["rolls"] if seen.panel != WHOLE else []
         figure += [nodes.container("", image, classes=rolls), nodes.caption("", seen.caption)]
