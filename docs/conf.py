@@ -149,7 +149,7 @@ MODULES = (
     *(f"sparsescan.{room}" for room in ("torch", "jax", "parallel", "strategies")),
 )
 # Pages that have none below them.
-html_sidebars = {name: [] for name in ("index", "contributing")}
+html_sidebars = {name: [] for name in ("index", "for-me", "contributing")}
 
 
 class Run(Directive):
