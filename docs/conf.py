@@ -307,9 +307,9 @@ def describe(
     """Give a page the description that search engines show: its first paragraph."""
     said = next((each.astext() for each in page.findall(nodes.paragraph)), "") if page else ""
     said = textwrap.shorten(said, 160, placeholder=" …")
-    if said:
-        tag = f'<meta name="description" content="{escape(said)}"/>'
-        context["metatags"] = context.get("metatags", "") + tag
+    said = said or f"sparsescan: {context.get('title', '')}"
+    tag = f'<meta name="description" content="{escape(said)}"/>'
+    context["metatags"] = context.get("metatags", "") + tag
 
 
 def setup(app: Sphinx) -> None:
