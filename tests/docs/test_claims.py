@@ -92,6 +92,21 @@ def test_ratios_that_pages_show_are_measured() -> None:
         readme.row(measured, "nothing")
 
 
+def test_cells_of_torchrecurrent_take_as_long_as_a_page_says() -> None:
+    times = r"(\d+) cells take (\d+) to (\d+) times as long"
+    where = r" \(\[measured\]\(\.\./bench/results/(.*?)\)\)"
+    said = re.findall(times + where, (DOCS / "for-me.md").read_text())
+    every = readme.beside_others(readme.rows(RESULTS), "cells")
+    found = [
+        (file.path.name, row.theirs / row.ours)
+        for file, row in every
+        if "T=1,000, torchr" in row.work
+    ]
+    (name,) = {name for name, _ in found}
+    ratios = [ratio for _, ratio in found]
+    assert said == [(str(len(found)), f"{min(ratios):.0f}", f"{max(ratios):.0f}", name)]
+
+
 def test_what_is_slower_is_found_among_all_points() -> None:
     measured = readme.rows(RESULTS)
     asked = re.findall(r"^```\{slower\} (\w+)$", (DOCS / "slower.md").read_text(), re.MULTILINE)
