@@ -6,9 +6,8 @@ from functools import cache
 from pathlib import Path
 
 from docutils import nodes
-from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
-from sphinx.util.docutils import SphinxRole
+from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 from bench import readme
 from bench.experiment import NAMES, load
@@ -41,6 +40,7 @@ class Ratio(SphinxRole):
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
         """Write it; what lies behind it is said where a pointer stays."""
+        self.env.note_reread()  # results may have changed
         work, _, peer = (part.strip() for part in self.text.partition("|"))
         file, row = readme.row(rows(), work, peer)
         theirs, ours = (significant(1e3 * seconds) for seconds in (row.theirs, row.ours))
@@ -53,13 +53,14 @@ class Ratio(SphinxRole):
         return [link], []
 
 
-class Slower(Directive):
+class Slower(SphinxDirective):
     """List what takes longer than its peers in an experiment, the worst first."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         """Write the count and the table."""
+        self.env.note_reread()  # results may have changed
         (kind,) = self.arguments
         every = readme.beside_others(rows(), kind)
         if not every:
