@@ -5,7 +5,7 @@ measured, and speed-ups by grids, with overlap and without (Figures 6 to 8). Dee
 2018): throughput on 16 GPUs, with overlap and without (Figure 7), over the minibatch (Figure 13)
 and over GPUs and nodes (Figure 14). Pipelines with stale weights (Zhang and Abdelrahman, 2021):
 speed-ups on two accelerators (Table 5) and memory (Tables 7 and 9). The texts of the papers have
-few of the figures' numbers; those that they have are in ``docs/papers.md``.
+few of the figures' numbers; those that they have are in ``docs/papers``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. ``readme.json`` has, by their
 names, the heads of their first columns, and of each line the first cells, and which row of an
 experiment it shows: the work, and the peer, which is PyTorch, in either of its modes for subnormal
-numbers, unless it is named.
+numbers, unless it is named. The site asks for single rows, and for all that are slower.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ from textwrap import fill
 from typing import Any
 
 from .experiment import NAMES, Row, load
-from .files import File, newest, read
+from .files import File, lines, newest, read
+from .map import JAX, TORCHRECURRENT, groups, ratios
+from .onnx import groups as onnx_groups
 from .page import significant
 from .peers import FLUSHING, PYTORCH
 
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
 _TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WIDTH = 130
+# What stands beside our calls and is ours, too, or no program at all.
+_NO_PEERS = "sparsescan", "Schedule", "kernels before", "writing the values"
 
 Line = dict[str, Any]
+Measured = dict[str, list[tuple[File, Row]]]
 
 
 def update_tables(path: Path, results: Path) -> None:
@@ -43,19 +48,16 @@ def update_tables(path: Path, results: Path) -> None:
     ValueError
         If there are no markers, or no table or no results for one of them.
     """
-    files = newest(file for file in read(results)[0] if not file.marks)
-    measured: dict[str, list[tuple[File, Row]]] = {}
-    for file in files.values():
-        if file.kind in NAMES:
-            rows = load(file.kind).rows(file.results)
-            measured.setdefault(file.kind, []).extend((file, row) for row in rows)
+    measured = rows(results)
 
     def replace(match: re.Match[str]) -> str:
         begin, name, end = match.groups()
         if name not in TABLES:
             raise ValueError(f"<!-- table: {name} -->: expected one of {', '.join(TABLES)}")
         lines = TABLES[name]["lines"]
-        found = [_row(line, measured.get(line["experiment"], [])) for line in lines]
+        found = [
+            row(measured, line["work"], line.get("peer", ""), line["experiment"]) for line in lines
+        ]
         table = _table(TABLES[name]["heads"], lines, [row for _, row in found])
         return f"{begin}{table}\n{_sources([file for file, _ in found], path)}\n{end}"
 
@@ -65,16 +67,86 @@ def update_tables(path: Path, results: Path) -> None:
     path.write_text(text)
 
 
-def _row(line: Line, measured: list[tuple[File, Row]]) -> tuple[File, Row]:
-    """Return the latest row of a line, and its file."""
-    peers = (line["peer"],) if "peer" in line else (PYTORCH, FLUSHING)
-    rows = [each for each in measured if each[1].work == line["work"] and each[1].peer in peers]
-    if not rows:
+def rows(results: Path) -> Measured:
+    """Return the rows of the newest full runs of what is committed, by the kinds of their files."""
+    files = [file for file in read(results)[0] if not file.marks]
+    measured: Measured = {}
+    for file in newest(files).values():
+        if file.kind in NAMES:
+            of_file = [*load(file.kind).rows(file.results), *_points(file)]
+            measured.setdefault(file.kind, []).extend((file, row) for row in of_file)
+    for file, line in lines(files, "engine"):
+        ours, *peers = (line["median_seconds"][name] for name in ("sparsescan", *line["ratios"]))
+        for peer, theirs in zip(line["ratios"], peers, strict=True):
+            row = Row(line["work"], peer, theirs, ours)
+            measured.setdefault(file.kind, []).append((file, row))
+    return measured
+
+
+def row(measured: Measured, work: str, peer: str = "", kind: str = "") -> tuple[File, Row]:
+    """Return the latest row of some work, and its file.
+
+    Parameters
+    ----------
+    measured : dict
+        What :func:`rows` returns.
+    work : str
+        What is timed, as its experiment calls it.
+    peer : str, optional
+        Beside whom; PyTorch, in either of its modes for subnormal numbers, by default.
+    kind : str, optional
+        The experiment; all are searched by default.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
+    peers = (peer,) if peer else (PYTORCH, FLUSHING)
+    among = [kind] if kind else list(measured)
+    found = [
+        each
+        for name in among
+        for each in measured.get(name, [])
+        if each[1].work == work and each[1].peer in peers
+    ]
+    if not found:
         raise ValueError(
-            f"no complete results without changed files for {line['work']!r} beside {peers[0]!r}; "
-            f"expected them from the experiment {line['experiment']!r}"
+            f"no complete results without changed files for {work!r} beside {peers[0]!r}; "
+            f"expected them from {f'the experiment {kind!r}' if kind else 'any experiment'}"
         )
-    return max(rows, key=lambda each: each[0].results["date"])
+    return max(found, key=lambda each: each[0].results["date"])
+
+
+def beside_others(measured: Measured, kind: str) -> list[tuple[File, Row]]:
+    """Return the latest row of each work and peer of a kind, but for peers that are ours."""
+    latest: dict[tuple[str, str], tuple[File, Row]] = {}
+    for file, row in sorted(measured.get(kind, []), key=lambda each: each[0].results["date"]):
+        if not row.peer.startswith(_NO_PEERS):
+            latest[row.work, row.peer] = file, row
+    return list(latest.values())
+
+
+def _points(file: File) -> list[Row]:
+    """Return the points of a map, of which only a few are among the rows of its experiment."""
+    if file.kind == "onnx":
+        every = ratios(file.results, onnx_groups(file.results["quick"]))
+        names = [(each.group.call, each.group.of.peer) for each in every]
+    elif file.kind == "map":
+        every = ratios(file.results, groups(file.results["quick"]))
+        names = [(each.group.key, _peer(each.group)) for each in every]
+    else:
+        return []
+    return [
+        Row(f"{name}, {each.point}", peer, each.theirs, each.ours)
+        for each, (name, peer) in zip(every, names, strict=True)
+    ]
+
+
+def _peer(group: Any) -> str:
+    if group.part == JAX:
+        return "jax.lax.scan"
+    return "torchrecurrent" if group.name in TORCHRECURRENT else PYTORCH
 
 
 def _table(heads: list[str], lines: list[Line], rows: list[Row]) -> str:

@@ -9,8 +9,10 @@ import io
 import os
 import re
 import sys
+import textwrap
 import warnings
 from collections import Counter
+from html import escape
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -52,8 +54,13 @@ extensions = [
     "numpydoc",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
+    "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
 ]
+# Programs and commands, not what they print.
+copybutton_selector = ", ".join(
+    f"div.highlight-{name} pre" for name in ("python", "Python", "sh", "default")
+)
 exclude_patterns = ["gallery", "_drawn"]
 templates_path = ["_templates"]
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
@@ -97,6 +104,7 @@ sphinx_gallery_conf = {
     "abort_on_example_error": True,
     "reset_modules": ("matplotlib", raise_warnings),
     "reset_modules_order": "both",
+    "image_srcset": ["2x"],
     "capture_repr": (),
     "download_all_examples": False,
     "copyfile_regex": r".*\.md",
@@ -109,12 +117,18 @@ sphinx_gallery_conf = {
 html_theme = "pydata_sphinx_theme"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_favicon = "_static/favicon.svg"
 html_show_sourcelink = False
 html_copy_source = False
 html_domain_indices = False
 html_math_renderer = "mathml"
 html_theme_options = {
-    "logo": {"text": "sparsescan"},
+    "logo": {
+        "text": "sparsescan",
+        "image_light": "favicon.svg",
+        "image_dark": "favicon.svg",
+        "alt_text": "",
+    },
     "navbar_align": "left",
     "header_links_before_dropdown": 8,
     "show_prev_next": False,
@@ -135,7 +149,7 @@ MODULES = (
     *(f"sparsescan.{room}" for room in ("torch", "jax", "parallel", "strategies")),
 )
 # Pages that have none below them.
-html_sidebars = {name: [] for name in ("index", "for-me", "start", "papers", "contributing")}
+html_sidebars = {name: [] for name in ("index", "for-me", "contributing")}
 
 
 class Run(Directive):
@@ -287,12 +301,30 @@ def draw(app: Sphinx) -> None:
     import_module("draw_pages").main()
 
 
+def describe(
+    app: Sphinx, name: str, template: str, context: dict[str, Any], page: nodes.document | None
+) -> None:
+    """Give a page the description that search engines show: its first paragraph."""
+    said = next((each.astext() for each in page.findall(nodes.paragraph)), "") if page else ""
+    said = textwrap.shorten(said, 160, placeholder=" …")
+    said = said or f"sparsescan: {context.get('title', '')}"
+    tag = f'<meta name="description" content="{escape(said)}"/>'
+    context["metatags"] = context.get("metatags", "") + tag
+
+
 def setup(app: Sphinx) -> None:
     """Add what is the site's own."""
     app.add_directive("run", Run)
     app.add_directive("help", Help)
     app.add_html_math_renderer("mathml", (formula, None), (displayed, None))
+    measured, gallery_figures = map(import_module, ("measured", "gallery_figures"))
+    app.add_role("ratio", measured.Ratio())
+    app.add_directive("slower", measured.Slower)
     app.connect("builder-inited", draw)
+    # After the gallery, which comes at 500.
+    app.connect("builder-inited", gallery_figures.draw_cards, priority=600)
+    app.connect("doctree-read", gallery_figures.show_captions)
+    app.connect("html-page-context", describe)
     app.connect("autodoc-skip-member", skip_alias)
     app.connect("autodoc-process-signature", show_signature)
     app.connect("doctree-read", link_names)

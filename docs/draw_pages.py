@@ -6,10 +6,13 @@ import re
 from html import escape
 from pathlib import Path
 
+import draw_levels
+import measured
 import numpy as np
 from matplotlib.figure import Figure
 
 import sparsescan
+from bench import readme
 
 DOCS = Path(__file__).parent
 OUTPUT = DOCS / "_drawn"
@@ -21,6 +24,8 @@ def main() -> None:
     """Draw all of them."""
     OUTPUT.mkdir(exist_ok=True)
     _save(workers(), "workers.svg")
+    _save(ratios(), "ratios.svg")
+    (OUTPUT / "levels.svg").write_text(draw_levels.svg())
     (OUTPUT / "rooms.svg").write_text(rooms((DOCS.parent / "CONTRIBUTING.md").read_text()))
 
 
@@ -41,6 +46,29 @@ def workers() -> Figure:
     axes.text(2**14, 2 * np.log2(100), "2 log₂ n", color="gray", ha="right", va="top", size=8)
     axes.set(xlabel="workers", ylabel="steps, one after the other", xlim=(0.8, 2**14 * 1.2))
     axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def ratios() -> Figure:
+    """Draw the ratios of the README's table, each below its name, so that a phone shows them."""
+    lines = readme.TABLES["README"]["lines"]
+    rows = [readme.row(measured.rows(), line["work"], line.get("peer", ""))[1] for line in lines]
+    figure = Figure(figsize=(5.6, 0.42 * len(rows) + 0.5), layout="constrained")
+    axes = figure.subplots()
+    for k, (line, row) in enumerate(zip(lines, rows, strict=True)):
+        ratio = row.theirs / row.ours
+        color = SCAN if ratio > 1 else LINEAR
+        axes.plot([1, ratio], [k, k], color=color, linewidth=6, solid_capstyle="butt")
+        peer = "" if row.peer.startswith("PyTorch") else f", beside {row.peer}"
+        axes.text(1.03, k - 0.42, line["cells"][0].removesuffix(" *") + peer, size=9, va="center")
+        axes.text(max(ratio, 1) * 1.06, k, readme.ratio(ratio), size=9, va="center")
+    axes.axvline(1, color="gray", linewidth=1)
+    axes.set(xscale="log", xlim=(0.45, 150), ylim=(len(rows) - 0.4, -0.8), yticks=[])
+    axes.set_xticks(
+        [0.5, 1, 2, 5, 10, 20, 50, 100], ["½×", "1×", "2×", "5×", "10×", "20×", "50×", "100×"]
+    )
+    axes.minorticks_off()
+    axes.spines[["top", "right", "left"]].set_visible(False)
     return figure
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 import sparsescan
-from bench import density
+from bench import density, readme
 from bench.density import OURS, PYTORCH
-from bench.experiment import NAMES, RESULTS
+from bench.experiment import NAMES, RESULTS, load
 from bench.files import newest, read
+from bench.page import anchor
 from bench.readme import update_tables
 from sparsescan.recurrent import RNNCell, catalogue
 
@@ -22,7 +25,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def test_the_picture_has_the_steps_that_its_title_names() -> None:
     title = "Back-propagation takes 15 steps for 16 layers, the scan 7"
-    pages = [DOCS.parent / "README.md", DOCS / "index.md", DOCS / "how" / "scan.md"]
+    pages = [DOCS.parent / "README.md", DOCS / "how" / "scan.md"]
     assert all(title in page.read_text() for page in pages)
     drawn = re.findall(r">[a-z -]+: (\d+) steps<", (DOCS / "scan.svg").read_text())
     schedules = (sparsescan.Schedule.linear(16), sparsescan.Schedule.blelloch(16))
@@ -59,6 +62,96 @@ def test_tables_are_those_of_the_results(page: str, tmp_path: Path) -> None:
     (tmp_path / "bench" / "results").symlink_to(RESULTS)
     update_tables(copy, tmp_path / "bench" / "results")
     assert copy.read_text() == (DOCS.parent / page).read_text()
+
+
+# Those of the papers have tests of their own.
+PAGES = [
+    path
+    for path in sorted(DOCS.rglob("*.md"))
+    if not {"auto_gallery", "generated", "results", "papers"} & set(path.parts)
+]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
+def test_no_ratio_is_typed(path: Path) -> None:
+    text = re.sub(
+        r"<!-- table: .*?<!-- end -->|^```.*?^```", "", path.read_text(), flags=re.S | re.M
+    )
+    assert not re.findall(r".*\d×(?!\d).*", text)
+
+
+def test_ratios_that_pages_show_are_measured() -> None:
+    asked = [each for path in PAGES for each in re.findall(r"\{ratio\}`(.*?)`", path.read_text())]
+    assert len(asked) > 10
+    measured = readme.rows(RESULTS)
+    for each in asked:
+        work, _, peer = (part.strip() for part in each.partition("|"))
+        _, row = readme.row(measured, work, peer)
+        assert row.work == work
+    with pytest.raises(ValueError, match=r"no complete results .* 'nothing' beside 'PyTorch'"):
+        readme.row(measured, "nothing")
+
+
+def test_cells_of_torchrecurrent_take_as_long_as_a_page_says() -> None:
+    times = r"(\d+) cells take (\d+) to (\d+) times as long"
+    where = r" \(\[measured\]\(\.\./bench/results/(.*?)\)\)"
+    said = re.findall(times + where, (DOCS / "for-me.md").read_text())
+    every = readme.beside_others(readme.rows(RESULTS), "cells")
+    found = [
+        (file.path.name, row.theirs / row.ours)
+        for file, row in every
+        if "T=1,000, torchr" in row.work
+    ]
+    (name,) = {name for name, _ in found}
+    ratios = [ratio for _, ratio in found]
+    assert said == [(str(len(found)), f"{min(ratios):.0f}", f"{max(ratios):.0f}", name)]
+
+
+def test_what_is_slower_is_found_among_all_points() -> None:
+    measured = readme.rows(RESULTS)
+    asked = re.findall(r"^```\{slower\} (\w+)$", (DOCS / "slower.md").read_text(), re.MULTILINE)
+    # Schedules are ours, and the last column of Table 1 is no program.
+    assert {
+        name
+        for name in measured
+        if any(row.theirs < 0.95 * row.ours for _, row in readme.beside_others(measured, name))
+    } <= {*asked, "grid", "table1"}
+    # A map has more points than lines in its tables.
+    assert len(readme.beside_others(measured, "map")) > 1000
+    for name in asked:
+        for _, row in readme.beside_others(measured, name):
+            assert not row.peer.startswith("sparsescan")
+
+
+def test_the_page_of_benchmarks_leads_to_every_one() -> None:
+    page = (DOCS / "benchmarks" / "index.md").read_text()
+    for name in NAMES:
+        assert f"(results/{anchor(load(name).title)}.md)" in page
+
+
+def test_the_picture_that_moves_is_of_the_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    draw_levels = importlib.import_module("draw_levels")
+    svg = ElementTree.fromstring(draw_levels.svg())
+    text = "".join(svg.itertext())
+    assert "a loop: 15 steps" in text
+    assert "a scan: 7 levels" in text
+    assert "prefers-reduced-motion" in text
+    nodes = [each for each in svg.iter() if each.tag.endswith("circle")]
+    places = {(float(each.attrib["cx"]), float(each.attrib["cy"])) for each in nodes}
+    # Without motion: the inputs, and one node for each operation of the tree.
+    operations = sum(len(level.ops) for level in sparsescan.Schedule.blelloch(16).levels)
+    assert len(nodes) == len(places) == 16 + operations
+
+
+def test_every_figure_of_the_gallery_has_a_caption(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(DOCS)
+    figures = importlib.import_module("gallery_figures").FIGURES
+    scripts = {path.stem.removeprefix("plot_") for path in (DOCS / "gallery").glob("plot_*.py")}
+    assert {name.rpartition("_")[0] for name in figures} == scripts
+    for seen in figures.values():
+        assert seen.caption.endswith(".")
 
 
 def test_pruned_layers_gain_with_a_quarter_of_their_weights_and_dense_ones_do_not() -> None:
@@ -98,7 +191,7 @@ def test_the_table_of_files_of_cells_has_every_one() -> None:
     )
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/own-cell.md"])
 def test_pages_count_the_cells_of_the_catalogue(page: str) -> None:
     (count,) = re.findall(r"(\d+) cells", (DOCS.parent / page).read_text())
     assert int(count) == len(catalogue.__all__)

@@ -14,7 +14,9 @@ from bench.experiment import RESULTS, load
 from bench.files import read
 from bench.readme import ratio
 
-TEXT = (Path(__file__).parents[2] / "docs" / "papers.md").read_text()
+PAGES = Path(__file__).parents[2] / "docs" / "papers"
+NAMES = "bppsa", "integrated", "deepa", "stale-weights", "fastest"
+TEXT = "".join((PAGES / f"{name}.md").read_text() for name in NAMES)
 FILES = {file.path.name: file for file in read(RESULTS)[0]}
 LINES = [
     [cell.strip() for cell in line[1:].split("|")]
@@ -24,12 +26,12 @@ LINES = [
 
 
 def test_the_scan() -> None:
-    first = TEXT[: TEXT.index("## Integrated model, batch and domain parallelism")]
+    first = TEXT[: TEXT.index("# Integrated model, batch and domain parallelism")]
     name = ""
     lines = re.findall(r"^\| .* \| ([\d,.]+)× \| (\S+×) \| (.*) \|$", first, re.MULTILINE)
     assert len(lines) == 9
     for published, ours, where in lines:
-        name = name if where == "the same" else where.strip("`")
+        name = name if where == "the same" else where.rpartition("/")[2].strip(")")
         rows = load(FILES[name].kind).rows(FILES[name].results)
         shown = {(row.paper, ratio(row.theirs / row.ours)) for row in rows}
         assert (float(published.replace(",", "")), ours) in shown
@@ -37,7 +39,7 @@ def test_the_scan() -> None:
 
 @pytest.fixture(scope="module")
 def published() -> dict[str, Any]:
-    (name,) = set(re.findall(r"`(published-.*?\.json)`", TEXT))
+    (name,) = set(re.findall(r"\(\.\./\.\./bench/results/(published-.*?\.json)\)", TEXT))
     pieces: dict[str, Any] = FILES[name].results["pieces"]
     return pieces
 
@@ -120,8 +122,8 @@ def test_pipelines_with_stale_weights(published: dict[str, Any]) -> None:
 
 
 def test_which_strategy_is_fastest() -> None:
-    last = TEXT[TEXT.index("## Which of them is fastest, and where") :]
-    (name,) = re.findall(r"`(strategies-.*?\.json)`", last)
+    last = TEXT[TEXT.index("# Which of them is fastest, and where") :]
+    (name,) = re.findall(r"\(\.\./\.\./bench/results/(strategies-.*?\.json)\)", last)
     cell = r"([\d.,]+|too large|–)"
     lines = re.findall(rf"^\| (.+?) \| (\d+) \| {cell}: (.+) \| {cell} \| {cell} \|$", last, re.M)
     assert len(lines) == 21
@@ -154,8 +156,8 @@ def test_which_strategy_is_fastest() -> None:
 
 
 def test_what_is_said_of_the_fastest() -> None:
-    last = TEXT[TEXT.index("## Which of them is fastest, and where") :]
-    (name,) = re.findall(r"`(strategies-.*?\.json)`", last)
+    last = TEXT[TEXT.index("# Which of them is fastest, and where") :]
+    (name,) = re.findall(r"\(\.\./\.\./bench/results/(strategies-.*?\.json)\)", last)
 
     def totals(network: str) -> dict[int, dict[str, float]]:
         """Return the time of each strategy that fits, by the number of workers."""
@@ -185,7 +187,7 @@ def is_shown(milliseconds: str, nanoseconds: float) -> bool:
 
 def test_accuracies_of_pipelines() -> None:
     part = TEXT[TEXT.index("Points of accuracy lost") : TEXT.index("**Age matters**")]
-    (name,) = re.findall(r"`(pipeline-.*?\.json)`", part)
+    (name,) = re.findall(r"\(\.\./\.\./bench/results/(pipeline-.*?\.json)\)", part)
     pieces = FILES[name].results["pieces"]
     plain, deep = pieces.pop(pipeline.PLAIN), pieces["ResNet-20, not pipelined, rate 0.01"]
     lost = [

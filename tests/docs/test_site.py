@@ -35,6 +35,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
     of its claims wrong. None leaves a file.
     """
     pytest.importorskip("sphinx_gallery")
+    pytest.importorskip("sphinx_copybutton")
     if not mpi_launch.IS_INSTALLED:
         pytest.skip("needs mpi4py and mpiexec")
     folder, before = tmp_path_factory.mktemp("site"), sorted((DOCS / "gallery").iterdir())
