@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .chained import layout_of
-from .chunks import WARPS, sweeping_team, tiles_of, weights_pitch_of
+from .chunks import WARPS, sweeping_team
 from .small_steps import ROWS, pitch_of, weighted_terms
+from .tiles import tiles_of, weights_pitch_of
 
 _BANKS = 32
 # Registers of `multiply` by the size of a step, bytes of a number, terms and states; of others, by
