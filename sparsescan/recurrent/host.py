@@ -18,7 +18,8 @@ from ..execution.replays import Replays
 from ..execution.sharing import even_slices
 from ..execution.threads import thread_count
 from ..kernels.cpu.copies import add_range, fill_with
-from ..kernels.cpu.lanes import SAMPLE_VECTORS, SUM_ROWS, TILE_ROWS, TILE_VECTORS, sample_lanes
+from ..kernels.cpu.lanes import sample_lanes
+from ..kernels.cpu.tiles import SAMPLE_VECTORS, SUM_ROWS, TILE_ROWS, TILE_VECTORS
 from .definition import CellLike
 from .loops import callers, sharing, sums
 from .loops import sequences as kernels

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from ..execution.calls import LINE, Calls
 from ..kernels.cpu.copies import fill_with
-from ..kernels.cpu.lanes import SAMPLE_VECTORS, SUM_ROWS, TILE_VECTORS, sample_lanes
 from ..kernels.cpu.lanes import lanes as lanes_of
+from ..kernels.cpu.lanes import sample_lanes
+from ..kernels.cpu.tiles import SAMPLE_VECTORS, SUM_ROWS, TILE_VECTORS
 from .bounds import pauses_of
 from .compiled import code_of, renderer_of
 from .definition import CellLike, bias_name, declared

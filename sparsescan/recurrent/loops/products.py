@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from ...kernels.compile import njit
 from ...kernels.cpu.lanes import (
-    add_pair_tile,
-    add_sample_tile,
     fma,
     item,
     lane_count,
@@ -19,6 +17,7 @@ from ...kernels.cpu.lanes import (
     store,
     store_some,
 )
+from ...kernels.cpu.tiles import add_pair_tile, add_sample_tile
 from .sharing import multiply
 from .stages import pointer
 
