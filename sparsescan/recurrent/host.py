@@ -7,24 +7,22 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice, product
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays.arrays import check_memory, device_of, for_kernels
-from ..execution.calls import LINE, Calls
+from ..execution.calls import Calls
 from ..execution.replays import Replays
 from ..execution.sharing import even_slices
 from ..execution.threads import thread_count
 from ..kernels.cpu.copies import add_range, fill_with
-from ..kernels.cpu.lanes import sample_lanes
-from ..kernels.cpu.tiles import SAMPLE_VECTORS, SUM_ROWS, TILE_ROWS, TILE_VECTORS
-from .definition import CellLike
+from ..kernels.cpu.tiles import TILE_ROWS, TILE_VECTORS
+from .groups import Group, SumsOf, back_group, run_group
+from .host_sizes import Extent, HostSizes, Layers
 from .loops import callers, sharing, sums
 from .loops import sequences as kernels
-from .loops.pauses import STRICT
-from .loops.products import COLUMNS
 from .loops.sequences import Caller, Sequence
 from .loops.sums import Gates, Sums
 from .memory import Memory
@@ -32,105 +30,30 @@ from .packing import Direction, Product, Weights
 
 Array = NDArray[Any]
 
-_LOTS, _LOT_STEPS = 16, 16  # sums of gradients that are kept apart, and the least steps of each
 _TASK_ROWS = 256  # rows of a sparse weight whose gradient is a task
-# Bytes of the weights of a step that fill the cache of a core.
-_WIDE = 1 << 20
-_SMALL = 1 << 22  # multiply-adds of a direction below which other threads would come too late
 # Forward passes before kernel calls are recorded, which takes as long as some, and multiply-adds
 # beside which what calls kernels takes no time.
 _DIRECT, _LARGE = 8, 1 << 30
 
 
-class Layers(Protocol):
-    """Layers of cells, as memory is taken for them."""
+class HostMemory(HostSizes, Memory):
+    """The memory on the host: for all samples, and for the groups of them that threads share."""
 
-    input_size: int
-
-    @property
-    def cells(self) -> tuple[tuple[CellLike, ...], ...]:
-        """The cells of each direction of each layer."""
-        ...
-
-
-class HostMemory(Memory):
-    """The memory on the host: for all samples, and for the groups of them that threads share.
-
-    There is a slot for the states of each step, one before the first step, and one behind the last;
-    layer 0 is the input. Those of one direction of a layer are together: two threads write them.
-    """
-
-    directions: list[Direction]
     device: int | None = None
 
     def __init__(
-        self,
-        network: Layers,
-        directions: list[Direction],
-        steps: int,
-        batch: int,
-        segment: int,
-        calls: Calls,
-        keeps_samples: bool = False,
-        has_resets: bool = False,
-        returns_states: bool = False,
+        self, network: Layers, directions: list[Direction], extent: Extent, calls: Calls
     ) -> None:
-        self.directions, self.per_layer, self.calls = directions, len(network.cells[0]), calls
-        self._keeps_samples, self._has_resets = keeps_samples, has_resets
-        self._is_reset = False
-        self.steps, self.batch = steps, batch
-        # Without a backward pass, nothing of a step is kept.
-        self.has_backward, self.segment = segment > 0, max(segment, 1)
-        self.keeps_gates = segment >= steps
-        # Directions that have gates of their own: where not all are kept, layers take turns.
-        self._gates_count = len(directions) if self.keeps_gates else self.per_layer
-        one = directions[0]
-        self.units, self.dtype, self.lanes = one.units, one.dtype, one.lanes
-        self.widths = [network.input_size, *(len(c) * c[0].hidden_size for c in network.cells)]
-        # How many states of the last layer are outputs.
-        self._outputs = one.states if returns_states else 1
-        self.widths[-1] *= self._outputs
-        self._all_threads = thread_count()
-        work = steps * batch * max(one.products, one.units) * (one.cols + one.units)
-        self.threads = 1 if work < _SMALL else self._all_threads
-        parts = max(1, self.threads // self.per_layer)
-        self.has_sample_lanes, self._rows = one.sample_rows > 0, max(1, one.sample_rows)
-        # Length of a row of the inputs here.
-        self._cols = one.cols
-        if self.has_sample_lanes:
-            # Samples are in groups, and these in lots whose sums of gradients are kept apart. Both
-            # are as they are whatever the threads.
-            self.group = sample_lanes(self.dtype)
-            groups = -(-batch // self.group)
-            lots = max(1, min(groups, _LOTS, steps * groups // _LOT_STEPS))
-            self.padded, self.lot = groups * self.group, max(1, -(-groups // lots)) * self.group
-            self._samples = max(1, -(-self.padded // (parts * self.lot))) * self.lot
-        else:
-            # A product takes half a tile at least; all of it where weights fill a core's cache.
-            weights = max(one.products, one.units) * (one.cols + one.units) * self.dtype.itemsize
-            fewest = TILE_ROWS if weights > _WIDE else TILE_ROWS // 2
-            self._samples = max(1, -(-batch // (parts * fewest))) * fewest
-            self.padded, self.group, self.lot = batch, self._samples, max(1, batch)
-        # Threads without samples of their own share the products of those who have some.
-        leaders = self.per_layer * len(self._spans())
-        self._helpers = 0 if self.has_sample_lanes else max(0, self.threads // leaders - 1)
-        # From the states of one direction to those of the other: whole groups, and cache lines.
-        line = LINE // self.dtype.itemsize
-        self.plane = -(-self.padded * (steps + 2) * self.units // line) * line
-        self.groups: list[_Group] = []
+        super().__init__(network, directions, extent)
+        self.calls, self._is_reset = calls, False
+        self.groups: list[Group] = []
         self._forwards, self._replays = 0, Replays(self)
         # Calls that are noted anyway are not recorded.
-        is_small = work * len(directions) < _LARGE
+        is_small = self._work * len(directions) < _LARGE
         self._may_replay = type(calls) is Calls and (is_small or self._helpers > 0)
         self._row_orders = [each.row_order(self.group) for each in directions]
         self._grad_orders = [each.grad_orders() for each in directions]
         self._sum_tables = [each.sum_table() for each in directions]
-        self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
-        self.nbytes += self._gates_count * (self.padded * segment + LINE)
-        self.nbytes += self.per_layer * (8 * self.padded + LINE)
-        words = leaders * sharing.words_of(self._helpers) if self._helpers else 0
-        self.nbytes += 8 * words + LINE * leaders
-        self.nbytes += has_resets * ((steps + 1) * self.padded + LINE)
         none = np.empty(0, self.dtype)
         self.no_caller = Caller(none, self.widths[0], False, none, np.empty(0, np.int64))
 
@@ -206,71 +129,6 @@ class HostMemory(Memory):
         """Return whether passes are made by recordings."""
         return self._may_replay and self._forwards > _DIRECT
 
-    def _places_of(self, one: Direction) -> NDArray[np.int64]:
-        """Return indices of sparse matrices, as places in an input of several directions."""
-        places = one.places.copy()
-        for row in one.tables[0].reshape(-1, len(COLUMNS)):
-            each = dict(zip(COLUMNS, row.tolist(), strict=True))
-            if each["is_sparse"] and each["source"] == 0 and each["blocks"] > 1:
-                begin, end = each["index_at"], each["indptr_at"]
-                block, column = np.divmod(places[begin:end], each["block"])
-                places[begin:end] = block * (self.plane // self.group) + column
-        return places
-
-    def _spans(self) -> list[tuple[int, int]]:
-        """Return the first of each group of samples, and how many they are."""
-        size, count = self._samples, self.padded
-        return [(k, min(size, count - k)) for k in range(0, max(count, 1), size)]
-
-    def _sizes(self) -> list[tuple[str, int]]:
-        """Return, for each array, what it holds, and how many numbers.
-
-        Kernels read some rows more than there are, and do not use them.
-        """
-        rows, others = self.padded * (self.steps + 2), self.directions[0].states - 1
-        if self.has_sample_lanes:
-            tile = self._rows * SAMPLE_VECTORS
-            widest = max(*self.widths[:-1], self.units, *(one.products for one in self.directions))
-            more, zeros = 0, (widest + tile) * self.group
-        else:
-            more, zeros = self.lanes + 1, max(one.stride for one in self.directions)
-        count = self.padded * self.units + self.lanes
-        sizes = [("lengths", count), ("zeros", zeros)]
-        sizes += [("carries", one.states * count) for one in self.directions]
-        own = self.per_layer * self.plane + more * self.units
-        sizes += [("states", (rows + more) * self._cols)]
-        for name, size in (("states", own), ("cells", others * self.per_layer * self.plane + own)):
-            size = size if others or name == "states" else 0
-            sizes += [(name, size)] * (len(self.widths) - 1)
-            if self._has_resets:
-                sizes += [(f"{name} before", size)] * (len(self.widths) - 1)
-        sizes = [(name, size + self.lanes) for name, size in sizes]
-        gates = [
-            self.segment * self.padded * one.units * self.step_rows(one) for one in self.directions
-        ]
-        rest = SUM_ROWS * self.group if self.has_sample_lanes else (more + 1) * self.units
-        gates = [size + rest for size in gates]
-        some = gates if self.keeps_gates else [max(gates)] * self._gates_count
-        sizes += [("gates", size + self.lanes) for size in some]
-        inner = max(self.widths[1:-1], default=0)
-        sizes += [("grads", self.steps * self.batch * inner)] * min(2, len(self.widths) - 2)
-        if self.per_layer > 1:
-            sizes += [("part", self.steps * self.batch * max(self.widths[:-1]))]
-        for _, samples in self._spans():
-            for one in self.directions:
-                if self.has_sample_lanes:
-                    products, part = zeros, self.group * self.units
-                    parts = one.renderer.parts * part + tile * self.group + self.lanes
-                else:
-                    part = (-(-samples * one.units // self.lanes) + 2) * self.lanes
-                    products = max((samples + self.lanes) * one.stride, part)
-                    parts = one.renderer.parts * part
-                grads = sums.STEPS * self.grad_step(one)
-                rows_of = one.rows * one.row_step(self.group) + self.lanes
-                sizes += [("products", products), ("parts", parts), ("block", grads)]
-                sizes += [("row_grads", rows_of)]
-        return sizes
-
     def allocate(self) -> None:
         """Take the memory."""
         check_memory(f"{self.steps} steps of {self.batch} samples", self.nbytes)
@@ -302,7 +160,7 @@ class HostMemory(Memory):
         own = {name: iter(arrays[name]) for name in ("products", "parts", "block", "row_grads")}
         self.groups = []
         for first, count in self._spans():
-            self.groups.append(_Group(self, first, count, own))
+            self.groups.append(Group(self, first, count, own))
         self.row_sums = [
             self.calls.room(self.padded * one.rows * one.units, float) for one in self.directions
         ]
@@ -353,11 +211,6 @@ class HostMemory(Memory):
     def _carry_parts(self, k: int) -> list[Array]:
         """Return the gradients in the states of a direction likewise."""
         return [self.carries[k][n * self.carry_step :] for n in range(self.directions[k].states)]
-
-    @property
-    def carry_step(self) -> int:
-        """The numbers from the gradients in a state to those in the next."""
-        return self.padded * self.units + self.lanes
 
     def _read_states(self, k: int, parts: list[Array], slot: int, states: list[Array]) -> None:
         """Write what the caller has for a direction to a slot; zeros if that has nothing.
@@ -425,16 +278,6 @@ class HostMemory(Memory):
         if self._writes_output(one):
             caller = caller._replace(output=self._output.reshape(-1))
         return caller
-
-    def _writes_output(self, one: Direction) -> bool:
-        """Return whether a direction writes the outputs while it runs, all by itself."""
-        is_last = one.layer == len(self.widths) - 1
-        return is_last and self.has_sample_lanes and self.per_layer == self._outputs == 1
-
-    def next_output(self, one: Direction) -> int:
-        """Return the columns from the outputs of one state of a direction to those of the next."""
-        is_last = one.layer == len(self.widths) - 1
-        return self.per_layer * self.units if is_last and self._outputs > 1 else 0
 
     def _all_samples(self, k: int) -> Sequence:
         """Return a direction of all samples for kernels that only read or write their slots."""
@@ -521,7 +364,7 @@ class HostMemory(Memory):
         segment = self.segment if self.has_backward else max(1, self.steps)
         for start in range(0, self.steps, segment):
             span = start, min(start + segment, self.steps)
-            self.for_each_group(ks, _run, weights, span)
+            self.for_each_group(ks, run_group, weights, span)
         if is_last and not self._writes_output(last):
             self._for_steps(self._turn_out)
 
@@ -572,7 +415,7 @@ class HostMemory(Memory):
             self.calls.launch(fill_with, self.row_sums[k], 0)
         for start in reversed(range(0, self.steps, self.segment)) if self.batch else ():
             span = start, min(start + self.segment, self.steps)
-            self.for_each_group(ks, _back, weights, sums_of, above, parts, span)
+            self.for_each_group(ks, back_group, weights, sums_of, above, parts, span)
             if not self._keeps_samples:
                 self._sum_up(ks, sums_of, span)
         for one in (self.directions[k] for k in ks) if parts else ():
@@ -584,7 +427,7 @@ class HostMemory(Memory):
             return [self._factors(k) for k in ks]
         return [self._param_grads(k, sums_of[k], lots) for k in ks]
 
-    def _zero_sums(self, k: int, lots: int) -> _SumsOf:
+    def _zero_sums(self, k: int, lots: int) -> SumsOf:
         """Return what sums of gradients of the parameters of a direction begin with."""
         one = self.directions[k]
         table, size = self._sum_tables[k]
@@ -597,9 +440,9 @@ class HostMemory(Memory):
         entries = [self.calls.zeros(each.forward.size, float) for each in one.sparse]
         rows = 0 if self._keeps_samples else one.products
         about = rows, one.sum_stride, table, self.lot, out, size
-        return _SumsOf(Sums(*about, row_sums, self._ones, begins), entries)
+        return SumsOf(Sums(*about, row_sums, self._ones, begins), entries)
 
-    def _param_grads(self, k: int, sums_of: _SumsOf, lots: int) -> dict[str, Array]:
+    def _param_grads(self, k: int, sums_of: SumsOf, lots: int) -> dict[str, Array]:
         one, whole = self.directions[k], sums_of.dense
         sizes = {
             "out": (whole.out, lots, whole.size),
@@ -656,7 +499,7 @@ class HostMemory(Memory):
         flat = total.reshape(-1), part.reshape(-1)
         self.calls.launch(add_range, *flat, start * row, stop * row)
 
-    def _sum_up(self, ks: range, sums_of: dict[int, _SumsOf], span: tuple[int, int]) -> None:
+    def _sum_up(self, ks: range, sums_of: dict[int, SumsOf], span: tuple[int, int]) -> None:
         """Add the gradients of the parameters over some steps that the backward pass has not."""
         tasks: list[Callable[[], None]] = []
         for k in ks:
@@ -679,54 +522,12 @@ class HostMemory(Memory):
             return []
         return [below, *(part[: below.size].reshape(below.shape) for part in self._parts)]
 
-    def times(self, one: Direction, span: tuple[int, int]) -> int:
-        """Return the first in time of some steps, which are given in the order of a direction."""
-        return self.steps - span[1] if one.back else span[0]
-
-    def gate_step(self, one: Direction, samples: int) -> int:
-        """Return the numbers from the gates of a step of so many samples to those of the next."""
-        return samples * self.step_rows(one) * one.units if self.has_backward else 0
-
-    def first_gates(self, one: Direction, span: tuple[int, int]) -> int:
-        """Return the step whose gates come first while some steps are worked on."""
-        return 0 if self.keeps_gates else self.times(one, span)
-
     def _gates(self, k: int, span: tuple[int, int], slot: int) -> Gates:
         """Return the gradients in slots, from one of them on, over some steps."""
         one = self.directions[k]
         t = self.times(one, span) - self.first_gates(one, span)
         about = self.gates[k], self.segment, self.step_rows(one), one.units, self.group
         return Gates(*about, t, self.grads_first(one) + slot, self.has_grads[k])
-
-    def grads_first(self, one: Direction) -> int:
-        """Return which vector of a step is the first gradient, where all steps have them.
-
-        Those of a cell of one stage may take the place of what is kept: each is written when that
-        has been read.
-        """
-        return one.kept if one.program.stages > 1 else 0
-
-    def step_rows(self, one: Direction) -> int:
-        """Return how many vectors are kept of a step, or gradients in their place."""
-        if self.grad_step(one) > 0:
-            return one.kept
-        return max(one.kept, self.grads_first(one) + one.record)
-
-    def grad_step(self, one: Direction) -> int:
-        """Return the numbers from a step's gradients in slots to the next's.
-
-        They are kept for a block of steps; 0 if for all, in the place of the gates.
-        """
-        if not self.has_sample_lanes or one.sparse or self._keeps_samples:
-            return 0
-        # No power of two, which caches are slow at.
-        return (-(-one.record * one.units // SUM_ROWS) * SUM_ROWS + 2) * self.group
-
-    def _places_of_factors(self, one: Direction, span: tuple[int, int]) -> tuple[int, int]:
-        """Return where the inputs of the first of some steps begin, and the states before it."""
-        t = self.times(one, span)
-        slot = self.group if self.has_sample_lanes else self.padded
-        return (t + 1) * slot * one.block, (t + 2 * one.back) * slot * one.units
 
     def add_grads(self, k: int, into: Sums, rows: tuple[int, int], span: tuple[int, int]) -> None:
         """Add gradients over some steps to rows of the sums of a direction."""
@@ -780,132 +581,6 @@ class HostMemory(Memory):
             *(packing.indptr, packing.indices, room, entries, *rows),
         )
         self.calls.give_back(room)
-
-
-class _SumsOf(NamedTuple):
-    """Sums of gradients of a direction's parameters: dense ones, and entries of sparse ones."""
-
-    dense: Sums
-    entries: list[Array]
-
-
-class _Group:
-    """Some neighbouring samples, with which one thread at a time works."""
-
-    def __init__(
-        self, memory: HostMemory, first: int, samples: int, own: dict[str, Iterator[Array]]
-    ) -> None:
-        self.memory, self.first, self.samples = memory, first, samples
-        self._number = len(memory.groups)
-        self._scratch = [tuple(map(next, own.values())) for _ in memory.directions]
-
-    def sequence(self, k: int, span: tuple[int, int]) -> Sequence:
-        """Return a direction for the kernels, with the gates of some steps."""
-        memory, one, weights = self.memory, self.memory.directions[k], self.memory.packed[k]
-        products, parts, block, row_grads = self._scratch[k]
-        step, renderer = memory.grad_step(one), one.renderer
-        return Sequence(
-            steps=memory.steps,
-            back=one.back,
-            units=one.units,
-            batch=memory.padded,
-            given=memory.batch,
-            first=self.first,
-            count=self.samples,
-            samples=max(1, min(self.samples, memory.group)),
-            sample_lanes=memory.has_sample_lanes,
-            pairs=one.sample_rows == 2,
-            lengths=memory.lengths,
-            states=memory.plane_of(memory.states, one),
-            width=memory.widths[one.layer],
-            next_output=memory.next_output(one),
-            inputs=one.inputs,
-            cols=one.cols,
-            block=one.block,
-            jump=memory.plane,
-            cells=memory.cells_of(one, memory.cells),
-            cell_plane=memory.plane,
-            others=one.states - 1,
-            befores=memory.plane_of(memory.befores, one),
-            before_cells=memory.cells_of(one, memory.before_cells),
-            resets=memory.resets,
-            gates=memory.gates[k],
-            segment=memory.segment,
-            begin=memory.first_gates(one, span),
-            kept=memory.step_rows(one),
-            gate_step=memory.gate_step(one, min(self.samples, memory.group)),
-            grads=block if step else memory.gates[k],
-            grad_step=step,
-            grads_first=memory.grads_first(one),
-            has_grads=memory.has_grads[k],
-            products=products,
-            stride=one.stride,
-            spare=one.spare,
-            parts=parts,
-            zeros=memory.zeros,
-            bias=weights.bias,
-            rows=weights.rows,
-            row_step=one.row_step(memory.group),
-            row_grads=row_grads,
-            row_sums=memory.row_sums[k],
-            row_count=one.rows,
-            carry=memory.carries[k],
-            carry_step=memory.carry_step,
-            forward=one.code.forward,
-            backward=one.code.backward,
-            stages=one.program.stages,
-            slots=one.slots,
-            multiplied=one.multiplied,
-            state_row=min(renderer.state_rows.values(), default=0),
-            kept_count=one.kept,
-            record=one.record,
-            input_row=-1 if renderer.input_row is None else renderer.input_row,
-            has_derived=any(each.grads for each in one.program.derived),
-            helpers=memory.helpers,
-            help=memory.help_of(self._number, one),
-            # Behind a reset a state does not tell of those before it.
-            pauses=min(one.pauses, STRICT) if len(memory.resets) else one.pauses,
-        )
-
-
-def _run(
-    group: _Group,
-    k: int,
-    all_weights: list[Weights],
-    span: tuple[int, int],
-    *,
-    is_again: bool = False,
-) -> None:
-    """Compute some states of one direction, in its order, and their gates."""
-    memory, weights = group.memory, all_weights[k]
-    one = memory.directions[k]
-    memory.calls.launch(
-        kernels.run,
-        *(group.sequence(k, span), weights.forward, memory.states[one.layer - 1]),
-        memory.no_caller._replace(ends=memory.ends[one.back]) if is_again else memory.caller(one),
-        *span,
-    )
-
-
-def _back(
-    group: _Group,
-    k: int,
-    all_weights: list[Weights],
-    sums_of: dict[int, _SumsOf],
-    above: Array,
-    parts: list[Array],
-    span: tuple[int, int],
-) -> None:
-    """Compute the gradients in slots and inputs of some steps of one direction."""
-    memory = group.memory
-    one, weights = memory.directions[k], all_weights[k]
-    below = parts[one.back].reshape(-1) if parts else memory.no_caller.x
-    about = group.sequence(k, span), weights.back, memory.states[one.layer - 1]
-    flat = above.reshape(-1)
-    if one.kept and not memory.keeps_gates:
-        memory.calls.launch(kernels.find_ends, *about, flat, memory.ends[one.back], *span)
-        _run(group, k, all_weights, span, is_again=True)
-    memory.calls.launch(kernels.back, *about, sums_of[k].dense, flat, below, *span)
 
 
 def _listed(states: Array | list[Array]) -> list[Array]:

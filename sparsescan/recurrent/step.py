@@ -29,7 +29,8 @@ from ..kernels.cpu.lanes import lanes as lanes_of
 from ..kernels.cpu.lanes import sample_lanes
 from ..symbolic.schedule import check_count, check_flag
 from .definition import CellLike
-from .host import HostMemory, Layers
+from .host import HostMemory
+from .host_sizes import Extent, Layers
 from .memory import Memory
 from .packing import Direction, is_sparse
 from .truncated import TruncatedMemory
@@ -571,8 +572,8 @@ def _memory_for(
     """Return memory for inputs like `x`, which keeps the gates of `segment` steps."""
     steps, batch, _ = x.shape
     if device_of(x) is None:
-        about = steps, batch, segment, Calls(), False, has_resets, returns_states
-        return HostMemory(network, directions, *about)
+        extent = Extent(steps, batch, segment, False, has_resets, returns_states)
+        return HostMemory(network, directions, extent, Calls())
     from .device import DeviceMemory
 
     return DeviceMemory(directions, network.input_size, steps, batch, segment, has_resets)
@@ -611,7 +612,7 @@ def memory_on_host(
     """
     steps, batch, _ = x.shape
     directions = _directions_of(network, x)
-    about = steps, batch, segment, calls, keeps_samples, has_resets, returns_states
-    memory = HostMemory(network, directions, *about)
+    extent = Extent(steps, batch, segment, keeps_samples, has_resets, returns_states)
+    memory = HostMemory(network, directions, extent, calls)
     memory.allocate()
     return memory
