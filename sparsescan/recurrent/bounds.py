@@ -1,4 +1,4 @@
-"""What is known of the size of a step's numbers, and so which steps a backward pass leaves out.
+"""Bounds of a step's numbers, by which a backward pass leaves steps out.
 
 A step without gradients is left out if no factor of a gradient in it can be infinite or NaN: 0·NaN
 is NaN. That is known of all steps before one if an infinite or NaN state cannot be followed by

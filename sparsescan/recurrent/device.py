@@ -85,7 +85,7 @@ class _Job(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What the gradient in a block of a parameter is, or is a part of.
+    """The gradient in a block of a parameter, or a part of it.
 
     Attributes
     ----------

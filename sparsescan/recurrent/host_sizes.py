@@ -34,7 +34,7 @@ class Layers(Protocol):
 
 
 class Extent(NamedTuple):
-    """What the memory of a training step is for.
+    """The shape of inputs, and the passes, that the memory of a training step is for.
 
     Attributes
     ----------

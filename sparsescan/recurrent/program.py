@@ -1,4 +1,4 @@
-"""What a step computes, in which order, and what its backward pass needs.
+"""Programs of a step: its operations in order, and what its backward pass needs.
 
 A step is elementwise but for its products with matrices. Products that are only added to each other
 share a *slot*, a vector of sums. What a product multiplies may have been computed in the same step,
@@ -300,7 +300,7 @@ class _Step(NamedTuple):
 
     @property
     def roots(self) -> list[Node]:
-        """What the states and the products are of."""
+        """The nodes that states and products are computed from."""
         return [*self.outputs, *(term.argument for each in self.slots for term in each.terms)]
 
     def changed(

@@ -100,7 +100,7 @@ class SelectiveScan(NamedTuple):
 
 
 class SelectiveGradients(NamedTuple):
-    """What a backward pass writes; those that nobody needs are empty.
+    """Arrays that a backward pass writes; those that nobody needs are empty.
 
     Attributes
     ----------

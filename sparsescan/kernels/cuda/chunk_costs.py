@@ -1,4 +1,4 @@
-"""What kernels for chunks take of a multiprocessor: registers, and turns of shared memory.
+"""Registers and turns of shared memory that kernels for chunks take of a multiprocessor.
 
 Shared memory has 32 banks, of which each gives a warp one word of four bytes in a turn. An access
 of 16 bytes by all threads of a warp takes four turns, of eight threads each; those that read the

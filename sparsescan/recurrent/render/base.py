@@ -1,4 +1,4 @@
-"""What all renderers have in common: expressions as assignments, named as in the definition."""
+"""The base of renderers: expressions as assignments, named as in the definition."""
 
 from __future__ import annotations
 

@@ -371,7 +371,7 @@ class _MemberPasses:
 
 
 class _Key(NamedTuple):
-    """What recordings of a layer depend on: its shape, and that of a member's inputs among it."""
+    """The key of recordings of a layer: its shape, and that of a member's inputs among it."""
 
     shape: Shape
     x: torch.Size

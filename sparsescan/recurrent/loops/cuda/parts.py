@@ -20,7 +20,7 @@ _WORD, _FLAG = np.int64(0), np.uint16(0)
 
 
 class Pass(NamedTuple):
-    """What the kernel of a pass is compiled from.
+    """Constants and functions that the kernel of a pass is compiled from.
 
     Attributes
     ----------
