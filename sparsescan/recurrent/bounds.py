@@ -75,17 +75,7 @@ def _times(a: float, b: float) -> float:
 
 def pauses_of(program: CellProgram) -> int:
     """Return which steps of a cell a backward pass may leave out, as kernels read it."""
-    grads = [
-        each
-        for each in (
-            *program.slot_grads,
-            *program.state_grads,
-            *program.row_grads,
-            program.input_grad,
-        )
-        if each is not None
-    ]
-    most = _most_factors(program, [*grads, *program.arguments])
+    most = _most_factors(program, [*program.grads, *program.arguments])
     if most > _MOST_FACTORS:
         return NEVER
     return BOUNDED if most <= 2 and _tells_of_before(program) else STRICT

@@ -142,6 +142,18 @@ class CellProgram:
     def __deepcopy__(self, memo: object) -> CellProgram:
         return self
 
+    @property
+    def grads(self) -> list[Node]:
+        """All gradients that are not zeros, those in the input last."""
+        grads = *self.slot_grads, *self.state_grads, *self.row_grads, self.input_grad
+        return [each for each in grads if each is not None]
+
+    @property
+    def multiplied(self) -> list[int]:
+        """The states that matrices multiply."""
+        arguments = [term.argument for slot in self.slots for term in slot.terms]
+        return sorted({each.about[0] for each in arguments if each.operation == "state"})
+
     def stage_of(self, each: Node) -> int:
         """Return the stage after whose sums a forward node can be computed."""
         return _stage_of(each, self.slots, {})

@@ -594,25 +594,8 @@ def _memory_like(
     return _memory_for(network, *about)
 
 
-def memory_on_host(
-    network: Layers,
-    x: Array,
-    calls: Calls,
-    *,
-    segment: int,
-    keeps_samples: bool = False,
-    has_resets: bool = False,
-    returns_states: bool = False,
-) -> HostMemory:
-    """Return memory for inputs like `x`, and calls of kernels that others may make, or note.
-
-    It keeps the gates of `segment` steps. If it `keeps_samples`, a backward pass returns what
-    gradients of parameters are sums of. If it `has_resets`, states may begin anew in the middle.
-    If it `returns_states`, outputs are all states of the last layer.
-    """
-    steps, batch, _ = x.shape
-    directions = _directions_of(network, x)
-    extent = Extent(steps, batch, segment, keeps_samples, has_resets, returns_states)
-    memory = HostMemory(network, directions, extent, calls)
+def memory_on_host(network: Layers, x: Array, calls: Calls, extent: Extent) -> HostMemory:
+    """Return memory for inputs like `x`, and calls of kernels that others may make, or note."""
+    memory = HostMemory(network, _directions_of(network, x), extent, calls)
     memory.allocate()
     return memory
