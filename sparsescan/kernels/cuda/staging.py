@@ -110,9 +110,11 @@ def copying(size: int, nnz: int, dtype: np.dtype[Any], tiles: Tiles) -> Stages:
     @cuda.jit(device=True)
     def find(run, places, where, held, ahead):
         """Load the first step; return the least weight, which is none."""
-        if where[5]:
-            find_places(places, where[4], held[0])
-            fetch(ahead, where[4], held[6], 0)
+        _, _, _, _, lane, present = where
+        offsets, _, _, _, _, _, staged = held
+        if present:
+            find_places(places, lane, offsets)
+            fetch(ahead, lane, staged, 0)
         return one
 
     @cuda.jit(device=True)
@@ -120,23 +122,27 @@ def copying(size: int, nnz: int, dtype: np.dtype[Any], tiles: Tiles) -> Stages:
         """Deliver the first step."""
         run, stacks, sample, steps = steps_of
         pool, base, _, _, lane, present = where
+        offsets, _, _, _, _, _, staged = held
         barrier(warp)
         if present:
-            store_values(pool, base, lane, held[0], held[6], 0)
+            store_values(pool, base, lane, offsets, staged, 0)
         return jacobian_after(run, stacks, ahead, first + 1, steps, sample), False, least_weight
 
     @cuda.jit(device=True)
     def prepare(steps_of, where, held, ahead, step):
         """Load the step behind this one."""
         run, stacks, sample, steps = steps_of
-        fetch(ahead, where[4], held[6], 0)
+        _, _, _, _, lane, _ = where
+        _, _, _, _, _, _, staged = held
+        fetch(ahead, lane, staged, 0)
         return jacobian_after(run, stacks, ahead, step + 2, steps, sample)
 
     @cuda.jit(device=True)
     def deliver(steps_of, where, held, ahead, step, last, least_weight, lost):
         """Store what is prepared."""
         pool, base, _, _, lane, _ = where
-        store_values(pool, base, lane, held[0], held[6], 0)
+        offsets, _, _, _, _, _, staged = held
+        store_values(pool, base, lane, offsets, staged, 0)
         return ahead, lost
 
     return Stages(copies.slots, 1, 1, copies.values, find, begin, prepare, deliver)
