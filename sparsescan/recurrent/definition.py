@@ -389,10 +389,7 @@ class _MatrixSymbol(_Blocks):
     """The symbol of a matrix: it, or each of its gates, is called with a vector."""
 
     def __init__(self, matrix: _Matrix) -> None:
-        super().__init__(
-            matrix,
-            {gate: _Product(matrix, k) for k, gate in enumerate(matrix.gates)},
-        )
+        super().__init__(matrix, {gate: _Product(matrix, k) for k, gate in enumerate(matrix.gates)})
         self._matrix = matrix
         if not matrix.gates:
             self._blocks["T"] = _Product(matrix, 0, is_transposed=True)

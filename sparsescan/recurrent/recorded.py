@@ -168,11 +168,7 @@ class Passes:
         return arrays if self._apart else arrays[0]
 
     def backward(
-        self,
-        *,
-        has_output: bool = True,
-        has_state: bool = True,
-        needs_input_grad: bool = True,
+        self, *, has_output: bool = True, has_state: bool = True, needs_input_grad: bool = True
     ) -> tuple[Recording, int]:
         """Return a backward pass, and the bytes of the memory that only it takes.
 

@@ -29,10 +29,7 @@ _WORDS = np.zeros(0, np.int64)
 # function, and where its words begin. `WORDS` is the address of all words, and `PLACES` that of
 # triples for each word that is an address in an array: which word, the number of the array, and
 # bytes behind where that begins.
-Header = numbered(
-    "Header",
-    "PHASES STRANDS CALLS TABLE WORDS WORD_COUNT PLACES PLACE_COUNT SIZE",
-)
+Header = numbered("Header", "PHASES STRANDS CALLS TABLE WORDS WORD_COUNT PLACES PLACE_COUNT SIZE")
 
 # Words that the threads of a replay share, a cache line apart, before their copy of all words.
 # `NEXT` counts strands that were claimed, `DONE` those that are done, and `FAILED` is not 0 if a

@@ -38,14 +38,7 @@ from .small_steps import (
     weights_placer,
 )
 from .tables import Run, jacobian_at, local_at
-from .vectors import (
-    barrier,
-    get,
-    put,
-    read_vector,
-    thread_index,
-    vote,
-)
+from .vectors import barrier, get, put, read_vector, thread_index, vote
 
 # Warps of a block, if there is room for pieces of so many steps each; and columns that a thread
 # holds of a product.

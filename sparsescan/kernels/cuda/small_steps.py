@@ -11,15 +11,7 @@ from ...arrays.cuda import cuda
 from ..cpu.tables import BAND
 from .device import exponent_of, load, scale, store
 from .tables import Run, jacobian_at, local_at
-from .vectors import (
-    barrier,
-    exponent_field,
-    get,
-    larger,
-    power_of_two,
-    put,
-    read_vector,
-)
+from .vectors import barrier, exponent_field, get, larger, power_of_two, put, read_vector
 
 # Bytes of shared memory that every block may have.
 SHARED = 48 * 1024
@@ -31,10 +23,7 @@ BANDS = {
     np.dtype(np.float64): (2.0**-100, 2.0**300, 200),
 }
 # Entries of columns, and of steps, whose products are normal numbers: those that are as large.
-SMALL = {
-    np.dtype(np.float32): (2.0**-80, 2.0**-45),
-    np.dtype(np.float64): (2.0**-620, 2.0**-400),
-}
+SMALL = {np.dtype(np.float32): (2.0**-80, 2.0**-45), np.dtype(np.float64): (2.0**-620, 2.0**-400)}
 
 # Rows of a product that a thread holds.
 ROWS = 4

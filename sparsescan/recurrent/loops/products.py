@@ -276,8 +276,7 @@ def multiply_samples(m, x, jump, start, out, pairs):
                 )
             else:
                 add_sample_tile(
-                    *(out, place, start, place, x, at, m.values, values),
-                    *(cols, part, m.tile),
+                    *(out, place, start, place, x, at, m.values, values), *(cols, part, m.tile)
                 )
             row += m.tile
         at += jump

@@ -118,10 +118,7 @@ def _retreating(p: Pass, stage: int, each: int) -> Any:
             take_gots(pool, gots_at + place, size, got, m * gots)
             take_mids(pool, mids_at + place, size, mid, m * mids)
         if t < ends[m]:
-            retreat(
-                *(now, m * each, later, got, m * gots, rows),
-                *(mid, m * mids, grads, totals),
-            )
+            retreat(*(now, m * each, later, got, m * gots, rows), *(mid, m * mids, grads, totals))
         else:
             for i in range(grads_size):
                 grads[i] = zero
@@ -164,10 +161,7 @@ def _gathering(p: Pass, stage: int) -> Any:
                         place = (mine + m) * padded + unit
                         if keeps_gots:
                             take_gots(pool, gots_at + place, size, got, m * gots)
-                        collect(
-                            *(pool, carries + place, size, sums, m * per_sum),
-                            *(got, m * gots),
-                        )
+                        collect(*(pool, carries + place, size, sums, m * per_sum), *(got, m * gots))
                         if keeps_gots:
                             leave_gots(pool, gots_at + place, size, got, m * gots)
                 turn += 1

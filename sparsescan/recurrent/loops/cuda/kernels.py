@@ -38,7 +38,7 @@ from ...render.cuda import CudaProgram
 from .backward import back_kernel
 from .forward import run_kernel
 from .layout import LoopLayout
-from .parts import pass_of
+from .parts import Pass
 
 
 class SequenceKernels(NamedTuple):
@@ -79,13 +79,7 @@ def sequence_kernels(
     There are products and what is kept of `segment` steps, all or those; states, ``[state][step +
     2][sample][width]``, have one slot more before the first step and behind the last.
     """
-    passes = [
-        pass_of(code, layout, dtype, samples, back=back, has_resets=has_resets)
-        for back in (False, True)
-    ]
-    return SequenceKernels(
-        for_block(run_kernel(passes[0]), layout.threads),
-        for_block(back_kernel(passes[1]), layout.threads),
-        layout.threads,
-        samples,
-    )
+    about = code, layout, dtype, samples, has_resets
+    run, back = run_kernel(Pass(*about, back=False)), back_kernel(Pass(*about, back=True))
+    kernels = (for_block(each, layout.threads) for each in (run, back))
+    return SequenceKernels(*kernels, layout.threads, samples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,14 +12,14 @@ from ....kernels.cuda.elementwise import elementwise
 from ....kernels.cuda.vectors import barrier, block_index, get, put, read_vector, thread_index
 from ...render.cuda import CudaProgram, Sizes, functions
 from .layout import LoopLayout
-from .products import Products, chains_of, products_of
+from .products import chains_of, products_of
 
 # How many steps before its use a number is brought to the L2 cache; it is loaded one step before.
 AHEAD = 8
 _WORD, _FLAG = np.int64(0), np.uint16(0)
 
 
-class Pass(NamedTuple):
+class Pass:
     """Constants and functions that the kernel of a pass is compiled from.
 
     Attributes
@@ -42,63 +42,28 @@ class Pass(NamedTuple):
         Whether samples begin anew in the middle.
     """
 
-    code: CudaProgram
-    named: dict[str, Any]
-    products: Products
-    dtype: np.dtype[Any]
-    zero: Any
-    units: int
-    lanes: int
-    threads: int
-    rounds: int
-    samples: int
-    own: int
-    padded: int
-    size: int
-    has_resets: bool
-
-
-def pass_of(
-    code: CudaProgram,
-    layout: LoopLayout,
-    dtype: np.dtype[Any],
-    samples: int,
-    *,
-    back: bool,
-    has_resets: bool,
-) -> Pass:
-    """Return what the kernel of a pass is compiled from."""
-    text = sequence_source(code, layout, dtype, samples, back=back, has_resets=has_resets)
-    moves = {
-        "cuda": cuda,
-        "get": get,
-        "put": put,
-        "load": load,
-        "store": store,
-        "prefetch": prefetch,
-        "read_vector": read_vector,
-    }
-    named = functions(text, ("forward", "backward")[back], elementwise(dtype) | moves)
-    phases = code.backward if back else code.forward
-    adds = [named.get(f"add_{stage}") for stage in range(code.stages)]
-    units, lanes, threads, rounds, vectors, _ = layout
-    padded = vectors * lanes * (16 // dtype.itemsize)
-    return Pass(
-        code,
-        named,
-        products_of(phases, len(code.blocks), adds, layout, dtype, samples),
-        dtype,
-        dtype.type(0),
-        units,
-        lanes,
-        threads,
-        rounds,
-        samples,
-        max(samples // lanes, 1),
-        padded,
-        samples * padded,
-        has_resets,
-    )
+    def __init__(
+        self,
+        code: CudaProgram,
+        layout: LoopLayout,
+        dtype: np.dtype[Any],
+        samples: int,
+        has_resets: bool,
+        *,
+        back: bool,
+    ) -> None:
+        self.code, self.dtype, self.zero, self.has_resets = code, dtype, dtype.type(0), has_resets
+        self.units, self.lanes, self.threads, self.rounds, vectors, _ = layout
+        self.samples, self.own = samples, max(samples // self.lanes, 1)
+        self.padded = vectors * self.lanes * (16 // dtype.itemsize)
+        self.size = samples * self.padded
+        text = sequence_source(code, layout, dtype, samples, back=back, has_resets=has_resets)
+        moves = {"cuda": cuda, "get": get, "put": put, "load": load, "store": store}
+        moves |= {"prefetch": prefetch, "read_vector": read_vector}
+        title, phases = ("backward", code.backward) if back else ("forward", code.forward)
+        self.named = functions(text, title, elementwise(dtype) | moves)
+        adds = [self.named.get(f"add_{stage}") for stage in range(code.stages)]
+        self.products = products_of(phases, len(code.blocks), adds, layout, dtype, samples)
 
 
 def sequence_source(
