@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,10 @@ from ..execution.sharing import even_slices
 from ..execution.threads import thread_count
 from ..kernels.cpu.copies import add_range, fill_with
 from ..kernels.cpu.tiles import TILE_ROWS, TILE_VECTORS
-from .groups import Group, SumsOf, back_group, run_group
 from .host_sizes import Extent, HostSizes, Layers
 from .loops import callers, sharing, sums
 from .loops import sequences as kernels
+from .loops.pauses import STRICT
 from .loops.sequences import Caller, Sequence
 from .loops.sums import Gates, Sums
 from .memory import Memory
@@ -46,7 +46,7 @@ class HostMemory(HostSizes, Memory):
     ) -> None:
         super().__init__(network, directions, extent)
         self.calls, self._is_reset = calls, False
-        self.groups: list[Group] = []
+        self.groups: list[_Group] = []
         self._forwards, self._replays = 0, Replays(self)
         # Calls that are noted anyway are not recorded.
         is_small = self._work * len(directions) < _LARGE
@@ -160,7 +160,7 @@ class HostMemory(HostSizes, Memory):
         own = {name: iter(arrays[name]) for name in ("products", "parts", "block", "row_grads")}
         self.groups = []
         for first, count in self._spans():
-            self.groups.append(Group(self, first, count, own))
+            self.groups.append(_Group(self, first, count, own))
         self.row_sums = [
             self.calls.room(self.padded * one.rows * one.units, float) for one in self.directions
         ]
@@ -364,7 +364,7 @@ class HostMemory(HostSizes, Memory):
         segment = self.segment if self.has_backward else max(1, self.steps)
         for start in range(0, self.steps, segment):
             span = start, min(start + segment, self.steps)
-            self.for_each_group(ks, run_group, weights, span)
+            self.for_each_group(ks, _run, weights, span)
         if is_last and not self._writes_output(last):
             self._for_steps(self._turn_out)
 
@@ -415,7 +415,7 @@ class HostMemory(HostSizes, Memory):
             self.calls.launch(fill_with, self.row_sums[k], 0)
         for start in reversed(range(0, self.steps, self.segment)) if self.batch else ():
             span = start, min(start + self.segment, self.steps)
-            self.for_each_group(ks, back_group, weights, sums_of, above, parts, span)
+            self.for_each_group(ks, _back, weights, sums_of, above, parts, span)
             if not self._keeps_samples:
                 self._sum_up(ks, sums_of, span)
         for one in (self.directions[k] for k in ks) if parts else ():
@@ -427,7 +427,7 @@ class HostMemory(HostSizes, Memory):
             return [self._factors(k) for k in ks]
         return [self._param_grads(k, sums_of[k], lots) for k in ks]
 
-    def _zero_sums(self, k: int, lots: int) -> SumsOf:
+    def _zero_sums(self, k: int, lots: int) -> _SumsOf:
         """Return what sums of gradients of the parameters of a direction begin with."""
         one = self.directions[k]
         table, size = self._sum_tables[k]
@@ -440,9 +440,9 @@ class HostMemory(HostSizes, Memory):
         entries = [self.calls.zeros(each.forward.size, float) for each in one.sparse]
         rows = 0 if self._keeps_samples else one.products
         about = rows, one.sum_stride, table, self.lot, out, size
-        return SumsOf(Sums(*about, row_sums, self._ones, begins), entries)
+        return _SumsOf(Sums(*about, row_sums, self._ones, begins), entries)
 
-    def _param_grads(self, k: int, sums_of: SumsOf, lots: int) -> dict[str, Array]:
+    def _param_grads(self, k: int, sums_of: _SumsOf, lots: int) -> dict[str, Array]:
         one, whole = self.directions[k], sums_of.dense
         sizes = {
             "out": (whole.out, lots, whole.size),
@@ -499,7 +499,7 @@ class HostMemory(HostSizes, Memory):
         flat = total.reshape(-1), part.reshape(-1)
         self.calls.launch(add_range, *flat, start * row, stop * row)
 
-    def _sum_up(self, ks: range, sums_of: dict[int, SumsOf], span: tuple[int, int]) -> None:
+    def _sum_up(self, ks: range, sums_of: dict[int, _SumsOf], span: tuple[int, int]) -> None:
         """Add the gradients of the parameters over some steps that the backward pass has not."""
         tasks: list[Callable[[], None]] = []
         for k in ks:
@@ -581,6 +581,132 @@ class HostMemory(HostSizes, Memory):
             *(packing.indptr, packing.indices, room, entries, *rows),
         )
         self.calls.give_back(room)
+
+
+class _SumsOf(NamedTuple):
+    """Sums of gradients of a direction's parameters: dense ones, and entries of sparse ones."""
+
+    dense: Sums
+    entries: list[Array]
+
+
+class _Group:
+    """Some neighbouring samples, with which one thread at a time works."""
+
+    def __init__(
+        self, memory: HostMemory, first: int, samples: int, own: dict[str, Iterator[Array]]
+    ) -> None:
+        self.memory, self.first, self.samples = memory, first, samples
+        self._number = len(memory.groups)
+        self._scratch = [tuple(map(next, own.values())) for _ in memory.directions]
+
+    def sequence(self, k: int, span: tuple[int, int]) -> Sequence:
+        """Return a direction for the kernels, with the gates of some steps."""
+        memory, one, weights = self.memory, self.memory.directions[k], self.memory.packed[k]
+        products, parts, block, row_grads = self._scratch[k]
+        step, renderer = memory.grad_step(one), one.renderer
+        return Sequence(
+            steps=memory.steps,
+            back=one.back,
+            units=one.units,
+            batch=memory.padded,
+            given=memory.batch,
+            first=self.first,
+            count=self.samples,
+            samples=max(1, min(self.samples, memory.group)),
+            sample_lanes=memory.has_sample_lanes,
+            pairs=one.sample_rows == 2,
+            lengths=memory.lengths,
+            states=memory.plane_of(memory.states, one),
+            width=memory.widths[one.layer],
+            next_output=memory.next_output(one),
+            inputs=one.inputs,
+            cols=one.cols,
+            block=one.block,
+            jump=memory.plane,
+            cells=memory.cells_of(one, memory.cells),
+            cell_plane=memory.plane,
+            others=one.states - 1,
+            befores=memory.plane_of(memory.befores, one),
+            before_cells=memory.cells_of(one, memory.before_cells),
+            resets=memory.resets,
+            gates=memory.gates[k],
+            segment=memory.segment,
+            begin=memory.first_gates(one, span),
+            kept=memory.step_rows(one),
+            gate_step=memory.gate_step(one, min(self.samples, memory.group)),
+            grads=block if step else memory.gates[k],
+            grad_step=step,
+            grads_first=memory.grads_first(one),
+            has_grads=memory.has_grads[k],
+            products=products,
+            stride=one.stride,
+            spare=one.spare,
+            parts=parts,
+            zeros=memory.zeros,
+            bias=weights.bias,
+            rows=weights.rows,
+            row_step=one.row_step(memory.group),
+            row_grads=row_grads,
+            row_sums=memory.row_sums[k],
+            row_count=one.rows,
+            carry=memory.carries[k],
+            carry_step=memory.carry_step,
+            forward=one.code.forward,
+            backward=one.code.backward,
+            stages=one.program.stages,
+            slots=one.slots,
+            multiplied=one.multiplied,
+            state_row=min(renderer.state_rows.values(), default=0),
+            kept_count=one.kept,
+            record=one.record,
+            input_row=-1 if renderer.input_row is None else renderer.input_row,
+            has_derived=any(each.grads for each in one.program.derived),
+            helpers=memory.helpers,
+            help=memory.help_of(self._number, one),
+            # Behind a reset a state does not tell of those before it.
+            pauses=min(one.pauses, STRICT) if len(memory.resets) else one.pauses,
+        )
+
+
+def _run(
+    group: _Group,
+    k: int,
+    all_weights: list[Weights],
+    span: tuple[int, int],
+    *,
+    is_again: bool = False,
+) -> None:
+    """Compute some states of one direction, in its order, and their gates."""
+    memory, weights = group.memory, all_weights[k]
+    one = memory.directions[k]
+    memory.calls.launch(
+        kernels.run,
+        *(group.sequence(k, span), weights.forward, memory.states[one.layer - 1]),
+        memory.no_caller._replace(ends=memory.ends[one.back]) if is_again else memory.caller(one),
+        *span,
+    )
+
+
+def _back(
+    group: _Group,
+    k: int,
+    all_weights: list[Weights],
+    sums_of: dict[int, _SumsOf],
+    above: Array,
+    parts: list[Array],
+    span: tuple[int, int],
+) -> None:
+    """Compute the gradients in slots and inputs of some steps of one direction."""
+    memory = group.memory
+    one, weights = memory.directions[k], all_weights[k]
+    below = parts[one.back].reshape(-1) if parts else memory.no_caller.x
+    about = group.sequence(k, span), weights.back, memory.states[one.layer - 1]
+    flat = above.reshape(-1)
+    if one.kept and not memory.keeps_gates:
+        memory.calls.launch(kernels.find_ends, *about, flat, memory.ends[one.back], *span)
+        _run(group, k, all_weights, span, is_again=True)
+    memory.calls.launch(kernels.back, *about, sums_of[k].dense, flat, below, *span)
 
 
 def _listed(states: Array | list[Array]) -> list[Array]:
