@@ -33,7 +33,8 @@ from sparsescan.kernels.cuda.chunks import ChunkKernels, chunk_kernels, takes
 from sparsescan.kernels.cuda.levels import level_kernels
 from sparsescan.kernels.cuda.machine_code import file_name, read, save
 from sparsescan.recurrent import GRUCell, LSTMCell, RNNCell
-from sparsescan.recurrent.loops.cuda import layout_of, samples_of, sequence_kernels
+from sparsescan.recurrent.loops.cuda.kernels import sequence_kernels
+from sparsescan.recurrent.loops.cuda.layout import layout_of, samples_of
 from sparsescan.recurrent.render.cuda import cuda_program
 
 from .gpu_chains import SIZES, family_cases, sanitizer_cases

@@ -165,7 +165,7 @@ def check_grad(
 
 
 class _Chain(NamedTuple):
-    """What a scan is given."""
+    """Arguments of a scan."""
 
     grad: Any
     jacobians: Any

@@ -59,7 +59,7 @@ class Reading(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What matrices of some shape may be."""
+    """A form that matrices of some shape may have."""
 
     what: str
     kind: str

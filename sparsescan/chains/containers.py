@@ -339,10 +339,7 @@ class PeriodicChain(Frozen):
                 )
         self._values, self._patterns = arrays, turns
         self._shapes = [array.shape for array in views]
-        self._set(
-            steps=known["steps"][1],
-            batch=known["batch"][1] if "batch" in known else None,
-        )
+        self._set(steps=known["steps"][1], batch=known["batch"][1] if "batch" in known else None)
 
     @property
     def values(self) -> list[Any]:

@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 
 class Callers(Protocol):
-    """What makes its kernel calls through an object that may note them instead."""
+    """A caller of kernels through an object that may note the calls instead."""
 
     calls: Calls
 

@@ -336,11 +336,7 @@ def record_scan_vjp(shapes: Inputs, needs: tuple[bool, ...], dtype: DTypeLike) -
     inputs = _stand_ins(recorder, 4, shapes, dtype)
     (batch, channels, length), states = inputs.u.shape, inputs.a.shape[1]
     rows = states, channels
-    above = (
-        (batch, segments_of(length, states), *rows),
-        (batch, channels, length),
-        (batch, *rows),
-    )
+    above = ((batch, segments_of(length, states), *rows), (batch, channels, length), (batch, *rows))
     flat = [recorder.array(k, each, dtype).reshape(-1) for k, each in enumerate(above, start=1)]
     kept, grads, final = flat
     _write_gradients(recorder, inputs, kept, grads, final, needs)

@@ -64,12 +64,7 @@ class Stages:
     """
 
     def __init__(
-        self,
-        program: Program,
-        batch: int,
-        widths: NDArray[np.int64],
-        threads: int,
-        itemsize: int,
+        self, program: Program, batch: int, widths: NDArray[np.int64], threads: int, itemsize: int
     ) -> None:
         self._program = program
         ops = program.ops

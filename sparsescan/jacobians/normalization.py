@@ -153,7 +153,7 @@ class LayerNorm(Parametrised, Operator):
 
 
 class BatchNorm(Parametrised, Operator):
-    """What batch normalisations share, of samples of any number of axes."""
+    """Batch normalisation of samples of any number of axes."""
 
     weight = Parameter()
     bias = Parameter()

@@ -160,11 +160,7 @@ class MaxPool2d(_Pooling):
     def _tables(self) -> tuple[Mirrored, Mirrored, Mirrored]:
         """The input under each tap of each window, or -1; the row and column of every entry."""
         pattern = self._core_pattern()
-        return (
-            Mirrored(self._inputs),
-            Mirrored(rows_of(pattern)),
-            Mirrored(pattern.indices),
-        )
+        return (Mirrored(self._inputs), Mirrored(rows_of(pattern)), Mirrored(pattern.indices))
 
 
 class AvgPool2d(_Pooling, Separable):

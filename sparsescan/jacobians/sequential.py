@@ -222,11 +222,7 @@ class Sequential(Fixed):
         return [
             step.values(x, y, buffer)
             for step, x, y, buffer in zip(
-                reversed(self._steps),
-                xs[-2::-1],
-                xs[:0:-1],
-                buffers,
-                strict=True,
+                reversed(self._steps), xs[-2::-1], xs[:0:-1], buffers, strict=True
             )
         ]
 

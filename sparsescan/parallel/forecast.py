@@ -389,11 +389,7 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def setting_of_equal_parts(
-    patterns: Sequence[Pattern],
-    grid: Grid,
-    model: Model,
-    network: Network,
-    known: dict[Any, Any],
+    patterns: Sequence[Pattern], grid: Grid, model: Model, network: Network, known: dict[Any, Any]
 ) -> Setting:
     """Return the setting of equal parts, each planned once where several have the same patterns."""
     if not patterns:

@@ -75,11 +75,7 @@ class ScanTerms(NamedTuple):
         return () if self.batch is None else (self.batch,)
 
     def workspace(
-        self,
-        program: Program,
-        leaves: NDArray[np.int64],
-        batched: NDArray[np.bool_],
-        threads: int,
+        self, program: Program, leaves: NDArray[np.int64], batched: NDArray[np.bool_], threads: int
     ) -> Workspace:
         """Return a workspace for a program, some of whose Jacobians differ between samples."""
         dtype, samples, local = self.dtype, self.samples, self.local

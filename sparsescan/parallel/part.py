@@ -178,9 +178,7 @@ class Part:
             + self.sweep.workspace_bytes,
             maps={
                 form: MapCost(
-                    run_time(model, program),
-                    kind.needed_bytes(program),
-                    program.patterns[-1],
+                    run_time(model, program), kind.needed_bytes(program), program.patterns[-1]
                 )
                 for form, program in self._programs.items()
             },

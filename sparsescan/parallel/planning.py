@@ -104,11 +104,7 @@ def make_plan(world: Communicator, read: Callable[[], Request]) -> ParallelPlan:
 
 
 def _plan_part(
-    position: int,
-    patterns: Sequence[Step],
-    options: Options,
-    model: Model,
-    before: Part | None,
+    position: int, patterns: Sequence[Step], options: Options, model: Model, before: Part | None
 ) -> tuple[Part, PartCost]:
     """Plan this rank's part of the chain, whose steps it has as a whole."""
     grid, device = options.grid, options.device or "cpu"
@@ -143,10 +139,7 @@ def _plan_rows(
     halos = find_halos(world, sharers, patterns, entering, options.reverse)
     skip = int(grid.position(world.rank) == grid.chain - 1)
     part, loads = world.together(
-        lambda: (
-            RowSweep(group, sharers.rank, halos),
-            Loads(halos, skip, model, terms, network),
-        )
+        lambda: (RowSweep(group, sharers.rank, halos), Loads(halos, skip, model, terms, network))
     )
     slowest = sharers.maximum(loads.times)
     return part, world.together(lambda: loads.cost(slowest))

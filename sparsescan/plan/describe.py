@@ -1,4 +1,4 @@
-"""What a plan says about itself: a dictionary, and the text that prints it."""
+"""Descriptions of plans: a dictionary, and the text that prints it."""
 
 from __future__ import annotations
 

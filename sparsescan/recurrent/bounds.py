@@ -1,4 +1,4 @@
-"""What is known of the size of a step's numbers, and so which steps a backward pass leaves out.
+"""Bounds of a step's numbers, by which a backward pass leaves steps out.
 
 A step without gradients is left out if no factor of a gradient in it can be infinite or NaN: 0·NaN
 is NaN. That is known of all steps before one if an infinite or NaN state cannot be followed by
@@ -75,17 +75,7 @@ def _times(a: float, b: float) -> float:
 
 def pauses_of(program: CellProgram) -> int:
     """Return which steps of a cell a backward pass may leave out, as kernels read it."""
-    grads = [
-        each
-        for each in (
-            *program.slot_grads,
-            *program.state_grads,
-            *program.row_grads,
-            program.input_grad,
-        )
-        if each is not None
-    ]
-    most = _most_factors(program, [*grads, *program.arguments])
+    most = _most_factors(program, [*program.grads, *program.arguments])
     if most > _MOST_FACTORS:
         return NEVER
     return BOUNDED if most <= 2 and _tells_of_before(program) else STRICT

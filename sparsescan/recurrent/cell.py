@@ -175,7 +175,7 @@ class Cell(Parametrised, Fixed):
 
     @property
     def program(self) -> CellProgram:
-        """What the step computes, and its derivatives."""
+        """The operations of the step, and its derivatives."""
         return self.program_of(self.options, self.bias)
 
     @property
@@ -214,7 +214,7 @@ class Cell(Parametrised, Fixed):
 
     @cached_property
     def _equations(self) -> Equations:
-        """What the cell computes on arrays."""
+        """The equations of the cell, on arrays."""
         return Equations(self)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Code(NamedTuple):
 
 _HEADER = '''"""{name}: its passes over a step, for vectors on a CPU. Written by sparsescan."""
 
+from sparsescan.kernels.cpu.functions import *
 from sparsescan.kernels.cpu.lanes import *
 
 

@@ -1,4 +1,4 @@
-"""What is known of the vectors of a step for each unit, whatever input, state and parameters are.
+"""Vectors of a step that are known, for each unit, whatever input, state and parameters are.
 
 A gate that multiplies what has no weights at all has no effect, so that its slopes, and entries of
 a Jacobian, are always zero.
@@ -18,7 +18,7 @@ from .program import topological
 
 
 class Known(NamedTuple):
-    """What is known of a vector.
+    """Knowledge of a vector.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What a class of cells declares, and how its step is traced.
+"""Declarations of a class of cells, and how its step is traced.
 
 The step of a class is called once, on symbols, when the class is made, and for other options.
 """
@@ -56,7 +56,7 @@ class CellLike(Protocol):
 
     @property
     def program(self) -> CellProgram:
-        """What the step computes."""
+        """The operations of the step."""
 
 
 def _finite(name: str, value: Any) -> float:
@@ -277,7 +277,7 @@ class Scalar(_Declared):
 
 
 class _Option:
-    """What a cell is made with, beside its sizes, and does not change."""
+    """An option that a cell is made with, beside its sizes, and that does not change."""
 
     default: Any
 
@@ -368,7 +368,7 @@ class _Chosen(str):
 
 
 class _Blocks:
-    """What stands for a parameter with gates: each gate is an attribute."""
+    """The symbol of a parameter with gates: each gate is an attribute."""
 
     def __init__(self, parameter: _Declared, blocks: dict[str, Any]) -> None:
         self._parameter, self._blocks = parameter, blocks
@@ -386,13 +386,10 @@ class _Blocks:
 
 
 class _MatrixSymbol(_Blocks):
-    """What stands for a matrix: it, or each of its gates, is called with a vector."""
+    """The symbol of a matrix: it, or each of its gates, is called with a vector."""
 
     def __init__(self, matrix: _Matrix) -> None:
-        super().__init__(
-            matrix,
-            {gate: _Product(matrix, k) for k, gate in enumerate(matrix.gates)},
-        )
+        super().__init__(matrix, {gate: _Product(matrix, k) for k, gate in enumerate(matrix.gates)})
         self._matrix = matrix
         if not matrix.gates:
             self._blocks["T"] = _Product(matrix, 0, is_transposed=True)

@@ -18,15 +18,9 @@ from ..execution.cuda.chunks import multiprocessors_of
 from ..kernels.cuda import device as _device
 from ..parameters.parametrised import masked
 from .definition import CellLike, bias_name, declared
-from .loops.cuda import (
-    LoopLayout,
-    SequenceKernels,
-    layout_of,
-    packing_order,
-    samples_of,
-    sequence_kernels,
-    sequence_source,
-)
+from .loops.cuda.kernels import SequenceKernels, sequence_kernels
+from .loops.cuda.layout import LoopLayout, layout_of, packing_order, samples_of
+from .loops.cuda.parts import sequence_source
 from .memory import Memory
 from .program import CellProgram, Term
 from .render.cuda import cuda_program
@@ -91,7 +85,7 @@ class _Job(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What the gradient in a block of a parameter is, or is a part of.
+    """The gradient in a block of a parameter, or a part of it.
 
     Attributes
     ----------

@@ -7,23 +7,22 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice, product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays.arrays import check_memory, device_of, for_kernels
-from ..execution.calls import LINE, Calls
+from ..execution.calls import Calls
 from ..execution.replays import Replays
 from ..execution.sharing import even_slices
 from ..execution.threads import thread_count
 from ..kernels.cpu.copies import add_range, fill_with
-from ..kernels.cpu.lanes import SAMPLE_VECTORS, SUM_ROWS, TILE_ROWS, TILE_VECTORS, sample_lanes
-from .definition import CellLike
+from ..kernels.cpu.tiles import TILE_ROWS, TILE_VECTORS
+from .host_sizes import Extent, HostSizes, Layers
 from .loops import callers, sharing, sums
 from .loops import sequences as kernels
 from .loops.pauses import STRICT
-from .loops.products import COLUMNS
 from .loops.sequences import Caller, Sequence
 from .loops.sums import Gates, Sums
 from .memory import Memory
@@ -31,105 +30,30 @@ from .packing import Direction, Product, Weights
 
 Array = NDArray[Any]
 
-_LOTS, _LOT_STEPS = 16, 16  # sums of gradients that are kept apart, and the least steps of each
 _TASK_ROWS = 256  # rows of a sparse weight whose gradient is a task
-# Bytes of the weights of a step that fill the cache of a core.
-_WIDE = 1 << 20
-_SMALL = 1 << 22  # multiply-adds of a direction below which other threads would come too late
 # Forward passes before kernel calls are recorded, which takes as long as some, and multiply-adds
 # beside which what calls kernels takes no time.
 _DIRECT, _LARGE = 8, 1 << 30
 
 
-class Layers(Protocol):
-    """Layers of cells, as memory is taken for them."""
+class HostMemory(HostSizes, Memory):
+    """The memory on the host: for all samples, and for the groups of them that threads share."""
 
-    input_size: int
-
-    @property
-    def cells(self) -> tuple[tuple[CellLike, ...], ...]:
-        """The cells of each direction of each layer."""
-        ...
-
-
-class HostMemory(Memory):
-    """The memory on the host: for all samples, and for the groups of them that threads share.
-
-    There is a slot for the states of each step, one before the first step, and one behind the last;
-    layer 0 is the input. Those of one direction of a layer are together: two threads write them.
-    """
-
-    directions: list[Direction]
     device: int | None = None
 
     def __init__(
-        self,
-        network: Layers,
-        directions: list[Direction],
-        steps: int,
-        batch: int,
-        segment: int,
-        calls: Calls,
-        keeps_samples: bool = False,
-        has_resets: bool = False,
-        returns_states: bool = False,
+        self, network: Layers, directions: list[Direction], extent: Extent, calls: Calls
     ) -> None:
-        self.directions, self.per_layer, self.calls = directions, len(network.cells[0]), calls
-        self._keeps_samples, self._has_resets = keeps_samples, has_resets
-        self._is_reset = False
-        self.steps, self.batch = steps, batch
-        # Without a backward pass, nothing of a step is kept.
-        self.has_backward, self.segment = segment > 0, max(segment, 1)
-        self.keeps_gates = segment >= steps
-        # Directions that have gates of their own: where not all are kept, layers take turns.
-        self._gates_count = len(directions) if self.keeps_gates else self.per_layer
-        one = directions[0]
-        self.units, self.dtype, self.lanes = one.units, one.dtype, one.lanes
-        self.widths = [network.input_size, *(len(c) * c[0].hidden_size for c in network.cells)]
-        # How many states of the last layer are outputs.
-        self._outputs = one.states if returns_states else 1
-        self.widths[-1] *= self._outputs
-        self._all_threads = thread_count()
-        work = steps * batch * max(one.products, one.units) * (one.cols + one.units)
-        self.threads = 1 if work < _SMALL else self._all_threads
-        parts = max(1, self.threads // self.per_layer)
-        self.has_sample_lanes, self._rows = one.sample_rows > 0, max(1, one.sample_rows)
-        # Length of a row of the inputs here.
-        self._cols = one.cols
-        if self.has_sample_lanes:
-            # Samples are in groups, and these in lots whose sums of gradients are kept apart. Both
-            # are as they are whatever the threads.
-            self.group = sample_lanes(self.dtype)
-            groups = -(-batch // self.group)
-            lots = max(1, min(groups, _LOTS, steps * groups // _LOT_STEPS))
-            self.padded, self.lot = groups * self.group, max(1, -(-groups // lots)) * self.group
-            self._samples = max(1, -(-self.padded // (parts * self.lot))) * self.lot
-        else:
-            # A product takes half a tile at least; all of it where weights fill a core's cache.
-            weights = max(one.products, one.units) * (one.cols + one.units) * self.dtype.itemsize
-            fewest = TILE_ROWS if weights > _WIDE else TILE_ROWS // 2
-            self._samples = max(1, -(-batch // (parts * fewest))) * fewest
-            self.padded, self.group, self.lot = batch, self._samples, max(1, batch)
-        # Threads without samples of their own share the products of those who have some.
-        leaders = self.per_layer * len(self._spans())
-        self._helpers = 0 if self.has_sample_lanes else max(0, self.threads // leaders - 1)
-        # From the states of one direction to those of the other: whole groups, and cache lines.
-        line = LINE // self.dtype.itemsize
-        self.plane = -(-self.padded * (steps + 2) * self.units // line) * line
+        super().__init__(network, directions, extent)
+        self.calls, self._is_reset = calls, False
         self.groups: list[_Group] = []
         self._forwards, self._replays = 0, Replays(self)
         # Calls that are noted anyway are not recorded.
-        is_small = work * len(directions) < _LARGE
+        is_small = self._work * len(directions) < _LARGE
         self._may_replay = type(calls) is Calls and (is_small or self._helpers > 0)
         self._row_orders = [each.row_order(self.group) for each in directions]
         self._grad_orders = [each.grad_orders() for each in directions]
         self._sum_tables = [each.sum_table() for each in directions]
-        self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
-        self.nbytes += self._gates_count * (self.padded * segment + LINE)
-        self.nbytes += self.per_layer * (8 * self.padded + LINE)
-        words = leaders * sharing.words_of(self._helpers) if self._helpers else 0
-        self.nbytes += 8 * words + LINE * leaders
-        self.nbytes += has_resets * ((steps + 1) * self.padded + LINE)
         none = np.empty(0, self.dtype)
         self.no_caller = Caller(none, self.widths[0], False, none, np.empty(0, np.int64))
 
@@ -204,71 +128,6 @@ class HostMemory(Memory):
     def _is_replayed(self) -> bool:
         """Return whether passes are made by recordings."""
         return self._may_replay and self._forwards > _DIRECT
-
-    def _places_of(self, one: Direction) -> NDArray[np.int64]:
-        """Return indices of sparse matrices, as places in an input of several directions."""
-        places = one.places.copy()
-        for row in one.tables[0].reshape(-1, len(COLUMNS)):
-            each = dict(zip(COLUMNS, row.tolist(), strict=True))
-            if each["is_sparse"] and each["source"] == 0 and each["blocks"] > 1:
-                begin, end = each["index_at"], each["indptr_at"]
-                block, column = np.divmod(places[begin:end], each["block"])
-                places[begin:end] = block * (self.plane // self.group) + column
-        return places
-
-    def _spans(self) -> list[tuple[int, int]]:
-        """Return the first of each group of samples, and how many they are."""
-        size, count = self._samples, self.padded
-        return [(k, min(size, count - k)) for k in range(0, max(count, 1), size)]
-
-    def _sizes(self) -> list[tuple[str, int]]:
-        """Return, for each array, what it holds, and how many numbers.
-
-        Kernels read some rows more than there are, and do not use them.
-        """
-        rows, others = self.padded * (self.steps + 2), self.directions[0].states - 1
-        if self.has_sample_lanes:
-            tile = self._rows * SAMPLE_VECTORS
-            widest = max(*self.widths[:-1], self.units, *(one.products for one in self.directions))
-            more, zeros = 0, (widest + tile) * self.group
-        else:
-            more, zeros = self.lanes + 1, max(one.stride for one in self.directions)
-        count = self.padded * self.units + self.lanes
-        sizes = [("lengths", count), ("zeros", zeros)]
-        sizes += [("carries", one.states * count) for one in self.directions]
-        own = self.per_layer * self.plane + more * self.units
-        sizes += [("states", (rows + more) * self._cols)]
-        for name, size in (("states", own), ("cells", others * self.per_layer * self.plane + own)):
-            size = size if others or name == "states" else 0
-            sizes += [(name, size)] * (len(self.widths) - 1)
-            if self._has_resets:
-                sizes += [(f"{name} before", size)] * (len(self.widths) - 1)
-        sizes = [(name, size + self.lanes) for name, size in sizes]
-        gates = [
-            self.segment * self.padded * one.units * self.step_rows(one) for one in self.directions
-        ]
-        rest = SUM_ROWS * self.group if self.has_sample_lanes else (more + 1) * self.units
-        gates = [size + rest for size in gates]
-        some = gates if self.keeps_gates else [max(gates)] * self._gates_count
-        sizes += [("gates", size + self.lanes) for size in some]
-        inner = max(self.widths[1:-1], default=0)
-        sizes += [("grads", self.steps * self.batch * inner)] * min(2, len(self.widths) - 2)
-        if self.per_layer > 1:
-            sizes += [("part", self.steps * self.batch * max(self.widths[:-1]))]
-        for _, samples in self._spans():
-            for one in self.directions:
-                if self.has_sample_lanes:
-                    products, part = zeros, self.group * self.units
-                    parts = one.renderer.parts * part + tile * self.group + self.lanes
-                else:
-                    part = (-(-samples * one.units // self.lanes) + 2) * self.lanes
-                    products = max((samples + self.lanes) * one.stride, part)
-                    parts = one.renderer.parts * part
-                grads = sums.STEPS * self.grad_step(one)
-                rows_of = one.rows * one.row_step(self.group) + self.lanes
-                sizes += [("products", products), ("parts", parts), ("block", grads)]
-                sizes += [("row_grads", rows_of)]
-        return sizes
 
     def allocate(self) -> None:
         """Take the memory."""
@@ -353,11 +212,6 @@ class HostMemory(Memory):
         """Return the gradients in the states of a direction likewise."""
         return [self.carries[k][n * self.carry_step :] for n in range(self.directions[k].states)]
 
-    @property
-    def carry_step(self) -> int:
-        """The numbers from the gradients in a state to those in the next."""
-        return self.padded * self.units + self.lanes
-
     def _read_states(self, k: int, parts: list[Array], slot: int, states: list[Array]) -> None:
         """Write what the caller has for a direction to a slot; zeros if that has nothing.
 
@@ -424,16 +278,6 @@ class HostMemory(Memory):
         if self._writes_output(one):
             caller = caller._replace(output=self._output.reshape(-1))
         return caller
-
-    def _writes_output(self, one: Direction) -> bool:
-        """Return whether a direction writes the outputs while it runs, all by itself."""
-        is_last = one.layer == len(self.widths) - 1
-        return is_last and self.has_sample_lanes and self.per_layer == self._outputs == 1
-
-    def next_output(self, one: Direction) -> int:
-        """Return the columns from the outputs of one state of a direction to those of the next."""
-        is_last = one.layer == len(self.widths) - 1
-        return self.per_layer * self.units if is_last and self._outputs > 1 else 0
 
     def _all_samples(self, k: int) -> Sequence:
         """Return a direction of all samples for kernels that only read or write their slots."""
@@ -678,54 +522,12 @@ class HostMemory(Memory):
             return []
         return [below, *(part[: below.size].reshape(below.shape) for part in self._parts)]
 
-    def times(self, one: Direction, span: tuple[int, int]) -> int:
-        """Return the first in time of some steps, which are given in the order of a direction."""
-        return self.steps - span[1] if one.back else span[0]
-
-    def gate_step(self, one: Direction, samples: int) -> int:
-        """Return the numbers from the gates of a step of so many samples to those of the next."""
-        return samples * self.step_rows(one) * one.units if self.has_backward else 0
-
-    def first_gates(self, one: Direction, span: tuple[int, int]) -> int:
-        """Return the step whose gates come first while some steps are worked on."""
-        return 0 if self.keeps_gates else self.times(one, span)
-
     def _gates(self, k: int, span: tuple[int, int], slot: int) -> Gates:
         """Return the gradients in slots, from one of them on, over some steps."""
         one = self.directions[k]
         t = self.times(one, span) - self.first_gates(one, span)
         about = self.gates[k], self.segment, self.step_rows(one), one.units, self.group
         return Gates(*about, t, self.grads_first(one) + slot, self.has_grads[k])
-
-    def grads_first(self, one: Direction) -> int:
-        """Return which vector of a step is the first gradient, where all steps have them.
-
-        Those of a cell of one stage may take the place of what is kept: each is written when that
-        has been read.
-        """
-        return one.kept if one.program.stages > 1 else 0
-
-    def step_rows(self, one: Direction) -> int:
-        """Return how many vectors are kept of a step, or gradients in their place."""
-        if self.grad_step(one) > 0:
-            return one.kept
-        return max(one.kept, self.grads_first(one) + one.record)
-
-    def grad_step(self, one: Direction) -> int:
-        """Return the numbers from a step's gradients in slots to the next's.
-
-        They are kept for a block of steps; 0 if for all, in the place of the gates.
-        """
-        if not self.has_sample_lanes or one.sparse or self._keeps_samples:
-            return 0
-        # No power of two, which caches are slow at.
-        return (-(-one.record * one.units // SUM_ROWS) * SUM_ROWS + 2) * self.group
-
-    def _places_of_factors(self, one: Direction, span: tuple[int, int]) -> tuple[int, int]:
-        """Return where the inputs of the first of some steps begin, and the states before it."""
-        t = self.times(one, span)
-        slot = self.group if self.has_sample_lanes else self.padded
-        return (t + 1) * slot * one.block, (t + 2 * one.back) * slot * one.units
 
     def add_grads(self, k: int, into: Sums, rows: tuple[int, int], span: tuple[int, int]) -> None:
         """Add gradients over some steps to rows of the sums of a direction."""

@@ -1,4 +1,4 @@
-"""What the memories of a training step have in common, on the host and on a device: both passes."""
+"""Both passes of a training step, in memory on the host or on a device."""
 
 from __future__ import annotations
 

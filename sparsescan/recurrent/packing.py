@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from ..execution.calls import LINE, Calls
 from ..kernels.cpu.copies import fill_with
-from ..kernels.cpu.lanes import SAMPLE_VECTORS, SUM_ROWS, TILE_VECTORS, sample_lanes
 from ..kernels.cpu.lanes import lanes as lanes_of
+from ..kernels.cpu.lanes import sample_lanes
+from ..kernels.cpu.tiles import SAMPLE_VECTORS, SUM_ROWS, TILE_VECTORS
 from .bounds import pauses_of
 from .compiled import code_of, renderer_of
 from .definition import CellLike, bias_name, declared
@@ -311,10 +312,7 @@ class Direction:
         back = sorted(
             (each for each in self.runs),
             # What arguments get back, of the last stage first; then states, then inputs.
-            key=lambda each: (
-                -self._back_stage(each),
-                self._row_back(each) if each.source else 0,
-            ),
+            key=lambda each: (-self._back_stage(each), self._row_back(each) if each.source else 0),
         )
         for which, runs in enumerate((self.runs, back)):
             self._sizes.append(values)
@@ -459,12 +457,7 @@ class Direction:
         )
 
     def pack(
-        self,
-        calls: Calls,
-        room: Weights,
-        params: list[Array],
-        row_order: Order,
-        has_backward: bool,
+        self, calls: Calls, room: Weights, params: list[Array], row_order: Order, has_backward: bool
     ) -> None:
         """Write the parameters of the cell to memory that :meth:`room` has taken.
 

@@ -1,4 +1,4 @@
-"""What a step computes, in which order, and what its backward pass needs.
+"""Programs of a step: its operations in order, and what its backward pass needs.
 
 A step is elementwise but for its products with matrices. Products that are only added to each other
 share a *slot*, a vector of sums. What a product multiplies may have been computed in the same step,
@@ -141,6 +141,18 @@ class CellProgram:
 
     def __deepcopy__(self, memo: object) -> CellProgram:
         return self
+
+    @property
+    def grads(self) -> list[Node]:
+        """All gradients that are not zeros, those in the input last."""
+        grads = *self.slot_grads, *self.state_grads, *self.row_grads, self.input_grad
+        return [each for each in grads if each is not None]
+
+    @property
+    def multiplied(self) -> list[int]:
+        """The states that matrices multiply."""
+        arguments = [term.argument for slot in self.slots for term in slot.terms]
+        return sorted({each.about[0] for each in arguments if each.operation == "state"})
 
     def stage_of(self, each: Node) -> int:
         """Return the stage after whose sums a forward node can be computed."""
@@ -300,7 +312,7 @@ class _Step(NamedTuple):
 
     @property
     def roots(self) -> list[Node]:
-        """What the states and the products are of."""
+        """The nodes that states and products are computed from."""
         return [*self.outputs, *(term.argument for each in self.slots for term in each.terms)]
 
     def changed(

@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 from ..execution.recording import Recorder, Recording, Space
 from .compiled import source_of
 from .definition import declared
+from .host_sizes import Extent
 from .operations import Node, node
 from .packing import Direction, Product
 from .program import CellProgram
@@ -89,15 +90,9 @@ def record(
         If the memory is larger all the same.
     """
     for segment in segments(steps):
-        passes = Passes(
-            *(network, steps, batch, dtype),
-            lengths=lengths,
-            has_backward=has_backward,
-            segment=segment,
-            keeps_samples=keeps_samples,
-            has_resets=has_resets,
-            returns_states=returns_states,
-        )
+        kept = segment if has_backward else 0
+        extent = Extent(steps, batch, kept, keeps_samples, has_resets, returns_states)
+        passes = Passes(network, extent, dtype, lengths=lengths)
         if memory_limit is None or passes.nbytes <= memory_limit:
             break
     check_limit(memory_limit, passes.nbytes, steps, batch)
@@ -112,12 +107,10 @@ class Passes:
 
     Parameters
     ----------
-    network, steps, batch, dtype, lengths, has_backward, keeps_samples, has_resets,
-    returns_states
+    network, dtype, lengths
         As for :func:`record`.
-    segment : int, optional
-        Steps whose gates are kept at once for a backward pass, which computes the others again; by
-        default all.
+    extent : Extent
+        What the memory is for. A backward pass computes gates that are not kept at once again.
     has_state : bool, default True
         Whether initial states are given; otherwise they are zeros, and no array.
     states_apart : bool, default False
@@ -136,20 +129,14 @@ class Passes:
     def __init__(
         self,
         network: RecurrentLike,
-        steps: int,
-        batch: int,
+        extent: Extent,
         dtype: DTypeLike,
         *,
         lengths: DTypeLike | None = None,
-        has_backward: bool = True,
-        segment: int | None = None,
-        keeps_samples: bool = False,
-        has_resets: bool = False,
         has_state: bool = True,
         states_apart: bool = False,
-        returns_states: bool = False,
     ) -> None:
-        kept = Space(0)
+        kept, steps, batch, has_resets = Space(0), extent.steps, extent.batch, extent.has_resets
         shapes = [param.shape for param in network.params.values()]
         cell = network.cells[0][0]
         self._arrays = cell.program.states if states_apart else 1
@@ -158,13 +145,7 @@ class Passes:
         count = 2 + states + has_lengths + has_resets
         recorder = Recorder(kept, count + len(shapes))
         x = recorder.array(1, (steps, batch, network.input_size), dtype)
-        self._memory = memory = memory_on_host(
-            *(network, x, recorder),
-            segment=(segment or max(1, steps)) if has_backward else 0,
-            keeps_samples=keeps_samples,
-            has_resets=has_resets,
-            returns_states=returns_states,
-        )
+        self._memory = memory = memory_on_host(network, x, recorder, extent)
         width = network.state_size // self._arrays
         self._state_shape = len(memory.directions), batch, width
         state = self._states(recorder, 2, dtype, has_state)
@@ -187,11 +168,7 @@ class Passes:
         return arrays if self._apart else arrays[0]
 
     def backward(
-        self,
-        *,
-        has_output: bool = True,
-        has_state: bool = True,
-        needs_input_grad: bool = True,
+        self, *, has_output: bool = True, has_state: bool = True, needs_input_grad: bool = True
     ) -> tuple[Recording, int]:
         """Return a backward pass, and the bytes of the memory that only it takes.
 

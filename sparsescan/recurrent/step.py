@@ -29,7 +29,8 @@ from ..kernels.cpu.lanes import lanes as lanes_of
 from ..kernels.cpu.lanes import sample_lanes
 from ..symbolic.schedule import check_count, check_flag
 from .definition import CellLike
-from .host import HostMemory, Layers
+from .host import HostMemory
+from .host_sizes import Extent, Layers
 from .memory import Memory
 from .packing import Direction, is_sparse
 from .truncated import TruncatedMemory
@@ -571,8 +572,8 @@ def _memory_for(
     """Return memory for inputs like `x`, which keeps the gates of `segment` steps."""
     steps, batch, _ = x.shape
     if device_of(x) is None:
-        about = steps, batch, segment, Calls(), False, has_resets, returns_states
-        return HostMemory(network, directions, *about)
+        extent = Extent(steps, batch, segment, False, has_resets, returns_states)
+        return HostMemory(network, directions, extent, Calls())
     from .device import DeviceMemory
 
     return DeviceMemory(directions, network.input_size, steps, batch, segment, has_resets)
@@ -593,25 +594,8 @@ def _memory_like(
     return _memory_for(network, *about)
 
 
-def memory_on_host(
-    network: Layers,
-    x: Array,
-    calls: Calls,
-    *,
-    segment: int,
-    keeps_samples: bool = False,
-    has_resets: bool = False,
-    returns_states: bool = False,
-) -> HostMemory:
-    """Return memory for inputs like `x`, and calls of kernels that others may make, or note.
-
-    It keeps the gates of `segment` steps. If it `keeps_samples`, a backward pass returns what
-    gradients of parameters are sums of. If it `has_resets`, states may begin anew in the middle.
-    If it `returns_states`, outputs are all states of the last layer.
-    """
-    steps, batch, _ = x.shape
-    directions = _directions_of(network, x)
-    about = steps, batch, segment, calls, keeps_samples, has_resets, returns_states
-    memory = HostMemory(network, directions, *about)
+def memory_on_host(network: Layers, x: Array, calls: Calls, extent: Extent) -> HostMemory:
+    """Return memory for inputs like `x`, and calls of kernels that others may make, or note."""
+    memory = HostMemory(network, _directions_of(network, x), extent, calls)
     memory.allocate()
     return memory

@@ -1,4 +1,4 @@
-"""What is where in the arrays and Jacobians of a cell of some size and masks: no values."""
+"""Places in the arrays and Jacobians of a cell of some size and masks: no values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Indices = NDArray[np.int64]
 
 
 class Sum(NamedTuple):
-    """What a slot is the sum of.
+    """The terms that a slot is the sum of.
 
     Attributes
     ----------
@@ -326,7 +326,7 @@ class Structure:
 
     @cached_property
     def table(self) -> tuple[list[Key], Indices, Indices, Indices] | None:
-        """What :func:`fill_blocks` reads, its weights first; None if the pattern is another.
+        """The arguments of :func:`fill_blocks`, its weights first; None if the pattern is another.
 
         Blocks are as they are in a pattern without masks.
         """

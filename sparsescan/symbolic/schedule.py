@@ -369,11 +369,7 @@ class Schedule(Frozen):
 
 
 def schedule_of(
-    n: int,
-    levels: Iterable[Level],
-    text: str,
-    chunks: int | None = None,
-    key: str | None = None,
+    n: int, levels: Iterable[Level], text: str, chunks: int | None = None, key: str | None = None
 ) -> Schedule:
     """Return the schedule with these levels, which are known to be sound and nobody else's.
 
@@ -406,11 +402,7 @@ def chunk_levels(bounds: Sequence[int]) -> list[Level]:
     boundaries = [[(0, bounds[c], bounds[c + 1]) for c in range(1, used - 1)]]
     # A boundary is the last prefix of its chunk, so the sweep of that chunk stops before it.
     last = [_sweep(bounds[c], bounds[c + 1] - (c < used - 1), offset=1) for c in range(1, used)]
-    return [
-        level_of("chunks", first),
-        level_of("boundaries", boundaries),
-        level_of("sweeps", last),
-    ]
+    return [level_of("chunks", first), level_of("boundaries", boundaries), level_of("sweeps", last)]
 
 
 def read_schedule(schedule: Any, n: int) -> Schedule | None:

@@ -251,11 +251,7 @@ def _pattern_of(matrices: Tensor, pattern: Pattern | None) -> Pattern:
 
 
 def _backward(
-    grads: Tensor,
-    states: Tensor,
-    matrices: Tensor,
-    initial: Tensor | None,
-    *about: Any,
+    grads: Tensor, states: Tensor, matrices: Tensor, initial: Tensor | None, *about: Any
 ) -> list[Tensor]:
     """Return the gradients in offsets and initial state, of every sample, and in the matrices."""
     *own, needs_matrices_grad = about
@@ -586,11 +582,7 @@ class _Recurrence:
     """
 
     def __init__(
-        self,
-        pattern: Pattern | None,
-        transposed: bool,
-        dtype: torch.dtype,
-        shapes: tuple[Any, ...],
+        self, pattern: Pattern | None, transposed: bool, dtype: torch.dtype, shapes: tuple[Any, ...]
     ) -> None:
         self.pattern = pattern
         matrices, self._offsets, self._initial = shapes

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sampling import examples
 
 from sparsescan.kernels.compile import entry_for_c
-from sparsescan.kernels.cpu import flushing, lanes
+from sparsescan.kernels.cpu import flushing, functions, gathers, lanes
 
 Array = NDArray[Any]
 
@@ -92,7 +92,7 @@ FUNCTIONS = {
     "sqrt": (np.sqrt, 0.501),
     "tanh": (np.tanh, 3),
 }
-WRITERS = {name: of_one(getattr(lanes, name)) for name in FUNCTIONS}
+WRITERS = {name: of_one(getattr(functions, name)) for name in FUNCTIONS}
 EACH: Any = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -186,9 +186,9 @@ PAIRS: dict[str, Any] = {
     "less_equal": np.less_equal,
     "equal": np.equal,
 }
-PAIR_WRITERS = {name: of_two(getattr(lanes, name)) for name in PAIRS}
-write_where = of_three(lanes.where)
-write_lesser = of_two(numba.njit(lambda a, b: lanes.where(lanes.less(a, b), a, b)))
+PAIR_WRITERS = {name: of_two(getattr(functions, name)) for name in PAIRS}
+write_where = of_three(functions.where)
+write_lesser = of_two(numba.njit(lambda a, b: functions.where(functions.less(a, b), a, b)))
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -236,7 +236,7 @@ def fill(x: Array, places: Array, out: Array) -> int:
     square = lanes.transpose(lanes.load_square(x, 3, width + 1, width - 1, width - 2))
     lanes.store_square(out, begin, width, square, width, width - 1)
     begin += width * width
-    sums = lanes.gather_4(some, x, (0, 3, 2, 1), x, places, 0, 7)
+    sums = gathers.gather_4(some, x, (0, 3, 2, 1), x, places, 0, 7)
     lanes.store_totals(out, begin, sums, False)
     begin += 4
     lanes.put_four(out, begin, x, (5, 3, 8, 0))

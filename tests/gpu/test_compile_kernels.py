@@ -103,7 +103,7 @@ def is_full_of_registers(line: str) -> bool:
 def test_weights_stay_in_registers_up_to_so_many_units() -> None:
     """As many as the kernels say; and threads for all units."""
     pytest.importorskip("numba_cuda")
-    from sparsescan.recurrent.loops.cuda import layout_of
+    from sparsescan.recurrent.loops.cuda.layout import layout_of
 
     most_units = {}
     for kind, blocks in (("RNN", 1), ("GRU", 3), ("LSTM", 4)):

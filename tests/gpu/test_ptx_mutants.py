@@ -84,9 +84,9 @@ ANY_BOUND = {
     ],
     "multiply of implicit steps": [
         *3 * ["copies of `present`: one chain more computes, and stores nothing"],
-        *7 * [SLOPES],
+        *8 * [SLOPES],
         "the step behind the last of a chunk, which is made, and not multiplied",
-        *2 * ["slopes behind the last of a chunk, which are loaded, or stored, and make no step"],
+        *5 * ["slopes behind the last of a chunk, which are loaded, or stored, and make no step"],
         "the end of a row: behind it are zeros, as far as its pitch",
     ],
     "sweep of implicit steps": [
@@ -109,7 +109,7 @@ ANY_BOUND = {
         "the end of the weights of a thread: one place more, to which a slope comes later",
         *4 * [SLOPES],
         "the step behind the last of a chunk, which is made, and not multiplied",
-        *2 * ["slopes behind the last of a chunk, which are loaded, or stored, and make no step"],
+        *5 * ["slopes behind the last of a chunk, which are loaded, or stored, and make no step"],
     ],
     "sweep of two unknowns for each unit": [
         "a remainder of zero: a weight that is read seems not to be, and the linear scan decides",

@@ -27,11 +27,8 @@ from sparsescan.kernels.cuda.chunks import chunk_kernels  # noqa: E402
 from sparsescan.kernels.cuda.device import atomic_add, atomic_max, load, store  # noqa: E402
 from sparsescan.kernels.cuda.levels import level_kernels  # noqa: E402
 from sparsescan.recurrent import GRUCell  # noqa: E402
-from sparsescan.recurrent.loops.cuda import (  # noqa: E402
-    layout_of,
-    samples_of,
-    sequence_kernels,
-)
+from sparsescan.recurrent.loops.cuda.kernels import sequence_kernels  # noqa: E402
+from sparsescan.recurrent.loops.cuda.layout import layout_of, samples_of  # noqa: E402
 from sparsescan.recurrent.render.cuda import cuda_program  # noqa: E402
 
 F4, F8, I4, I8 = np.float32(0), np.float64(0), np.int32(0), np.int64(0)

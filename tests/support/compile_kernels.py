@@ -30,7 +30,8 @@ from sparsescan.kernels.cuda.chained import layout_of as layout_of_chunk
 from sparsescan.kernels.cuda.checks import check_kernel
 from sparsescan.kernels.cuda.chunks import chunk_kernels
 from sparsescan.kernels.cuda.levels import level_kernels
-from sparsescan.recurrent.loops.cuda import layout_of, samples_of, sequence_kernels
+from sparsescan.recurrent.loops.cuda.kernels import sequence_kernels
+from sparsescan.recurrent.loops.cuda.layout import layout_of, samples_of
 from sparsescan.recurrent.render.cuda import cuda_program
 
 F4, F8, I4, I8 = (np.dtype(name) for name in ("f4", "f8", "i4", "i8"))

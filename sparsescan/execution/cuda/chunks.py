@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ...arrays.arrays import load_cupy
 from ...kernels.cuda import chunks as kernels
 from ...kernels.cuda.chunk_costs import chained_turns, multiply_turns, registers_of, sweep_turns
+from ...kernels.cuda.tiles import tiles_of
 from ...symbolic.implicit import ImplicitPattern, Step
 from ...symbolic.pattern import rows_of
 from ...symbolic.program import Program
@@ -210,7 +211,7 @@ class _Cycles:
     def __init__(self, form: ChunkForm, itemsize: int, batch: int, device: Multiprocessors) -> None:
         size, terms = form.size, form.terms
         self._about = about = size, itemsize, terms, form.states
-        tiles = kernels.tiles_of(size, 4, terms, form.states)
+        tiles = tiles_of(size, 4, terms, form.states)
         assert tiles is not None
         self._batch, self._device, self.layout = batch, device, kernels.chained_layout(*about)
         # As if rows were shorter where some are light.
@@ -233,7 +234,7 @@ class _Cycles:
     @property
     def most(self) -> int:
         """The most chunks whose products a device makes at once."""
-        tiles = kernels.tiles_of(*self._about)
+        tiles = tiles_of(*self._about)
         assert tiles is not None
         registers = registers_of(*self._about)
         blocks = self._device.at_once(tiles.threads, registers, tiles.shared)

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from ...kernels.compile import njit
-from ...kernels.cpu.lanes import (
+from ...kernels.cpu.functions import keep_positive
+from ...kernels.cpu.gathers import (
     ROWS,
     correlate_1,
     correlate_8,
@@ -28,15 +29,16 @@ from ...kernels.cpu.lanes import (
     correlate_some,
     correlate_some_rows_1,
     correlate_some_rows_4,
-    equal_or,
-    fma,
     gather_1,
     gather_4,
     gather_8,
     gather_rows_1,
     gather_rows_4,
+)
+from ...kernels.cpu.lanes import (
+    equal_or,
+    fma,
     item,
-    keep_positive,
     keep_some,
     lane_count,
     less_or,

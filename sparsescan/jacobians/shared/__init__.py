@@ -1,1 +1,1 @@
-"""What layers have in common: their base class, and matrices of one structure."""
+"""The base class of layers, and matrices of one structure."""

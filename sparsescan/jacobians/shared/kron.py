@@ -69,11 +69,7 @@ class Taps:
     def _read(self) -> tuple[Mirrored, Mirrored, Mirrored]:
         """For each tap and output, an input, its weight, and whether it is to be read."""
         inside = np.clip(self.inputs, 0, self.size - 1)
-        return (
-            Mirrored(inside.T),
-            Mirrored(self.weights.T),
-            Mirrored(self.weights.T != 0),
-        )
+        return (Mirrored(inside.T), Mirrored(self.weights.T), Mirrored(self.weights.T != 0))
 
     def read(self, xp: Any, x: Array, axis: int, fill: float) -> Array:
         """Return the inputs that outputs read along an axis, which becomes two: taps, outputs."""

@@ -12,7 +12,8 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from ...kernels.cpu.lanes import ROWS, lanes
+from ...kernels.cpu.gathers import ROWS
+from ...kernels.cpu.lanes import lanes
 from ..conv import ConvTranspose2d
 from ..kernels import places as kernels
 from ..linear import Linear

@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..compile import njit
+from .lanes import total as sum_of_lanes
 from .memory import plus
 from .sixteen import (
     WIDTH,
@@ -28,7 +29,6 @@ from .sixteen import (
     put,
     reciprocal,
     sixteen,
-    sum_of_sixteen,
     times,
     transpose_square,
     zeros_of,
@@ -281,7 +281,7 @@ def _multiply_up(room, slope, x, count, taps, to, at, negative):
             factor = minus(factor)
         for k in range(taps):
             product = times(factor, sixteen(room, x + j - k))
-            to[at + j * taps + k] = sum_of_sixteen(product)
+            to[at + j * taps + k] = sum_of_lanes(product)
 
 
 @njit

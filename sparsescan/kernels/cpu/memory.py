@@ -18,9 +18,10 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic
 
 from ..compile import njit
+from .vector import Lanes, broadcast, load_at, pointer
 
 
 @intrinsic
@@ -58,8 +59,8 @@ def fetch_add(typingctx, array, index, value):
     """Add `value` to ``array[index]`` in one step that no thread can split; the old value."""
 
     def codegen(context, builder, signature, args):
-        pointer = _element(context, builder, signature, args)
-        return builder.atomic_rmw("add", pointer, args[2], "seq_cst")
+        place = _element(context, builder, signature, args)
+        return builder.atomic_rmw("add", place, args[2], "seq_cst")
 
     return types.int64(array, types.intp, types.int64), codegen
 
@@ -69,8 +70,8 @@ def exchange(typingctx, array, index, before, after):
     """Set ``array[index]`` to `after` if it is `before`, in one step; whether it was."""
 
     def codegen(context, builder, signature, args):
-        pointer = _element(context, builder, signature, args)
-        result = builder.cmpxchg(pointer, args[2], args[3], "seq_cst", "seq_cst")
+        place = _element(context, builder, signature, args)
+        result = builder.cmpxchg(place, args[2], args[3], "seq_cst", "seq_cst")
         return builder.extract_value(result, 1)
 
     return types.boolean(array, types.intp, types.int64, types.int64), codegen
@@ -97,19 +98,12 @@ def dot_two_rows(typingctx, m, start, cols, x, y, i):
     def codegen(context, builder, signature, args):
         element = context.get_value_type(m.dtype)
         lanes = 256 // m.dtype.bitwidth
-        vector, i64, i32 = ir.VectorType(element, lanes), ir.IntType(64), ir.IntType(32)
-        lane_mask = ir.VectorType(ir.IntType(1), lanes)
-        pointer, zero = vector.as_pointer(), ir.Constant(vector, [0.0] * lanes)
-        suffix = f"v{lanes}f{m.dtype.bitwidth}"
-        masked_load = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(vector, [pointer, i32, lane_mask, vector]),
-            f"llvm.masked.load.{suffix}.p0",
-        )
+        vector, i64 = ir.VectorType(element, lanes), ir.IntType(64)
+        zero = ir.Constant(vector, [0.0] * lanes)
         add_up = cgutils.get_or_insert_function(
             builder.module,
             ir.FunctionType(element, [element, vector]),
-            f"llvm.vector.reduce.fadd.{suffix}",
+            f"llvm.vector.reduce.fadd.v{lanes}f{m.dtype.bitwidth}",
         )
 
         def data(k):
@@ -127,29 +121,18 @@ def dot_two_rows(typingctx, m, start, cols, x, y, i):
                 builder.store(total_now, total)
 
         def read_all(address):
-            part = builder.load(builder.bitcast(address, pointer))
-            part.align = m.dtype.bitwidth // 8
-            return part
+            return load_at(builder, address, i64(0), vector)
 
         whole = builder.and_(args[2], i64(-lanes))
         with cgutils.for_range_slice(builder, i64(0), whole, i64(lanes), intp=i64) as (column, _):
             accumulate(column, read_all)
         rest = builder.sub(args[2], whole)
         with builder.if_then(builder.icmp_unsigned("!=", rest, i64(0))):
-            one = builder.insert_element(
-                ir.Constant(ir.VectorType(i64, lanes), ir.Undefined), rest, i32(0)
-            )
-            every = builder.shuffle_vector(
-                one, one, ir.Constant(ir.VectorType(i32, lanes), [0] * lanes)
-            )
             numbers = ir.Constant(ir.VectorType(i64, lanes), list(range(lanes)))
-            mask = builder.icmp_unsigned("<", numbers, every)
+            mask = builder.icmp_unsigned("<", numbers, broadcast(builder, rest, numbers.type))
 
             def read_rest(address):
-                align = i32(m.dtype.bitwidth // 8)
-                return builder.call(
-                    masked_load, [builder.bitcast(address, pointer), align, mask, zero]
-                )
+                return load_at(builder, address, i64(0), vector, mask)
 
             accumulate(whole, read_rest)
         for k, total in enumerate(totals):
@@ -167,25 +150,10 @@ def dot_two_rows(typingctx, m, start, cols, x, y, i):
 # ---------------------------------------------------------------------------------------------
 
 
-class _Eight(types.Type):
-    """Eight numbers, added and multiplied at once in as many registers as that takes."""
-
-    def __init__(self, dtype):
-        self.dtype = dtype
-        super().__init__(name=f"Eight({dtype})")
-
-
-@register_model(_Eight)
-class _EightModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        element = dmm.lookup(fe_type.dtype).get_value_type()
-        super().__init__(dmm, fe_type, ir.VectorType(element, 8))
-
-
 @intrinsic
 def zero(typingctx, x):
     """Return the zero that goes with ``x[j]``: a number, or eight if `x` has rows of eight."""
-    total = x.dtype if x.ndim == 1 else _Eight(x.dtype)
+    total = x.dtype if x.ndim == 1 else Lanes(x.dtype, 8)
 
     def codegen(context, builder, signature, args):
         return ir.Constant(context.get_value_type(total), 0.0 if x.ndim == 1 else [0.0] * 8)
@@ -208,20 +176,15 @@ def _add_term(total, m, x, flags):
 
     def codegen(context, builder, signature, args):
         def element(k, index):
-            array = context.make_array(signature.args[k])(context, builder, args[k])
-            return builder.gep(array.data, [index])
+            return pointer(context, builder, signature.args[k], args[k], index)
 
         factor = builder.load(element(1, args[2]))
         if x.ndim == 1:
             value = builder.load(element(3, args[4]))
         else:
-            eight, i32 = context.get_value_type(total), ir.IntType(32)
-            place = element(3, builder.mul(args[4], args[4].type(8)))
-            value = builder.load(builder.bitcast(place, eight.as_pointer()))
-            value.align = x.dtype.bitwidth // 8
-            first = builder.insert_element(ir.Constant(eight, ir.Undefined), factor, i32(0))
-            lanes = ir.Constant(ir.VectorType(i32, 8), [0] * 8)
-            factor = builder.shuffle_vector(first, first, lanes)
+            eight, place = context.get_value_type(total), builder.mul(args[4], args[4].type(8))
+            value = load_at(builder, element(3, place), place.type(0), eight)
+            factor = broadcast(builder, factor, eight)
         product = builder.fmul(factor, value, flags=flags)
         return builder.fadd(args[0], product, flags=flags)
 
@@ -247,7 +210,7 @@ def store(typingctx, y, i, total, stride, count):
     def codegen(context, builder, signature, args):
         array, i, value, stride, count = args
         data = context.make_array(y)(context, builder, array).data
-        if not isinstance(total, _Eight):
+        if not isinstance(total, Lanes):
             builder.store(value, builder.gep(data, [i]))
             return context.get_dummy_value()
         for lane in range(8):

@@ -10,57 +10,31 @@ addresses in arrays that differ from replay to replay; each replay has its own c
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from ..compile import njit
+from ..numbered import numbered
 from .flushing import flush, mode, set_mode
 from .memory import array_at, fetch_add, load, relax
 from .tables import WORD
 
 _WORDS = np.zeros(0, np.int64)
 
+# Words of a recording.
+# `STRANDS` is the address of the number of strands before each phase, and of all; `CALLS` that of
+# the number of calls before each strand, and of all; `TABLE` that of pairs for each call: a
+# function, and where its words begin. `WORDS` is the address of all words, and `PLACES` that of
+# triples for each word that is an address in an array: which word, the number of the array, and
+# bytes behind where that begins.
+Header = numbered("Header", "PHASES STRANDS CALLS TABLE WORDS WORD_COUNT PLACES PLACE_COUNT SIZE")
 
-class _Header(NamedTuple):
-    """Words of a recording.
-
-    `STRANDS` is the address of the number of strands before each phase, and of all; `CALLS` that of
-    the number of calls before each strand, and of all; `TABLE` that of pairs for each call: a
-    function, and where its words begin. `WORDS` is the address of all words, and `PLACES` that of
-    triples for each word that is an address in an array: which word, the number of the array, and
-    bytes behind where that begins.
-    """
-
-    PHASES: int = 0
-    STRANDS: int = 1
-    CALLS: int = 2
-    TABLE: int = 3
-    WORDS: int = 4
-    WORD_COUNT: int = 5
-    PLACES: int = 6
-    PLACE_COUNT: int = 7
-    SIZE: int = 8
-
-
-class _Control(NamedTuple):
-    """Words that the threads of a replay share, a cache line apart, before their copy of all words.
-
-    `NEXT` counts strands that were claimed, `DONE` those that are done, and `FAILED` is not 0 if a
-    call has failed. `HEADER` is the address of the recording's words.
-    """
-
-    NEXT: int = 0
-    DONE: int = 8
-    FAILED: int = 16
-    HEADER: int = 17
-    SIZE: int = 24
-
-
-Header, Control = _Header(), _Control()
+# Words that the threads of a replay share, a cache line apart, before their copy of all words.
+# `NEXT` counts strands that were claimed, `DONE` those that are done, and `FAILED` is not 0 if a
+# call has failed. `HEADER` is the address of the recording's words.
+Control = numbered("Control", "NEXT DONE=8 FAILED=16 HEADER SIZE=24")
 
 
 @intrinsic

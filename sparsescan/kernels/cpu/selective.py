@@ -28,9 +28,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..compile import njit
+from .functions import exp, sigmoid, softplus
 from .lanes import (
     add_to,
-    exp,
     fma,
     lane_count,
     less_or,
@@ -38,8 +38,6 @@ from .lanes import (
     load_full_square,
     load_some,
     number,
-    sigmoid,
-    softplus,
     splat,
     store,
     store_some,
@@ -102,7 +100,7 @@ class SelectiveScan(NamedTuple):
 
 
 class SelectiveGradients(NamedTuple):
-    """What a backward pass writes; those that nobody needs are empty.
+    """Arrays that a backward pass writes; those that nobody needs are empty.
 
     Attributes
     ----------

@@ -10,62 +10,32 @@ from __future__ import annotations
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic
+
+from .vector import Lanes, align_of, broadcast, load_at, pointer, shuffle
 
 WIDTH = 16
 _SQUARE = 8
-_INDEX = ir.IntType(32)
 
 
-class _Sixteen(types.Type):
-    """Sixteen numbers."""
-
-    def __init__(self, dtype):
-        self.dtype = dtype
-        super().__init__(name=f"Sixteen({dtype})")
-
-
-@register_model(_Sixteen)
-class _SixteenModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        element = dmm.lookup(fe_type.dtype).get_value_type()
-        super().__init__(dmm, fe_type, ir.VectorType(element, WIDTH))
-
-
-def _place(context, builder, kind, array, index):
-    """Return the address of element `index` of an array, of any number of axes."""
-    return builder.gep(context.make_array(kind)(context, builder, array).data, [index])
-
-
-def _load(builder, pointer, vector, size):
-    value = builder.load(builder.bitcast(pointer, vector.as_pointer()))
-    value.align = size
-    return value
-
-
-def _keep(builder, value, pointer, size):
-    builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=size)
-
-
-def _shuffled(builder, a, b, order):
-    kind = ir.VectorType(_INDEX, len(order))
-    return builder.shuffle_vector(a, b, ir.Constant(kind, list(order)))
+def _keep(builder, value, place):
+    """Write a vector from a pointer to numbers on."""
+    place = builder.bitcast(place, value.type.as_pointer())
+    builder.store(value, place, align=align_of(value.type))
 
 
 @intrinsic
 def sixteen(typingctx, array, i):
     """Return row `i` of an array with rows of sixteen; of numbers, number `i` sixteen times."""
-    vector = _Sixteen(array.dtype)
+    vector = Lanes(array.dtype, WIDTH)
 
     def codegen(context, builder, signature, args):
-        kind, size = context.get_value_type(vector), array.dtype.bitwidth // 8
+        kind, (array_type, _) = context.get_value_type(vector), signature.args
         if array.ndim == 2:
             index = builder.mul(args[1], args[1].type(WIDTH))
-            place = _place(context, builder, signature.args[0], args[0], index)
-            return _load(builder, place, kind, size)
-        number = builder.load(_place(context, builder, signature.args[0], args[0], args[1]))
-        first = builder.insert_element(ir.Constant(kind, ir.Undefined), number, _INDEX(0))
-        return _shuffled(builder, first, first, [0] * WIDTH)
+            first = pointer(context, builder, array_type, args[0], index.type(0))
+            return load_at(builder, first, index, kind)
+        return broadcast(builder, builder.load(pointer(context, builder, array_type, *args)), kind)
 
     return vector(array, types.int64), codegen
 
@@ -76,8 +46,7 @@ def put(typingctx, array, i, value):
 
     def codegen(context, builder, signature, args):
         index = builder.mul(args[1], args[1].type(WIDTH))
-        place = _place(context, builder, signature.args[0], args[0], index)
-        _keep(builder, args[2], place, array.dtype.bitwidth // 8)
+        _keep(builder, args[2], pointer(context, builder, signature.args[0], args[0], index))
         return context.get_dummy_value()
 
     return types.void(array, types.int64, value), codegen
@@ -86,7 +55,7 @@ def put(typingctx, array, i, value):
 @intrinsic
 def zeros_of(typingctx, array):
     """Return sixteen zeros of the dtype of an array."""
-    vector = _Sixteen(array.dtype)
+    vector = Lanes(array.dtype, WIDTH)
 
     def codegen(context, builder, signature, args):
         return ir.Constant(context.get_value_type(vector), [0.0] * WIDTH)
@@ -136,22 +105,6 @@ def reciprocal(typingctx, a):
 
 
 @intrinsic
-def sum_of_sixteen(typingctx, a):
-    """Return the sum of all sixteen, by halves."""
-
-    def codegen(context, builder, signature, args):
-        total, size = args[0], WIDTH
-        while size > 1:
-            size //= 2
-            low = _shuffled(builder, total, total, range(size))
-            high = _shuffled(builder, total, total, range(size, 2 * size))
-            total = builder.fadd(low, high)
-        return builder.extract_element(total, _INDEX(0))
-
-    return a.dtype(a), codegen
-
-
-@intrinsic
 def transpose_square(typingctx, to, i, to_stride, source, j, stride):
     """Set ``to[i + c·to_stride + r] = source[j + r·stride + c]`` for `r` and `c` below eight.
 
@@ -160,15 +113,14 @@ def transpose_square(typingctx, to, i, to_stride, source, j, stride):
 
     def codegen(context, builder, signature, args):
         target, i, to_stride, origin, j, stride = args
-        element = context.get_value_type(source.dtype)
-        vector, size = ir.VectorType(element, _SQUARE), source.dtype.bitwidth // 8
+        vector = ir.VectorType(context.get_value_type(source.dtype), _SQUARE)
 
         def place(kind, array, first, step, row):
             index = builder.add(first, builder.mul(step, step.type(row)))
-            return _place(context, builder, kind, array, index)
+            return pointer(context, builder, kind, array, index)
 
         rows = [
-            _load(builder, place(signature.args[3], origin, j, stride, row), vector, size)
+            load_at(builder, place(signature.args[3], origin, j, stride, row), j.type(0), vector)
             for row in range(_SQUARE)
         ]
         # Blocks off the diagonal change places: of four, of two, of one.
@@ -179,10 +131,10 @@ def transpose_square(typingctx, to, i, to_stride, source, j, stride):
             for row in range(_SQUARE):
                 if row & block == 0:
                     pair = rows[row], rows[row + block]
-                    rows[row] = _shuffled(builder, *pair, upper)
-                    rows[row + block] = _shuffled(builder, *pair, lower)
+                    rows[row] = shuffle(builder, *pair, upper)
+                    rows[row + block] = shuffle(builder, *pair, lower)
         for row, value in enumerate(rows):
-            _keep(builder, value, place(signature.args[0], target, i, to_stride, row), size)
+            _keep(builder, value, place(signature.args[0], target, i, to_stride, row))
         return context.get_dummy_value()
 
     whole = types.int64

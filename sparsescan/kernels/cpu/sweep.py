@@ -20,76 +20,45 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from ..compile import njit
+from ..numbered import numbered
 from .matvec import add_rows, apply_jacobian
 from .memory import array_at, fetch_add
 from .nodes import gradient_of, is_stopped, local_of, node_at, op_at
 from .scaling import all_finite
 from .tables import WORD, ZERO, Node, Op, Run
 
+# How a matrix is factorised.
+Method = numbered("Method", "TRIDIAGONAL BANDED DENSE")
 
-class _Method(NamedTuple):
-    """How a matrix is factorised."""
-
-    TRIDIAGONAL: int = 0
-    BANDED: int = 1
-    DENSE: int = 2
-
-
-Method = _Method()
-
-
-class _Form(NamedTuple):
-    """Columns of the table of forms: what all matrices of a pattern share."""
-
-    METHOD: int = 0
-    SIZE: int = 1
-    LOWER: int = 2
-    UPPER: int = 3
+# Columns of the table of forms: what all matrices of a pattern share.
+Form = numbered(
+    "Form",
+    "METHOD SIZE LOWER UPPER",
     # Numbers that a column of the factors takes, and that all take.
-    HEIGHT: int = 4
-    ENTRIES: int = 5
-    NNZ: int = 6
+    "HEIGHT ENTRIES NNZ",
     # Address of where each value goes, and those of LAPACK's routines.
-    PLACES: int = 7
-    FACTORISE: int = 8
-    SOLVE: int = 9
-    WIDTH: int = 10
+    "PLACES FACTORISE SOLVE WIDTH",
+)
 
-
-Form = _Form()
-
-
-class _Slot(NamedTuple):
-    """Columns of the table of matrices that have factors."""
-
+# Columns of the table of matrices that have factors.
+Slot = numbered(
+    "Slot",
     # One more than the number of the form; 0 if there is none.
-    FORM: int = 0
+    "FORM",
     # Where the values lay last: address, bytes from sample to sample, and the run.
-    ADDRESS: int = 1
-    STEP: int = 2
-    RUN: int = 3
+    "ADDRESS STEP RUN",
     # When it was used last.
-    USED: int = 4
-    WIDTH: int = 5
+    "USED WIDTH",
+)
 
-
-Slot = _Slot()
-
-
-class _About(NamedTuple):
-    """Slots of the descriptor of a sweep."""
-
+# Slots of the descriptor of a sweep.
+About = numbered(
+    "About",
     # A counter that threads share, on a cache line of its own: the next block of the samples.
-    NEXT: int = 0
-    BLOCKS: int = 16
+    "NEXT BLOCKS=16",
     # First and last-plus-one operation, and the number of the run.
-    FIRST: int = 17
-    LAST: int = 18
-    RUN: int = 19
-    WIDTH: int = 20
-
-
-About = _About()
+    "FIRST LAST RUN WIDTH",
+)
 
 # The integers that a block of samples passes to LAPACK's routines: how many vectors, and that the
 # matrix is not transposed; and the status that comes back. All have 64 bits, and serve as 32, too.

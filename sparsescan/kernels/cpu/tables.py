@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..numbered import numbered
+
 # Statuses of a run; what it leaves undecided the linear scan has to say.
 FINISHED, UNDECIDED, ABORTED = 0, 1, 1 << 32
 
@@ -20,16 +22,8 @@ EMPTY = -(1 << 30)
 ZERO, ONE = np.int64(0), np.int64(1)
 WORD = 8
 
-
-class _Kind(NamedTuple):
-    """Which kernels a matrix gets."""
-
-    DENSE: int = 0
-    CSR: int = 1
-    DIAGONAL: int = 2
-
-
-Kind = _Kind()
+# Which kernels a matrix gets.
+Kind = numbered("Kind", "DENSE CSR DIAGONAL")
 
 
 # Products of a run that a thread keeps for the run itself: what it has multiplied up so far, a step
@@ -38,158 +32,72 @@ SLOTS = 3
 # Samples that one pass over a shared matrix serves.
 LANES = 8
 
+# Where the values of a node are: with the caller, in the pool, or in a thread's slots.
+Store = numbered("Store", "CALLER POOL SCRATCH")
 
-class _Store(NamedTuple):
-    """Where the values of a node are: with the caller, in the pool, or in a thread's slots."""
-
-    CALLER: int = 0
-    POOL: int = 1
-    SCRATCH: int = 2
-
-
-Store = _Store()
-
-
-class _Node(NamedTuple):
-    """Columns of the node table: one row for each Jacobian, then one for each product."""
-
-    KIND: int = 0
-    ROWS: int = 1
-    COLS: int = 2
-    NNZ: int = 3
+# Columns of the node table: one row for each Jacobian, then one for each product.
+Node = numbered(
+    "Node",
+    "KIND ROWS COLS NNZ",
     # addresses; not followed for dense and diagonal nodes
-    INDPTR: int = 4
-    INDICES: int = 5
+    "INDPTR INDICES",
     # whether it is CSR with exactly one entry in every row
-    SINGLE: int = 6
-    STORE: int = 7
-    BATCHED: int = 8
+    "SINGLE STORE BATCHED",
     # the Jacobian, the place in the pool, or the slot
-    VALUES: int = 9
+    "VALUES",
     # places in those arrays
-    EXPONENTS: int = 10
-    LOCAL: int = 11
+    "EXPONENTS LOCAL",
     # address, where rows with equal values have them in one place: of where the values of each row
     # start; else 0
-    STARTS: int = 12
-    WIDTH: int = 13
+    "STARTS WIDTH",
+)
 
+# Columns of the operation table: ``out = left ◇ right``.
+# `LEFT` and `OUT` of a vector operation number gradients; all else numbers nodes.
+Op = numbered("Op", "VECTOR LEFT RIGHT OUT WIDTH")
 
-Node = _Node()
+# Columns of the stage table. A stage has `BLOCKS` units, for each of its runs.
+Stage = numbered("Stage", "KIND FIRST BLOCKS SAMPLE WIDTH")
 
-
-class _Op(NamedTuple):
-    """Columns of the operation table: ``out = left ◇ right``.
-
-    `LEFT` and `OUT` of a vector operation number gradients; all else numbers nodes.
-    """
-
-    VECTOR: int = 0
-    LEFT: int = 1
-    RIGHT: int = 2
-    OUT: int = 3
-    WIDTH: int = 4
-
-
-Op = _Op()
-
-
-class _Stage(NamedTuple):
-    """Columns of the stage table. A stage has `BLOCKS` units, for each of its runs."""
-
-    KIND: int = 0
-    FIRST: int = 1
-    BLOCKS: int = 2
-    SAMPLE: int = 3
-    WIDTH: int = 4
-
-
-Stage = _Stage()
-
-
-class _Work(NamedTuple):
-    """Kinds of a stage: whole runs, or one operation with its rows shared out."""
-
+# Kinds of a stage: whole runs, or one operation with its rows shared out.
+Work = numbered(
+    "Work",
     # Runs from FIRST on, their samples in blocks.
-    RUNS: int = 0
+    "RUNS",
     # The operation FIRST makes a gradient, for all samples.
-    VECTOR: int = 1
+    "VECTOR",
     # The operation FIRST makes a product for one SAMPLE, in three stages.
-    CHECK: int = 2
-    MULTIPLY: int = 3
-    SETTLE: int = 4
+    "CHECK MULTIPLY SETTLE",
+)
 
-
-Work = _Work()
-
-
-class _Run(NamedTuple):
-    """Slots of the run descriptor: counters, sizes, limits, and the addresses of all tables.
-
-    One array of integers, because every array that a kernel is passed costs it seven arguments.
-    """
-
+# Slots of the run descriptor: counters, sizes, limits, and the addresses of all tables.
+# One array of integers, because every array that a kernel is passed costs it seven arguments.
+Run = numbered(
+    "Run",
     # Counters that threads share, each on a cache line of its own.
-    NEXT: int = 0
-    DONE: int = 16
-    STATUS: int = 32
+    "NEXT DONE=16 STATUS=32",
     # Whether helpers leave the rest to thread 0; nanoseconds that threads have waited for others
     # with which they share rows, and when the run started.
-    ALONE: int = 33
-    WAITED: int = 34
-    STARTED: int = 35
-    OPERANDS: int = 48
-    RESULT: int = 64
-    BATCH: int = 80
-    LOCAL: int = 81
+    "ALONE WAITED STARTED OPERANDS=48 RESULT=64 BATCH=80 LOCAL",
     # Whether a gradient that is not finite stops the run.
-    CHECKED: int = 82
-    UNITS: int = 83
-    STAGE_COUNT: int = 84
+    "CHECKED UNITS STAGE_COUNT",
     # Columns of a thread's accumulator, and those of which it can interleave eight samples.
-    ACCUMULATOR: int = 85
-    LANES: int = 86
+    "ACCUMULATOR LANES",
     # Sizes of a scratch slot, and where thread 0 has its own in the pool, exponents, local pool.
-    SCRATCH_NNZ: int = 87
-    SCRATCH_COLS: int = 88
-    SCRATCH_ROWS: int = 89
-    SCRATCH_VALUES: int = 90
-    SCRATCH_EXPONENTS: int = 91
-    SCRATCH_LOCAL: int = 92
+    "SCRATCH_NNZ SCRATCH_COLS SCRATCH_ROWS SCRATCH_VALUES SCRATCH_EXPONENTS SCRATCH_LOCAL",
     # Bit patterns of infinity and of the ends of the band, the exponents of those, and the exponent
     # to which a column is brought that has left the band. Then the exponents of the smallest normal
     # number, and of an entry so small that no gradient in range can show it.
-    INFINITY: int = 93
-    HIGH: int = 94
-    LOW: int = 95
-    HIGH_EXPONENT: int = 96
-    LOW_EXPONENT: int = 97
-    TARGET: int = 98
-    NORMAL: int = 99
-    NEGLIGIBLE: int = 100
+    "INFINITY HIGH LOW HIGH_EXPONENT LOW_EXPONENT TARGET NORMAL NEGLIGIBLE",
     # Addresses of tables of int64: (stages + 1,), (stages, Stage.WIDTH), (runs, 2): first and
     # last-plus-one operation, (operations, Op.WIDTH), (nodes, Node.WIDTH), (n, 2): of each Jacobian
     # the address and the bytes between samples, (n + 1,): address of each local gradient or 0,
     # (n + 2,): where each gradient starts in `out`, for one sample.
-    FIRST_UNIT: int = 101
-    STAGES: int = 102
-    RUNS: int = 103
-    OPS: int = 104
-    NODES: int = 105
-    LEAVES: int = 106
-    LOCAL_GRADS: int = 107
-    OFFSETS: int = 108
+    "FIRST_UNIT STAGES RUNS OPS NODES LEAVES LOCAL_GRADS OFFSETS",
     # Addresses of values: gradients, products, what local gradients inside a product add up to, a
     # row for each thread that is zero between uses, and one for interleaved samples.
-    OUT: int = 109
-    POOL: int = 110
-    LOCAL_POOL: int = 111
-    ACCUMULATORS: int = 112
-    INTERLEAVED: int = 113
-    WIDTH: int = 114
-
-
-Run = _Run()
+    "OUT POOL LOCAL_POOL ACCUMULATORS INTERLEAVED WIDTH",
+)
 
 
 class Tables(NamedTuple):

@@ -34,17 +34,11 @@ from .small_steps import (
     rescaler,
     smaller,
     stacks_of,
+    tile_multiplier,
     weights_placer,
 )
 from .tables import Run, jacobian_at, local_at
-from .vectors import (
-    barrier,
-    get,
-    put,
-    read_vector,
-    thread_index,
-    vote,
-)
+from .vectors import barrier, get, put, read_vector, thread_index, vote
 
 # Warps of a block, if there is room for pieces of so many steps each; and columns that a thread
 # holds of a product.
@@ -322,11 +316,12 @@ def _piece_multiplier(layout: Layout, dtype: np.dtype[Any]) -> Any:
     """Return the product of a piece's steps."""
     kind, real, zero, one = from_dtype(dtype), dtype.type, dtype.type(0), dtype.type(1)
     small_step, least_normal = real(SMALL[dtype][1]), real(np.finfo(dtype).tiny)
-    size, vector, groups, cols = layout.size, layout.vector, layout.groups, layout.cols
+    size, groups, cols = layout.size, layout.groups, layout.cols
     column_groups, stride, pitch = layout.column_groups, layout.stride, layout.pitch
-    span, room, padded = layout.span, layout.room, layout.padded
+    span, room = layout.span, layout.room
     columns_first, slopes_at = layout.columns, layout.slopes
-    tile_size, left_size, right_size = ROWS * cols, ROWS * vector, cols * vector
+    tile_size = ROWS * cols
+    multiply_tile = tile_multiplier(dtype, size, groups, cols, pitch)
     local_group, local_column = layout.local
     find_peaks = peak_finder(dtype, cols, local_column)
     rescale = rescaler(dtype, groups, cols, stride, pitch, local_column, True)
@@ -337,8 +332,6 @@ def _piece_multiplier(layout: Layout, dtype: np.dtype[Any]) -> Any:
     ):
         """Make the product of a team's steps; return whether the linear scan has to decide."""
         tile = cuda.local.array(tile_size, kind)
-        left = cuda.local.array(left_size, kind)
-        right = cuda.local.array(right_size, kind)
         peaks = cuda.local.array(cols, kind)
         added = cuda.local.array(ROWS, kind)
         own = cuda.local.array(ROWS, kind)
@@ -377,42 +370,14 @@ def _piece_multiplier(layout: Layout, dtype: np.dtype[Any]) -> Any:
                             outside = outside | ((size_of > zero) & (weighted < small_step))
                             step_least = smaller(step_least, weighted)
                 local = local_after(run, stacks, local, step + 1, steps)
-                for m in range(tile_size):
-                    tile[m] = zero
-                k = 0
-                while k < padded:
-                    for r in range(ROWS):
-                        read_vector(left, r * vector, pool, (row + r * groups) * pitch + k)
-                    for n in range(cols):
-                        read_vector(right, n * vector, pool, columns_at + n * pitch + k)
-                    # See `multiply` of :mod:`~.chunks`.
-                    n = 0
-                    while n < cols:
-                        for v in range(vector):
-                            for r in range(ROWS):
-                                tile[n * ROWS + r] += left[r * vector + v] * right[n * vector + v]
-                        n += 1
-                    k += vector
+                multiply_tile(pool, row * pitch, columns_at, tile)
                 for r in range(ROWS):
                     tile[local_column * ROWS + r] += added[r]
                 outside = outside | find_peaks(tile, peaks, owner)
             if vote(outside, True):
-                rescale(
-                    run,
-                    pool,
-                    powers,
-                    leasts,
-                    tile,
-                    peaks,
-                    columns_at,
-                    team * span + mine * cols,
-                    row,
-                    thread,
-                    team * stride,
-                    going,
-                    owner,
-                    step_least,
-                )
+                threads_of = row, thread, team * stride, going, owner
+                columns_of = pool, columns_at, powers, team * span + mine * cols
+                rescale(run, columns_of, leasts, tile, peaks, threads_of, step_least)
             if going:
                 for n in range(cols):
                     for r in range(ROWS):
@@ -481,7 +446,7 @@ def _piece_sweeper(layout: Layout, dtype: np.dtype[Any]) -> Any:
                         sums[m] = zero
                     for k in range(0, padded, vector):
                         read_vector(right, 0, pool, now + k)
-                        # As `while`, for the same reason as in `multiply` of :mod:`~.chunks`.
+                        # As `while`, for the same reason as in `tile_multiplier`.
                         r = 0
                         while r < own_rows:
                             # There is no row behind the last: the first one stands for it.

@@ -1,4 +1,4 @@
-"""What kernels for chunks take of a multiprocessor: registers, and turns of shared memory.
+"""Registers and turns of shared memory that kernels for chunks take of a multiprocessor.
 
 Shared memory has 32 banks, of which each gives a warp one word of four bytes in a turn. An access
 of 16 bytes by all threads of a warp takes four turns, of eight threads each; those that read the
@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .chained import layout_of
-from .chunks import WARPS, sweeping_team, tiles_of, weights_pitch_of
+from .chunks import WARPS, sweeping_team
 from .small_steps import ROWS, pitch_of, weighted_terms
+from .tiles import tiles_of, weights_pitch_of
 
 _BANKS = 32
 # Registers of `multiply` by the size of a step, bytes of a number, terms and states; of others, by

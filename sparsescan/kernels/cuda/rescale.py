@@ -11,14 +11,7 @@ from numba import int32, int64
 
 from ...arrays.cuda import cuda
 from .device import atomic_add, atomic_max, exponent_of, load, scale, store
-from .nodes import (
-    INT,
-    WORD,
-    column,
-    entry_of,
-    row_of,
-    row_start,
-)
+from .nodes import INT, WORD, column, entry_of, row_of, row_start
 from .scaling import ALL, EACH, NONE, UNSCALED, WIDE, check_bits
 from .tables import Node, State
 from .vectors import block_size, quotient, thread_index

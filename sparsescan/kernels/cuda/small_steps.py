@@ -11,15 +11,7 @@ from ...arrays.cuda import cuda
 from ..cpu.tables import BAND
 from .device import exponent_of, load, scale, store
 from .tables import Run, jacobian_at, local_at
-from .vectors import (
-    barrier,
-    exponent_field,
-    get,
-    larger,
-    power_of_two,
-    put,
-    read_vector,
-)
+from .vectors import barrier, exponent_field, get, larger, power_of_two, put, read_vector
 
 # Bytes of shared memory that every block may have.
 SHARED = 48 * 1024
@@ -31,10 +23,7 @@ BANDS = {
     np.dtype(np.float64): (2.0**-100, 2.0**300, 200),
 }
 # Entries of columns, and of steps, whose products are normal numbers: those that are as large.
-SMALL = {
-    np.dtype(np.float32): (2.0**-80, 2.0**-45),
-    np.dtype(np.float64): (2.0**-620, 2.0**-400),
-}
+SMALL = {np.dtype(np.float32): (2.0**-80, 2.0**-45), np.dtype(np.float64): (2.0**-620, 2.0**-400)}
 
 # Rows of a product that a thread holds.
 ROWS = 4
@@ -124,6 +113,42 @@ def weights_placer(
     return place_weights
 
 
+def tile_multiplier(
+    dtype: np.dtype[Any], size: int, groups: int, cols: int, pitch: int, dense: int = ROWS
+) -> Any:
+    """Return a device function by which a thread multiplies `dense` rows of a step by columns.
+
+    Rows are `groups` apart, and begin at `rows_at`; columns of the thread at `columns_at`.
+    """
+    kind, zero, vector = from_dtype(dtype), dtype.type(0), 16 // dtype.itemsize
+    padded = -(-size // vector) * vector
+    tile_size, left_size, right_size = ROWS * cols, ROWS * vector, cols * vector
+
+    @cuda.jit(device=True)
+    def multiply_tile(pool, rows_at, columns_at, tile):
+        left = cuda.local.array(left_size, kind)
+        right = cuda.local.array(right_size, kind)
+        for m in range(tile_size):
+            tile[m] = zero
+        k = 0
+        while k < padded:
+            for r in range(dense):
+                read_vector(left, r * vector, pool, rows_at + r * groups * pitch + k)
+            for n in range(cols):
+                read_vector(right, n * vector, pool, columns_at + n * pitch + k)
+            # NVVM for 10.0 and 12.0 does not unroll this one as range(), upon which it keeps the
+            # tile in memory.
+            n = 0
+            while n < cols:
+                for v in range(vector):
+                    for r in range(dense):
+                        tile[n * ROWS + r] += left[r * vector + v] * right[n * vector + v]
+                n += 1
+            k += vector
+
+    return multiply_tile
+
+
 def peak_finder(dtype: np.dtype[Any], cols: int, local_column: int) -> Any:
     """Return a device function that finds the largest entry of each column of a thread's tile."""
     zero = dtype.type(0)
@@ -171,23 +196,10 @@ def rescaler(
     none, infinity = np.int32(NONE), real(np.inf)
 
     @cuda.jit(device=True)
-    def rescale(
-        run,
-        pool,
-        powers,
-        leasts,
-        tile,
-        peaks,
-        columns_at,
-        powers_at,
-        row,
-        thread,
-        first,
-        busy,
-        owner,
-        step_least,
-    ):
-        """Rescale, given where the chain's first thread is, and the least of the next step."""
+    def rescale(run, columns_of, leasts, tile, peaks, threads_of, step_least):
+        """Rescale, given where columns and powers are, a thread's row, and those of its chain."""
+        pool, columns_at, powers, powers_at = columns_of
+        row, thread, first, busy, owner = threads_of
         # The largest of each column, of all who share it, and the smallest, in the place of the
         # column; and the smallest of the next step.
         if busy:

@@ -52,20 +52,10 @@ def _sum_of_lanes(total, lanes, me, scratch):
     return total
 
 
-@cache
-def sweep_kernel(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> Any:
-    """Return the kernel for values of `dtype` and index arrays of `index_dtype`.
-
-    It takes ``(run, plan, units, batch, guarded)`` as those of :mod:`~.levels` do, but the plan's
-    operations are rows of a table of steps, of which the first one is applied to the gradient that
-    it says, and every other one to that which the one before it has made.
-    """
-    kind, t = from_dtype(dtype), dtypes_of(dtype, index_dtype)
-    room, entries = ROWS * THREADS, STAGED * THREADS
-    both, starts_size = 2 * room, room + 1
-    ring_size, scratch_size = _RING * _SLOT, THREADS if SIMULATED else 1
-    sector = 32 // dtype.itemsize
-    indices_sector = 32 // index_dtype.itemsize
+def _loading(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> tuple[Any, Any, Any]:
+    """Return device functions that find a step, bring it to the cache, and load it."""
+    t = dtypes_of(dtype, index_dtype)
+    sector, indices_sector = 32 // dtype.itemsize, 32 // index_dtype.itemsize
 
     @cuda.jit(device=True)
     def address_of(run, ring, slot, which, sample):
@@ -127,6 +117,24 @@ def sweep_kernel(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> Any:
             row = (me >> shift) + r * (threads >> shift)
             if local != 0 and row < rows and me & ((int64(1) << shift) - 1) == 0:
                 added[r] = load(local, row, t.zero)
+
+    return address_of, warm, fetch
+
+
+@cache
+def sweep_kernel(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> Any:
+    """Return the kernel for values of `dtype` and index arrays of `index_dtype`.
+
+    It takes ``(run, plan, units, batch, guarded)`` as those of :mod:`~.levels` do, but the plan's
+    operations are rows of a table of steps, of which the first one is applied to the gradient that
+    it says, and every other one to that which the one before it has made.
+    """
+    kind, t = from_dtype(dtype), dtypes_of(dtype, index_dtype)
+    room, entries = ROWS * THREADS, STAGED * THREADS
+    both, starts_size = 2 * room, room + 1
+    ring_size, scratch_size = _RING * _SLOT, THREADS if SIMULATED else 1
+
+    address_of, warm, fetch = _loading(dtype, index_dtype)
 
     @cuda.jit
     def sweep_steps(run, plan, units, batch, guarded):

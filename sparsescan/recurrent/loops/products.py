@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from ...kernels.compile import njit
 from ...kernels.cpu.lanes import (
-    add_pair_tile,
-    add_sample_tile,
     fma,
     item,
     lane_count,
@@ -19,6 +17,7 @@ from ...kernels.cpu.lanes import (
     store,
     store_some,
 )
+from ...kernels.cpu.tiles import add_pair_tile, add_sample_tile
 from .sharing import multiply
 from .stages import pointer
 
@@ -277,8 +276,7 @@ def multiply_samples(m, x, jump, start, out, pairs):
                 )
             else:
                 add_sample_tile(
-                    *(out, place, start, place, x, at, m.values, values),
-                    *(cols, part, m.tile),
+                    *(out, place, start, place, x, at, m.values, values), *(cols, part, m.tile)
                 )
             row += m.tile
         at += jump

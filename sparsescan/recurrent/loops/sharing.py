@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...kernels.compile import njit
-from ...kernels.cpu.lanes import TILE_ROWS, TILE_VECTORS, add_tile, lane_count
+from ...kernels.cpu.lanes import lane_count
 from ...kernels.cpu.memory import exchange, fetch_add, load, relax
+from ...kernels.cpu.tiles import TILE_ROWS, TILE_VECTORS, add_tile
 from .stages import address, pointer, pointer_at
 
 Array = Any

@@ -6,13 +6,6 @@ from typing import Any, NamedTuple
 
 from ...kernels.compile import njit
 from ...kernels.cpu.lanes import (
-    SUM_COLUMNS,
-    SUM_ROWS,
-    TILE_ROWS,
-    TILE_VECTORS,
-    add_pair_products,
-    add_sample_products,
-    add_tile,
     add_to,
     fma,
     lane_count,
@@ -23,6 +16,15 @@ from ...kernels.cpu.lanes import (
     sample_count,
     store,
     total,
+)
+from ...kernels.cpu.tiles import (
+    SUM_COLUMNS,
+    SUM_ROWS,
+    TILE_ROWS,
+    TILE_VECTORS,
+    add_pair_products,
+    add_sample_products,
+    add_tile,
 )
 from .callers import copy_some
 from .pauses import clear, has_step

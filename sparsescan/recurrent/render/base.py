@@ -1,4 +1,4 @@
-"""What all renderers have in common: expressions as assignments, named as in the definition."""
+"""The base of renderers: expressions as assignments, named as in the definition."""
 
 from __future__ import annotations
 
@@ -56,10 +56,7 @@ class Renderer:
         return name
 
     def assignments(
-        self,
-        roots: Iterable[Node],
-        known: Mapping[Node, str],
-        load: Callable[[Node], str],
+        self, roots: Iterable[Node], known: Mapping[Node, str], load: Callable[[Node], str]
     ) -> tuple[list[str], dict[Node, str]]:
         """Return assignments that compute some nodes, and the text that stands for each.
 

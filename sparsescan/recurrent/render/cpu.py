@@ -56,16 +56,10 @@ class CPURenderer(Renderer):
     def __init__(self, program: CellProgram) -> None:
         super().__init__(program)
         self._constants: dict[float, str] = {}
-        multiplied = {
-            term.argument.about[0]
-            for slot in program.slots
-            for term in slot.terms
-            if term.argument.operation == "state"
-        }
         first = len(program.arguments)
-        self.state_rows = {k: first + n for n, k in enumerate(sorted(multiplied))}
+        self.state_rows = {k: first + n for n, k in enumerate(program.multiplied)}
         self.input_row: int | None = None
-        self._rows_back = first + len(multiplied)
+        self._rows_back = first + len(program.multiplied)
         if program.input_grad is not None:
             self.input_row, self._rows_back = self._rows_back, self._rows_back + 1
         self._rows_forward = len(program.slots) + len(program.arguments)
@@ -365,17 +359,7 @@ class CPURenderer(Renderer):
         program = self.program
         if stage == 0:
             return []
-        grads = [
-            each
-            for each in (
-                *program.slot_grads,
-                *program.state_grads,
-                *program.row_grads,
-                program.input_grad,
-            )
-            if each is not None
-        ]
-        order = topological(grads)
+        order = topological(program.grads)
         has_grad: dict[Node, bool] = {}
         for each in order:
             has_grad[each] = each.operation in ("gradient", "back") or any(

@@ -146,13 +146,8 @@ class CudaProgram:
     def __init__(self, program: CellProgram) -> None:
         self.program = program
         self.stages, count = program.stages, program.states
-        multiplied = {
-            term.argument.about[0]
-            for slot in program.slots
-            for term in slot.terms
-            if term.argument.operation == "state"
-        }
-        self.states = (*sorted(multiplied), *(k for k in range(count) if k not in multiplied))
+        multiplied = program.multiplied
+        self.states = (*multiplied, *(k for k in range(count) if k not in multiplied))
         self.shared, self.output = len(multiplied), self.states.index(0)
         self._state = {program_order: own for own, program_order in enumerate(self.states)}
         self.slots = len(program.slots)
@@ -188,9 +183,8 @@ class CudaProgram:
     def _is_read(self) -> set[Node]:
         """Return which kept vectors gradients are computed from; arguments are kept themselves."""
         program = self.program
-        grads = *program.slot_grads, *program.state_grads, *program.row_grads, program.input_grad
         known = {*program.kept, *(each for each in program.outputs if each.arguments)}
-        stack, seen = [each for each in grads if each is not None], set[Node]()
+        stack, seen = program.grads, set[Node]()
         while stack:
             each = stack.pop()
             if each not in seen:

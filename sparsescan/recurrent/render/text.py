@@ -64,8 +64,7 @@ def _made_again(code: ArrayCode) -> list[Node]:
     """Return what the backward pass computes a second time."""
     program = code.program
     forward = set(topological([*program.outputs, *program.arguments]))
-    grads = (*program.slot_grads, *program.state_grads, *program.row_grads, program.input_grad)
-    stack = [each for each in (*grads, *program.arguments) if each is not None]
+    stack = [*program.grads, *program.arguments]
     seen, found = {*program.kept, *program.outputs}, dict[Node, None]()
     while stack:
         each = stack.pop()

@@ -239,8 +239,7 @@ class Axis:
         self._ends = parts.start, parts.stop, ranges.start, ranges.stop
         codes, divisors = 1 + int(of.divisors.sum()), len(of.divisors)
         self._sent = Pairs(
-            (codes, divisors),
-            lambda a, b: ranges.overlaps(parts.start[a], parts.stop[a], b)[0],
+            (codes, divisors), lambda a, b: ranges.overlaps(parts.start[a], parts.stop[a], b)[0]
         )
         self._most = [
             Pairs((divisors, divisors), lambda a, b: parts.most(ranges, a, b)),
@@ -281,10 +280,7 @@ class Configurations:
     """
 
     def __init__(
-        self,
-        workers: int,
-        given: Sequence[Configuration] | None = None,
-        most: Limits | None = None,
+        self, workers: int, given: Sequence[Configuration] | None = None, most: Limits | None = None
     ) -> None:
         self.workers = workers
         # Workers of which one is assumed to be the busiest.

@@ -145,11 +145,7 @@ def with_loss(graph: Graph) -> Graph:
 
 
 def optimise(
-    graph: Graph,
-    costs: LayerCosts,
-    workers: int,
-    batch: int,
-    most: Sequence[Limits] | None = None,
+    graph: Graph, costs: LayerCosts, workers: int, batch: int, most: Sequence[Limits] | None = None
 ) -> tuple[list[Configuration], float]:
     """Return the configuration of every layer with which a step costs least, and its cost.
 

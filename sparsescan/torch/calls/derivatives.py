@@ -27,6 +27,7 @@ from ...execution.recording import Recording
 from ...execution.threads import lent, share
 from ...kernels.addresses import address_of
 from ...recurrent.definition import shapes_of
+from ...recurrent.host_sizes import Extent
 from ...recurrent.recorded import Passes
 from ...recurrent.step_pool import StepPool
 from ...recurrent.tangent import Tangent, tangent_of
@@ -312,13 +313,10 @@ class _MemberPasses:
     def __init__(self, key: _Key) -> None:
         shape, (steps, batch, _), self._dtype, has_lengths, has_resets, has_backward, _ = key
         network = network_of(shape)
-        passes = Passes(
-            *(network, steps, batch, str(self._dtype)[6:]),
-            lengths=np.int64 if has_lengths else None,
-            has_resets=has_resets,
-            has_backward=has_backward,
-            returns_states=shape.return_states,
-        )
+        kept = max(1, steps) if has_backward else 0
+        extent = Extent(steps, batch, kept, False, has_resets, shape.return_states)
+        counts = np.int64 if has_lengths else None
+        passes = Passes(network, extent, str(self._dtype)[6:], lengths=counts)
         self._forward = passes.forward
         self._backward: Recording | None = None
         self._back_nbytes = 0
@@ -371,7 +369,7 @@ class _MemberPasses:
 
 
 class _Key(NamedTuple):
-    """What recordings of a layer depend on: its shape, and that of a member's inputs among it."""
+    """The key of recordings of a layer: its shape, and that of a member's inputs among it."""
 
     shape: Shape
     x: torch.Size

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 from ...execution.recording import Recording, Result
 from ...kernels.addresses import address_of
+from ...recurrent.host_sizes import Extent
 from ...recurrent.recorded import Passes
 from ...recurrent.step_pool import StepPool
 from .direct import has_saving_hooks, is_direct, is_transformed
@@ -144,11 +145,9 @@ class Prepared:
         self._names = [f"{name} {k}" for k, cell in enumerate(cells) for name in cell.shapes]
         own = len(cells), *((batch,) if len(key.x) == 3 else ()), shape.hidden_size
         self._state_shape = torch.Size(own)
+        extent = Extent(steps, batch, max(1, steps) if key.has_backward else 0)
         self._passes = Passes(
-            *(network, steps, batch, str(key.dtype)[6:]),
-            has_backward=key.has_backward,
-            has_state=key.has_state,
-            states_apart=True,
+            *(network, extent, str(key.dtype)[6:]), has_state=key.has_state, states_apart=True
         )
         self._forward, self.nbytes = self._passes.forward, self._passes.nbytes
         self.rooms = StepPool(partial(_new_room, self.nbytes))

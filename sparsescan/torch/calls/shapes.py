@@ -98,7 +98,7 @@ class Shape(NamedTuple):
 
     @property
     def program(self) -> CellProgram:
-        """What a step of its cells computes."""
+        """The program of a step of its cells."""
         return kind_of(self.mode).program(self.has_bias)
 
     @property

@@ -40,7 +40,7 @@ def _team() -> Team | None:
 
 
 class _Threads(Team):
-    """Those of a GNU OpenMP library: as many as PyTorch has, since others would start and end."""
+    """Threads of a GNU OpenMP library: as many as PyTorch has, since others would start and end."""
 
     def __init__(self, library: Any) -> None:
         self._parallel = library.GOMP_parallel

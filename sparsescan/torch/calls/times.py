@@ -25,7 +25,7 @@ INPUTS = 32  # the length of inputs with which times are measured
 
 
 class Seconds(NamedTuple):
-    """What a call takes, in seconds, by one thread, where no table tells: a sum over its parts.
+    """Seconds that a call takes one thread, where no table tells: a sum over its parts.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class Seconds(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a call is prepared for.
+    """The shape and the options that a call is prepared for.
 
     Attributes
     ----------

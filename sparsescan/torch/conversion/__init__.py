@@ -1,1 +1,1 @@
-"""What a model has, and modules that take the place of its own."""
+"""Modules that take the place of those of a model."""

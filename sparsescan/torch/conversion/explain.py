@@ -1,4 +1,4 @@
-"""What runs a call of a recurrent module, how long it is predicted to take, and why."""
+"""Explanations of what runs a call of a recurrent module, how long it is to take, and why."""
 
 from __future__ import annotations
 

@@ -203,10 +203,7 @@ def _is_slower(layer: Any, inp: Any, resets: Any) -> bool:
 # By kernels here and by torchrecurrent, without gradients and with a backward pass: `python -m
 # bench map` measured them on a Xeon with AVX-512.
 _OURS = Seconds(call=90e-6, weight=0.7e-9), Seconds(call=200e-6, weight=3.7e-9)
-_THEIRS = (
-    Seconds(operation=8e-6, weight=0.15e-9),
-    Seconds(operation=25e-6, weight=0.8e-9),
-)
+_THEIRS = (Seconds(operation=8e-6, weight=0.15e-9), Seconds(operation=25e-6, weight=0.8e-9))
 
 
 @functools.lru_cache(maxsize=256)

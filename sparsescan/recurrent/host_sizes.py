@@ -1,0 +1,241 @@
+"""How much memory a training step takes on the host, and what lies where in it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..execution.calls import LINE
+from ..execution.threads import thread_count
+from ..kernels.cpu.lanes import sample_lanes
+from ..kernels.cpu.tiles import SAMPLE_VECTORS, SUM_ROWS, TILE_ROWS
+from .definition import CellLike
+from .loops import sharing, sums
+from .loops.products import COLUMNS
+from .packing import Direction
+
+_LOTS, _LOT_STEPS = 16, 16  # sums of gradients that are kept apart, and the least steps of each
+# Bytes of the weights of a step that fill the cache of a core.
+_WIDE = 1 << 20
+_SMALL = 1 << 22  # multiply-adds of a direction below which other threads would come too late
+
+
+class Layers(Protocol):
+    """Layers of cells, as memory is taken for them."""
+
+    input_size: int
+
+    @property
+    def cells(self) -> tuple[tuple[CellLike, ...], ...]:
+        """The cells of each direction of each layer."""
+        ...
+
+
+class Extent(NamedTuple):
+    """The shape of inputs, and the passes, that the memory of a training step is for.
+
+    Attributes
+    ----------
+    steps, batch : int
+        Those of the inputs.
+    segment : int
+        Steps whose gates are kept; 0 if there is no backward pass.
+    keeps_samples : bool
+        Whether a backward pass returns what gradients of parameters are sums of.
+    has_resets : bool
+        Whether states may begin anew in the middle.
+    returns_states : bool
+        Whether outputs are all states of the last layer.
+    """
+
+    steps: int
+    batch: int
+    segment: int
+    keeps_samples: bool = False
+    has_resets: bool = False
+    returns_states: bool = False
+
+
+class HostSizes:
+    """Sizes of all arrays of a memory on the host, and where steps, samples and slots are in them.
+
+    There is a slot for the states of each step, one before the first step, and one behind the last;
+    layer 0 is the input. Those of one direction of a layer are together: two threads write them.
+    """
+
+    directions: list[Direction]
+
+    def __init__(self, network: Layers, directions: list[Direction], extent: Extent) -> None:
+        steps, batch, segment, keeps_samples, has_resets, returns_states = extent
+        self.directions, self.per_layer = directions, len(network.cells[0])
+        self._keeps_samples, self._has_resets = keeps_samples, has_resets
+        self.steps, self.batch = steps, batch
+        # Without a backward pass, nothing of a step is kept.
+        self.has_backward, self.segment = segment > 0, max(segment, 1)
+        self.keeps_gates = segment >= steps
+        # Directions that have gates of their own: where not all are kept, layers take turns.
+        self._gates_count = len(directions) if self.keeps_gates else self.per_layer
+        one = directions[0]
+        self.units, self.dtype, self.lanes = one.units, one.dtype, one.lanes
+        self.widths = [network.input_size, *(len(c) * c[0].hidden_size for c in network.cells)]
+        # How many states of the last layer are outputs.
+        self._outputs = one.states if returns_states else 1
+        self.widths[-1] *= self._outputs
+        self._all_threads = thread_count()
+        # Multiply-adds of a direction.
+        self._work = work = steps * batch * max(one.products, one.units) * (one.cols + one.units)
+        self.threads = 1 if work < _SMALL else self._all_threads
+        parts = max(1, self.threads // self.per_layer)
+        self.has_sample_lanes, self._rows = one.sample_rows > 0, max(1, one.sample_rows)
+        # Length of a row of the inputs here.
+        self._cols = one.cols
+        if self.has_sample_lanes:
+            # Samples are in groups, and these in lots whose sums of gradients are kept apart. Both
+            # are as they are whatever the threads.
+            self.group = sample_lanes(self.dtype)
+            groups = -(-batch // self.group)
+            lots = max(1, min(groups, _LOTS, steps * groups // _LOT_STEPS))
+            self.padded, self.lot = groups * self.group, max(1, -(-groups // lots)) * self.group
+            self._samples = max(1, -(-self.padded // (parts * self.lot))) * self.lot
+        else:
+            # A product takes half a tile at least; all of it where weights fill a core's cache.
+            weights = max(one.products, one.units) * (one.cols + one.units) * self.dtype.itemsize
+            fewest = TILE_ROWS if weights > _WIDE else TILE_ROWS // 2
+            self._samples = max(1, -(-batch // (parts * fewest))) * fewest
+            self.padded, self.group, self.lot = batch, self._samples, max(1, batch)
+        # Threads without samples of their own share the products of those who have some.
+        leaders = self.per_layer * len(self._spans())
+        self._helpers = 0 if self.has_sample_lanes else max(0, self.threads // leaders - 1)
+        # From the states of one direction to those of the other: whole groups, and cache lines.
+        line = LINE // self.dtype.itemsize
+        self.plane = -(-self.padded * (steps + 2) * self.units // line) * line
+        self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
+        self.nbytes += self._gates_count * (self.padded * segment + LINE)
+        self.nbytes += self.per_layer * (8 * self.padded + LINE)
+        words = leaders * sharing.words_of(self._helpers) if self._helpers else 0
+        self.nbytes += 8 * words + LINE * leaders
+        self.nbytes += has_resets * ((steps + 1) * self.padded + LINE)
+
+    def _places_of(self, one: Direction) -> NDArray[np.int64]:
+        """Return indices of sparse matrices, as places in an input of several directions."""
+        places = one.places.copy()
+        for row in one.tables[0].reshape(-1, len(COLUMNS)):
+            each = dict(zip(COLUMNS, row.tolist(), strict=True))
+            if each["is_sparse"] and each["source"] == 0 and each["blocks"] > 1:
+                begin, end = each["index_at"], each["indptr_at"]
+                block, column = np.divmod(places[begin:end], each["block"])
+                places[begin:end] = block * (self.plane // self.group) + column
+        return places
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """Return the first of each group of samples, and how many they are."""
+        size, count = self._samples, self.padded
+        return [(k, min(size, count - k)) for k in range(0, max(count, 1), size)]
+
+    def _sizes(self) -> list[tuple[str, int]]:
+        """Return, for each array, what it holds, and how many numbers.
+
+        Kernels read some rows more than there are, and do not use them.
+        """
+        rows, others = self.padded * (self.steps + 2), self.directions[0].states - 1
+        if self.has_sample_lanes:
+            tile = self._rows * SAMPLE_VECTORS
+            widest = max(*self.widths[:-1], self.units, *(one.products for one in self.directions))
+            more, zeros = 0, (widest + tile) * self.group
+        else:
+            more, zeros = self.lanes + 1, max(one.stride for one in self.directions)
+        count = self.padded * self.units + self.lanes
+        sizes = [("lengths", count), ("zeros", zeros)]
+        sizes += [("carries", one.states * count) for one in self.directions]
+        own = self.per_layer * self.plane + more * self.units
+        sizes += [("states", (rows + more) * self._cols)]
+        for name, size in (("states", own), ("cells", others * self.per_layer * self.plane + own)):
+            size = size if others or name == "states" else 0
+            sizes += [(name, size)] * (len(self.widths) - 1)
+            if self._has_resets:
+                sizes += [(f"{name} before", size)] * (len(self.widths) - 1)
+        sizes = [(name, size + self.lanes) for name, size in sizes]
+        gates = [
+            self.segment * self.padded * one.units * self.step_rows(one) for one in self.directions
+        ]
+        rest = SUM_ROWS * self.group if self.has_sample_lanes else (more + 1) * self.units
+        gates = [size + rest for size in gates]
+        some = gates if self.keeps_gates else [max(gates)] * self._gates_count
+        sizes += [("gates", size + self.lanes) for size in some]
+        inner = max(self.widths[1:-1], default=0)
+        sizes += [("grads", self.steps * self.batch * inner)] * min(2, len(self.widths) - 2)
+        if self.per_layer > 1:
+            sizes += [("part", self.steps * self.batch * max(self.widths[:-1]))]
+        for _, samples in self._spans():
+            for one in self.directions:
+                if self.has_sample_lanes:
+                    products, part = zeros, self.group * self.units
+                    parts = one.renderer.parts * part + tile * self.group + self.lanes
+                else:
+                    part = (-(-samples * one.units // self.lanes) + 2) * self.lanes
+                    products = max((samples + self.lanes) * one.stride, part)
+                    parts = one.renderer.parts * part
+                grads = sums.STEPS * self.grad_step(one)
+                rows_of = one.rows * one.row_step(self.group) + self.lanes
+                sizes += [("products", products), ("parts", parts), ("block", grads)]
+                sizes += [("row_grads", rows_of)]
+        return sizes
+
+    @property
+    def carry_step(self) -> int:
+        """The numbers from the gradients in a state to those in the next."""
+        return self.padded * self.units + self.lanes
+
+    def next_output(self, one: Direction) -> int:
+        """Return the columns from the outputs of one state of a direction to those of the next."""
+        is_last = one.layer == len(self.widths) - 1
+        return self.per_layer * self.units if is_last and self._outputs > 1 else 0
+
+    def _writes_output(self, one: Direction) -> bool:
+        """Return whether a direction writes the outputs while it runs, all by itself."""
+        is_last = one.layer == len(self.widths) - 1
+        return is_last and self.has_sample_lanes and self.per_layer == self._outputs == 1
+
+    def times(self, one: Direction, span: tuple[int, int]) -> int:
+        """Return the first in time of some steps, which are given in the order of a direction."""
+        return self.steps - span[1] if one.back else span[0]
+
+    def gate_step(self, one: Direction, samples: int) -> int:
+        """Return the numbers from the gates of a step of so many samples to those of the next."""
+        return samples * self.step_rows(one) * one.units if self.has_backward else 0
+
+    def first_gates(self, one: Direction, span: tuple[int, int]) -> int:
+        """Return the step whose gates come first while some steps are worked on."""
+        return 0 if self.keeps_gates else self.times(one, span)
+
+    def grads_first(self, one: Direction) -> int:
+        """Return which vector of a step is the first gradient, where all steps have them.
+
+        Those of a cell of one stage may take the place of what is kept: each is written when that
+        has been read.
+        """
+        return one.kept if one.program.stages > 1 else 0
+
+    def step_rows(self, one: Direction) -> int:
+        """Return how many vectors are kept of a step, or gradients in their place."""
+        if self.grad_step(one) > 0:
+            return one.kept
+        return max(one.kept, self.grads_first(one) + one.record)
+
+    def grad_step(self, one: Direction) -> int:
+        """Return the numbers from a step's gradients in slots to the next's.
+
+        They are kept for a block of steps; 0 if for all, in the place of the gates.
+        """
+        if not self.has_sample_lanes or one.sparse or self._keeps_samples:
+            return 0
+        # No power of two, which caches are slow at.
+        return (-(-one.record * one.units // SUM_ROWS) * SUM_ROWS + 2) * self.group
+
+    def _places_of_factors(self, one: Direction, span: tuple[int, int]) -> tuple[int, int]:
+        """Return where the inputs of the first of some steps begin, and the states before it."""
+        t = self.times(one, span)
+        slot = self.group if self.has_sample_lanes else self.padded
+        return (t + 1) * slot * one.block, (t + 2 * one.back) * slot * one.units

@@ -1,0 +1,1 @@
+"""Whole sequences of recurrent cells on a GPU."""
