@@ -10,7 +10,6 @@ from cuda_recurrent import agree, check_filling, on_device
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from network_oracle import autograd_of
-from numpy.typing import NDArray
 from on_device import IN_PYTHON, cupy_or_stand_in
 from random_cells import RandomCell, random_cells
 from recurrent_steps import arguments_of
@@ -22,7 +21,6 @@ from sparsescan.recurrent import Recurrent, catalogue
 from sparsescan.recurrent import device as recurrent_device
 from sparsescan.recurrent.device import source_of
 
-Array = NDArray[Any]
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 SQUARE = "Leaky", "Elementwise"
 # Units with weights in registers, read in each step, and several of them for a thread.

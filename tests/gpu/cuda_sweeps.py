@@ -21,8 +21,6 @@ from sparsescan.execution.cuda import launches as programs
 from sparsescan.kernels.cuda.sweeps import ROWS, STAGED, THREADS
 from sparsescan.symbolic.pattern import of_mask
 
-simulated = pytest.mark.skipif(not SIMULATED, reason="looks into the stand-in for CuPy")
-
 
 @pytest.fixture(autouse=True)
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
