@@ -6,7 +6,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import fake_cupy
 import numpy as np
 import pytest
 import torch
@@ -14,7 +13,7 @@ from autodiff import randomise
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import OPERATORS
-from test_network_step import Block, close, masked, random_mask, run_torch
+from test_network_step import Block, close, masked, run_torch
 from torch import nn
 
 import sparsescan
@@ -150,15 +149,6 @@ def test_any_network(seed: int) -> None:
     if rng.random() < 0.5:
         layers += [nn.LayerNorm(9), nn.Softmax(-1)]
     check(nn.Sequential(*layers), shape, int(rng.integers(1, 20)), rng)
-
-
-def test_layers_on_the_last_axes_repeat_their_weights() -> None:
-    rng = np.random.default_rng(0)
-    module = nn.Sequential(masked(nn.Linear(6, 5), rng), nn.LayerNorm(5), nn.Linear(5, 7))
-    check(nn.Sequential(*module, nn.Softmax(2)), (3, 4, 6), 5, rng)
-    steps = Sequential(from_torch(module, (3, 4, 6))).implicit_patterns
-    assert isinstance(steps[0], ImplicitPattern)
-    assert steps[0].indexed[0].distinct == 5 * 7
 
 
 @pytest.mark.parametrize("schedule", ["linear", "blelloch", "truncated:1", "chunked:3"])
@@ -330,40 +320,12 @@ def test_a_value_that_is_not_finite_is_decided_by_the_linear_scan() -> None:
             close(one[1:], other[1:])
 
 
-def test_weights_and_input_are_not_changed() -> None:
-    net = a_net(F8)
-    xs, grad = drawn(net, F8)
-    params = [array for op in net.layers for array in op.params.values()]
-    kept = copy.deepcopy((xs, grad, params))
-    for array in (*xs, grad, *params):
-        array.setflags(write=False)
-    for schedule in ("linear", "blelloch"):
-        sparsescan.exclusive_scan(grad, net.implicit(xs), schedule=schedule)
-    for before, after in zip((*kept[0], *kept[2]), (*xs, *params), strict=True):
-        np.testing.assert_array_equal(before, after)
-
-
 def test_weights_are_read_when_a_scan_runs() -> None:
     conv = Conv2d(1, 2, 3, input_shape=(1, 6, 6), dtype=F8, rng=0)
     step, grad = conv.implicit(), np.ones(32)
     before = sparsescan.inclusive_scan(grad, [step])[1]
     conv.weight *= 2
     np.testing.assert_array_equal(sparsescan.inclusive_scan(grad, [step])[1], 2 * before)
-
-
-def test_layers_of_cupy_give_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = fake_cupy.install(monkeypatch)
-    net = a_net(F8)
-    xs, _ = drawn(net, F8)
-    expected = [step.values for step in net.implicit(xs) if isinstance(step, ImplicitStep)]
-    for op in net.layers:
-        for name, param in op.params.items():
-            setattr(op, name, cupy.asarray(param))
-    steps = net.implicit([cupy.asarray(x) for x in xs])
-    actual = [step.values for step in steps if isinstance(step, ImplicitStep)]
-    for one, other in zip(actual, expected, strict=True):
-        for mine, theirs in zip(one, other, strict=True):
-            close(mine.get(), theirs)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -430,22 +392,6 @@ def test_plans_are_saved_and_loaded(schedule: str, tmp_path: Path) -> None:
         loaded.exclusive_scan(grad, net.implicit(xs)), expected, strict=True
     ):
         np.testing.assert_array_equal(gradient, array)
-
-
-def test_steps_stay_explicit_where_factors_save_nothing() -> None:
-    rng = np.random.default_rng(0)
-    for op in (
-        Linear(4, 3, rng=0),
-        Linear(40, 30, weight_mask=random_mask(rng, (30, 40)), rng=0),
-        Conv2d(4, 4, 3, padding=1, input_shape=(4, 2, 2), rng=0),  # all places are at the border
-        LayerNorm(6),
-        Softmax(1, input_shape=(4,)),
-        ReLU(input_shape=(5,)),
-        Residual(Linear(4, 4, rng=0)),
-    ):
-        assert op.implicit_pattern is op.pattern
-    for more in (LayerNorm(7), Softmax(1, input_shape=(5,)), Linear(4, 3, input_shape=(2, 4))):
-        assert isinstance(more.implicit_pattern, ImplicitPattern)
 
 
 # ---------------------------------------------------------------------------------------------

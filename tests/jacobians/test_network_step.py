@@ -208,17 +208,6 @@ def test_any_network(seed: int) -> None:
     check(nn.Sequential(*layers), shape, int(rng.integers(1, 40)), rng)
 
 
-def test_one_and_more_axes() -> None:
-    rng = np.random.default_rng(0)
-    signals = nn.Sequential(
-        masked(nn.Conv1d(3, 4, 3, padding=1), rng), nn.ReLU(), nn.Conv1d(4, 2, 2)
-    )
-    check(signals, (3, 9), 5, rng)
-    check(
-        nn.Sequential(masked(nn.Linear(6, 5), rng), nn.ReLU(), nn.Linear(5, 2)), (3, 4, 6), 5, rng
-    )
-
-
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_layer(name: str) -> None:
     """Between two others, as its own Jacobian and its own gradients of parameters."""
@@ -297,22 +286,6 @@ def check_blocks(net: Sequential, theirs: nn.Module, x: np.ndarray, grad: np.nda
     for name, array in params.items():
         close(grads.params[name.replace("body.", "")], array, name, scale)
     close(step.forward(x), y)
-
-
-@pytest.mark.parametrize("batch", [5, 16])
-@pytest.mark.parametrize("training", [False, True])
-def test_residual_networks(batch: int, training: bool) -> None:
-    rng = np.random.default_rng(batch)
-    blocks, ops = [], []
-    for narrow, wide, size in ((3, 3, 8), (3, 4, 8), (4, 4, 4)):
-        theirs, ours = residual(rng, narrow, wide, size, batch if training else 0)
-        small = ours.output_shape
-        blocks += [theirs, nn.ReLU()]
-        ops += [ours, ReLU(input_shape=small)]
-    net, ours = nn.Sequential(*blocks), Sequential(ops)
-    x = rng.standard_normal((batch, 3, 8, 8))
-    grad = rng.standard_normal((batch, 4, 4, 4))
-    check_blocks(ours, net, x, grad)
 
 
 def small_net(dtype: Any = F4, keep: float = 0.3, seed: int = 0) -> Sequential:
@@ -535,39 +508,6 @@ def test_gradients_that_nobody_needs() -> None:
         assert array.tobytes() == expected[name].tobytes()
 
 
-def test_one_sample_without_its_axis_and_no_samples() -> None:
-    net = small_net(F8)
-    step = net.training_step()
-    x = np.random.default_rng(0).standard_normal((2, 8, 8))
-    y = step.forward(x)
-    alone = step.backward(np.ones(10))
-    batched = step.forward(x[None])
-    grads = step.backward(np.ones((1, 10)))
-    assert y.shape == (10,)
-    assert alone.input is not None
-    assert alone.input.shape == (2, 8, 8)
-    np.testing.assert_array_equal(y, batched[0])
-    for name, array in alone.params.items():
-        np.testing.assert_array_equal(array, grads.params[name])
-    assert step.forward(np.ones((0, 2, 8, 8))).shape == (0, 10)
-    empty = step.backward(np.ones((0, 10)))
-    assert empty.input is not None
-    assert empty.input.shape == (0, 2, 8, 8)
-    for name, array in empty.params.items():
-        assert array.shape == grads.params[name].shape
-        assert not array.any()
-
-
-def test_dtypes_promote() -> None:
-    net = small_net(F4)
-    step = net.training_step()
-    assert step.forward(np.ones((1, 2, 8, 8), np.float32)).dtype == F4
-    assert step.forward(np.ones((1, 2, 8, 8))).dtype == F8
-    net.layers[0].weight = net.layers[0].weight.astype(np.float64)
-    assert step.forward(np.ones((1, 2, 8, 8), np.float32)).dtype == F8
-    assert step.backward(np.ones((1, 10))).params["6.bias"].dtype == F8
-
-
 @pytest.mark.parametrize("batch", [1, 4, 8])
 def test_results_belong_to_the_caller_and_parameters_are_read_in_forward(batch: int) -> None:
     net = small_net(F8)
@@ -711,14 +651,6 @@ def test_bad_input() -> None:
         with pytest.raises((InputError, InputTypeError), match="memory_limit"):
             net.training_step(memory_limit=limit)  # type: ignore[arg-type]
     assert isinstance(step, NetworkStep)
-
-
-def test_a_batch_of_another_size() -> None:
-    """In a network of whole batches."""
-    norm = BatchNorm2d(2, input_shape=(4, 2, 3, 3), training=True)
-    step = Sequential([norm]).training_step()
-    with pytest.raises(InputError, match=r"x has shape \(5, 2, 3, 3\); expected \(4, 2, 3, 3\)"):
-        step.forward(np.ones((5, 2, 3, 3)))
 
 
 @pytest.mark.parametrize("limited", [False, True])
