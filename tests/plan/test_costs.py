@@ -201,13 +201,3 @@ def test_calibration_measures_this_machine(
     for constants in machine.families.values():
         assert (np.array(constants) >= 0).all()
         assert (np.array(constants).sum(axis=1) > 0).all()
-
-
-def test_a_plan_prints_predicted_times() -> None:
-    plan = sparsescan.plan([Pattern.dense((5, 5))] * 9, schedule="blelloch", batch=3)
-    text = str(plan)
-    assert "time\n" in text
-    assert "predicted: " in text
-    content = plan.to_dict()
-    assert content["run_nanoseconds"] > 0
-    assert all(level["nanoseconds"] > 0 for level in content["levels"])
