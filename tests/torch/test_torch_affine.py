@@ -181,24 +181,6 @@ def test_compiled_graphs_stay_whole(seed: int) -> None:
         torch.testing.assert_close(one, right, rtol=1e-12, atol=1e-12)
 
 
-def test_only_what_requires_it_has_a_gradient() -> None:
-    a, b = torch.rand(4, 3, 3), torch.rand(4, 3, requires_grad=True)
-    y = affine_scan(a, b)
-    y.sum().backward()
-    assert a.grad is None
-    assert b.grad is not None
-    assert not affine_scan(a, b.detach()).requires_grad
-    with torch.no_grad():
-        assert not affine_scan(a, b).requires_grad
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap() -> None:
-    a, b = torch.rand(2, 4, 3, 3), torch.rand(2, 4, 3)
-    expected = torch.stack([affine_scan(*each) for each in zip(a, b, strict=True)])
-    torch.testing.assert_close(torch.vmap(affine_scan)(a, b), expected)
-
-
 def test_errors() -> None:
     a = torch.rand(4, 3, 3)
     with pytest.raises(InputTypeError, match=r"offsets has dtype torch\.float64; expected"):
