@@ -125,23 +125,6 @@ def test_parts_follow_each_other_and_none_is_empty(graph: Graph, data: st.DataOb
     assert [k for part in parts for k in part] == list(range(units))
 
 
-def test_products_take_a_constant_more_for_twice_the_steps_and_workers() -> None:
-    """Equation 6: Θ(log n) with a step for each worker, where the vectors take Θ(n)."""
-    machine = Machine(network=NETWORK)
-    steps = [2**k for k in range(3, 10)]
-
-    def scans(schedule: str) -> Any:
-        times = [
-            Scan((n, 1), schedule).predict(build(f"rnn:{n}"), machine, n, 1).nanoseconds["scan"]
-            for n in steps
-        ]
-        return np.diff(times)
-
-    more = scans("products")
-    np.testing.assert_allclose(more, more[0], rtol=1e-9)
-    np.testing.assert_allclose(scans("vectors")[1:] / scans("vectors")[:-1], 2, rtol=0.1)
-
-
 def test_a_worker_holds_its_share_of_the_jacobians() -> None:
     """Section 3.6: Θ(max(n/p, 1)) Jacobians."""
     network, machine = build("rnn:512"), Machine(network=NETWORK)
