@@ -239,21 +239,6 @@ def test_steps_that_are_left_out_change_nothing(seed: int) -> None:
         assert same.all(), name
 
 
-@pytest.mark.parametrize("batch", [1, 17])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_state_does_not_tell_of_earlier_episodes(kind: str, batch: int) -> None:
-    """Where gradients are 0, NaN is seen in an episode before one that is left out."""
-    net = KINDS[kind](3, 6, dtype=F8, rng=0)
-    (x, state, _, _), (above, carry) = arguments_of(np.random.default_rng(2), net, 12, batch, F8)
-    resets = np.zeros((12, batch), bool)
-    resets[[4, 8]] = True
-    x[1], above[:11], above[11] = np.nan, 0, 1
-    results = results_of(net.training_step(), (x, state, None, resets), (above, 0 * carry))
-    assert np.isnan(results["input"][:4]).all()
-    assert not results["input"][4:8].any()
-    assert np.isnan(results["weight_hh_l0"]).any()
-
-
 def test_memory_is_what_is_said() -> None:
     net = LSTM(12, 20, dtype=F4, rng=0)
     x, resets = np.zeros((2000, 16, 12), F4), np.zeros((2000, 16), bool)
