@@ -201,7 +201,7 @@ def test_huge_and_tiny_steps() -> None:
 
 @needs_longer
 def test_steps_of_every_size(seeds: Callable[..., range]) -> None:
-    for seed in seeds(30, 180, 4000):
+    for seed in seeds(30, 90, 4000):
         check_steps_of_every_size(seed)
 
 

@@ -124,7 +124,7 @@ def test_episodes_are_sequences_of_their_own(dtype: Any, seed: int) -> None:
 
 
 # Smaller examples would be compiled, too.
-@settings(max_examples=long_run(40, 2), phases=[Phase.generate])
+@settings(max_examples=long_run(10, 2), phases=[Phase.generate])
 @given(random_cells(size=4), seeds, st.booleans())
 def test_random_cells(drawn: RandomCell, seed: int, both: bool) -> None:
     rng = np.random.default_rng(seed)
