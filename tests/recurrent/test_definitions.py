@@ -487,17 +487,6 @@ def test_names_that_are_taken(declarations: str, message: str) -> None:
         define(f"class C(Cell):\n    {declarations}\n    def step(self, x, h): return h")
 
 
-def test_a_bias_of_ones_own() -> None:
-    cell = define("""\
-        class C(Cell):
-            weight_a = Input(bias=False)
-            bias_a = Vector()
-            def step(self, x, h): return self.weight_a(x) + self.bias_a
-    """)(2, 3)
-    assert shapes(cell) == {"weight_a": (3, 2), "bias_a": (3,)}
-    assert cell.program.slots[0].vectors == (("bias_a", 0),)
-
-
 # -- Options --------------------------------------------------------------------------------------
 
 
