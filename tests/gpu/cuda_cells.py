@@ -19,7 +19,6 @@ from some_cells import CELLS
 from sparsescan.errors import InputError
 from sparsescan.recurrent import Recurrent, catalogue
 from sparsescan.recurrent import device as recurrent_device
-from sparsescan.recurrent.device import source_of
 
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 SQUARE = "Leaky", "Elementwise"
@@ -191,10 +190,3 @@ def test_units_that_are_too_many_are_refused(cupy: Any) -> None:
         setattr(net, name, cupy.asarray(np.zeros(array.shape, F4)))
     with pytest.raises(InputError, match=r"hidden_size is 4000; in float32 .* 48 KiB"):
         net.training_step().forward(cupy.asarray(np.zeros((1, 1, 1), F4)))
-
-
-def test_source_is_readable() -> None:
-    text = source_of(CELLS["MGU"](3, 20), F4, is_backward=False)
-    assert "f = sigmoid(" in text
-    assert "# weight_hh[1]" in text
-    compile(text, "source", "exec")

@@ -257,18 +257,6 @@ def test_other_weights_in_a_dense_matrix_are_not_passed_over(ran: list[Ran], chu
     assert not ran[-1].repaired
 
 
-@pytest.mark.parametrize(
-    ("units", "terms", "dtype"),
-    [(20, 5, np.float32), *slow((32, 5, np.float32), (28, 5, np.float64), (15, 8, np.float32))],
-)
-def test_sizes_of_two_unknowns(units: int, terms: int, dtype: Any) -> None:
-    run_as_compiled_if(units == 20)
-    given = with_local(two_state_case(1, 6, 3, units, dtype, terms, "dense"), 7)
-    assert chunk_form([given.pattern], np.dtype(dtype)) is not None
-    gradients = given.scan(True, Schedule.chunked(6, 3))
-    assert_within(gradients, given.expected(True), dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("size", "rows"), [(2, 8), (7, 7), (20, 80), *slow((16, 16), (33, 33), (32, 128), (64, 64))]
@@ -441,14 +429,6 @@ def test_entries_that_a_step_would_lose(ran: list[Ran]) -> None:
     )
     assert_within(given.scan(True, Schedule.chunked(6, 2)), given.expected(True), np.float32)
     assert ran[-1].repaired
-
-
-@pytest.mark.parametrize("factor", [2.0**-9, 2.0**9])
-def test_decay_and_growth_of_two_unknowns(ran: list[Ran], factor: float) -> None:
-    """Both halves of a column leave the band together, and come back."""
-    given = growing_and_decaying(two_state_case(4, 96, 1, 5, np.float32, 4, "dense"), factor)
-    assert_within(given.scan(True, Schedule.chunked(96, 4)), given.expected(True), np.float32)
-    assert not ran[-1].repaired
 
 
 @pytest.mark.parametrize("stored", ["dense", "kept"])

@@ -314,13 +314,6 @@ def test_what_only_hosts_have_is_refused(cupy: Any) -> None:
             net.training_step(**each).forward(x)
 
 
-def test_units_that_are_too_many_are_refused(cupy: Any) -> None:
-    net = LSTM(1, 1300, dtype=F4, rng=0)
-    put(cupy, net)
-    with pytest.raises(InputError, match=r"hidden_size is 1300; in float32 .* 48 KiB"):
-        net.training_step().forward(cupy.asarray(np.zeros((1, 1, 1), F4)))
-
-
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.parametrize("dtype", [F4, F8])
 @pytest.mark.parametrize("lead", [(), (4,), (2, 3)], ids=str)

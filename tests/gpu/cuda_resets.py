@@ -109,26 +109,6 @@ def test_memory_is_what_is_said(cupy: Any) -> None:
     assert step.nbytes + beside <= taken <= step.nbytes + beside + 512 * 28
 
 
-@pytest.mark.parametrize(("steps", "batch"), [(0, 3), (4, 0), (0, 0)])
-def test_nothing(cupy: Any, steps: int, batch: int) -> None:
-    net = LSTM(3, 4, 2, bidirectional=True, rng=0)
-    arguments = arguments_of(np.random.default_rng(0), net, steps, batch, F4)
-    actual = on_device(cupy, net, (*arguments, np.ones((steps, batch), bool)))
-    assert actual["output"].shape == (steps, batch, 8)
-    assert np.array_equal(actual["last"], arguments[1])
-    assert all(not actual[name].any() for name in net.params)
-
-
-def test_without_an_axis_of_samples(cupy: Any) -> None:
-    net = GRU(3, 3, dtype=F8, rng=0)
-    x, state, _, above, carry = arguments_of(np.random.default_rng(0), net, 5, 1, F8)
-    resets = np.array([[0], [1], [0], [0], [1]], bool)
-    batched = on_device(cupy, net, (x, state, None, above, carry, resets))
-    given = (cupy.asarray(each[:, 0]) for each in (x, state))
-    output, _ = net.training_step().forward(*given, resets=cupy.asarray(resets[:, 0]))
-    np.testing.assert_array_equal(output.get(), batched["output"][:, 0])
-
-
 def test_an_episode_does_not_see_another(cupy: Any) -> None:
     rng = np.random.default_rng(1)
     net = GRU(3, 3, 2, bidirectional=True, dtype=F8, rng=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,6 @@ from ptx import FaultError, Traffic, compile_kernel, kept  # noqa: E402
 
 from sparsescan.kernels.cuda.chunks import chunk_kernels  # noqa: E402
 from sparsescan.kernels.cuda.device import atomic_add, atomic_max, load, store  # noqa: E402
-from sparsescan.kernels.cuda.levels import level_kernels  # noqa: E402
-from sparsescan.recurrent import GRUCell  # noqa: E402
-from sparsescan.recurrent.loops.cuda import (  # noqa: E402
-    layout_of,
-    samples_of,
-    sequence_kernels,
-)
-from sparsescan.recurrent.render.cuda import cuda_program  # noqa: E402
 
 F4, F8, I4, I8 = np.float32(0), np.float64(0), np.int32(0), np.int64(0)
 SIZE = 64
@@ -418,40 +409,3 @@ def test_kernels_are_kept_for_what_they_are_made_for(
     assert len(list(tmp_path.iterdir())) == 3
     assert kept.keep(scaled, (), lambda: "not kept") == "not kept"
     assert len(list(tmp_path.iterdir())) == 3
-
-
-def functions_of(function: Any) -> dict[Any, str]:
-    """Return the module of a function, and of all functions of the package that it reaches."""
-    modules, left = {}, [function]
-    while left:
-        each = left.pop()
-        each = getattr(each, "py_func", each)
-        module = getattr(each, "__module__", None) or ""
-        if (
-            isinstance(each, FunctionType)
-            and module.startswith("sparsescan.")
-            and each not in modules
-        ):
-            modules[each] = module
-            left += [cell.cell_contents for cell in each.__closure__ or ()]
-            left += [each.__globals__.get(name) for name in each.__code__.co_names]
-    return modules
-
-
-def test_a_kernel_depends_on_the_modules_that_its_functions_come_from() -> None:
-    size, dtype = 20, np.dtype(np.float32)
-    code = cuda_program(GRUCell(1, 1).program)
-    layout = layout_of(len(code.blocks), size, dtype)
-    for kernel in (
-        chunk_kernels(size, size * size, dtype).multiply,
-        level_kernels(dtype, np.dtype(np.int32)).level,
-        sequence_kernels(code, layout, dtype, samples_of(code, layout, dtype, 9, 2, 1)).run,
-    ):
-        function = kernel.py_func
-        sources, modules = (
-            kept.sources_of([function.__module__]),
-            set(functions_of(function).values()),
-        )
-        assert len(modules) > 1
-        assert modules <= set(sources)
-        assert not any(".cpu.run" in source or "lanes" in source for source in sources)
