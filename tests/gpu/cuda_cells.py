@@ -130,18 +130,6 @@ def test_what_fills_up_shorter_sequences_is_not_read(cupy: Any, name: str) -> No
     check_filling(cupy, network(name, 3, F8, rng, num_layers=2), rng)
 
 
-@pytest.mark.parametrize("name", CELLS)
-def test_nothing(cupy: Any, name: str) -> None:
-    run_in_python_or_if(name == "SCRN")
-    net = network(name, 3, F8, np.random.default_rng(0), num_layers=2)
-    for steps, batch in ((0, 3), (4, 0)):
-        arguments = arguments_of(np.random.default_rng(0), net, steps, batch, F8)
-        actual = on_device(cupy, net, arguments)
-        assert np.array_equal(actual["last"], arguments[1])
-        assert np.array_equal(actual["state"], arguments[4])
-        assert all(not actual[key].any() for key in net.params)
-
-
 @settings(max_examples=examples(150) if IN_PYTHON else 2)
 @given(
     random_cells(),

@@ -480,20 +480,6 @@ def test_sizes_in_one_launch(one: None, launches: list[Any], size: int, dtype: A
     assert kernels_of(launches) in (ONE, [])
 
 
-@pytest.mark.parametrize("how", ["list", "reversed"])
-def test_where_slopes_of_one_launch_are(one: None, launches: list[Any], how: str) -> None:
-    given = with_local(case(2, 9, 2, 4, np.float32, 4, 0.6), 10)
-    if how == "list":
-        chain: Any = [ImplicitStep([row, given.weights], given.pattern) for row in given.slopes]
-        given = given._replace(local=[None if k % 3 else x for k, x in enumerate(given.local)])
-    else:
-        backwards = given.slopes[::-1].copy()[::-1]
-        chain = ImplicitChain([backwards, given.weights], given.pattern)
-    gradients = given.scan(True, Schedule.chunked(9, 3), chain)
-    assert_within(gradients, given.expected(True), np.float32)
-    assert kernels_of(launches) in (ONE, [])
-
-
 @simulated
 def test_one_launch_leaves_its_tickets_as_they_were(
     one: None, monkeypatch: pytest.MonkeyPatch, launches: list[Any]
@@ -544,20 +530,6 @@ def test_decay_and_growth_in_one_launch(
     """Products leave their band in each piece, gradients do not."""
     given = growing_and_decaying(case(4, 96, 1, 9, dtype, 9), factor)
     assert_within(given.scan(True, Schedule.chunked(96, 2)), given.expected(True), dtype)
-    assert not ran[-1].repaired
-
-
-def test_columns_may_explode_and_decay_in_one_launch(one: None, ran: list[Ran]) -> None:
-    """Each has an exponent of its own, from piece to piece, beyond the range of the dtype."""
-    pattern = ImplicitPattern([Pattern.diagonal(2), Pattern.diagonal(2)], shared=[1])
-    slopes = np.tile(np.array([8.0, 0.125], np.float32), (40, 1, 1))
-    chain = ImplicitChain([slopes, np.ones(2, np.float32)], pattern)
-    grad = np.array([[2.0**-126, 1.0]], np.float32)
-    tree = Schedule.chunked(40, 2)
-    gradients = sparsescan.inclusive_scan(grad, chain, schedule=tree, device="cuda")
-    powers = 3 * np.arange(41)
-    np.testing.assert_array_equal(gradients[:, 0, 0], np.ldexp(np.float32(1), powers - 126))
-    np.testing.assert_array_equal(gradients[:, 0, 1], np.ldexp(np.float32(1), -powers))
     assert not ran[-1].repaired
 
 

@@ -402,17 +402,6 @@ def test_what_was_learnt_of_index_arrays_goes_with_them(cupy: Any) -> None:
     assert len(ids) < 200  # some came twice, of arrays with another column
 
 
-@simulated
-def test_the_check_runs_where_the_arrays_are(cupy: Any, launches: list[Any]) -> None:
-    with cupy.cuda.Device(1):
-        matrix = put(cupy, csr(3, 4))
-        stream = cupy.cuda.Stream(non_blocking=True)
-        stream.use()
-    Chain(1).read([matrix])
-    assert [(launch.device, launch.stream) for launch in launches] == [(1, stream.ptr)]
-    assert cupy.cuda.Device().id == 0
-
-
 def test_index_arrays_are_followed_as_they_were_checked(
     cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -849,28 +838,6 @@ def test_bad_local_gradients(cupy: Any) -> None:
 
 
 # -- What kernels were launched -------------------------------------------------------------------
-
-
-@simulated
-def test_launches_are_put_off_while_a_stream_captures(cupy: Any, launches: list[Any]) -> None:
-    kernel = check_kernel(np.dtype(np.int32))
-    indptr = cupy.asarray(np.array([1, 2], np.int32))
-    indices, fault = cupy.zeros(2, np.int32), cupy.zeros(1, np.int32)
-    arguments = indptr.data.ptr, 1, indices.data.ptr, 2, 3, fault.data.ptr
-    stream = cupy.cuda.Stream(non_blocking=True)
-    stream.begin_capture()
-    sys.modules["sparsescan.kernels.cuda.checks"].launch(kernel, 1, 2, stream.ptr, *arguments)
-    _device.launch(kernel, 0, 2, stream.ptr, *arguments)  # no blocks, no launch
-    graph = stream.end_capture()
-    assert fault.get().tolist() == [0]
-    graph.launch(stream)
-    assert fault.get().tolist() == [1]
-    indptr.set(np.array([0, 2], np.int32))
-    fault.fill(0)
-    graph.launch(stream)
-    assert fault.get().tolist() == [0]
-    names = [(launch.kernel, launch.captured) for launch in launches]
-    assert names == [("check_indices", True), ("graph", False), ("graph", False)]
 
 
 def test_importing_imports_no_cuda() -> None:

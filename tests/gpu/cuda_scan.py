@@ -261,28 +261,6 @@ def test_rows_of_all_lengths(cupy: Any, schedule: Any, batch: int | None) -> Non
         assert_within(to_host(result), expected, np.float64)
 
 
-def test_runs_that_begin_with_steps_that_samples_share(
-    monkeypatch: pytest.MonkeyPatch, cupy: Any
-) -> None:
-    """Each sample's block makes what it reads, whichever block comes first."""
-    if IN_PYTHON:
-        import simulator
-
-        simulator.reverse_blocks(monkeypatch)
-    rng = np.random.default_rng(9)
-    steps = [rng.standard_normal((2, 3, 3)) for _ in range(9)]
-    for k in (2, 3, 6):
-        steps[k] = steps[k][0]
-    # One of another pattern, so that the chain has no kernels of its own.
-    steps[8] = sp.csr_array(np.tri(3))
-    grad = rng.standard_normal((2, 3))
-    plan = sparsescan.plan(steps, schedule=Schedule.chunked(9, 3))
-    on_device = cupy.asarray(grad), jacobians_on(cupy, steps)
-    for _ in range(3):
-        result = plan.exclusive_scan(*on_device)
-        assert_within(to_host(result), sequential(grad, steps), np.float64)
-
-
 def test_layers_back_propagate_on_the_device(cupy: Any) -> None:
     """A residual block, whose parameter gradients need a scan inside it, and a recurrent cell."""
     rng = np.random.default_rng(4)
@@ -345,12 +323,6 @@ def test_nan_and_inf(bad: float, data: Any) -> None:
     ranges.check_nan_and_inf_reach_what_they_reach_in_the_linear_scan(bad, data)
 
 
-@on_device
-@pytest.mark.parametrize("form", ["csr", "diagonal", "dense"])
-def test_what_is_not_finite_stays_where_no_entry_leads_on(form: str) -> None:
-    ranges.check_what_is_not_finite_stays_where_no_entry_leads_on(form, np.nan)
-
-
 # ---------------------------------------------------------------------------------------------
 # Launches, graphs and streams
 # ---------------------------------------------------------------------------------------------
@@ -364,14 +336,6 @@ def scan_often(cupy: Any, launches: list[Any], schedule: Schedule, size: int, ru
         launches.clear()
         plan.exclusive_scan(grad, values)
         yield list(launches)
-
-
-@simulated
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 16, 33, 100])
-@pytest.mark.parametrize("size", [1, 2])
-def test_launches_of_blelloch(cupy: Any, launches: Any, n: int, size: int) -> None:
-    (log,) = scan_often(cupy, launches, Schedule.blelloch(n), size)
-    assert len(log) <= 2 * int(np.ceil(np.log2(n + 1))) + 1
 
 
 @simulated
@@ -663,14 +627,6 @@ def test_a_stream_that_captures(cupy: Any) -> None:
         with pytest.raises(DeviceError, match="the stream is capturing a graph"):
             sparsescan.exclusive_scan(grad, steps)
         stream.end_capture()
-
-
-@simulated
-def test_two_devices(cupy: Any) -> None:
-    with cupy.cuda.Device(1):
-        steps = cupy.asarray(np.ones((3, 2, 2)))
-    with pytest.raises(DeviceError, match="device 1"):
-        sparsescan.exclusive_scan(cupy.asarray(np.ones(2)), steps)
 
 
 @simulated
