@@ -261,6 +261,28 @@ def test_rows_of_all_lengths(cupy: Any, schedule: Any, batch: int | None) -> Non
         assert_within(to_host(result), expected, np.float64)
 
 
+def test_runs_that_begin_with_steps_that_samples_share(
+    monkeypatch: pytest.MonkeyPatch, cupy: Any
+) -> None:
+    """Each sample's block makes what it reads, whichever block comes first."""
+    if IN_PYTHON:
+        import simulator
+
+        simulator.reverse_blocks(monkeypatch)
+    rng = np.random.default_rng(9)
+    steps = [rng.standard_normal((2, 3, 3)) for _ in range(9)]
+    for k in (2, 3, 6):
+        steps[k] = steps[k][0]
+    # One of another pattern, so that the chain has no kernels of its own.
+    steps[8] = sp.csr_array(np.tri(3))
+    grad = rng.standard_normal((2, 3))
+    plan = sparsescan.plan(steps, schedule=Schedule.chunked(9, 3))
+    on_device = cupy.asarray(grad), jacobians_on(cupy, steps)
+    for _ in range(3):
+        result = plan.exclusive_scan(*on_device)
+        assert_within(to_host(result), sequential(grad, steps), np.float64)
+
+
 def test_layers_back_propagate_on_the_device(cupy: Any) -> None:
     """A residual block, whose parameter gradients need a scan inside it, and a recurrent cell."""
     rng = np.random.default_rng(4)

@@ -11,10 +11,12 @@ import copy
 import random
 import sys
 import threading
+import types
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
+import pytest
 from numba import types as numba_types
 from numba.cuda.simulator import kernel, kernelapi
 from numba.np import numpy_support
@@ -141,6 +143,23 @@ _configure = kernel.FakeCUDAKernel.__getitem__
 def _configured(self: Any, configuration: Any) -> Any:
     """Return a kernel of its own for each grid, so that threads do not set each other's."""
     return _configure(copy.copy(self), configuration)
+
+
+def reverse_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the last block first, until the test ends: no block may wait for one before."""
+    backwards = types.SimpleNamespace(ndindex=lambda *shape: reversed(list(np.ndindex(*shape))))
+    monkeypatch.setattr(kernel, "np", _Also(np, backwards))
+
+
+class _Also:
+    """A module, of which some names are others."""
+
+    def __init__(self, module: Any, others: Any) -> None:
+        self._module, self._others = module, others
+
+    def __getattr__(self, name: str) -> Any:
+        others = self._others
+        return getattr(others if hasattr(others, name) else self._module, name)
 
 
 def install() -> None:
