@@ -41,30 +41,12 @@ TRACE = ROOT / "build" / "mutants.json"
 # Bytes of addresses, and seconds, that tests of a fault may take beyond what they take without.
 MEMORY, PATIENCE = 24 << 30, 30
 QUIET = ["-x", "-q", "-n0", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
-COMPARISONS = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-OPERATORS = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.FloorDiv: ast.Mult,
-    ast.Div: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.LShift: ast.RShift,
-    ast.BitOr: ast.BitAnd,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
+PAIRS = "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, And Or, Mult Add, FloorDiv Mult, "
+PAIRS += "Div Mult, Mod FloorDiv, LShift RShift, BitOr BitAnd"
+NAMES = [pair.split() for pair in PAIRS.split(", ")]
+# What each operator becomes; in the first pairs, which are written first, either the other.
+OTHER = {getattr(ast, b): getattr(ast, a) for a, b in NAMES[:7]}
+OTHER |= {getattr(ast, a): getattr(ast, b) for a, b in NAMES}
 
 
 class Fault(NamedTuple):
@@ -105,11 +87,11 @@ def _own(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _changes(node: Any) -> Iterator[tuple[str, ast.AST, Callable[[], None]]]:
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
-        other = COMPARISONS[type(node.ops[0])]
+    if isinstance(node, ast.Compare):
+        other = OTHER[type(node.ops[0])]
         yield "comparison", node, lambda: node.ops.__setitem__(0, other())
-    if isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in OPERATORS:
-        yield "operator", node, lambda: setattr(node, "op", OPERATORS[type(node.op)]())
+    if isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in OTHER:
+        yield "operator", node, lambda: setattr(node, "op", OTHER[type(node.op)]())
     if isinstance(node, ast.Constant) and type(node.value) is int:
         yield "number", node, lambda: setattr(node, "value", node.value + 1)
     if isinstance(node, ast.If | ast.IfExp | ast.While):
