@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from network_oracle import autograd_of
 from numpy.typing import NDArray
 from random_cells import RandomCell, random_cells
-from sampling import examples, long_run
+from sampling import examples, long_run, slow
 from some_cells import CELLS, Elementwise, Leaky
 
 from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
@@ -87,7 +87,7 @@ def rows_for(rng: np.random.Generator, net: Any, dtype: Any) -> int:
     return int(rng.choice(rows))
 
 
-@pytest.mark.parametrize("dtype", [F8, F4], ids=str)
+@pytest.mark.parametrize("dtype", [F8, *slow(F4)], ids=str)
 @settings(max_examples=examples(60))
 @given(seeds)
 def test_episodes_are_sequences_of_their_own(dtype: Any, seed: int) -> None:
