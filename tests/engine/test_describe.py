@@ -45,6 +45,7 @@ def test_kinds_beyond_eight_are_counted() -> None:
     steps = [Pattern.dense((k + 1, k)) for k in range(1, 12)]
     lines = listed(sparsescan.plan(steps, schedule="linear"))
     assert lines[8] == "and 3 of 3 other shapes or kinds"
+    assert len(listed(sparsescan.plan(steps[:8], schedule="linear"))) == 8
     assert listed(sparsescan.plan([])) == ["none"]
 
 

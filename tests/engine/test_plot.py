@@ -164,6 +164,26 @@ def test_the_path_joins_the_critical_operations() -> None:
         assert y.tolist() == [operation.flop for operation in operations_of(axes)[1]]
 
 
+def test_every_other_phase_is_shaded_and_zeros_have_room() -> None:
+    plan = planned(
+        [Pattern.diagonal(3), of_mask(np.zeros((3, 3), bool))] * 25, Schedule.blelloch(50)
+    )
+    axes = drawn(plan).axes[0]
+    depths = [
+        sum(level.depth for level in levels)
+        for _, levels in itertools.groupby(
+            plan.schedule.levels, key=lambda level: level.name.split()[0]
+        )
+    ]
+    ends = np.cumsum([0, *depths]) + 0.5
+    shades = [patch.get_extents().transformed(axes.transData.inverted()) for patch in axes.patches]
+    assert [[box.x0, box.x1] for box in shades] == [
+        pytest.approx(list(pair)) for pair in list(itertools.pairwise(ends.tolist()))[1::2]
+    ]
+    low, high = axes.get_ylim()
+    assert low < 0 < high
+
+
 def in_levels_of_their_own(n: int) -> Schedule:
     """Return the linear scan, each operation in a level with another name."""
     return Schedule.from_levels(n, [(f"step {k} of all", [[(0, k, k + 1)]]) for k in range(1, n)])

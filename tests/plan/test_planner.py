@@ -501,3 +501,33 @@ def test_a_single_scan_multiplies_patterns_once(worked_out: list[int]) -> None:
     once = len(worked_out)
     sparsescan.plan(chain, schedule="blelloch")
     assert once == len(worked_out) - once
+
+
+@given(SEEDS)
+def test_pairs_of_the_largest_gain_are_merged(seed: int) -> None:
+    """Beside all sets of disjoint neighbours; one worker goes on by steps meanwhile."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(0, 9))
+    merges = [
+        search._Merge(*map(float, row))
+        for row in rng.integers([-5, 0, 1], [9, 9, 9], (count, 3)).tolist()
+    ]
+    gains = [merge.gain for merge in merges]
+    chosen = search._matching(gains)
+    assert all(b - a > 1 for a, b in itertools.pairwise(chosen))
+    sets = [some for k in range(count + 1) for some in itertools.combinations(range(count), k)]
+    apart = [some for some in sets if all(b - a > 1 for a, b in itertools.pairwise(some))]
+    assert sum(gains[k] for k in chosen) == max(sum(gains[k] for k in some) for some in apart)
+    time = sum(merges[k].product for k in chosen)
+    steps = np.cumsum([merge.step for merge in merges])
+    assert search._swept_meanwhile(merges) == np.count_nonzero(steps <= time)
+
+
+@given(SEEDS)
+def test_a_product_by_a_diagonal_is_known_without_an_estimate(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 9))
+    pair = [Pattern.diagonal(size), of_mask(rng.random((size, size)) < 0.2)]
+    left, right = (pair[k] for k in rng.permutation(2))
+    for guess in (search._at_least, search._estimate):
+        assert guess(left, right) == (multiply_adds(right, left), product(right, left))
