@@ -25,8 +25,7 @@ from sparsescan import (
     Schedule,
     SparseScanError,
 )
-from sparsescan.jacobians import Dropout, Linear, ReLU, Sequential, Tanh
-from sparsescan.recurrent import RNNCell
+from sparsescan.jacobians import Linear, ReLU
 from sparsescan.symbolic.schedule import Level
 
 
@@ -575,67 +574,6 @@ def test_a_message_is_short_whatever_it_shows():
 # ---------------------------------------------------------------------------------------------
 # Masks, and sparse tensors of PyTorch
 # ---------------------------------------------------------------------------------------------
-
-
-def masked(*shape: int, dtype: Any = np.float64) -> np.ma.MaskedArray:
-    """Return an array of ones, of which the first is masked."""
-    masked = np.ma.ones(shape, dtype)
-    masked[(0,) * len(shape)] = np.ma.masked
-    return masked
-
-
-MASK_LOST = r"has a mask, which would be lost; expected an array without one: \.filled\(value\) ma"
-
-
-def test_masks_are_not_lost(tmp_path):
-    lower, linear, cell = Pattern([0, 1, 3], [0, 0, 1], (2, 2)), Linear(2, 2), RNNCell(2, 2)
-    eye, plan = sp.csr_array(np.eye(2)), sparsescan.plan([lower] * 2)
-    bad, network = eye.copy(), Sequential([linear])
-    bad.data = masked(2)
-    x, values = np.ones((2, 2)), np.ones((2, 3))
-    indices = np.ma.array([0, 0, 1], mask=[True, False, False])
-    calls: list[tuple[str, Any]] = [
-        ("grad", lambda: sparsescan.exclusive_scan(masked(2), [eye])),
-        ("grad", lambda: sparsescan.exclusive_scan([np.ma.masked, 1.0], [eye])),
-        ("grad", lambda: plan.exclusive_scan(masked(2), np.ones((2, 3)))),
-        ("jacobians", lambda: sparsescan.exclusive_scan(np.ones(2), masked(3, 2, 2))),
-        ("jacobians", lambda: sparsescan.plan(masked(3, 2, 2))),
-        ("jacobians", lambda: plan.exclusive_scan(np.ones(2), masked(2, 3))),
-        ("jacobians[1]", lambda: plan.exclusive_scan(np.ones(2), [np.ones(3), masked(3)])),
-        ("jacobians[1]", lambda: sparsescan.exclusive_scan(np.ones(2), [eye, masked(2, 2)])),
-        ("jacobians[0]", lambda: sparsescan.exclusive_scan(np.ones(2), [[masked(2), masked(2)]])),
-        ("jacobians[1]", lambda: sparsescan.exclusive_scan(np.ones(2), [eye, bad])),
-        (
-            "local_grads",
-            lambda: plan.exclusive_scan(x[0], values, local_grads=masked(2, 2)),
-        ),
-        (
-            "local_grads[1]",
-            lambda: plan.exclusive_scan(x[0], values, local_grads=[None, masked(2)]),
-        ),
-        ("pattern indices", lambda: Pattern([0, 1, 3], indices, (2, 2))),
-        ("pattern indptr", lambda: Pattern(np.ma.array([0, 1, 3]), [0, 0, 1], (2, 2))),
-        ("BatchedCSR data", lambda: BatchedCSR.from_pattern(masked(4, 3), lower)),
-        ("CSRChain indices", lambda: CSRChain(np.ones((1, 3)), indices, [0, 1, 3], (2, 2))),
-        ("values[0]", lambda: sparsescan.PeriodicChain([masked(4, 3)], [lower])),
-        ("grad", lambda: sparsescan.save_chain(tmp_path / "c.npz", masked(2), [eye])),
-        ("x", lambda: linear.forward(masked(2))),
-        ("x", lambda: ReLU(input_shape=(2,)).values(masked(2))),
-        ("y", lambda: Tanh(input_shape=(2,)).values(np.ones(2), masked(2))),
-        ("out", lambda: linear.values(out=np.ma.ones(4, np.float32))),
-        ("grad_y", lambda: linear.param_grads(np.ones(2), masked(2))),
-        ("Linear.weight", lambda: setattr(linear, "weight", masked(2, 2))),
-        ("weight_mask", lambda: Linear(2, 2, weight_mask=masked(2, 2, dtype=bool))),
-        ("mask", lambda: Dropout(input_shape=(2,), mask=masked(2, dtype=bool))),
-        ("x", lambda: cell.unroll(masked(3, 2))),
-        ("state", lambda: cell.values(x, masked(2, 2))),
-        ("grad_state", lambda: cell.linearize(x, x).param_grads(masked(2, 2))),
-        ("x", lambda: network.forward(masked(2))),
-        ("gradients[0]", lambda: network.param_grads([x, x], [masked(2, 2)])),
-    ]
-    for name, call in calls:
-        with pytest.raises(InputTypeError, match=f"^{re.escape(name)} {MASK_LOST}"):
-            call()
 
 
 def test_masked_arrays_without_a_mask_are_refused_too():

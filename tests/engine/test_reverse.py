@@ -13,7 +13,6 @@ from oracles import Chain, assert_within, chains, patterns_of, same_bits, values
 
 import sparsescan
 from sparsescan import CSRChain, InputError, InputTypeError, Pattern, PeriodicChain, ScanPlan
-from sparsescan.recurrent import GRUCell
 
 
 def turned(jacobians: Any) -> Any:
@@ -50,21 +49,6 @@ def test_results_are_views_and_input_is_not_copied() -> None:
     assert grads.strides[0] < 0
     listed = plan.exclusive_scan(None, [*jacobians], local_grads=[*local])
     assert len({id(each.base) for each in listed}) == 1
-
-
-def test_a_recurrent_step_needs_no_reversal() -> None:
-    cell = GRUCell(3, 5, rng=0)
-    x = np.random.default_rng(0).standard_normal((20, 4, 3))
-    states = cell.unroll(x)
-    steps = cell.linearize(x, states[:-1])
-    local = np.random.default_rng(1).standard_normal((20, 4, 5))
-    plan = sparsescan.plan([cell.pattern] * 20)
-    before = plan.exclusive_scan(None, steps.values()[::-1], local_grads=local[::-1])[::-1]
-    plan = sparsescan.plan([cell.pattern] * 20, reverse=True)
-    grads = plan.exclusive_scan(None, steps.values(), local_grads=local)
-    assert same_bits(grads, before)
-    for name, grad in steps.param_grads(grads).items():
-        assert same_bits(grad, steps.param_grads(before)[name])
 
 
 def test_the_order_is_saved(tmp_path: Path) -> None:

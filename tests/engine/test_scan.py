@@ -357,15 +357,6 @@ def test_another_pattern_is_refused_by_step(step, other):
     assert same_bits(expected, plan.inclusive_scan(np.ones(3), good))
 
 
-def test_another_stacked_pattern_is_refused():
-    chain = CSRChain(np.ones((5, 2)), [0, 1], [0, 1, 2], (2, 2))
-    plan = sparsescan.plan(chain)
-    other = CSRChain(np.ones((5, 2)), [1, 0], [0, 1, 2], (2, 2))
-    for wrong in (other, np.ones((5, 3)), np.ones((5, 2, 4))):
-        with pytest.raises(PatternMismatchError, match=r"jacobians.* is .*; expected"):
-            plan.exclusive_scan(np.ones(2), wrong)
-
-
 def test_a_plan_insists_on_its_batch():
     plan = sparsescan.plan(np.ones((5, 2, 2)), batch=3)
     assert plan.exclusive_scan(np.ones((3, 2)), np.ones((5, 2, 2))).shape == (5, 3, 2)

@@ -29,7 +29,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import mask, on_pattern, same_bits
 from sampling import slow
-from scipy.sparse.linalg import spsolve
 
 import sparsescan
 from sparsescan import (
@@ -406,63 +405,6 @@ def test_more_matrices_than_are_kept(counts: dict[str, int]) -> None:
         assert np.abs(one[0] - x).max() <= 1e-11 * np.abs(x).max()
         x = one[0]
     assert counts["analysed"] == 1
-
-
-# ---------------------------------------------------------------------------------------------
-# Time stepping
-# ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("periodic", [False, True])
-def test_the_adjoint_of_burgers_equation(periodic: bool) -> None:
-    """Backward Euler with Newton's method: each step has a matrix of its own, of one pattern."""
-    n, steps, dt, viscosity = 105 if periodic else 30, 8, 0.02, 0.05
-    h = 1 / n
-    rng = np.random.default_rng(7)
-    shift = np.roll(np.eye(n), 1, axis=1)  # y_{i+1}
-    if not periodic:
-        shift = np.triu(shift)
-    centre, second = (shift - shift.T) / (2 * h), (shift - 2 * np.eye(n) + shift.T) / h**2
-
-    def residual(new: Any, old: Any) -> Any:
-        return new - old + dt * (new * (centre @ new) - viscosity * second @ new)
-
-    def matrix(new: Any) -> Any:
-        flow = np.diag(centre @ new) + new[:, None] * centre
-        return np.eye(n) + dt * (flow - viscosity * second)
-
-    def forward(start: Any) -> list[Any]:
-        states = [start]
-        for _ in range(steps):
-            new = states[-1]
-            for _ in range(6):
-                step = spsolve(sp.csc_array(matrix(new)), residual(new, states[-1]))
-                new = new - step
-            states.append(new)
-        return states
-
-    start = 1 + 0.3 * np.sin(2 * np.pi * np.arange(n) * h)
-    states = forward(start)
-    pattern = of_mask(matrix(np.ones(n)).T != 0)
-    assert factorisation_of(pattern).method == ("sparse" if periodic else "tridiagonal")
-    plan = sparsescan.plan([ImplicitPattern([pattern], solved=[0])] * steps, reverse=True)
-    rows = np.repeat(np.arange(n), np.diff(pattern.indptr))
-    # N is the identity, and the Jacobian that of the new state.
-    chain = [
-        SolveStep(
-            sp.csr_array(
-                (matrix(y).T[rows, pattern.indices], pattern.indices, pattern.indptr), shape=(n, n)
-            )
-        )
-        for y in states[1:]
-    ]
-    weights = rng.standard_normal(n)
-    grads = plan.inclusive_scan(weights * states[-1], chain)
-    tiny = 1e-30
-    for k in rng.integers(0, n, 2):
-        moved = forward(start + 1j * tiny * (np.arange(n) == k))[-1]
-        exact = (weights * states[-1]) @ moved.imag / tiny
-        assert abs(grads[0][k] - exact) <= 1e-10 * np.abs(grads[0]).max()
 
 
 # ---------------------------------------------------------------------------------------------

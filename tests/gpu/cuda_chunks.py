@@ -152,15 +152,6 @@ def check(
     assert_within(gradients, expected, chain.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("steps", "chunk"), [(1, 1), (1, 4), (5, 1), (6, 3), (7, 3), (8, 9)])
-@pytest.mark.parametrize("local", [False, True])
-def test_chunks(cupy: Any, dtype: Any, steps: int, chunk: int, local: bool) -> None:
-    grad, chain = chain_of("dense", steps, 2, 3, dtype, chunk)
-    local_grads = locals_of(steps, grad) if local else None
-    check(scan(cupy, grad, chain, chunk, local_grads), grad, chain, local_grads)
-
-
 @pytest.mark.parametrize("tables", [False, True])
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("batch", [None, 3])

@@ -324,34 +324,6 @@ def test_arrays_of_other_libraries_are_not_copied(cupy: Any, number: int) -> Non
     assert local.device == number
 
 
-def test_a_sample_of_a_batch(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import cupyx.scipy.sparse
-
-    if not hasattr(cupyx.scipy.sparse, "csr_array"):
-        pytest.skip("this version of CuPy has no csr_array")
-    matrix = csr(3, 4)
-    with device(cupy, cupy.cuda.runtime.getDeviceCount() - 1):
-        values = cupy.asarray(draw(6, matrix.nnz))
-    batched = BatchedCSR(values, matrix.indices, matrix.indptr, matrix.shape)
-    assert (batched.batch, batched.nnz, batched.dtype, batched.shape) == (
-        6,
-        matrix.nnz,
-        F64,
-        (3, 4),
-    )
-    sample = batched[2]
-    assert {sample.indices.device.id, sample.indptr.device.id} == {values.device.id}
-    assert type(sample) is cupyx.scipy.sparse.csr_array
-    assert sample.data.data.ptr == values.data.ptr + 2 * matrix.nnz * 8
-    matrix.data = values.get()[2]
-    np.testing.assert_array_equal(sample.get().toarray(), matrix.toarray())
-    monkeypatch.delattr(cupyx.scipy.sparse, "csr_array")
-    assert type(batched[2]) is cupyx.scipy.sparse.csr_matrix
-    on_host = BatchedCSR(values.get(), matrix.indices, matrix.indptr, matrix.shape)[2]
-    assert type(on_host) is sp.csr_array
-    np.testing.assert_array_equal(on_host.toarray(), matrix.toarray())
-
-
 # -- Index arrays on a device ---------------------------------------------------------------------
 
 
@@ -578,19 +550,6 @@ def test_bad_chains(cupy: Any, name: str) -> None:
             Chain(length(jacobians)).read(jacobians)
         messages.append((type(caught.value), str(caught.value)))
     assert messages[0] == messages[1]
-
-
-@pytest.mark.parametrize("shape", [(), (2,), (3, 4), (2, 3, 4), (2, 2)])
-@pytest.mark.parametrize("batch", [None, 3])
-def test_bad_gradients(cupy: Any, shape: tuple[int, ...], batch: int | None) -> None:
-    messages = []
-    for grad in (draw(*shape), put(cupy, draw(*shape)), Foreign(put(cupy, draw(*shape)))):
-        with pytest.raises(InputError) as caught:
-            read_grad(grad, 3, batch)
-        messages.append(str(caught.value))
-    assert len(set(messages)) == 1
-    with pytest.raises(InputTypeError, match="grad has dtype int64; expected float32 or float64"):
-        read_grad(cupy.zeros(3, np.int64), 3, None)
 
 
 @simulated

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import fake_cupy
 import numpy as np
 import pytest
-import torch
 from cuda_cells import CELLS, HELD, ROUNDS, STREAMED, network, run_in_python_or_if
 from cuda_recurrent import agree, on_device, put, simulated
 from hypothesis import given, settings
@@ -18,11 +16,9 @@ from on_device import IN_PYTHON, cupy_or_stand_in
 from recurrent_steps import arguments_of, networks
 from sampling import examples
 
-import sparsescan.torch
 from sparsescan.errors import DeviceError, InputError, InputTypeError
 from sparsescan.recurrent import GRU, LSTM, RNN
 from sparsescan.recurrent import device as recurrent_device
-from sparsescan.torch.calls import recurrent_op as op
 
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -137,38 +133,3 @@ def test_what_is_wrong_is_said(cupy: Any) -> None:
         step.forward(x, resets=flags.astype(np.int64))
     with pytest.raises(InputError, match=r"resets has shape \(2, 2\); expected \(T, batch\)"):
         step.forward(x, resets=flags[:2])
-
-
-@simulated
-@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
-def test_modules_of_pytorch(cupy: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """With arrays on the device in the place of tensors, which lie there with a GPU only."""
-    run_in_python_or_if(kind == "GRU")
-    torch.manual_seed(0)
-    module = getattr(sparsescan.torch, kind)(3, 2, 2, bidirectional=True, dtype=torch.float64)
-    x = torch.randn(4, 3, 3, dtype=torch.float64, requires_grad=True)
-    resets, results = torch.rand(4, 3) < 0.4, []
-    given, flags = (
-        torch.nn.utils.rnn.pack_padded_sequence(each, [4, 1, 3], enforce_sorted=False)
-        for each in (x, resets)
-    )
-
-    def run() -> None:
-        output = module(given, resets=flags)[0].data
-        for _ in range(2):
-            sources = [x, *module.parameters()]
-            grads = torch.autograd.grad((output**2).sum(), sources, retain_graph=True)
-            results.append(
-                {str(k): each.detach().numpy() for k, each in enumerate([output, *grads])}
-            )
-
-    def array(tensor: Any) -> Any:
-        return None if tensor is None else cupy.asarray(tensor.detach().numpy())
-
-    run()
-    monkeypatch.setattr(op, "array_of", array)
-    monkeypatch.setattr(op, "tensor_of", lambda array: torch.from_numpy(array.get()))
-    monkeypatch.setattr(op, "_steps", OrderedDict())
-    run()
-    for each in results[1:]:
-        agree(each, results[0], F8)

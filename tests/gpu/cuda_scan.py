@@ -21,7 +21,6 @@ from on_device import (
     chain_on,
     cupy_or_stand_in,
     jacobians_on,
-    run_as_compiled_if,
     to_host,
 )
 from oracles import (
@@ -151,33 +150,6 @@ def test_any_products_may_be_stored_densely(cupy: Any, flags: list[int], data: A
     run = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
     result = run(grad, jacobians, local_grads=local)
     assert_within(to_host(result), chain.oracle(), chain.dtype)
-    assert not any(flags)
-
-
-@pytest.mark.parametrize("size", [4, BLAS_SIZE if SIMULATED else 12])
-@pytest.mark.parametrize("dense", [[(1, 3)], [(3, 5)], [(1, 3), (3, 5)]])
-def test_dense_operands_of_a_product_that_is_stored_sparsely(
-    cupy: Any, flags: list[int], dense: list[tuple[int, int]], size: int
-) -> None:
-    """Operands store what is known to be zero, for which the product has no place."""
-    run_as_compiled_if(size == 4 or len(dense) == 2)
-    rng, blocks = np.random.default_rng(), np.kron(np.eye(3), np.ones((size, size)))
-    # Blocks of a diagonal, of which some are in other columns: the products have them, too.
-    masks = [np.roll(blocks, size * int(rng.integers(3)), axis=1) for _ in range(5)]
-    masks[1] = masks[1] * (rng.random(blocks.shape) < 0.7)
-    steps = [sp.csr_array(m * rng.standard_normal(m.shape)) for m in masks]
-    patterns = [Pattern(step.indptr, step.indices, step.shape) for step in steps]
-    levels = [
-        ("pairs", [[(1, 2, 3)], [(3, 4, 5)]]),
-        ("all", [[(1, 3, 5)]]),
-        ("gradients", [[(0, 1, 2)], [(0, 1, 3)], [(0, 1, 5)]]),
-        ("the last", [[(0, 3, 4)]]),
-    ]
-    schedule = Schedule.from_levels(5, levels)
-    plan = ScanPlan(patterns, PlanChoice(schedule, frozenset(dense)))
-    grad = rng.standard_normal(3 * size)
-    gradients = plan.exclusive_scan(cupy.asarray(grad), jacobians_on(cupy, steps))
-    assert_within(to_host(gradients), sequential(grad, steps), np.float64)
     assert not any(flags)
 
 

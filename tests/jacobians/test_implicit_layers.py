@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from autodiff import randomise
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import OPERATORS
-from test_network_step import Block, close, masked, run_torch
+from test_network_step import close, masked, run_torch
 from torch import nn
 
 import sparsescan
@@ -39,7 +38,6 @@ from sparsescan.jacobians import (
     Residual,
     Sequential,
     Softmax,
-    Tanh,
     from_torch,
 )
 
@@ -151,34 +149,6 @@ def test_any_network(seed: int) -> None:
     check(nn.Sequential(*layers), shape, int(rng.integers(1, 20)), rng)
 
 
-@pytest.mark.parametrize("schedule", ["linear", "blelloch", "truncated:1", "chunked:3"])
-def test_residual_networks_in_training(schedule: str) -> None:
-    """Batch normalisation couples the samples, and shortcuts carry arrays along."""
-    rng, batch = np.random.default_rng(0), 4
-    body = nn.Sequential(
-        masked(nn.Conv2d(2, 3, 3, 2, 1), rng), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 1)
-    ).double()
-    shortcut = nn.Sequential(masked(nn.Conv2d(2, 3, 1, 2), rng)).double()
-    randomise(body[1], rng)
-    module = nn.Sequential(nn.BatchNorm2d(2).double(), Block(body, shortcut), nn.Tanh())
-    shape = (batch, 2, 6, 6)
-    ours = Sequential(
-        [
-            *from_torch(module[:1], shape),
-            Residual(*from_torch(body, shape), shortcut=from_torch(shortcut, shape)),
-            Tanh(input_shape=(batch, 3, 3, 3)),
-        ]
-    )
-    x, grad = rng.standard_normal(shape), rng.standard_normal(ours.output_shape)
-    expected = run_torch(module, x, grad)
-    plan = sparsescan.plan(ours.implicit_patterns, schedule=schedule)
-    y, input_grad, params = gradients(ours, x, grad, plan)
-    close(y, expected[0])
-    close(input_grad, expected[1])
-    scale = max(np.abs(array).max() for array in expected[2].values())
-    check_params(params, expected[2], schedule, scale * batch)
-
-
 # ---------------------------------------------------------------------------------------------
 # As the explicit chain
 # ---------------------------------------------------------------------------------------------
@@ -228,24 +198,6 @@ def drawn(net: Sequential, dtype: Any, batch: int = 5) -> tuple[list[Any], np.nd
     rng = np.random.default_rng(1)
     xs = net.activations(rng.standard_normal((batch, *net.input_shape)).astype(dtype))
     return xs, rng.standard_normal((batch, *net.output_shape)).astype(dtype)
-
-
-@pytest.mark.parametrize("schedule", ["linear", "blelloch", "truncated:2", "chunked:3"])
-def test_local_gradients_are_added(schedule: str) -> None:
-    net = a_net(F8)
-    (xs, grad), rng = drawn(net, F8), np.random.default_rng(2)
-    local = [
-        rng.standard_normal((5, pattern.shape[1])) if k % 2 else None
-        for k, pattern in enumerate(net.patterns)
-    ]
-    expected = sparsescan.exclusive_scan(grad, net.jacobians(xs), local_grads=local)
-    plan = sparsescan.plan(net.implicit_patterns, schedule=schedule)
-    for actual in (
-        plan.exclusive_scan(grad, net.implicit(xs), local_grads=local),
-        sparsescan.exclusive_scan(grad, net.implicit(xs), local_grads=local, schedule=schedule),
-    ):
-        for each, array in zip(actual, expected, strict=True):
-            close(each, array)
 
 
 @given(SEEDS)

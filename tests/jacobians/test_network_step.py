@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -306,60 +304,6 @@ def small_net(dtype: Any = F4, keep: float = 0.3, seed: int = 0) -> Sequential:
     )
 
 
-def in_torch(net: Sequential, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return the small network as a function of PyTorch, and its parameters."""
-    first, _, _, second, _, _, last = net.layers
-    params = [
-        torch.tensor(array * (layer.kept_weights() if name == "weight" else 1), dtype=dtype)
-        for layer in (first, second, last)
-        for name, array in layer.params.items()
-    ]
-    for param in params:
-        param.requires_grad_()
-
-    def run(x: np.ndarray, grad: np.ndarray) -> list[np.ndarray]:
-        given = torch.tensor(x, dtype=dtype, requires_grad=True)
-        w = params
-        h = torch.relu(nn.functional.conv2d(given, w[0], w[1], padding=1))
-        h = nn.functional.max_pool2d(h, 2)
-        h = torch.relu(nn.functional.conv2d(h, w[2], w[3], padding=1))
-        y = nn.functional.linear(h.flatten(1), w[4], w[5])
-        grads = torch.autograd.grad(y, [given, *w], torch.tensor(grad, dtype=dtype))
-        return [each.numpy() for each in grads]
-
-    return run
-
-
-@pytest.mark.parametrize("batch", [1, 16, 33])
-@pytest.mark.parametrize("keep", [0.4, 1])
-def test_float32_is_no_farther_off_than_pytorchs(batch: int, keep: float) -> None:
-    farthest = []
-    for seed in range(8):
-        net = small_net(seed=seed, keep=keep)
-        rng = np.random.default_rng(seed)
-        x = rng.standard_normal((batch, 2, 8, 8), np.float32)
-        grad = rng.standard_normal((batch, 10), np.float32)
-        exact, theirs = (in_torch(net, kind)(x, grad) for kind in (torch.float64, torch.float32))
-        step = net.training_step()
-        step.forward(x)
-        input_grad, params = step.backward(grad)
-        masks = [None, *itertools.chain(*([op.kept_weights(), None] for op in with_weights(net)))]
-        errors = []
-        for actual, other, right, mask in zip(
-            [input_grad, *params.values()], theirs, exact, masks, strict=True
-        ):
-            kept = np.ones(right.shape, bool) if mask is None else mask
-            scale = np.abs(right[kept]).max()
-            errors.append([np.abs(each - right)[kept].max() / scale for each in (actual, other)])
-        farthest.append(np.max(errors, axis=0))
-    ours, theirs = np.median(farthest, axis=0)
-    assert ours <= 1.5 * theirs
-
-
-def with_weights(net: Sequential) -> list[Any]:
-    return [op for op in net.layers if op.params]
-
-
 # ---------------------------------------------------------------------------------------------
 # Promises
 # ---------------------------------------------------------------------------------------------
@@ -528,21 +472,6 @@ def test_results_belong_to_the_caller_and_parameters_are_read_in_forward(batch: 
     net.layers[3].weight = before
     y[...] = 0  # and may be changed
     np.testing.assert_array_equal(step.forward(x), kept[0])
-
-
-def test_gradual_pruning() -> None:
-    """Another mask is another layer with the same parameters; kernels stay as they are."""
-    rng = np.random.default_rng(0)
-    x, grad = rng.standard_normal((4, 2, 8, 8)), rng.standard_normal((4, 10))
-    theirs = nn.Sequential(nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 10)).double()
-    for _ in range(3):
-        for module in (theirs[0], theirs[3]):
-            prune.l1_unstructured(module, "weight", 0.4)
-        step = Sequential(from_torch(theirs, (2, 8, 8))).training_step()
-        step.forward(x)
-        expected = run_torch(theirs, x, grad)[2]
-        for name, array in step.backward(grad).params.items():
-            close(array, expected[name])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsescan
-from sparsescan import BatchedCSR, InputError, InputTypeError, MemoryLimitError, Pattern
+from sparsescan import InputError, InputTypeError, MemoryLimitError, Pattern
 from sparsescan.jacobians import (
     AvgPool2d,
     BatchNorm2d,
@@ -341,19 +341,6 @@ def test_pattern_of_a_shortcut_is_its_product(seed: int, density: float) -> None
     assert block.pattern is Pattern(expected.indptr, expected.indices, expected.shape)
     weights = [np.where(mask, op.weight, 0).T for mask, op in zip(masks, ops, strict=True)]
     close(block.jacobian().toarray(), weights[0] @ weights[1] + weights[2] @ weights[3])
-
-
-def test_jacobians_are_csr_or_batched_and_of_the_patterns() -> None:
-    net = Sequential([Linear(3, 4), Tanh(input_shape=(4,))])
-    xs = net.activations(np.ones((2, 3), np.float32))
-    tanh, linear = net.jacobians(xs)
-    assert isinstance(tanh, BatchedCSR)
-    assert isinstance(linear, sp.csr_array)
-    assert tanh.dtype == linear.dtype == np.float32
-    assert net.patterns == [Pattern.diagonal(4), Pattern.dense((3, 4))]
-    assert net.forward(np.ones(3)).shape == (4,)
-    assert repr(net) == "Sequential((3,) → (4,), 2 steps)"
-    assert "Tanh" in str(net)
 
 
 def test_a_residual_block_is_printed_without_its_product() -> None:

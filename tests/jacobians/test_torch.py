@@ -85,21 +85,6 @@ def test_every_layer_there_is() -> None:
     check_gradients(module, (2, 5, 5), images(3, 2, 5, 5))
 
 
-def test_batch_norm_in_training_couples_the_batch() -> None:
-    module = nn.Sequential(
-        nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)
-    )
-    batch = (4, 2, 3, 3)
-    statistics = module[1].double().running_mean.clone()
-    net = Sequential(from_torch(module.double(), batch))
-    net.activations(images(*batch))
-    np.testing.assert_array_equal(module[1].running_mean, statistics)
-    check_gradients(module, batch, images(*batch))
-    assert net.patterns[3].shape == (4 * 3 * 4, 4 * 3 * 4)
-    with pytest.raises(InputError, match=r"module\[1\] \(BatchNorm2d\): .*\(N, C, H, W\)"):
-        from_torch(module, batch[1:])
-
-
 def test_pruned_weights_leave_the_pattern() -> None:
     module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 4)).double()
     for layer in (module[0], module[3]):

@@ -307,33 +307,6 @@ def test_jacobian_is_the_matrix_of_a_step_a_batch_or_a_chain(kind: str) -> None:
         close(grads[5 - t], grad)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("kind", KINDS)
-def test_large_input_gives_finite_results_without_warnings(kind: str, dtype: type) -> None:
-    rng = np.random.default_rng(5)
-    module = module_of(kind, 3, 8)
-    randomise(module, rng)
-    cell = cell_of(kind, 3, 8)
-    for name, parameter in module.named_parameters():
-        setattr(cell, name, parameter.detach().numpy().astype(dtype))
-    x = (1e3 * rng.standard_normal((6, 3))).astype(dtype)
-    state = (1e3 * rng.standard_normal((6, cell.state_size))).astype(dtype)
-    grad = np.ones_like(state)
-    results = [
-        cell.unroll(x),
-        cell.values(x, state),
-        cell.input_grads(x, state, grad),
-        *cell.param_grads(x, state, grad).values(),
-    ]
-    for result in results:
-        assert result.dtype == dtype
-        assert np.isfinite(result).all()
-    if dtype == np.float64:
-        case = Case(cell, module, {}, x, state, rng)
-        for row, a, b in zip(cell.values(x, state), x, state, strict=True):
-            close(dense(row, cell.pattern), case.jacobian(a, b))
-
-
 @pytest.mark.parametrize("special", [np.inf, -np.inf, np.nan, 5e-324])
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_input_is_treated_as_by_pytorch(kind: str, special: float) -> None:
