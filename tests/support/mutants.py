@@ -1,8 +1,7 @@
 """Small faults in the Python of a room, and whether a test tells.
 
 ``python tests/support/mutants.py plan chains`` draws faults in the functions of these rooms, runs
-for each the tests that call its function, quick ones first, until one fails, and prints faults that
-none tells. Which test calls which function is traced once, and kept in ``build/mutants.json``;
+for each the tests that call its function, until one fails, and prints faults that none tells. Which test calls which function is traced once, and kept in ``build/mutants.json``;
 functions that only children of tests call, on ranks or devices, are left out.
 
 A fault is a comparison, an operator or a number that is another one, a condition that is negated, a
@@ -201,8 +200,11 @@ class Tracer:
         return status
 
 
-def trace() -> dict[str, list[tuple[float, str]]]:
-    """Return the tests that call each function, by its file and line, quick ones first."""
+def trace() -> dict[str, list[tuple[int, float, str]]]:
+    """Return the tests that call each function, by its file and line.
+
+    Those that call the fewest functions, whose number is beside their time, come first.
+    """
     if not TRACE.exists():
         TRACE.parent.mkdir(exist_ok=True)
         folders = [each for each in sorted((ROOT / "tests").iterdir()) if each.is_dir()]
@@ -216,29 +218,19 @@ def trace() -> dict[str, list[tuple[float, str]]]:
             part = TRACE.parent / f"mutants-{folder.name}.json"
             for test, (seconds, functions) in json.loads(part.read_text()).items():
                 for function in functions:
-                    found[function].append((seconds, test))
+                    found[function].append((len(functions), seconds, test))
         TRACE.write_text(json.dumps({key: sorted(tests) for key, tests in found.items()}))
     return json.loads(TRACE.read_text())
 
 
-def is_told(fault: Fault, tests: list[tuple[float, str]], seconds: float) -> bool:
-    """Return whether a test fails: of the file with the most first, then the quickest of all."""
-    files = collections.Counter(name.partition("::")[0] for _, name in tests)
-    first = max(files, key=lambda file: files[file], default="")
-    return any(
-        _fails(fault, [test for test in tests if test[1].startswith(start)], seconds)
-        for start in (first, "")
-        if tests
-    )
-
-
-def _fails(fault: Fault, tests: list[tuple[float, str]], seconds: float) -> bool:
-    ends = itertools.accumulate(own for own, _ in tests)
-    names = [name for end, (_, name) in zip(ends, tests, strict=True) if end <= seconds]
+def is_told(fault: Fault, tests: list[tuple[int, float, str]], seconds: float) -> bool:
+    """Return whether a test fails, among the first that take so long together."""
+    ends = itertools.accumulate(own for _, own, _ in tests)
+    names = [name for end, (*_, name) in zip(ends, tests, strict=True) if end <= seconds]
 
     def run() -> int:
         sys.meta_path.insert(0, _Loader(fault))
-        return pytest.main([*QUIET, *(names or [tests[0][1]])])
+        return pytest.main([*QUIET, *(names or [tests[0][-1]])])
 
     return in_child(run, PATIENCE + 2 * seconds) != 0
 
