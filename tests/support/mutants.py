@@ -1,8 +1,9 @@
 """Small faults in the Python of a room, and whether a test tells.
 
 ``python tests/support/mutants.py plan chains`` draws faults in the functions of these rooms, runs
-for each the tests that call its function, until one fails, and prints faults that none tells. Which test calls which function is traced once, and kept in ``build/mutants.json``;
-functions that only children of tests call, on ranks or devices, are left out.
+for each the tests that call its function, until one fails, and prints faults that none tells. Which
+test calls which function is traced once, and kept in ``build/mutants.json``; functions that only
+children of tests call, on ranks or devices, are left out.
 
 A fault is a comparison, an operator or a number that is another one, a condition that is negated, a
 statement that is left out, or a result that is None. It stands in memory only: files stay as they
