@@ -15,7 +15,8 @@ import pytest
 from layers import CELLS, OPERATORS
 
 import sparsescan.jacobians as jacobians
-from sparsescan import InputError, InputTypeError, recurrent
+from sparsescan import InputError, InputTypeError, MemoryLimitError, recurrent
+from sparsescan.arrays import arrays
 from sparsescan.jacobians import (
     BatchNorm2d,
     Linear,
@@ -218,3 +219,12 @@ def test_a_wrong_rng_is_named(make: Callable[[Any], Any]) -> None:
         make("a")
     with pytest.raises(InputTypeError, match=r"^rng is 0\.5; expected a numpy\.random\.Gen"):
         make(0.5)
+
+
+def test_parameters_that_no_memory_holds_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Linear(4096, 4096, rng=0)
+    monkeypatch.setattr(arrays, "memory_left", lambda: 8 * 4096**2 - 1)
+    with pytest.raises(MemoryLimitError, match=r"of shape \(4096, 4096\), would take 128 MiB"):
+        _ = layer.weight
+    monkeypatch.setattr(arrays, "memory_left", lambda: 8 * 4096**2)
+    assert layer.weight.shape == (4096, 4096)

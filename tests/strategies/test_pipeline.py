@@ -264,6 +264,8 @@ def test_a_prediction_by_hand() -> None:
         "loss": agreeing,
     }
     assert prediction.bytes == 4 * 20 * 4
+    # The output of `a`, and its gradient.
+    assert [layer.bytes for layer in prediction.layers] == [4 * 20 * 4, 4 * 20 * 4]
     # Weights and their gradients; the input and the output of three minibatches, and one gradient.
     assert prediction.memory == 4 * (2 * 200 + 4 * 4 * 30)
     assert prediction.stale == 200 / 300

@@ -86,12 +86,20 @@ def test_work_and_parameters_are_those_that_pytorch_counts(data: st.DataObject) 
     assert compare(graph, Machine(), 2, 8).predictions
 
 
+class Rows(nn.Module):
+    """Two images, one above the other."""
+
+    def forward(self, x):
+        return torch.cat([x, x], dim=2)
+
+
 @pytest.mark.parametrize(
     ("module", "wrong"),
     [
         (nn.LSTM(3, 4), "torch.fx cannot trace|lstm"),
         (nn.Sequential(nn.Softmax2d()), "0, which is Softmax2d.*which has no operator"),
         (nn.Sequential(nn.Unflatten(2, (3, 3))), "Unflatten"),
+        (Rows(), "a concatenation of channels"),
         (nn.Sequential(*[nn.Conv2d(1, 1, 1)] * 2), "calls 0 twice"),
     ],
 )

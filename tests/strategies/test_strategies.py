@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -50,6 +51,7 @@ from sparsescan.strategies.compare import strategies
 from sparsescan.strategies.graph import blocks
 from sparsescan.strategies.machine import PRESETS, Times
 from sparsescan.strategies.networks import graph_of
+from sparsescan.strategies.per_layer.configurations import edges_of
 from sparsescan.strategies.scan import parts_of
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +105,30 @@ def test_the_graph_of_a_recurrent_network_has_the_parameters_that_there_are() ->
     assert graph.weights == 9 * 2 + 9 * 3 + 12
     assert [layer.nnz for layer in graph.layers[1:]] == [3] * 5 + [12]
     assert [layer.shares for layer in graph.layers[1:]] == [None, 1, 1, 1, 1, None]
+
+
+def test_graphs_that_cannot_be_are_refused() -> None:
+    x = Layer("x", "input", (), (3,))
+    for layers, wrong in (
+        ([], r"layers\[0\] is no input"),
+        ([Layer("a", "add", (), (3,))], r"layers\[0\] is no input"),
+        ([x, Layer("a", "add", (), (3,))], r"layers\[1\]\.inputs is \(\); expected earlier"),
+        ([x, Layer("a", "add", (0, 1), (3,))], r"layers\[1\]\.inputs is \(0, 1\)"),
+        ([x, Layer("a", "add", (-1,), (3,))], r"layers\[1\]\.inputs is \(-1,\)"),
+        ([x, Layer("a", "b", (0,), (3,))], r"layers\[1\]\.kind is 'b'; expected one of"),
+        ([x, Layer("x", "add", (0,), (3,))], "two layers have the same name"),
+    ):
+        with pytest.raises(InputError, match=wrong):
+            Graph("wrong", layers)
+
+
+def test_channels_of_a_concatenation_follow_each_other() -> None:
+    graph = build("inception-v3")
+    for k, layer in enumerate(graph.layers[1:], 1):
+        channels = [graph.layers[j].shape[0] * (layer.kind == "concat") for j in layer.inputs]
+        firsts = itertools.accumulate(channels[:-1], initial=0)
+        edges = [(j, k, first) for j, first in zip(layer.inputs, firsts, strict=True)]
+        assert [edge for edge in edges_of(graph) if edge[1] == k] == edges
 
 
 @given(graphs())
