@@ -72,7 +72,7 @@ def long_plans(pattern: Pattern, n: int) -> list[ScanPlan]:
 
 
 @pytest.mark.parametrize("kind", ["dense", *slow("csr", "diagonal")])
-@pytest.mark.parametrize("radius", [1.01, *slow(0.1, 0.5, 0.9, 0.99, 1.0, 1.1, 2.0, 10.0)])
+@pytest.mark.parametrize("radius", [1.01, *slow(0.1, 0.99, 10.0)])
 def test_any_spectral_radius(kind, radius):
     """10,000 steps, or as many as the linear scan stays finite for: finite, and accurate."""
     chain = positive_steps(kind, np.full(LONG, radius), 6)

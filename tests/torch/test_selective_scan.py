@@ -167,7 +167,7 @@ def test_outputs_states_and_gradients(dtype: torch.dtype, seed: int) -> None:
     assert all(map(torch.equal, tensors, before))
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, *slow(*range(4, 12))])
+@pytest.mark.parametrize("seed", [1, 2, *slow(3, 4)])
 def test_first_and_second_derivatives(seed: int) -> None:
     case = Case(seed, small=True)
     for each in case.some:
@@ -230,7 +230,7 @@ def test_passes_take_memory_of_a_few_inputs() -> None:
 # -- Compilers and transforms ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [1, 4, *slow(2, 3)])
+@pytest.mark.parametrize("seed", [1, *slow(4)])
 def test_opcheck(seed: int) -> None:
     case = Case(seed, small=True)
     operator: Any = torch.ops.sparsescan.selective_scan.default

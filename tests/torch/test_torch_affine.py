@@ -135,7 +135,7 @@ def test_first_and_second_derivatives(runs: int, seed: int) -> None:
     assert torch.autograd.gradgradcheck(case.run, inputs)
 
 
-@pytest.mark.parametrize("seed", [1, *slow(0, 2, 3)])
+@pytest.mark.parametrize("seed", [1, *slow(0)])
 def test_opcheck(seed: int) -> None:
     case = Case(seed, most=4)
     kind, indices = "diagonal" if case.is_number else "dense", (None, None)
@@ -159,7 +159,7 @@ def test_opcheck(seed: int) -> None:
     torch.library.opcheck(torch.ops.sparsescan.affine_scan.default, arguments)
 
 
-@pytest.mark.parametrize("seed", [5, *slow(*range(6, 20))])
+@pytest.mark.parametrize("seed", [5, *slow(6, 7, 8)])
 def test_compiled_graphs_stay_whole(seed: int) -> None:
     torch._dynamo.reset()  # else so many forms of one function are too many
     case = Case(seed)

@@ -145,7 +145,7 @@ def test_each_cell_of_the_catalogue(name: str) -> None:
         close(one, other)
 
 
-@pytest.mark.parametrize("cell", [MGU, *slow(PeepholeLSTM, SCRN, Tied)])
+@pytest.mark.parametrize("cell", [MGU, *slow(SCRN)])
 def test_opcheck(cell: Any) -> None:
     net = module(cell)(2, 3)
     params = list(net.parameters())
@@ -205,7 +205,7 @@ def test_compiled_models() -> None:
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("cell", [MGU, *slow(PeepholeLSTM, SCRN, Tied, Leaky, Elementwise)])
+@pytest.mark.parametrize("cell", [MGU, *slow(PeepholeLSTM, Elementwise)])
 def test_second_derivatives(cell: Any) -> None:
     net = module(cell)(3, 3, bidirectional=True, dtype=torch.float64)
     x = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)

@@ -201,7 +201,7 @@ def test_many_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
 # -- Derivatives -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, *slow(*range(4, 12))])
+@pytest.mark.parametrize("seed", [0, 1, *slow(2, 3, 4)])
 def test_first_and_second_derivatives(seed: int) -> None:
     case = Case(seed, most=5)
     case.axes = case.axes[:1]
@@ -260,7 +260,7 @@ def test_batches_of_gradients() -> None:
     assert_near(ours, [torch.stack(each) for each in zip(*theirs, strict=True)])
 
 
-@pytest.mark.parametrize("seed", [1, *slow(2, 3)])
+@pytest.mark.parametrize("seed", [1, *slow(2)])
 def test_opcheck(seed: int) -> None:
     torch.manual_seed(seed)
     b, a = torch.randn(1, 1, 2), torch.rand(5, 4, 3) / 4
