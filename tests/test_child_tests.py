@@ -54,7 +54,7 @@ from sampling import examples
 def test_alike():
     pass
 
-@settings(max_examples=12)
+@settings(max_examples=25)
 @given(st.integers())
 def test_fixed(x):
     pass
