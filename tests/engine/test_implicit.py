@@ -102,6 +102,13 @@ def test_what_a_run_still_reads_keeps_its_slot(seed: int, n: int) -> None:
                     held[slot] = out
 
 
+def test_products_of_chunks_are_made_in_scratch() -> None:
+    """The product of each chunk stays, and no Jacobian."""
+    program = Program([STEP] * 40, Schedule.chunked(40, 4))
+    assert (program.slots < 0).sum() == 2
+    assert not (program.ops[:-1, Op.VECTOR] == 0).all()
+
+
 # ---------------------------------------------------------------------------------------------
 # Scans
 # ---------------------------------------------------------------------------------------------
