@@ -37,7 +37,7 @@ from sparsescan import (
     ScanPlan,
     Schedule,
 )
-from sparsescan.kernels.cpu.tables import SLOTS
+from sparsescan.kernels.cpu.tables import SLOTS, Op
 from sparsescan.symbolic.implicit import refine
 from sparsescan.symbolic.pattern import of_mask
 from sparsescan.symbolic.program import Program

@@ -371,8 +371,9 @@ def test_explanations_of_other_calls() -> None:
 
 
 def test_measured_times_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    path = tmp_path / "recurrent.json"
-    monkeypatch.setattr(times, "table_file", lambda: path)
+    for folder, path in ((None, None), (tmp_path / "cpu.json", tmp_path / "recurrent.json")):
+        monkeypatch.setattr(times, "machine_file", lambda folder=folder: folder)
+        assert times.table_file() == path
     for name, sizes in (("_HIDDEN", [4]), ("_BATCH", [1]), ("_STEPS", [1, 2])):
         monkeypatch.setattr(calibrate, name, sizes)
     before, kept = torch.get_num_threads(), []
