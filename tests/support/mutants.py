@@ -2,8 +2,8 @@
 
 ``python tests/support/mutants.py plan chains`` draws faults in the functions of these rooms, runs
 for each the tests that call its function, until one fails, and prints faults that none tells. Which
-test calls which function is traced once, and kept in ``build/mutants.json``; functions that only
-children of tests call, on ranks or devices, are left out.
+test calls which function is traced when tests have changed, and kept in ``build/mutants.json``;
+functions that only children of tests call, on ranks or devices, are left out.
 
 A fault is a comparison, an operator or a number that is another one, a condition that is negated, a
 statement that is left out, or a result that is None. It stands in memory only: files stay as they
@@ -206,7 +206,8 @@ def trace() -> dict[str, list[tuple[int, float, str]]]:
 
     Those that call the fewest functions, whose number is beside their time, come first.
     """
-    if not TRACE.exists():
+    newest = max(file.stat().st_mtime for file in (ROOT / "tests").rglob("*.py"))
+    if not TRACE.exists() or TRACE.stat().st_mtime < newest:
         TRACE.parent.mkdir(exist_ok=True)
         folders = [each for each in sorted((ROOT / "tests").iterdir()) if each.is_dir()]
         left = [
