@@ -463,6 +463,9 @@ def test_workers_of_one_node_do_not_use_the_network_between_nodes() -> None:
         ends = [row.predict(graph, one, 16, 64).total for one in (fast, alone)]
         assert ends[0] < both.total < ends[1]
         assert both.bytes == row.predict(graph, alone, 16, 64).bytes
+    # Of eight ranks of a part, as many are in each node as the other part has there.
+    times = [Scan((2, 8)).predict(graph, one, 16, 64).nanoseconds for one in (fast, machine)]
+    assert times[0]["weights"] < times[1]["weights"]
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.floats(1, 1e9))
