@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import OPERATORS
-from test_network_step import close, masked, run_torch
+from test_network_step import close, masked, random_mask, run_torch
 from torch import nn
 
 import sparsescan
@@ -344,6 +344,22 @@ def test_plans_are_saved_and_loaded(schedule: str, tmp_path: Path) -> None:
         loaded.exclusive_scan(grad, net.implicit(xs)), expected, strict=True
     ):
         np.testing.assert_array_equal(gradient, array)
+
+
+def test_steps_stay_explicit_where_factors_save_nothing() -> None:
+    rng = np.random.default_rng(0)
+    for op in (
+        Linear(4, 3, rng=0),
+        Linear(40, 30, weight_mask=random_mask(rng, (30, 40)), rng=0),
+        Conv2d(4, 4, 3, padding=1, input_shape=(4, 2, 2), rng=0),  # all places are at the border
+        LayerNorm(6),
+        Softmax(1, input_shape=(4,)),
+        ReLU(input_shape=(5,)),
+        Residual(Linear(4, 4, rng=0)),
+    ):
+        assert op.implicit_pattern is op.pattern
+    for more in (LayerNorm(7), Softmax(1, input_shape=(5,)), Linear(4, 3, input_shape=(2, 4))):
+        assert isinstance(more.implicit_pattern, ImplicitPattern)
 
 
 # ---------------------------------------------------------------------------------------------
