@@ -201,11 +201,8 @@ class Tracer:
         return status
 
 
-def trace() -> dict[str, list[tuple[int, float, str]]]:
-    """Return the tests that call each function, by its file and line.
-
-    Those that call the fewest functions, whose number is beside their time, come first.
-    """
+def trace() -> dict[str, list[tuple[float, str]]]:
+    """Return the tests that call each function, by its file and line, quick ones first."""
     newest = max(file.stat().st_mtime for file in (ROOT / "tests").rglob("*.py"))
     if not TRACE.exists() or TRACE.stat().st_mtime < newest:
         TRACE.parent.mkdir(exist_ok=True)
@@ -220,19 +217,26 @@ def trace() -> dict[str, list[tuple[int, float, str]]]:
             part = TRACE.parent / f"mutants-{folder.name}.json"
             for test, (seconds, functions) in json.loads(part.read_text()).items():
                 for function in functions:
-                    found[function].append((len(functions), seconds, test))
+                    found[function].append((seconds, test))
         TRACE.write_text(json.dumps({key: sorted(tests) for key, tests in found.items()}))
     return json.loads(TRACE.read_text())
 
 
-def is_told(fault: Fault, tests: list[tuple[int, float, str]], seconds: float) -> bool:
-    """Return whether a test fails, among the first that take so long together."""
-    ends = itertools.accumulate(own for _, own, _ in tests)
-    names = [name for end, (*_, name) in zip(ends, tests, strict=True) if end <= seconds]
+def is_told(fault: Fault, tests: list[tuple[float, str]], seconds: float) -> bool:
+    """Return whether a test fails: of the file with the most first, then the quickest of all."""
+    files = collections.Counter(name.partition("::")[0] for _, name in tests)
+    most = max(files, key=lambda file: files[file])
+    own = [test for test in tests if test[1].startswith(most)]
+    return any(_fails(fault, some, seconds) for some in (own, tests))
+
+
+def _fails(fault: Fault, tests: list[tuple[float, str]], seconds: float) -> bool:
+    ends = itertools.accumulate(own for own, _ in tests)
+    names = [name for end, (_, name) in zip(ends, tests, strict=True) if end <= seconds]
 
     def run() -> int:
         sys.meta_path.insert(0, _Loader(fault))
-        return pytest.main([*QUIET, *(names or [tests[0][-1]])])
+        return pytest.main([*QUIET, *(names or [tests[0][1]])])
 
     return in_child(run, PATIENCE + 2 * seconds) != 0
 
