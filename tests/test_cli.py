@@ -97,17 +97,6 @@ def test_scan_writes_the_gradients_of_a_list(capsys, listed, tmp_path, schedule,
     assert out.count("\n") == 1
 
 
-def test_scan_writes_the_gradients_of_a_stack(capsys, stacked, tmp_path):
-    output = tmp_path / "out.npz"
-    assert main(["scan", str(stacked), "-o", str(output)]) == 0
-    expected = sparsescan.exclusive_scan(*sparsescan.load_chain(stacked))
-    with np.load(output) as stored:
-        assert list(stored) == ["gradients"]
-        assert stored["gradients"].dtype == np.float32
-        assert np.array_equal(stored["gradients"], expected)
-    assert "9 gradients of float32" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["scan", "--help"], ["demo", "--help"]])
 def test_help_is_printed(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
@@ -157,14 +146,6 @@ def test_wrong_options_give_one_line(capsys, monkeypatch, tmp_path, arguments, w
     monkeypatch.chdir(tmp_path)
     assert_one_line(capsys, arguments, *words)
     assert not os.listdir(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "schedule", ["fast", "", "linear:2", "truncated", "truncated:", "truncated:-1", "chunked:x"]
-)
-def test_a_wrong_schedule_gives_one_line(capsys, stacked, schedule):
-    arguments = ["plan", stacked, "--schedule", schedule]
-    assert_one_line(capsys, arguments, repr(schedule), "truncated:K", "chunked:C")
 
 
 @pytest.mark.parametrize("command", ["plan", "scan"])

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 import sparsescan
 from sparsescan import CSRChain, InputError, InputTypeError, Pattern, affine_scan, affine_scan_vjp
 from sparsescan.execution import threads
-from sparsescan.kernels.cpu.recurrence import outer_products, sweep
 from sparsescan.symbolic.pattern import of_mask
 
 Array = NDArray[Any]
@@ -399,20 +398,6 @@ def test_gradients_need_the_states_of_the_call() -> None:
         affine_scan(chain, pattern=Pattern.diagonal(3))
 
 
-def test_dense_steps_need_no_kernels_beyond_those_of_sparse_ones() -> None:
-    """Each kernel that was compiled takes indices as a pattern has them, which are read-only."""
-    rng = np.random.default_rng()
-    kept = rng.random((6, 6)) < 0.5
-    for mask in (kept, np.ones((6, 6), bool)):
-        pattern = of_mask(mask)
-        a, y0 = rng.standard_normal((9, 2, pattern.nnz)), rng.standard_normal((2, 6))
-        states = affine_scan(a, None, y0, pattern=pattern, schedule="linear")
-        affine_scan_vjp(a, initial=y0, states=states, grads=states, pattern=pattern)
-    for signature in map(str, [*sweep.signatures, *outer_products.signatures]):
-        indices = signature.count("array(int32")
-        assert signature.count("readonly array(int32") == indices == 2
-
-
 @pytest.mark.parametrize("size", [8, 9, 31, 32, 33, 47, 65])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_columns_in_vectors(size: int, dtype: Any) -> None:
@@ -425,30 +410,3 @@ def test_columns_in_vectors(size: int, dtype: Any) -> None:
         expected = np.einsum("bij,bi->bj", matrix, expected) + added
         bound = 12 * (size + 4) * np.finfo(dtype).eps * (1 + np.abs(expected).max())
         assert np.abs(y - expected).max() <= bound
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("has_offsets", [False, True])
-def test_states_that_are_one_number(dtype: Any, has_offsets: bool) -> None:
-    """The state of one sample stays in a register, from the first step to the last and back."""
-    rng = np.random.default_rng()
-    steps = 300
-    a = rng.uniform(-1, 1, (steps, 1)).astype(dtype)[::-1]
-    b = rng.standard_normal((steps, 1)).astype(dtype) if has_offsets else None
-    y0, loss = rng.standard_normal((1, 1)).astype(dtype), rng.standard_normal((steps, 1, 1))
-    y = affine_scan(a, b, y0)
-    grads = affine_scan_vjp(a, initial=y0, states=y, grads=loss.astype(dtype))
-    state, states = float(y0[0, 0]), []
-    for t in range(steps):
-        state = float(a[t, 0]) * state + (float(b[t, 0]) if b is not None else 0.0)
-        states.append(state)
-    carry, back = 0.0, np.zeros(steps)
-    for t in reversed(range(steps)):
-        back[t] = float(loss[t, 0, 0].astype(dtype)) + carry
-        carry = float(a[t, 0]) * back[t]
-    in_a = back * [float(y0[0, 0]), *states[:-1]]
-    assert grads.matrices is not None
-    results = y[:, 0, 0], grads.offsets[:, 0, 0], grads.matrices[:, 0], grads.initial[0]
-    for ours, exact in zip(results, (states, back, in_a, [carry]), strict=True):
-        bound = 8 * steps * np.finfo(dtype).eps * (1 + np.abs(exact).max())
-        assert np.abs(ours - np.array(exact)).max() <= bound

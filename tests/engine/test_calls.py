@@ -8,15 +8,10 @@ import fuzz_calls
 
 
 def test_every_call_is_refused_or_right(seeds: Callable[..., range]) -> None:
-    numbers = seeds(600, 3000, 100_000)
+    numbers = seeds(600, 1500, 100_000)
     counts, count = fuzz_calls.run(0, numbers), len(numbers)
     assert counts["wrong"] == 0
     assert counts.total() == count
     # It tests both.
     assert counts["refused"] > count / 2
     assert counts["right"] > count / 10
-
-
-def test_a_call_can_be_made_again() -> None:
-    texts = [[fuzz_calls.make(7, i).text.split(" at 0x")[0] for i in range(50)] for _ in range(2)]
-    assert texts[0] == texts[1]

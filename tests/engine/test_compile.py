@@ -13,7 +13,6 @@ import numba
 import numpy as np
 import pytest
 from fresh_python import run_python
-from numba.core.caching import IndexDataCacheFile
 
 import sparsescan
 from sparsescan.jacobians.kernels import values
@@ -99,11 +98,6 @@ def cache(tmp_path):
     return files_of_one
 
 
-def test_what_is_kept_is_found_again(cache):
-    assert cache.load("key") == {"code": b"x" * 1000}
-    assert cache.load("another") is None
-
-
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_no_damaged_file_is_read(cache, tmp_path, suffix, damage):
@@ -112,14 +106,6 @@ def test_no_damaged_file_is_read(cache, tmp_path, suffix, damage):
     assert cache.load("key") is None
     cache.save("key", {"code": b"y"})
     assert cache.load("key") == {"code": b"y"}
-
-
-def test_a_file_that_is_missing_is_made_anew(cache, tmp_path):
-    for path in tmp_path.iterdir():
-        path.unlink()
-        assert cache.load("key") is None
-    cache.save("key", 7)
-    assert cache.load("key") == 7
 
 
 def test_other_versions_of_the_source_are_not_read(cache, tmp_path):
@@ -148,14 +134,6 @@ def test_a_kernel_is_compiled_anew_when_one_that_it_may_call_has_changed(
     differ = [old != new for old, new in zip(before, stamps(), strict=True)]
     assert differ == [changed.startswith("engine"), True]
     compiling._source_stamp.cache_clear()
-
-
-def test_numba_itself_reads_the_files(cache, tmp_path):
-    """Such as that of an earlier version of this package, in the same folder."""
-    plain = IndexDataCacheFile(str(tmp_path), "function", source_stamp=(1, 2))
-    assert plain.load("key") == {"code": b"x" * 1000}
-    stale = IndexDataCacheFile(str(tmp_path), "function", source_stamp=(0, 0))
-    assert stale.load("key") is None
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):

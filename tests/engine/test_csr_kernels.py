@@ -10,15 +10,12 @@ import pytest
 import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import assert_within, every_schedule, same_bits, sequential
+from oracles import same_bits
 from sampling import examples
 
 import sparsescan
-from sparsescan import BatchedCSR, Pattern, Schedule
-from sparsescan.execution.workspace import Workspace
+from sparsescan import BatchedCSR
 from sparsescan.kernels.cpu.matvec import csr_matvec, single_matvec
-from sparsescan.kernels.cpu.tables import Node
-from sparsescan.symbolic.program import Program
 
 BATCHES = [None, *range(1, 21)]
 SEEDS = st.integers(0, 2**32 - 1)
@@ -207,34 +204,6 @@ def moves(rng: np.random.Generator, size: int, kind: str) -> np.ndarray:
 
 @scanned
 @pytest.mark.parametrize("kind", ["permutation", "pooling"])
-@pytest.mark.parametrize("batch", [None, 1, 2, 3, 8, 9, 16])
-def test_scans_of_one_entry_in_a_row(kind, batch, dtype, index_dtype):
-    """Alone and between others, shared and not, in products and with local gradients."""
-    rng = np.random.default_rng(batch or 0)
-    size, n = 19, 9
-    steps = []
-    for k in range(n):
-        if k % 4 == 2:
-            steps.append(matrix(rng, rng.integers(0, 6, size), size, dtype))
-            continue
-        columns, indptr = moves(rng, size, kind), np.arange(size + 1)
-        if batch is None or k % 4 == 3:
-            data = vectors(rng, None, size, dtype)
-            steps.append(sp.csr_array((data, columns, indptr), shape=(size, size)))
-        else:
-            data = vectors(rng, batch, size, dtype)
-            steps.append(BatchedCSR(data, columns, indptr, (size, size)))
-    grad = vectors(rng, batch, size, dtype)
-    some = [vectors(rng, batch, size, dtype) if k % 3 else None for k in range(n + 1)]
-    for local in (None, some):
-        expected = sequential(grad, steps, local, inclusive=True, dtype=dtype)
-        for schedule in every_schedule(n):
-            plan = sparsescan.plan(steps, schedule=schedule)
-            assert_within(plan.inclusive_scan(grad, steps, local_grads=local), expected, dtype)
-
-
-@scanned
-@pytest.mark.parametrize("kind", ["permutation", "pooling"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_product_of_one_entry_in_a_row_is_rounded_once(kind, batch, dtype, index_dtype):
     rng = np.random.default_rng(batch or 0)
@@ -266,23 +235,3 @@ def test_as_many_entries_as_rows_are_not_one_in_each(seed, batch):
     assert jacobian.nnz == jacobian.shape[0]
     x = vectors(rng, batch, 20, np.float64)
     assert same_bits([product(jacobian, x)], [rounded_as_written(jacobian, x)])
-
-
-def test_patterns_with_one_entry_in_a_row_are_known_beforehand(index_dtype):
-    rng = np.random.default_rng(0)
-    moved = Pattern(np.arange(8), rng.permutation(7), (7, 7))
-    patterns = [
-        moved,
-        Pattern.diagonal(7),
-        Pattern([0, 2, 2, 3, 4, 5, 6, 7], np.array([0, 1, 0, 0, 0, 0, 0]), (7, 7)),
-        Pattern.dense((7, 7)),
-        Pattern(np.arange(8), np.zeros(7, int), (7, 7)),
-        moved,
-    ]
-    program = Program(patterns, Schedule.blelloch(6))
-    leaves, own = np.zeros((6, 2), np.int64), np.zeros(6, bool)
-    workspace = Workspace(program, leaves, np.dtype(float), 1, own, local=False, threads=1)
-    singles = workspace._nodes(program)[:, Node.SINGLE]
-    assert singles[:6].tolist() == [1, 0, 0, 0, 1, 1]
-    for pattern, single in zip(program.patterns, singles, strict=True):
-        assert single == (pattern.kind == "general" and (np.diff(pattern.indptr) == 1).all())

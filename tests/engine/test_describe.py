@@ -10,8 +10,6 @@ import scipy.sparse as sp
 
 import sparsescan
 from sparsescan import ImplicitPattern, Pattern, Schedule, SolveStep
-from sparsescan.formatting import align
-from sparsescan.symbolic.implicit import Step
 from sparsescan.symbolic.pattern import of_mask
 
 MOST = 80
@@ -43,29 +41,11 @@ def test_steps_of_one_shape_and_kind_are_one_line() -> None:
     ]
 
 
-def test_two_hundred_random_steps_are_one_line() -> None:
-    rng = np.random.default_rng(0)
-    steps = [sp.random_array((20, 20), density=0.1, rng=rng, format="csr") for _ in range(200)]
-    (line,) = listed(sparsescan.plan(steps, schedule="linear"))
-    assert line == "200 × 20×20 general, nnz 40 (0.1 dense); 200 patterns"
-
-
-def test_implicit_steps_are_one_line_if_their_factors_are_alike() -> None:
-    full = Pattern.dense((4, 4))
-    first, second = some(1, 4, 6, 8)
-    steps: list[Step] = [ImplicitPattern([each, full], shared=[1]) for each in (first, second)]
-    steps += [ImplicitPattern([second, full])] * 3
-    assert listed(sparsescan.plan(steps, schedule="linear"))[:2] == [
-        "3 × 4×4 implicit: 4×4 general, nnz 8 (0.5 dense); then 4×4 dense, nnz 16 (1 dense)",
-        "2 × 4×4 implicit: 4×4 general, nnz 6 to 8 (0.375 to 0.5 dense); then 4×4 dense, nnz 16 "
-        "(1 dense), shared by all samples; 2 patterns",
-    ]
-
-
 def test_kinds_beyond_eight_are_counted() -> None:
     steps = [Pattern.dense((k + 1, k)) for k in range(1, 12)]
     lines = listed(sparsescan.plan(steps, schedule="linear"))
     assert lines[8] == "and 3 of 3 other shapes or kinds"
+    assert len(listed(sparsescan.plan(steps[:8], schedule="linear"))) == 8
     assert listed(sparsescan.plan([])) == ["none"]
 
 
@@ -88,11 +68,3 @@ def plans() -> list[sparsescan.ScanPlan]:
 def test_no_line_is_longer_than_a_terminal_is_wide(k: int) -> None:
     for line in str(plans()[k]).splitlines():
         assert len(line) <= MOST, line
-
-
-def test_columns_that_are_too_many_come_below_behind_the_first() -> None:
-    rows = [["name", *(f"column {k}" for k in range(9))], ["x", *"123456789"]]
-    lines = align(rows)
-    assert max(map(len, lines)) <= MOST
-    assert [line.split()[0] for line in lines] == ["name", "x"] * 2
-    assert "".join(re.findall(r"\d", lines[1] + lines[3])) == "123456789"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -324,21 +323,6 @@ def test_gradients_stay_finite_where_products_leave_the_range() -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def test_a_plan_says_what_implicit_steps_save() -> None:
-    pattern = ImplicitPattern([Pattern.diagonal(64), Pattern.dense((64, 64))], shared=[1])
-    plan = sparsescan.plan([pattern] * 100 + [Pattern.dense((64, 64))], batch=16, dtype=np.float32)
-    told = plan.to_dict()["implicit"]
-    assert told["steps"] == 100
-    assert told["bytes"] == 4 * (100 * 16 * 64 + 64 * 64 + 16 * 64 * 64)
-    assert told["explicit_bytes"] == 4 * 101 * 16 * 64 * 64
-    assert told["linear_nanoseconds"] < told["explicit_linear_nanoseconds"]
-    assert "implicit: 100 of 101; values take 672 KiB where explicit ones take 25.2 MiB" in str(
-        plan
-    )
-    assert "shared by all samples" in str(plan)
-    assert sparsescan.plan([DENSE] * 3).to_dict()["implicit"] is None
-
-
 def test_the_planner_counts_what_samples_share_once(as_if: Any) -> None:
     as_if(2)
     factors = [Pattern.diagonal(64), Pattern.dense((64, 64))]
@@ -365,13 +349,6 @@ def test_plans_are_saved_and_loaded(case: Case) -> None:
     assert loaded.patterns == plan.patterns
     assert str(loaded) == str(plan)
     assert same_bits(list(case.scan(loaded)), list(case.scan(plan)))
-
-
-def test_patterns_are_copied_and_pickled() -> None:
-    for other in (copy.deepcopy(STEP), pickle.loads(pickle.dumps(STEP))):
-        assert other == STEP
-        assert hash(other) == hash(STEP)
-    assert ImplicitPattern([DIAGONAL, DENSE]) != STEP
 
 
 def test_the_pattern_of_the_jacobian_is_the_product() -> None:
@@ -477,18 +454,6 @@ def test_files_of_chains_hold_explicit_steps(tmp_path: Path) -> None:
         with pytest.raises(InputTypeError, match=r"expected (an )?explicit Jacobians? here"):
             sparsescan.save_chain(tmp_path / "chain.npz", np.ones(2), chain)
     assert not list(tmp_path.iterdir())
-
-
-def test_attributes_cannot_be_changed() -> None:
-    step = ImplicitStep([np.ones(2), np.ones(4)], STEP)
-    for each, name in ((STEP, "factors"), (step, "pattern"), (CHAIN, "pattern")):
-        with pytest.raises(InputError, match=f"{name} cannot be changed"):
-            setattr(each, name, ())
-
-
-def test_repr_tells_the_shapes() -> None:
-    assert repr(CHAIN) == "ImplicitChain((2, 2), n=3, float64)"
-    assert repr(STEP) == "ImplicitPattern((2, 2); (2, 2) diagonal, (2, 2) dense and shared)"
 
 
 @pytest.mark.parametrize("shared", [[], [1]])

@@ -224,8 +224,3 @@ def test_bad_local_grads_are_named(local: Any, words: str) -> None:
     chain = PeriodicChain([np.ones((3, 2)), np.ones(4)], [Pattern.diagonal(2), DENSE])
     with pytest.raises(InputError, match=words):
         sparsescan.exclusive_scan([1.0, 1.0], chain, local_grads=local)
-
-
-def test_repr_tells_the_shapes() -> None:
-    chain = PeriodicChain([np.ones((3, 5, 6), "f4"), np.ones(6)], [WIDE, Pattern.dense((3, 2))])
-    assert repr(chain) == "PeriodicChain((2, 3), (3, 2); steps=3, batch=5, float64)"

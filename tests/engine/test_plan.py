@@ -1,7 +1,5 @@
 """A plan says what it is, and insists on the input that it is for."""
 
-import re
-
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -53,21 +51,6 @@ def test_costs_are_those_of_the_products_that_scipy_would_make(chunks: int) -> N
         expected |= {"multiply_adds": sum(macs), "nnz_in": nnz_in, "nnz_out": nnz_out}
         expected |= {"depth": level.depth, "critical": max(runs)}
         assert said == expected | {"bytes": said["bytes"]}
-
-
-def test_a_printed_plan_names_levels_fill_in_flops_bytes_and_the_reason() -> None:
-    plan = sparsescan.plan([Pattern.dense((3, 3))] * 8, schedule="blelloch", batch=5, dtype="f4")
-    text = str(plan)
-    assert "Schedule.blelloch(8)" in text
-    assert "why: asked for" in text
-    assert "8 × 3×3 dense, nnz 9 (1 dense)" in text
-    # Three products of 27 multiply-adds, and one matrix-vector product of 9.
-    assert re.search(r"up-sweep 0 +1 +3 +1 +54 +27 +1\.00 +180\n", text)
-    assert re.search(r"up-sweep 0 +54 +\d", text)
-    assert "tree: 1 (2 3) ((4 5) (6 7))" in text
-    assert re.search(r"memory: at most \d.* KiB beside .* for a batch of 5 of\s+float32", text)
-    assert "auto:" in str(sparsescan.plan([Pattern.diagonal(2)]))
-    assert "none" in str(sparsescan.plan([]))
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,13 @@ from hypothesis import strategies as st
 from oracles import every_schedule, mask
 from sampling import examples, slow
 
-from sparsescan import ImplicitPattern, InputError, Pattern, ScanPlan, Schedule
+from sparsescan import InputError, Pattern, ScanPlan, Schedule
 from sparsescan.plan import drawing
 from sparsescan.plan.choice import PlanChoice
 from sparsescan.plan.drawing import plot_plan
 from sparsescan.symbolic.pattern import of_mask
 
 pytest.importorskip("matplotlib")
-
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class Operation(NamedTuple):
@@ -138,11 +136,6 @@ def test_beside_a_linear_scan_stands_one_whose_products_are_small_enough(
     assert names == [["Schedule.blelloch(16)"], ["Schedule.truncated(16, 1)"], []]
 
 
-def test_nothing_stands_beside_solves() -> None:
-    step = ImplicitPattern([Pattern.diagonal(3)], solved=[0])
-    assert len(drawn(planned([step] * 5, Schedule.linear(5))).axes) == 1
-
-
 def dense(n: int, size: int = 3) -> list[Pattern]:
     return [Pattern.dense((size, size))] * n
 
@@ -171,25 +164,25 @@ def test_the_path_joins_the_critical_operations() -> None:
         assert y.tolist() == [operation.flop for operation in operations_of(axes)[1]]
 
 
-def test_the_vertical_axis_is_logarithmic_and_shared() -> None:
-    scan, linear = drawn(planned(dense(9), Schedule.blelloch(9))).axes
-    assert scan.get_yscale() == linear.get_yscale() == "log"
-    assert scan.get_ylim() == linear.get_ylim() == (10, 100)
-
-
-@pytest.mark.parametrize("some", [False, True])
-def test_operations_without_any_flop_are_shown(some: bool, tmp_path: Path) -> None:
-    patterns = [of_mask(np.zeros((3, 3), bool))] * 6
-    if some:
-        patterns[:3] = dense(3)
-    plan = planned(patterns, Schedule.blelloch(6))
-    for axes in drawn(plan).axes:
-        flops = [operation.flop for operation in operations_of(axes)[0]]
-        bottom, top = axes.get_ylim()
-        assert bottom < min(flops) == 0
-        assert max(flops) < top
-        assert np.isfinite(axes.transData.transform([(1, 0)])).all()
-    plot_plan(plan, tmp_path / "zeros.png")
+def test_every_other_phase_is_shaded_and_zeros_have_room() -> None:
+    plan = planned(
+        [Pattern.diagonal(3), of_mask(np.zeros((3, 3), bool))] * 25, Schedule.blelloch(50)
+    )
+    axes = drawn(plan).axes[0]
+    depths = [
+        sum(level.depth for level in levels)
+        for _, levels in itertools.groupby(
+            plan.schedule.levels, key=lambda level: level.name.split()[0]
+        )
+    ]
+    ends = np.cumsum([0, *depths]) + 0.5
+    shades = [patch.get_extents().transformed(axes.transData.inverted()) for patch in axes.patches]
+    assert [[box.x0, box.x1] for box in shades] == [
+        pytest.approx(list(pair)) for pair in list(itertools.pairwise(ends.tolist()))[1::2]
+    ]
+    # Powers of ten around the least that is positive, and the most.
+    low, high = np.log10(np.array(axes.get_ylim()) * [-5, 1])
+    assert (low, high) == pytest.approx((round(low), round(high)))
 
 
 def in_levels_of_their_own(n: int) -> Schedule:
@@ -215,22 +208,6 @@ def test_names_of_levels_do_not_overlap(n: int) -> None:
             for left, right in itertools.pairwise(boxes):
                 assert left.x1 < right.x0
             assert axes.title.get_window_extent().y0 > max(box.y1 for box in boxes)
-
-
-def test_levels_that_differ_in_a_number_have_one_name() -> None:
-    figure = drawn(planned(dense(100), Schedule.truncated(100, 3)))
-    (top,) = figure.axes[0].child_axes
-    names = {label.get_text() for label in top.get_xticklabels()}
-    assert names == {"up-sweep 0–2", "linear", "down-sweep 2–0"}
-
-
-def test_a_picture_is_a_png_under_exactly_this_name(tmp_path: Path) -> None:
-    path = tmp_path / "picture"
-    plot_plan(planned(dense(5), Schedule.blelloch(5)), path)
-    assert path.read_bytes().startswith(PNG)
-    assert [file.name for file in tmp_path.iterdir()] == ["picture"]
-    with pytest.raises(IsADirectoryError):
-        plot_plan(planned(dense(5), Schedule.linear(5)), tmp_path)
 
 
 @pytest.mark.parametrize("n", [0, 1])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import every_schedule
 
 import sparsescan
-from sparsescan import InputError, InputTypeError, Pattern, Schedule
+from sparsescan import Pattern, Schedule
 
 
 def plan(n: int, schedule: Schedule, size: int = 3) -> sparsescan.ScanPlan:
@@ -69,30 +68,3 @@ def test_multiply_adds_are_those_of_the_matrices() -> None:
     assert result.multiply_adds == 27 + 3 * 9
     assert result.critical_multiply_adds == 27 + 9 + 9
     assert (result.steps, result.operations) == (3, 4)
-
-
-def test_workers_that_cannot_be() -> None:
-    scan = plan(3, Schedule.linear(3))
-    with pytest.raises(InputError, match="workers is 0; expected at least 1"):
-        scan.predict(0)
-    with pytest.raises(InputTypeError, match="workers is 'all'; expected an integer"):
-        scan.predict("all")
-
-
-def test_a_plan_as_a_dictionary() -> None:
-    import json
-
-    scan = sparsescan.plan(
-        [Pattern.dense((3, 3))] * 4, schedule="blelloch", batch=2, dtype=np.float32
-    )
-    saved = json.loads(json.dumps(scan.to_dict()))
-    assert saved["n"] == 4
-    assert saved["schedule"] == "Schedule.blelloch(4)"
-    assert (saved["batch"], saved["dtype"], saved["device"]) == (2, "float32", None)
-    assert saved["workspace_bytes"] == scan.workspace_bytes
-    assert [level["name"] for level in saved["levels"]] == [
-        level.name for level in scan.schedule.levels
-    ]
-    assert sum(level["multiply_adds"] for level in saved["levels"]) == scan.predict(1).multiply_adds
-    assert saved["patterns"] == [{"count": 4, "shape": [3, 3], "nnz": 9, "kind": "dense"}]
-    assert sparsescan.plan([]).to_dict()["levels"] == []

@@ -26,11 +26,9 @@ from ranges import (
     F4,
     FORMS,
     KINDS,
-    SMALL_CHECKS,
     as_dense,
     check_an_exploding_block_leaves_the_decaying_one_right,
     check_finite_wherever_the_linear_scan_is,
-    check_huge_and_tiny_steps,
     check_nan_and_inf_reach_what_they_reach_in_the_linear_scan,
     check_steps_of_alternating_scale,
     check_subnormal_values,
@@ -74,7 +72,7 @@ def long_plans(pattern: Pattern, n: int) -> list[ScanPlan]:
 
 
 @pytest.mark.parametrize("kind", ["dense", *slow("csr", "diagonal")])
-@pytest.mark.parametrize("radius", [1.01, *slow(0.1, 0.5, 0.9, 0.99, 1.0, 1.1, 2.0, 10.0)])
+@pytest.mark.parametrize("radius", [1.01, *slow(0.1, 0.99, 10.0)])
 def test_any_spectral_radius(kind, radius):
     """10,000 steps, or as many as the linear scan stays finite for: finite, and accurate."""
     chain = positive_steps(kind, np.full(LONG, radius), 6)
@@ -176,15 +174,6 @@ def test_rows_that_grow_apart(form):
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch", [None, 2], ids=["shared", "batched"])
-@pytest.mark.parametrize("local", [False, True], ids=["plain", "local gradients"])
-@pytest.mark.parametrize(("dtype", "huge"), [("f4", 1e30), ("f8", 1e300)])
-def test_huge_and_tiny_steps(kind, batch, local, dtype, huge):
-    """Steps of 1e±30 (1e±300 in float64) one after the other, gradients around 1."""
-    check_huge_and_tiny_steps(40, kind, batch, local, dtype, huge)
-
-
 def test_exponents_add_up_over_any_length():
     """10,000 doublings and halvings: exponents of ±10,000, exactly undone."""
     n = LONG
@@ -254,8 +243,3 @@ def test_nan_and_inf_reach_what_they_reach_in_the_linear_scan(bad, data):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_stays_where_no_entry_leads_on(form, bad):
     check_what_is_not_finite_stays_where_no_entry_leads_on(form, bad)
-
-
-@pytest.mark.parametrize("check", SMALL_CHECKS)
-def test_small_chains(check):
-    check()

@@ -13,7 +13,6 @@ from oracles import Chain, assert_within, chains, patterns_of, same_bits, values
 
 import sparsescan
 from sparsescan import CSRChain, InputError, InputTypeError, Pattern, PeriodicChain, ScanPlan
-from sparsescan.recurrent import GRUCell
 
 
 def turned(jacobians: Any) -> Any:
@@ -40,18 +39,6 @@ def test_every_form_in_the_order_of_time(chain: Chain) -> None:
         assert same_bits(scan(chain.grad, values, local_grads=local), result)
 
 
-def test_a_plan_of_bare_patterns_in_the_order_of_time() -> None:
-    patterns = [Pattern.dense((rows, rows + 1)) for rows in range(1, 5)]
-    plan = sparsescan.plan(patterns, reverse=True)
-    assert plan.patterns == (*reversed(patterns),)
-    assert plan.reverse
-    assert "in the order of time" in str(plan)
-    assert plan.to_dict()["reverse"]
-    values = [np.full(pattern.shape, 0.5) for pattern in patterns]
-    sizes = [len(grad) for grad in plan.inclusive_scan(np.ones(5), values)]
-    assert sizes == [1, 2, 3, 4, 5]
-
-
 def test_results_are_views_and_input_is_not_copied() -> None:
     jacobians, local = np.ones((50, 4, 3, 3)), np.ones((50, 4, 3))
     jacobians.flags.writeable = local.flags.writeable = False
@@ -62,21 +49,6 @@ def test_results_are_views_and_input_is_not_copied() -> None:
     assert grads.strides[0] < 0
     listed = plan.exclusive_scan(None, [*jacobians], local_grads=[*local])
     assert len({id(each.base) for each in listed}) == 1
-
-
-def test_a_recurrent_step_needs_no_reversal() -> None:
-    cell = GRUCell(3, 5, rng=0)
-    x = np.random.default_rng(0).standard_normal((20, 4, 3))
-    states = cell.unroll(x)
-    steps = cell.linearize(x, states[:-1])
-    local = np.random.default_rng(1).standard_normal((20, 4, 5))
-    plan = sparsescan.plan([cell.pattern] * 20)
-    before = plan.exclusive_scan(None, steps.values()[::-1], local_grads=local[::-1])[::-1]
-    plan = sparsescan.plan([cell.pattern] * 20, reverse=True)
-    grads = plan.exclusive_scan(None, steps.values(), local_grads=local)
-    assert same_bits(grads, before)
-    for name, grad in steps.param_grads(grads).items():
-        assert same_bits(grad, steps.param_grads(before)[name])
 
 
 def test_the_order_is_saved(tmp_path: Path) -> None:
@@ -115,24 +87,6 @@ def test_errors_count_as_the_caller_does(bad: Any, error: Any, message: str) -> 
         sparsescan.exclusive_scan(np.ones(3), broken(7, 4, bad), reverse=True)
     with pytest.raises(error, match=message):
         sparsescan.plan(broken(7, 4, bad), reverse=True)
-
-
-def test_errors_of_a_plan_count_as_the_caller_does() -> None:
-    plan = sparsescan.plan(broken(7, 0, sp.csr_array(np.eye(3))), reverse=True)
-    with pytest.raises(sparsescan.PatternMismatchError, match=r"^jacobians\[2\] is "):
-        plan.exclusive_scan(np.ones(3), broken(7, 2, sp.csr_array(np.tri(3))))
-    with pytest.raises(InputError, match=r"^jacobians has 8 steps; expected 7"):
-        plan.exclusive_scan(np.ones(3), broken(8, 0, sp.csr_array(np.eye(3))))
-    steps = broken(7, 0, sp.csr_array(np.eye(3)))
-    local: list[Any] = [None] * 7
-    local[5] = np.ones(4)
-    with pytest.raises(InputError, match=r"^local_grads\[5\] has shape \(4,\); expected \(3,\)"):
-        plan.exclusive_scan(np.ones(3), steps, local_grads=local)
-    for wrong in (np.ones((6, 3)), [None] * 6):
-        with pytest.raises(InputError, match=r"^local_grads has 6 entries; expected 7"):
-            plan.exclusive_scan(np.ones(3), steps, local_grads=wrong)
-    with pytest.raises(InputTypeError, match=r"^local_grads is a int; expected a sequence"):
-        plan.exclusive_scan(np.ones(3), steps, local_grads=3)
 
 
 def test_what_has_no_order_of_time_is_refused() -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from sparsescan import (
 )
 from sparsescan.chains.chain import Chain
 from sparsescan.jacobians import Conv2d, Linear
-from sparsescan.symbolic.schedule import Level
 
 SECONDS = 0.5
 
@@ -73,8 +72,8 @@ def assert_all_sound(
     """Patterns made beside a writer are safe to follow, and what their own arrays describe."""
     patterns: set[Pattern] = set()
     with written_to(write):
-        end = time.perf_counter() + SECONDS
-        while time.perf_counter() < end:
+        end = time.process_time() + SECONDS
+        while time.process_time() < end:
             try:
                 patterns.update(make())
             except InputError as error:
@@ -121,19 +120,6 @@ def test_matrices_that_a_thread_writes_to():
     assert_all_sound(
         write, lambda: sparsescan.plan([matrix] * 2, schedule="linear").patterns, "jacobians["
     )
-
-
-def test_a_clean_call_after_poisoned_ones_is_right():
-    indptr, indices, write = index_arrays()
-    kept = indices.copy()
-    with written_to(write):
-        for _ in range(300):
-            with suppress(InputError):
-                Pattern(indptr, indices, (4000, 4000))
-    matrix = sp.csr_array((np.ones(4000), kept, indptr), shape=(4000, 4000))
-    grad = np.random.default_rng(1).standard_normal(4000)
-    result = sparsescan.inclusive_scan(grad, [matrix])
-    np.testing.assert_allclose(result[1], matrix @ grad)
 
 
 def test_attributes_that_a_thread_replaces():
@@ -285,8 +271,3 @@ def test_operations_of_no_schedule_can_be_written_to():
             for array in (level.ops, level.runs):
                 with pytest.raises(ValueError, match="read-only"):
                     array[0] = 0
-
-
-def test_a_schedule_is_made_by_what_checks_it():
-    with pytest.raises(InputTypeError, match=r"^a Schedule is made by Schedule\.linear, "):
-        Schedule(3, [Level("none", np.array([[0, 9, 10**9]]), np.array([0, 1]))], "none")

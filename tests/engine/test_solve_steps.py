@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
 import os
 import pickle
 import threading
@@ -30,7 +29,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import mask, on_pattern, same_bits
 from sampling import slow
-from scipy.sparse.linalg import spsolve
 
 import sparsescan
 from sparsescan import (
@@ -392,25 +390,6 @@ def test_equal_matrices_are_factorised_once(counts: dict[str, int]) -> None:
     assert same_bits(result, sparsescan.inclusive_scan(grad, [step] * 8))
 
 
-def test_a_sample_for_each_matrix_or_one_for_all(counts: dict[str, int]) -> None:
-    rng = np.random.default_rng(4)
-    values, pattern, _ = random_steps(rng, 3)
-    grad = rng.standard_normal((3, 120))
-    step = SolveStep(BatchedCSR.from_pattern(values, pattern))
-    result = sparsescan.inclusive_scan(grad, [step] * 4)
-    assert counts["factorised"] == 3
-    one_by_one = [
-        sparsescan.inclusive_scan(grad[b : b + 1], solve_steps([values[b]] * 4, pattern))
-        for b in range(3)
-    ]
-    for k in range(5):
-        assert same_bits(result[k], [each[k][0] for each in one_by_one])
-    before = counts["factorised"]
-    same = BatchedCSR.from_pattern(np.broadcast_to(values[0], values.shape), pattern)
-    sparsescan.inclusive_scan(grad, [SolveStep(same)] * 4)
-    assert counts["factorised"] == before + 1
-
-
 def test_more_matrices_than_are_kept(counts: dict[str, int]) -> None:
     rng = np.random.default_rng(5)
     values, pattern, entries = random_steps(rng, 40)
@@ -426,125 +405,6 @@ def test_more_matrices_than_are_kept(counts: dict[str, int]) -> None:
         assert np.abs(one[0] - x).max() <= 1e-11 * np.abs(x).max()
         x = one[0]
     assert counts["analysed"] == 1
-
-
-# ---------------------------------------------------------------------------------------------
-# Time stepping
-# ---------------------------------------------------------------------------------------------
-
-
-def advection_diffusion(n: int, speed: float, viscosity: float) -> np.ndarray:
-    """Return ``L`` of ``y' = L y``, with walls at both ends."""
-    h = 1 / (n + 1)
-    side, middle = viscosity / h**2, -2 * viscosity / h**2
-    away = speed / (2 * h)
-    return (
-        np.diag(np.full(n - 1, side + away), -1)
-        + np.diag(np.full(n - 1, side - away), 1)
-        + np.diag(np.full(n, middle))
-    )
-
-
-@pytest.mark.parametrize("theta", [0.5, 1.0])
-@pytest.mark.parametrize("reverse", [False, True])
-def test_the_adjoint_of_a_linear_equation(theta: float, reverse: bool) -> None:
-    """Gradients in the first state, in the source, and in the speed, by the complex step."""
-    n, steps, dt = 40, 60, 0.01
-    rng = np.random.default_rng(6)
-    start, target = rng.standard_normal((2, n))
-    source = 0.1 * rng.standard_normal((steps, n))
-
-    def forward(start: Any, source: Any, speed: Any) -> tuple[Any, list[Any]]:
-        operator = advection_diffusion(n, 0.0, 0.02) + speed * advection_diffusion(n, 1.0, 0.0)
-        left, right = np.eye(n) - theta * dt * operator, np.eye(n) + (1 - theta) * dt * operator
-        states = [start]
-        for t in range(steps):
-            states.append(np.linalg.solve(left, right @ states[-1] + dt * source[t]))
-        # A loss that reads each step.
-        return sum(((y - target) ** 2).sum() for y in states[1:]), states
-
-    speed = 0.7
-    _, states = forward(start, source, speed)
-    operator = advection_diffusion(n, speed, 0.02)
-    m = sp.csc_array(np.eye(n) - theta * dt * operator)
-    nt = sp.csr_array((np.eye(n) + (1 - theta) * dt * operator).T)
-    step = SolveStep(m.T)
-    assert factorisation_of(step.pattern.factors[0]).method == "tridiagonal"
-    # In the order of time: y_0, N, M, y_1, N, M, …; the loss reads what each solve returns.
-    chain = [nt, step] * steps
-    local = [None, *itertools.chain.from_iterable((None, 2 * (y - target)) for y in states[1:])]
-    if not reverse:
-        chain, local = chain[::-1], local[::-1]
-    grads = sparsescan.inclusive_scan(None, chain, local_grads=local, reverse=reverse)
-    grads = grads if reverse else grads[::-1]
-    adjoints = np.array(grads[1::2])
-    by_speed = sum(
-        dt * lam @ advection_diffusion(n, 1.0, 0.0) @ ((1 - theta) * before + theta * after)
-        for lam, before, after in zip(adjoints, states, states[1:], strict=False)
-    )
-    tiny, rounding = 1e-30, 1e-11
-    for k in rng.integers(0, n, 5):
-        moved = start + 1j * tiny * (np.arange(n) == k)
-        exact = forward(moved, source, speed)[0].imag / tiny
-        assert abs(grads[0][k] - exact) <= rounding * np.abs(grads[0]).max()
-        t = int(rng.integers(steps))
-        moved = source + 1j * tiny * ((np.arange(steps) == t)[:, None] & (np.arange(n) == k))
-        exact = forward(start, moved, speed)[0].imag / tiny
-        assert abs(dt * adjoints[t, k] - exact) <= rounding * dt * np.abs(adjoints).max()
-    exact = forward(start, source, speed + 1j * tiny)[0].imag / tiny
-    assert abs(by_speed - exact) <= rounding * abs(exact) * 10
-
-
-@pytest.mark.parametrize("periodic", [False, True])
-def test_the_adjoint_of_burgers_equation(periodic: bool) -> None:
-    """Backward Euler with Newton's method: each step has a matrix of its own, of one pattern."""
-    n, steps, dt, viscosity = 105 if periodic else 30, 8, 0.02, 0.05
-    h = 1 / n
-    rng = np.random.default_rng(7)
-    shift = np.roll(np.eye(n), 1, axis=1)  # y_{i+1}
-    if not periodic:
-        shift = np.triu(shift)
-    centre, second = (shift - shift.T) / (2 * h), (shift - 2 * np.eye(n) + shift.T) / h**2
-
-    def residual(new: Any, old: Any) -> Any:
-        return new - old + dt * (new * (centre @ new) - viscosity * second @ new)
-
-    def matrix(new: Any) -> Any:
-        flow = np.diag(centre @ new) + new[:, None] * centre
-        return np.eye(n) + dt * (flow - viscosity * second)
-
-    def forward(start: Any) -> list[Any]:
-        states = [start]
-        for _ in range(steps):
-            new = states[-1]
-            for _ in range(6):
-                step = spsolve(sp.csc_array(matrix(new)), residual(new, states[-1]))
-                new = new - step
-            states.append(new)
-        return states
-
-    start = 1 + 0.3 * np.sin(2 * np.pi * np.arange(n) * h)
-    states = forward(start)
-    pattern = of_mask(matrix(np.ones(n)).T != 0)
-    assert factorisation_of(pattern).method == ("sparse" if periodic else "tridiagonal")
-    plan = sparsescan.plan([ImplicitPattern([pattern], solved=[0])] * steps, reverse=True)
-    rows = np.repeat(np.arange(n), np.diff(pattern.indptr))
-    # N is the identity, and the Jacobian that of the new state.
-    chain = [
-        SolveStep(
-            sp.csr_array(
-                (matrix(y).T[rows, pattern.indices], pattern.indices, pattern.indptr), shape=(n, n)
-            )
-        )
-        for y in states[1:]
-    ]
-    weights = rng.standard_normal(n)
-    grads = plan.inclusive_scan(weights * states[-1], chain)
-    tiny = 1e-30
-    for k in rng.integers(0, n, 2):
-        moved = forward(start + 1j * tiny * (np.arange(n) == k))[-1]
-        exact = (weights * states[-1]) @ moved.imag / tiny
-        assert abs(grads[0][k] - exact) <= 1e-10 * np.abs(grads[0]).max()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -706,44 +566,6 @@ def test_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def test_plans_say_what_they_solve(tmp_path: Path) -> None:
-    rng = np.random.default_rng(11)
-    values, pattern, _ = random_steps(rng, 3)
-    both = ImplicitPattern([pattern, Pattern.diagonal(120)], shared=[0], solved=[0])
-    patterns = [ImplicitPattern([pattern], solved=[0]), pattern, both]
-    plan = sparsescan.plan(patterns, batch=3, dtype="f4")
-    form = factorisation_of(pattern)
-    text = str(plan)
-    assert f"solved with (sparse factors, {form.entries:,} entries)" in text
-    assert "solves: 2;" in text
-    described = plan.to_dict()
-    factors = [each.get("factors") for each in described["patterns"]]
-    solve = {"factors": "sparse", "entries": form.entries, "multiply_adds": form.multiply_adds}
-    assert [factor["solved"] for factor in factors[2]] == [solve, None]
-    assert [factor["shared"] for factor in factors[2]] == [True, False]
-    # A solve, and a factorisation, of which the last step has none.
-    work = 1 * (form.entries + form.multiply_adds) + pattern.nnz
-    assert plan.predict(1).multiply_adds == work + form.entries + form.multiply_adds
-    assert plan.predict(99).critical_multiply_adds == plan.predict(1).multiply_adds
-    path = tmp_path / "plan.npz"
-    plan.save(path)
-    loaded = ScanPlan.load(path)
-    assert loaded.patterns == plan.patterns
-    assert loaded.to_dict() == described
-    assert str(loaded) == text
-    chain = [
-        SolveStep(BatchedCSR.from_pattern(values, pattern)),
-        values[0],
-        ImplicitStep([values[1], np.ones(120)], both),
-    ]
-    grad = rng.standard_normal((3, 120))
-    free = sparsescan.plan(patterns)
-    free.save(path)
-    assert same_bits(
-        ScanPlan.load(path).inclusive_scan(grad, chain), free.inclusive_scan(grad, chain)
-    )
-
-
 def test_predicted_times_grow_with_the_work() -> None:
     """By factorisations, by solves, and by samples with matrices of their own."""
 
@@ -878,13 +700,6 @@ def test_bits_do_not_depend_on_threads(
         with_threads(count)
         with pytest.raises(SingularMatrixError, match=r"^jacobians\[2\] is singular"):
             sparsescan.inclusive_scan(grad, [*chain[:2], *singular])
-
-
-def test_steps_without_entries() -> None:
-    step = SolveStep(np.zeros((0, 0)))
-    result = sparsescan.inclusive_scan(np.ones((2, 0)), [step, step, np.ones((3, 0))])
-    assert [one.shape for one in result] == [(2, 0)] * 3 + [(2, 3)]
-    assert (result[-1] == 0).all()
 
 
 def test_threads_share_a_plan() -> None:

@@ -103,27 +103,6 @@ def test_terms_of_zeros_that_are_stored_are_left_out(data: Any) -> None:
     assert multiply_adds(exact, x) <= int(terms.work.sum()) <= multiply_adds(a, x)
 
 
-def test_rows_of_a_dense_product_share_slots() -> None:
-    rng = np.random.default_rng()
-    a, x = of_mask(rng.random((40, 30)) < 0.5), of_mask(rng.random((30, 20)) < 0.3)
-    counts = count_terms(a, x, Pattern.dense((40, 20)), 64)
-    assert counts.slots == x.nnz < multiply_adds(a, x)
-    full = Pattern.dense((40, 30))
-    counts = count_terms(full, x, product(full, x), 64)
-    assert counts.slots == x.nnz
-    assert counts.factors == np.count_nonzero(np.diff(x.indptr))
-
-
-def test_slots_of_long_rows_are_aligned_as_their_entries_are() -> None:
-    rng = np.random.default_rng()
-    # Rows that are equal would share their slots.
-    a = of_mask(np.unique(rng.random((9, 12)) < 0.5, axis=0))
-    x = of_mask(rng.random((12, 200)) < 0.4)
-    terms = agree(a, x, product(a, x), 80, a)
-    assert ((terms.slot_starts - terms.x_starts) % 16 == 0).all()
-    assert len(terms.slots) > multiply_adds(a, x)
-
-
 def convolution(rng: np.random.Generator, channels: tuple[int, int], places: int) -> Any:
     """Which entries a one-dimensional convolution of three weights has, some of them pruned."""
     weights = [np.kron(rng.random(channels) < 0.5, np.eye(places, k=k)) for k in (-1, 0, 1)]
@@ -182,28 +161,6 @@ def test_equal_hashes_of_other_lists_are_told_apart() -> None:
         hashes == hashes[:1]
     ).tolist()
     assert all(n in (0, k) for k, n in enumerate(lists.tolist()))
-
-
-def test_rows_of_a_block_share_slots() -> None:
-    """Also if blocks take turns, as channels of an image do."""
-    a = of_mask(np.kron(np.ones((3, 2)), np.eye(8)) > 0)
-    x = of_mask(np.kron(np.ones((2, 5)), np.eye(8, k=1) + np.eye(8)) > 0)
-    counts = count_terms(a, x, product(a, x), 64)
-    assert counts.segments == 24
-    # But for the last row of a block, which has fewer, all have the same ones, too.
-    assert counts.slots == 2 * 5 * (2 + 1)
-    assert counts.factors == 2 * 2
-    assert counts.starts == a.nnz / 3
-
-
-def test_rows_of_a_block_share_slots_of_their_own() -> None:
-    """Where no two of other columns have the same."""
-    rng = np.random.default_rng()
-    a = of_mask(np.kron(np.ones((3, 2)), np.eye(8)) > 0)
-    x = of_mask(np.tile(rng.random((8, 200)) < 0.5, (2, 1)))
-    counts = count_terms(a, x, product(a, x), 256)
-    assert counts.slots >= multiply_adds(a, x) / 3
-    assert counts.factors == a.nnz / 3
 
 
 def test_equal_hashes_of_other_columns_are_told_apart() -> None:

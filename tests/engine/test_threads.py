@@ -23,8 +23,6 @@ import sparsescan.execution.stages
 from sparsescan import BatchedCSR, CSRChain
 from sparsescan.execution import threads as _threads
 from sparsescan.execution.recording import Recorder, Recording, Space
-from sparsescan.kernels.cpu import waiting
-from sparsescan.kernels.cpu.copies import fill_with
 from sparsescan.kernels.cpu.memory import clock, fetch_add, load
 from sparsescan.kernels.cpu.run import abort
 from sparsescan.kernels.cpu.tables import ABORTED, Run, Tables
@@ -206,26 +204,6 @@ def test_one_plan_in_eight_threads_at_once(threads, with_threads):
             local = local if seed >= 4 else None
             result = plan.exclusive_scan(grad, jacobians, local_grads=local)
             assert_within(result, sequential(grad, jacobians, local, dtype=dtype), dtype)
-        return True
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(work, range(8)))
-
-
-def test_one_shot_scans_in_eight_threads_at_once(with_threads):
-    with_threads(3)
-    start = threading.Barrier(8)
-
-    def work(seed):
-        rng = np.random.default_rng(seed)
-        where = mask(rng, "sparse", 8, 8)
-        indices, indptr = indices_of(where)
-        start.wait()
-        for _ in range(10):
-            chain = CSRChain(rng.standard_normal((20, len(indices))), indices, indptr, (8, 8))
-            grad = rng.standard_normal(8)
-            result = sparsescan.exclusive_scan(grad, chain, schedule="blelloch")
-            assert_within(result, sequential(grad, chain), np.float64)
         return True
 
     with ThreadPoolExecutor(8) as pool:
@@ -717,25 +695,6 @@ def test_helpers_take_part_in_replays_without_the_gil(crew):
         replay_and_keep_the_gil(crew._words, recording.header, addresses, control)
         assert words.tolist() == [3, 3]
     assert crew._words[WAITING] == 2
-
-
-def test_one_caller_at_a_time_has_the_helpers_and_none_leaves_before_them(crew):
-    """Recordings and their words are gone when a replay is over."""
-
-    def work(seed):
-        rng = np.random.default_rng(seed)
-        for _ in range(200):
-            count = int(rng.integers(1, 20))
-            recorder, sums = Recorder(Space(0), 1), np.zeros((count, 1000))
-            arrays = [recorder.array(k, (1000,), float) for k in range(count)]
-            recorder.together([partial(recorder.launch, fill_with, each, 1) for each in arrays])
-            recorder.recording().run(list(sums))
-            assert (sums == 1).all()
-        return True
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(work, range(4)))
-    assert not crew._words[[waiting._CALLERS, waiting._OPEN, waiting._INSIDE]].any()
 
 
 def test_a_program_ends_while_helpers_look_out_for_calls(tmp_path):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import every_schedule, schedules
+from oracles import schedules
 from trees import products_of
 
 from sparsescan import Schedule
@@ -89,12 +88,6 @@ def test_a_text_has_exactly_the_products(schedule: Schedule) -> None:
     assert top == sorted(top)
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 3, 5, 64, 200])
-def test_every_kind_of_schedule_has_exactly_its_products(n: int) -> None:
-    for schedule in every_schedule(n, chunks=(2, 5, 30)):
-        assert read(tree(schedule, EVERYTHING))[1] == set(products_of(schedule))
-
-
 @given(any_schedule(), st.integers(1, 80))
 def test_a_text_fits_and_shows_nothing_but_products(schedule: Schedule, width: int) -> None:
     text, whole = tree(schedule, width), tree(schedule, EVERYTHING)
@@ -108,14 +101,6 @@ def test_a_text_fits_and_shows_nothing_but_products(schedule: Schedule, width: i
         assert read(text_of_product)[1] <= set(products_of(schedule))
     if text.count("(") > text.count(")"):
         assert text.endswith("…")
-
-
-def test_an_ellipsis_is_not_followed_by_another() -> None:
-    assert tree(Schedule.linear(100), 6) == "1 … 99"
-    assert tree(Schedule.linear(100), 5) == "1 …"
-    assert tree(Schedule.linear(100), 2) == "…"
-    for width in range(1, 200):
-        assert "… …" not in tree(Schedule.truncated(300, 2), width)
 
 
 def from_products(n: int, *products: tuple[int, int, int]) -> Schedule:
@@ -145,56 +130,3 @@ def from_products(n: int, *products: tuple[int, int, int]) -> Schedule:
 )
 def test_texts(schedule: Schedule, text: str) -> None:
     assert tree(schedule, 60) == text
-
-
-def test_neighbours_of_one_shape_are_shortened_where_there_is_no_room() -> None:
-    pairs = [(k, k + 1, k + 2) for k in range(1, 13, 2)]
-    grown = from_products(13, *pairs, *((1, k, k + 2) for k in range(3, 13, 2)))
-    whole = "((1 2) (3 4) (5 6) (7 8) (9 10) (11 12))"
-    assert tree(grown, len(whole)) == whole
-    assert tree(grown, len(whole) - 1) == "((1 2) … (11 12))"
-    assert tree(Schedule.truncated(14, 1), 30) == "1 (2 3) … (12 13)"
-    assert tree(from_products(7, (1, 2, 3), (3, 4, 5), (5, 6, 7)), 16) == "(1 2) … (5 6)"
-    # Products of more than four are alike, however many they are of.
-    assert tree(Schedule.chunked(1000, 32), 60) == "1 … 30 (31 … 61) … (937 … 967) 968 … 999"
-
-
-def test_neighbours_of_other_shapes_are_not_shortened() -> None:
-    rows = from_products(8, (1, 2, 3), (3, 4, 5), (3, 5, 6), (6, 7, 8))
-    assert tree(rows, 20) == "(1 2) (3 4 5) (6 7)"
-    assert tree(rows, 18) == "(1 2) (3 4 5) (6 …"
-    five = [
-        [(k, k + 1, k + 2), (k, k + 2, k + 3), (k, k + 3, k + 4), (k, k + 4, k + 5)]
-        for k in (6, 11)
-    ]
-    pairs = [(1, 2, 3), (3, 4, 5), (1, 3, 5), (1, 5, 6)]
-    mixed = from_products(16, *pairs, *five[0], *five[1])
-    assert tree(mixed, 38) == "(((1 2) (3 4)) 5) (6 … 10) (11 … 15)"
-    assert tree(mixed, 35) == "(((1 2) (3 4)) 5) (6 … 10) (11 …"
-
-
-def test_long_and_deep_schedules_take_no_time() -> None:
-    for schedule in every_schedule(30_000, chunks=(2, 32, 3000, 20_000)):
-        assert_fast(schedule, 100)
-        assert_fast(schedule, EVERYTHING)
-    # Nested more deeply than Python's functions may be.
-    n = 3000
-    triples = [(k, k + 1, k + 2) for k in range(2, n - 1, 3)]
-    mixed = [(1, k, k + 1 + (k % 3 == 2)) for k in range(2, n - 1) if k % 3 != 0]
-    left = assert_fast(from_products(n, *((1, k, k + 1) for k in range(2, n))), EVERYTHING)
-    right = assert_fast(from_products(n, *((k, k + 1, n) for k in range(n - 2, 0, -1))), 10**5)
-    both = assert_fast(from_products(n, *triples, *mixed), EVERYTHING)
-    assert left == "(1 … 2999)"
-    assert right.startswith("(1 (2 (3")
-    assert right.endswith(f" (2998 2999{')' * 2998}")
-    assert both.startswith("(((")
-    assert both.count("(") == both.count(")") > 1000
-
-
-def assert_fast(schedule: Schedule, width: int) -> str:
-    start = time.perf_counter()
-    text = tree(schedule, width)
-    # Tens of milliseconds; what is quadratic takes minutes.
-    assert time.perf_counter() - start < 2, schedule
-    assert len(text) <= width
-    return text

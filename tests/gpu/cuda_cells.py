@@ -10,7 +10,6 @@ from cuda_recurrent import agree, check_filling, on_device
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from network_oracle import autograd_of
-from numpy.typing import NDArray
 from on_device import IN_PYTHON, cupy_or_stand_in
 from random_cells import RandomCell, random_cells
 from recurrent_steps import arguments_of
@@ -20,9 +19,7 @@ from some_cells import CELLS
 from sparsescan.errors import InputError
 from sparsescan.recurrent import Recurrent, catalogue
 from sparsescan.recurrent import device as recurrent_device
-from sparsescan.recurrent.device import source_of
 
-Array = NDArray[Any]
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 SQUARE = "Leaky", "Elementwise"
 # Units with weights in registers, read in each step, and several of them for a thread.
@@ -133,18 +130,6 @@ def test_what_fills_up_shorter_sequences_is_not_read(cupy: Any, name: str) -> No
     check_filling(cupy, network(name, 3, F8, rng, num_layers=2), rng)
 
 
-@pytest.mark.parametrize("name", CELLS)
-def test_nothing(cupy: Any, name: str) -> None:
-    run_in_python_or_if(name == "SCRN")
-    net = network(name, 3, F8, np.random.default_rng(0), num_layers=2)
-    for steps, batch in ((0, 3), (4, 0)):
-        arguments = arguments_of(np.random.default_rng(0), net, steps, batch, F8)
-        actual = on_device(cupy, net, arguments)
-        assert np.array_equal(actual["last"], arguments[1])
-        assert np.array_equal(actual["state"], arguments[4])
-        assert all(not actual[key].any() for key in net.params)
-
-
 @settings(max_examples=examples(150) if IN_PYTHON else 2)
 @given(
     random_cells(),
@@ -193,10 +178,3 @@ def test_units_that_are_too_many_are_refused(cupy: Any) -> None:
         setattr(net, name, cupy.asarray(np.zeros(array.shape, F4)))
     with pytest.raises(InputError, match=r"hidden_size is 4000; in float32 .* 48 KiB"):
         net.training_step().forward(cupy.asarray(np.zeros((1, 1, 1), F4)))
-
-
-def test_source_is_readable() -> None:
-    text = source_of(CELLS["MGU"](3, 20), F4, is_backward=False)
-    assert "f = sigmoid(" in text
-    assert "# weight_hh[1]" in text
-    compile(text, "source", "exec")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from sparsescan import CSRChain
 from sparsescan.execution.cuda.chunks import (
     H100,
     ChunkForm,
-    Multiprocessors,
     chunk_count,
     in_one_launch,
     multiprocessors_of,
@@ -154,15 +152,6 @@ def check(
     assert_within(gradients, expected, chain.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("steps", "chunk"), [(1, 1), (1, 4), (5, 1), (6, 3), (7, 3), (8, 9)])
-@pytest.mark.parametrize("local", [False, True])
-def test_chunks(cupy: Any, dtype: Any, steps: int, chunk: int, local: bool) -> None:
-    grad, chain = chain_of("dense", steps, 2, 3, dtype, chunk)
-    local_grads = locals_of(steps, grad) if local else None
-    check(scan(cupy, grad, chain, chunk, local_grads), grad, chain, local_grads)
-
-
 @pytest.mark.parametrize("tables", [False, True])
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("batch", [None, 3])
@@ -195,13 +184,6 @@ def test_patterns(cupy: Any, dtype: Any, structure: str) -> None:
     grad, chain = chain_of(structure, 7, 3, 9, dtype, 2)
     local = locals_of(7, grad)
     check(scan(cupy, grad, chain, 3, local), grad, chain, local)
-
-
-def test_steps_without_entries(cupy: Any) -> None:
-    grad = np.ones((2, 3), np.float32)
-    chain = CSRChain(np.zeros((4, 2, 0), np.float32), np.zeros(0, int), np.zeros(4, int), (3, 3))
-    local = locals_of(4, grad)
-    check(scan(cupy, grad, chain, 2, local), grad, chain, local)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -277,28 +259,6 @@ def test_columns_may_explode_and_decay_beside_each_other(cupy: Any) -> None:
     np.testing.assert_array_equal(gradients[:, 0, 1], np.ldexp(np.float32(1), -powers))
 
 
-def test_a_column_of_zeros_beside_a_decaying_one(cupy: Any) -> None:
-    """Its entry of the gradient, by far the largest, is no measure for the others."""
-    chain = CSRChain(np.zeros((26, 1, 2), np.float32), [0, 1], [0, 1, 2], (2, 2))
-    chain.data[:, :, 1] = 2.0**-8
-    grad = np.array([[2.0**100, 2.0**90]], np.float32)
-    gradients, repaired = scan(cupy, grad, chain, 25)
-    assert not repaired
-    np.testing.assert_array_equal(gradients[1:, 0, 0], 0)
-    np.testing.assert_array_equal(
-        gradients[:, 0, 1], np.ldexp(np.float32(1), 90 - 8 * np.arange(27))
-    )
-
-
-def test_one_entry_of_a_column_may_be_far_below_the_others(cupy: Any) -> None:
-    """It is outside the band in every step, the column is not."""
-    grad = np.ones((1, 4), np.float32)
-    data = np.full((9, 1, 4, 4), 0.25, np.float32)
-    data[:, :, 3] = 1e-9
-    chain = CSRChain(data.reshape(9, 1, 16), np.tile(np.arange(4), 4), np.arange(0, 17, 4), (4, 4))
-    check(scan(cupy, grad, chain, 4), grad, chain)
-
-
 def test_a_local_gradient_after_long_decay(cupy: Any) -> None:
     """Gradients from before are far below the range by then, and no reason to repair anything."""
     grad, chain = chain_of("dense", 40, 1, 3, np.float32, 7)
@@ -306,25 +266,6 @@ def test_a_local_gradient_after_long_decay(cupy: Any) -> None:
     local: list[Any] = [None] * 41
     local[2] = local[19] = local[35] = np.ones_like(grad)
     check(scan(cupy, grad, chain, 20, local, tables=True), grad, chain, local)
-
-
-def test_local_gradients_grow_and_decay(cupy: Any) -> None:
-    """Their sum in a chunk leaves the band of products, but has no exponent."""
-    grad, chain = chain_of("dense", 24, 1, 3, np.float32, 10)
-    chain.data[:8] *= np.float32(2.0**9)
-    chain.data[8:16] *= np.float32(2.0**-9)
-    grad[:] = 0
-    local: list[Any] = [None] * 25
-    local[1] = local[9] = np.ones_like(grad)
-    check(scan(cupy, grad, chain, 8, local, tables=True), grad, chain, local)
-
-
-def test_gradients_with_entries_far_from_each_other(cupy: Any) -> None:
-    chain = CSRChain(np.ones((6, 1, 2), np.float32), [0, 1], [0, 1, 2], (2, 2))
-    grad = np.array([[2.0**100, 2.0**-80]], np.float32)
-    gradients, repaired = scan(cupy, grad, chain, 2)
-    assert not repaired
-    np.testing.assert_array_equal(gradients, np.broadcast_to(grad, gradients.shape))
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
@@ -403,13 +344,6 @@ def test_a_device_has_as_many_chunks_as_it_has_room_for(cupy: Any) -> None:
     assert own.number == cupy.cuda.Device().attributes["MultiProcessorCount"]
     assert own.registers >= 1 << 16
     assert 1 <= chunk_count(30_000, 16, form, own) <= 30_000
-
-
-def test_what_a_device_does_not_say_is_as_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    about = {"MultiProcessorCount": 40, "MaxThreadsPerMultiProcessor": 1024, "MaxPitch": 5}
-    device = types.SimpleNamespace(id=12345, attributes=about)
-    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda: device))
-    assert multiprocessors_of(cupy) == Multiprocessors(40, threads=1024)
 
 
 @pytest.mark.skipif(SIMULATED, reason="there is no code for a device")

@@ -34,7 +34,7 @@ from sparsescan.chains.grads import LocalGrads, check_places, read_grad
 from sparsescan.chains.reading import is_stack, length
 from sparsescan.chains.steps import pattern_of
 from sparsescan.kernels.cuda import device as _device
-from sparsescan.kernels.cuda.checks import check_kernel, is_safe
+from sparsescan.kernels.cuda.checks import check_kernel
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -324,51 +324,6 @@ def test_arrays_of_other_libraries_are_not_copied(cupy: Any, number: int) -> Non
     assert local.device == number
 
 
-def test_index_arrays_on_either_side(cupy: Any) -> None:
-    matrix = csr(3, 4)
-    values = cupy.asarray(draw(6, matrix.nnz))
-    for indices in (matrix.indices, cupy.asarray(matrix.indices), matrix.indices.tolist()):
-        for indptr in (matrix.indptr, cupy.asarray(matrix.indptr), matrix.indptr.tolist()):
-            batched = BatchedCSR(values, indices, indptr, (3, 4))
-            assert batched.pattern is Pattern(matrix.indptr, matrix.indices, (3, 4))
-            assert batched.data is values
-    # Values of the host with index arrays of a device.
-    on_host = BatchedCSR(values.get(), cupy.asarray(matrix.indices), matrix.indptr, (3, 4))
-    assert type(on_host.data) is np.ndarray
-    with device(cupy):
-        elsewhere = cupy.asarray(matrix.indptr)
-    with pytest.raises(DeviceError, match=r"BatchedCSR indices is on device 0, BatchedCSR indptr"):
-        BatchedCSR(values, cupy.asarray(matrix.indices), elsewhere, (3, 4))
-
-
-def test_a_sample_of_a_batch(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import cupyx.scipy.sparse
-
-    if not hasattr(cupyx.scipy.sparse, "csr_array"):
-        pytest.skip("this version of CuPy has no csr_array")
-    matrix = csr(3, 4)
-    with device(cupy, cupy.cuda.runtime.getDeviceCount() - 1):
-        values = cupy.asarray(draw(6, matrix.nnz))
-    batched = BatchedCSR(values, matrix.indices, matrix.indptr, matrix.shape)
-    assert (batched.batch, batched.nnz, batched.dtype, batched.shape) == (
-        6,
-        matrix.nnz,
-        F64,
-        (3, 4),
-    )
-    sample = batched[2]
-    assert {sample.indices.device.id, sample.indptr.device.id} == {values.device.id}
-    assert type(sample) is cupyx.scipy.sparse.csr_array
-    assert sample.data.data.ptr == values.data.ptr + 2 * matrix.nnz * 8
-    matrix.data = values.get()[2]
-    np.testing.assert_array_equal(sample.get().toarray(), matrix.toarray())
-    monkeypatch.delattr(cupyx.scipy.sparse, "csr_array")
-    assert type(batched[2]) is cupyx.scipy.sparse.csr_matrix
-    on_host = BatchedCSR(values.get(), matrix.indices, matrix.indptr, matrix.shape)[2]
-    assert type(on_host) is sp.csr_array
-    np.testing.assert_array_equal(on_host.toarray(), matrix.toarray())
-
-
 # -- Index arrays on a device ---------------------------------------------------------------------
 
 
@@ -417,17 +372,6 @@ def test_what_was_learnt_of_index_arrays_goes_with_them(cupy: Any) -> None:
         del indices, indptr
         assert len(containers._orders) == known
     assert len(ids) < 200  # some came twice, of arrays with another column
-
-
-@simulated
-def test_the_check_runs_where_the_arrays_are(cupy: Any, launches: list[Any]) -> None:
-    with cupy.cuda.Device(1):
-        matrix = put(cupy, csr(3, 4))
-        stream = cupy.cuda.Stream(non_blocking=True)
-        stream.use()
-    Chain(1).read([matrix])
-    assert [(launch.device, launch.stream) for launch in launches] == [(1, stream.ptr)]
-    assert cupy.cuda.Device().id == 0
 
 
 def test_index_arrays_are_followed_as_they_were_checked(
@@ -495,17 +439,6 @@ def test_the_kernel_finds_a_fault_at_every_place(cupy: Any, dtype: Any) -> None:
             assert faults(indptr, bad) == {1}
 
 
-@simulated
-def test_the_grid_of_the_check(cupy: Any, launches: list[Any]) -> None:
-    for size in (0, 1, 31, 40, 700):
-        indices = cupy.asarray(np.arange(size, dtype=np.int32))
-        assert is_safe(cupy.asarray(np.array([0, size], np.int32)), indices, size)
-        assert launches[-1].threads % 32 == 0
-        assert launches[-1].threads <= 256
-        assert launches[-1].blocks * launches[-1].threads >= size
-        assert not is_safe(cupy.asarray(np.array([0, size + 1], np.int32)), indices, size)
-
-
 INDEX_DTYPES = ("i4", "i8", "u4", "u8", "i2", "u1", "f8", "?")
 
 
@@ -529,76 +462,6 @@ def test_faults_are_found_and_named_as_on_the_host(cupy: Any, matrix: Any) -> No
     indptr, indices, shape = matrix.indptr, matrix.indices, matrix.shape
     expected = outcome(cupy, indptr, indices, shape)
     assert outcome(cupy, cupy.asarray(indptr), cupy.asarray(indices), shape) == expected
-
-
-FAULTS = {
-    "starts at 1; expected 0": ([1, 2, 4], [0, 1, 0, 2]),
-    "falls after row 0": ([0, -1, 4], [0, 1, 0, 2]),
-    "ends at 5; expected 4": ([0, 2, 5], [0, 1, 0, 2]),
-    "index 3 in row 1; expected columns 0 to 2": ([0, 2, 4], [0, 1, 0, 3]),
-    "index -1 in row 0; expected": ([0, 2, 4], [0, -1, 0, 2]),
-    "indptr of 2 entries; expected 3 for 2 rows": ([0, 4], [0, 1, 0, 2]),
-    "indptr beyond the range of int64": (np.array([0, 2**63, 4], np.uint64), [0, 1, 0, 2]),
-    "indices of dtype float64; expected integers": ([0, 2, 4], [0.0, 1.0, 0.0, 2.0]),
-    "indices of shape (2, 2); expected one dim": ([0, 2, 4], [[0, 1], [0, 2]]),
-}
-
-
-@pytest.mark.parametrize("dtype", ["i4", "i8"])
-@pytest.mark.parametrize("message", FAULTS)
-def test_faults_in_words(cupy: Any, message: str, dtype: str) -> None:
-    import cupyx.scipy.sparse
-
-    indptr, indices = (np.asarray(array) for array in FAULTS[message])
-    if indptr.dtype.kind == "i":
-        indptr = indptr.astype(dtype)
-    good = csr(3, 2)
-    matrix = cupyx.scipy.sparse.csr_matrix((2, 3))
-    matrix.data = cupy.zeros(4)
-    matrix.indptr, matrix.indices = cupy.asarray(indptr), cupy.asarray(indices)
-    for call in (
-        lambda: Chain(2).read([matrix, put(cupy, good)]),
-        lambda: Chain(1).read([matrix], [Pattern.dense((2, 3))]),
-        lambda: pattern_of(0, matrix),
-    ):
-        with pytest.raises(SparseScanError) as caught:
-            call()
-        assert str(caught.value).startswith("jacobians[0] has ")
-        assert message in str(caught.value)
-    with pytest.raises(SparseScanError) as caught:
-        BatchedCSR(cupy.zeros((2, 4)), matrix.indices, matrix.indptr, (2, 3))
-    assert str(caught.value).startswith("BatchedCSR has ")
-    assert message in str(caught.value)
-
-
-@every_device
-def test_unsorted_and_duplicate_columns_are_summed_on_a_copy(cupy: Any, number: int) -> None:
-    import cupyx.scipy.sparse
-
-    indptr, indices = np.array([0, 3, 3, 9, 9]), np.array([2, 0, 2, 1, 1, 0, 1, 1, 1])
-    values = np.ldexp(1.0, np.arange(9))  # sums of them tell which were summed
-    dense = np.zeros((4, 4))
-    np.add.at(dense, (np.repeat(np.arange(4), np.diff(indptr)), indices), values)
-    with device(cupy, number):
-        arrays = [cupy.asarray(array) for array in (values, indices, indptr)]
-        batched = BatchedCSR(cupy.asarray(np.stack([values, 2 * values])), *arrays[1:], (4, 4))
-        steps = CSRChain(cupy.asarray(np.stack([values, 2 * values])[:, None]), *arrays[1:], (4, 4))
-        matrix = cupyx.scipy.sparse.csr_matrix(tuple(arrays), (4, 4))
-    expected = sp.csr_array(dense)
-    assert batched.pattern is steps.pattern is Pattern(expected.indptr, expected.indices, (4, 4))
-    np.testing.assert_array_equal(batched.data.get(), [expected.data, 2 * expected.data])
-    np.testing.assert_array_equal(steps.data.get()[:, 0], [expected.data, 2 * expected.data])
-    chain = Chain(2)
-    waits = state.waits
-    patterns = chain.read([matrix, matrix])
-    with device(cupy, number):
-        matrix.data *= 4
-    chain.read([matrix, matrix], patterns)
-    assert state.waits == waits
-    assert chain.device == number
-    assert_equal(all_values(cupy, chain, patterns), [4 * expected.data[None]] * 2)
-    np.testing.assert_array_equal(matrix.data.get(), 4 * values)
-    np.testing.assert_array_equal(arrays[1].get(), indices)
 
 
 # -- One place ------------------------------------------------------------------------------------
@@ -661,19 +524,6 @@ def test_all_input_lies_on_one_device(cupy: Any) -> None:
         assert str(caught.value).startswith(f"{message}; expected all on one device")
 
 
-def test_the_device_of_an_empty_chain(cupy: Any) -> None:
-    number = cupy.cuda.runtime.getDeviceCount() - 1
-    with device(cupy, number):
-        empty, values = cupy.zeros((0, 3, 3)), cupy.zeros((0, 4))
-    for jacobians in (empty, CSRChain(values, [0, 0, 1, 1], [0, 1, 3, 4], (3, 3))):
-        chain = Chain(0)
-        assert list(chain.read(jacobians)) == []
-        assert chain.device == number
-        chain.device = None
-        chain.read(jacobians, [])
-        assert chain.device == number
-
-
 # -- Errors are those of the host -----------------------------------------------------------------
 
 BAD_CHAINS = {
@@ -700,44 +550,6 @@ def test_bad_chains(cupy: Any, name: str) -> None:
             Chain(length(jacobians)).read(jacobians)
         messages.append((type(caught.value), str(caught.value)))
     assert messages[0] == messages[1]
-
-
-@pytest.mark.parametrize("shape", [(), (2,), (3, 4), (2, 3, 4), (2, 2)])
-@pytest.mark.parametrize("batch", [None, 3])
-def test_bad_gradients(cupy: Any, shape: tuple[int, ...], batch: int | None) -> None:
-    messages = []
-    for grad in (draw(*shape), put(cupy, draw(*shape)), Foreign(put(cupy, draw(*shape)))):
-        with pytest.raises(InputError) as caught:
-            read_grad(grad, 3, batch)
-        messages.append(str(caught.value))
-    assert len(set(messages)) == 1
-    with pytest.raises(InputTypeError, match="grad has dtype int64; expected float32 or float64"):
-        read_grad(cupy.zeros(3, np.int64), 3, None)
-
-
-def test_data_that_does_not_fit_its_indices(cupy: Any) -> None:
-    matrix = put(cupy, csr(3, 4))
-    matrix.data = cupy.zeros(matrix.nnz + 1)
-    with pytest.raises(InputError, match=r"jacobians\[0\] has data of shape .*, as its indices"):
-        Chain(1).read([matrix])
-    matrix.data = cupy.zeros(matrix.indices.size, np.int32)
-    with pytest.raises(InputTypeError, match=r"jacobians\[0\] has dtype int32"):
-        Chain(1).read([matrix])
-    with pytest.raises(InputError, match="CSRChain has data of shape"):
-        CSRChain(cupy.zeros((2, 3)), matrix.indices, matrix.indptr, (3, 4))
-    with pytest.raises(InputTypeError, match="BatchedCSR data has dtype int32"):
-        BatchedCSR(cupy.zeros((2, 3), np.int32), matrix.indices, matrix.indptr, (3, 4))
-
-
-def test_other_sparse_formats(cupy: Any) -> None:
-    import cupyx.scipy.sparse
-
-    coo = cupyx.scipy.sparse.coo_matrix((3, 3))
-    with pytest.raises(InputTypeError, match=r"jacobians\[0\] is a coo_matrix; expected CSR: conv"):
-        Chain(1).read([coo])
-    for matrix in (coo, put(cupy, csr(3, 3))):
-        with pytest.raises(InputTypeError, match=r"jacobians is a c.*; expected a sequence of Jac"):
-            length(matrix)
 
 
 @simulated
@@ -807,18 +619,6 @@ def test_convert(cupy: Any, form: str, dtype: np.dtype[Any]) -> None:
     assert chain.device == number
 
 
-def test_convert_what_is_of_two_dtypes(cupy: Any) -> None:
-    narrow, wide = cupy.asarray(draw(3, 3, dtype=F32)), cupy.asarray(draw(3, 3))
-    chain = Chain(2)
-    patterns = chain.read([narrow, wide])
-    assert chain.dtype == F64
-    chain.convert(F64)
-    assert chain.leaves[1, 0] == wide.data.ptr
-    assert chain.leaves[0, 0] != narrow.data.ptr
-    expected = [array.get().reshape(1, 9) for array in (narrow, wide)]
-    assert_equal(all_values(cupy, chain, patterns), expected)
-
-
 class Transfers:
     """Counts copies from the host."""
 
@@ -866,17 +666,6 @@ def test_upload_promotes_and_shares(cupy: Any, monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_array_equal(values[4][0], wide.data)
     chain.convert(F64)
     assert len(set(chain.leaves[:, 0].tolist())) == 2
-
-
-def test_nothing_to_upload(cupy: Any) -> None:
-    for jacobians in ([], np.zeros((0, 3, 3))):
-        chain = Chain(0)
-        chain.read(jacobians)
-        chain.upload()
-    local = LocalGrads(None, 2, [3, 3], ())
-    local.upload()
-    assert not local.given
-    assert local.device is None
 
 
 # -- Local gradients ------------------------------------------------------------------------------
@@ -1010,28 +799,6 @@ def test_bad_local_gradients(cupy: Any) -> None:
 # -- What kernels were launched -------------------------------------------------------------------
 
 
-@simulated
-def test_launches_are_put_off_while_a_stream_captures(cupy: Any, launches: list[Any]) -> None:
-    kernel = check_kernel(np.dtype(np.int32))
-    indptr = cupy.asarray(np.array([1, 2], np.int32))
-    indices, fault = cupy.zeros(2, np.int32), cupy.zeros(1, np.int32)
-    arguments = indptr.data.ptr, 1, indices.data.ptr, 2, 3, fault.data.ptr
-    stream = cupy.cuda.Stream(non_blocking=True)
-    stream.begin_capture()
-    sys.modules["sparsescan.kernels.cuda.checks"].launch(kernel, 1, 2, stream.ptr, *arguments)
-    _device.launch(kernel, 0, 2, stream.ptr, *arguments)  # no blocks, no launch
-    graph = stream.end_capture()
-    assert fault.get().tolist() == [0]
-    graph.launch(stream)
-    assert fault.get().tolist() == [1]
-    indptr.set(np.array([0, 2], np.int32))
-    fault.fill(0)
-    graph.launch(stream)
-    assert fault.get().tolist() == [0]
-    names = [(launch.kernel, launch.captured) for launch in launches]
-    assert names == [("check_indices", True), ("graph", False), ("graph", False)]
-
-
 def test_importing_imports_no_cuda() -> None:
     import subprocess
 
@@ -1041,16 +808,3 @@ def test_importing_imports_no_cuda() -> None:
         "assert not {'cupy', 'numba.cuda', 'sparsescan.kernels.cuda.device'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_layers_compute_on_any_device(cupy: Any) -> None:
-    from sparsescan.jacobians import MaxPool2d
-
-    layer = MaxPool2d(2, input_shape=(1, 4, 4))  # which keeps index arrays
-    x = draw(1, 4, 4)
-    expected = layer.values(x)
-    for number in (0, 1, 0):
-        with device(cupy, number):
-            values = layer.values(cupy.asarray(x))
-            assert values.device.id == number
-        np.testing.assert_array_equal(values.get(), expected)

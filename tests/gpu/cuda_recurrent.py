@@ -214,31 +214,6 @@ def test_few_launches_however_many_steps(launches: list[fake_cupy.Launch], cupy:
     assert {launch.blocks for launch in launches} == {6}
 
 
-@simulated
-def test_work_is_where_the_input_is(cupy: Any, launches: list[fake_cupy.Launch]) -> None:
-    net, host = RNN(3, 3, dtype=F8, rng=0), RNN(3, 3, dtype=F8, rng=0)
-    arguments = arguments_of(np.random.default_rng(0), net, 3, 2, F8)
-    expected = gradients_of(host.training_step(), *arguments)
-    with cupy.cuda.Device(1):
-        put(cupy, net)
-        x, state, _, above, carry = (a if a is None else cupy.asarray(a) for a in arguments)
-    actual = gradients_of(net.training_step(), x, state, None, above, carry)
-    assert {launch.device for launch in launches} == {1}
-    assert {array.device.id for array in actual.values()} == {1}
-    agree({name: array.get() for name, array in actual.items()}, expected, F8)
-
-
-@pytest.mark.parametrize(("steps", "batch"), [(0, 3), (4, 0), (0, 0)])
-def test_nothing(cupy: Any, steps: int, batch: int) -> None:
-    net = LSTM(3, 4, 2, bidirectional=True, rng=0)
-    arguments = arguments_of(np.random.default_rng(0), net, steps, batch, F4)
-    actual = on_device(cupy, net, arguments)
-    assert actual["output"].shape == (steps, batch, 8)
-    assert np.array_equal(actual["last"], arguments[1])
-    assert np.array_equal(actual["state"], arguments[4])
-    assert all(not actual[name].any() for name in net.params)
-
-
 def check_filling(cupy: Any, net: Any, rng: np.random.Generator) -> None:
     """Compare results whatever stands in steps that a sample does not have."""
     x, state, _, above, carry = arguments_of(rng, net, 5, 4, F8)
@@ -312,13 +287,6 @@ def test_what_only_hosts_have_is_refused(cupy: Any) -> None:
     for each in options:
         with pytest.raises(InputError, match=r"return_states is .*, and x is on a device"):
             net.training_step(**each).forward(x)
-
-
-def test_units_that_are_too_many_are_refused(cupy: Any) -> None:
-    net = LSTM(1, 1300, dtype=F4, rng=0)
-    put(cupy, net)
-    with pytest.raises(InputError, match=r"hidden_size is 1300; in float32 .* 48 KiB"):
-        net.training_step().forward(cupy.asarray(np.zeros((1, 1, 1), F4)))
 
 
 @pytest.mark.parametrize("name", CELLS)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import fake_cupy
 import numpy as np
 import pytest
-import torch
 from cuda_cells import CELLS, HELD, ROUNDS, STREAMED, network, run_in_python_or_if
 from cuda_recurrent import agree, on_device, put, simulated
 from hypothesis import given, settings
@@ -18,11 +16,9 @@ from on_device import IN_PYTHON, cupy_or_stand_in
 from recurrent_steps import arguments_of, networks
 from sampling import examples
 
-import sparsescan.torch
 from sparsescan.errors import DeviceError, InputError, InputTypeError
 from sparsescan.recurrent import GRU, LSTM, RNN
 from sparsescan.recurrent import device as recurrent_device
-from sparsescan.torch.calls import recurrent_op as op
 
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -109,26 +105,6 @@ def test_memory_is_what_is_said(cupy: Any) -> None:
     assert step.nbytes + beside <= taken <= step.nbytes + beside + 512 * 28
 
 
-@pytest.mark.parametrize(("steps", "batch"), [(0, 3), (4, 0), (0, 0)])
-def test_nothing(cupy: Any, steps: int, batch: int) -> None:
-    net = LSTM(3, 4, 2, bidirectional=True, rng=0)
-    arguments = arguments_of(np.random.default_rng(0), net, steps, batch, F4)
-    actual = on_device(cupy, net, (*arguments, np.ones((steps, batch), bool)))
-    assert actual["output"].shape == (steps, batch, 8)
-    assert np.array_equal(actual["last"], arguments[1])
-    assert all(not actual[name].any() for name in net.params)
-
-
-def test_without_an_axis_of_samples(cupy: Any) -> None:
-    net = GRU(3, 3, dtype=F8, rng=0)
-    x, state, _, above, carry = arguments_of(np.random.default_rng(0), net, 5, 1, F8)
-    resets = np.array([[0], [1], [0], [0], [1]], bool)
-    batched = on_device(cupy, net, (x, state, None, above, carry, resets))
-    given = (cupy.asarray(each[:, 0]) for each in (x, state))
-    output, _ = net.training_step().forward(*given, resets=cupy.asarray(resets[:, 0]))
-    np.testing.assert_array_equal(output.get(), batched["output"][:, 0])
-
-
 def test_an_episode_does_not_see_another(cupy: Any) -> None:
     rng = np.random.default_rng(1)
     net = GRU(3, 3, 2, bidirectional=True, dtype=F8, rng=0)
@@ -157,38 +133,3 @@ def test_what_is_wrong_is_said(cupy: Any) -> None:
         step.forward(x, resets=flags.astype(np.int64))
     with pytest.raises(InputError, match=r"resets has shape \(2, 2\); expected \(T, batch\)"):
         step.forward(x, resets=flags[:2])
-
-
-@simulated
-@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
-def test_modules_of_pytorch(cupy: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """With arrays on the device in the place of tensors, which lie there with a GPU only."""
-    run_in_python_or_if(kind == "GRU")
-    torch.manual_seed(0)
-    module = getattr(sparsescan.torch, kind)(3, 2, 2, bidirectional=True, dtype=torch.float64)
-    x = torch.randn(4, 3, 3, dtype=torch.float64, requires_grad=True)
-    resets, results = torch.rand(4, 3) < 0.4, []
-    given, flags = (
-        torch.nn.utils.rnn.pack_padded_sequence(each, [4, 1, 3], enforce_sorted=False)
-        for each in (x, resets)
-    )
-
-    def run() -> None:
-        output = module(given, resets=flags)[0].data
-        for _ in range(2):
-            sources = [x, *module.parameters()]
-            grads = torch.autograd.grad((output**2).sum(), sources, retain_graph=True)
-            results.append(
-                {str(k): each.detach().numpy() for k, each in enumerate([output, *grads])}
-            )
-
-    def array(tensor: Any) -> Any:
-        return None if tensor is None else cupy.asarray(tensor.detach().numpy())
-
-    run()
-    monkeypatch.setattr(op, "array_of", array)
-    monkeypatch.setattr(op, "tensor_of", lambda array: torch.from_numpy(array.get()))
-    monkeypatch.setattr(op, "_steps", OrderedDict())
-    run()
-    for each in results[1:]:
-        agree(each, results[0], F8)

@@ -21,7 +21,6 @@ from on_device import (
     chain_on,
     cupy_or_stand_in,
     jacobians_on,
-    run_as_compiled_if,
     to_host,
 )
 from oracles import (
@@ -154,47 +153,6 @@ def test_any_products_may_be_stored_densely(cupy: Any, flags: list[int], data: A
     assert not any(flags)
 
 
-@pytest.mark.parametrize("size", [4, BLAS_SIZE if SIMULATED else 12])
-@pytest.mark.parametrize("dense", [[(1, 3)], [(3, 5)], [(1, 3), (3, 5)]])
-def test_dense_operands_of_a_product_that_is_stored_sparsely(
-    cupy: Any, flags: list[int], dense: list[tuple[int, int]], size: int
-) -> None:
-    """Operands store what is known to be zero, for which the product has no place."""
-    run_as_compiled_if(size == 4 or len(dense) == 2)
-    rng, blocks = np.random.default_rng(), np.kron(np.eye(3), np.ones((size, size)))
-    # Blocks of a diagonal, of which some are in other columns: the products have them, too.
-    masks = [np.roll(blocks, size * int(rng.integers(3)), axis=1) for _ in range(5)]
-    masks[1] = masks[1] * (rng.random(blocks.shape) < 0.7)
-    steps = [sp.csr_array(m * rng.standard_normal(m.shape)) for m in masks]
-    patterns = [Pattern(step.indptr, step.indices, step.shape) for step in steps]
-    levels = [
-        ("pairs", [[(1, 2, 3)], [(3, 4, 5)]]),
-        ("all", [[(1, 3, 5)]]),
-        ("gradients", [[(0, 1, 2)], [(0, 1, 3)], [(0, 1, 5)]]),
-        ("the last", [[(0, 3, 4)]]),
-    ]
-    schedule = Schedule.from_levels(5, levels)
-    plan = ScanPlan(patterns, PlanChoice(schedule, frozenset(dense)))
-    grad = rng.standard_normal(3 * size)
-    gradients = plan.exclusive_scan(cupy.asarray(grad), jacobians_on(cupy, steps))
-    assert_within(to_host(gradients), sequential(grad, steps), np.float64)
-    assert not any(flags)
-
-
-def test_empty_rows_of_a_product_that_is_stored_densely(cupy: Any, flags: list[int]) -> None:
-    rng = np.random.default_rng()
-    sparse = sp.csr_array(rng.standard_normal((5, 5)) * (np.arange(5) % 2)[:, None])
-    jacobians = [rng.standard_normal((5, 5)) for _ in range(4)]
-    jacobians[2] = sparse
-    plan = ScanPlan(patterns_of(jacobians), PlanChoice(Schedule.blelloch(4), frozenset({(2, 4)})))
-    grad = rng.standard_normal(5)
-    result = plan.inclusive_scan(cupy.asarray(grad), jacobians_on(cupy, jacobians))
-    assert_within(
-        to_host(result), sequential(grad, jacobians, inclusive=True), np.dtype(np.float64)
-    )
-    assert flags == [0]
-
-
 @pytest.mark.parametrize("schedule", ["linear", "blelloch"])
 @pytest.mark.parametrize("batch", [None, 3])
 def test_patterns_that_take_turns(cupy: Any, schedule: str, batch: int | None) -> None:
@@ -275,27 +233,6 @@ def test_rows_of_all_lengths(cupy: Any, schedule: Any, batch: int | None) -> Non
         assert_within(to_host(result), expected, np.float64)
 
 
-@pytest.mark.parametrize("size", [1, 9, 13])
-def test_sparse_products_that_are_diagonal(cupy: Any, size: int) -> None:
-    """A permutation and its inverse, which no kind of matrix that has kernels would be."""
-    rng = np.random.default_rng(size)
-    shift = sp.csr_array(np.roll(np.eye(size), 1, axis=0))
-    if size == 1:
-        shift = sp.csr_array(np.ones((1, 3)))
-    steps = [shift, shift.T.tocsr()] * 3
-    for step in steps:
-        step.data = rng.standard_normal(step.nnz)
-    steps = [
-        sp.csr_array((rng.standard_normal(s.nnz), s.indices, s.indptr), s.shape) for s in steps
-    ]
-    grad = rng.standard_normal(steps[0].shape[1])
-    for schedule in ("blelloch", Schedule.truncated(6, 1)):
-        result = sparsescan.exclusive_scan(
-            cupy.asarray(grad), jacobians_on(cupy, steps), schedule=schedule
-        )
-        assert_within(to_host(result), sequential(grad, steps), np.float64)
-
-
 def test_runs_that_begin_with_steps_that_samples_share(
     monkeypatch: pytest.MonkeyPatch, cupy: Any
 ) -> None:
@@ -316,30 +253,6 @@ def test_runs_that_begin_with_steps_that_samples_share(
     for _ in range(3):
         result = plan.exclusive_scan(*on_device)
         assert_within(to_host(result), sequential(grad, steps), np.float64)
-
-
-def test_a_reversed_view_is_read_where_it_lies(cupy: Any) -> None:
-    rng = np.random.default_rng(2)
-    steps, grad = rng.standard_normal((7, 2, 3, 3)), rng.standard_normal((2, 3))
-    on_device = cupy.asarray(steps)
-    for schedule in every_schedule(7):
-        result = sparsescan.exclusive_scan(cupy.asarray(grad), on_device[::-1], schedule=schedule)
-        assert_within(to_host(result), sequential(grad, steps[::-1]), np.float64)
-
-
-@pytest.mark.parametrize("local", ["list", "stack"])
-def test_local_gradients_as_a_list_or_one_array(cupy: Any, local: str) -> None:
-    rng = np.random.default_rng(3)
-    steps, grad = rng.standard_normal((6, 2, 3, 3)), rng.standard_normal((2, 3))
-    added = rng.standard_normal((7, 2, 3))
-    on_device = cupy.asarray(added)
-    given_local = on_device if local == "stack" else [on_device[k] for k in range(7)]
-    for schedule in every_schedule(6):
-        result = sparsescan.inclusive_scan(
-            cupy.asarray(grad), cupy.asarray(steps), local_grads=given_local, schedule=schedule
-        )
-        expected = sequential(grad, steps, added, inclusive=True)
-        assert_within(to_host(result), expected, np.float64)
 
 
 def test_layers_back_propagate_on_the_device(cupy: Any) -> None:
@@ -374,33 +287,6 @@ on_device = pytest.mark.usefixtures("scans_on_device")
 
 
 @on_device
-@pytest.mark.parametrize("form", ["csr", *slow("dense", "batched csr")])
-def test_an_exploding_block_leaves_the_decaying_one_right(form: str) -> None:
-    ranges.check_an_exploding_block_leaves_the_decaying_one_right(form, 1e6, 1e-6)
-
-
-@on_device
-@pytest.mark.parametrize("kind", [*slow("csr", "dense"), "diagonal"])
-@pytest.mark.parametrize("local", [True, *slow(False)])
-def test_huge_and_tiny_steps(kind: str, local: bool) -> None:
-    ranges.check_huge_and_tiny_steps(16, kind, None, local, "f4", 1e30)
-
-
-@pytest.mark.slow
-@on_device
-@pytest.mark.parametrize("kind", ranges.KINDS)
-def test_subnormal_values(kind: str) -> None:
-    ranges.check_subnormal_values(kind, count=True)
-
-
-@on_device
-@settings(max_examples=examples(15))
-@given(ranges.of_alternating_scale())
-def test_steps_of_alternating_scale(chain: Any) -> None:
-    ranges.check_steps_of_alternating_scale(chain)
-
-
-@on_device
 @settings(max_examples=examples(15))
 @given(st.data())
 def test_finite_wherever_the_linear_scan_is(data: Any) -> None:
@@ -431,18 +317,6 @@ def test_nan_and_inf(bad: float, data: Any) -> None:
     ranges.check_nan_and_inf_reach_what_they_reach_in_the_linear_scan(bad, data)
 
 
-@on_device
-@pytest.mark.parametrize("form", ["csr", "diagonal", "dense"])
-def test_what_is_not_finite_stays_where_no_entry_leads_on(form: str) -> None:
-    ranges.check_what_is_not_finite_stays_where_no_entry_leads_on(form, np.nan)
-
-
-@on_device
-@pytest.mark.parametrize("check", ranges.SMALL_CHECKS)
-def test_small_chains(check: Any) -> None:
-    check()
-
-
 # ---------------------------------------------------------------------------------------------
 # Launches, graphs and streams
 # ---------------------------------------------------------------------------------------------
@@ -456,14 +330,6 @@ def scan_often(cupy: Any, launches: list[Any], schedule: Schedule, size: int, ru
         launches.clear()
         plan.exclusive_scan(grad, values)
         yield list(launches)
-
-
-@simulated
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 16, 33, 100])
-@pytest.mark.parametrize("size", [1, 2])
-def test_launches_of_blelloch(cupy: Any, launches: Any, n: int, size: int) -> None:
-    (log,) = scan_often(cupy, launches, Schedule.blelloch(n), size)
-    assert len(log) <= 2 * int(np.ceil(np.log2(n + 1))) + 1
 
 
 @simulated
@@ -758,14 +624,6 @@ def test_a_stream_that_captures(cupy: Any) -> None:
 
 
 @simulated
-def test_two_devices(cupy: Any) -> None:
-    with cupy.cuda.Device(1):
-        steps = cupy.asarray(np.ones((3, 2, 2)))
-    with pytest.raises(DeviceError, match="device 1"):
-        sparsescan.exclusive_scan(cupy.asarray(np.ones(2)), steps)
-
-
-@simulated
 @pytest.mark.parametrize("schedule", ["blelloch", Schedule.chunked(8, 3)], ids=repr)
 def test_memory_that_the_device_does_not_have(cupy: Any, launches: Any, schedule: Any) -> None:
     import fake_cupy
@@ -864,23 +722,6 @@ def test_two_large_steps_that_samples_share(cupy: Any) -> None:
     assert_within(to_host(result), sequential(grad, steps), np.float64)
 
 
-def test_without_a_gradient_local_gradients_say_where(cupy: Any) -> None:
-    """Zeros are made on their device, and in host memory if they are there."""
-    rng = np.random.default_rng(2)
-    jacobians, local = rng.standard_normal((6, 3, 3)), rng.standard_normal((6, 2, 3))
-    expected = sequential(np.zeros((2, 3)), jacobians, list(local))
-    plan = sparsescan.plan(jacobians, device="cuda")
-    assert_within(plan.exclusive_scan(None, jacobians, local_grads=local), expected, np.float64)
-    there = cupy.asarray(jacobians), cupy.asarray(local)
-    for given_there in (there[1], [None, *there[1][1:]]):
-        gradients = plan.exclusive_scan(None, there[0], local_grads=given_there)
-        assert isinstance(gradients, cupy.ndarray)
-    gradients = sparsescan.exclusive_scan(None, there[0], local_grads=there[1])
-    assert_within(to_host(gradients), expected, np.float64)
-    with pytest.raises(DeviceError, match="device is 'cpu', but local_grads is on a CUDA device"):
-        sparsescan.exclusive_scan(None, jacobians, local_grads=there[1], device="cpu")
-
-
 def test_a_plan_chooses_for_where_the_data_is(cupy: Any) -> None:
     """One of bare patterns runs in both places, and prints what it is predicted to take there."""
     rng = np.random.default_rng(5)
@@ -896,23 +737,6 @@ def test_a_plan_chooses_for_where_the_data_is(cupy: Any) -> None:
         assert "for a batch of 2 on a GPU" in str(plan)
         told = sparsescan.plan(cupy.asarray(jacobians), batch=2, dtype=np.float32)
         assert (plan.schedule, plan.reason) == (told.schedule, told.reason)
-
-
-def test_the_order_of_time_on_a_device(cupy: Any) -> None:
-    rng = np.random.default_rng(6)
-    jacobians, local = rng.standard_normal((9, 3, 3)), rng.standard_normal((9, 3))
-    expected = sparsescan.exclusive_scan(None, jacobians, local_grads=local, reverse=True)
-    plan = sparsescan.plan(jacobians, reverse=True, schedule="chunked:3")
-    for steps, terms in (
-        (cupy.asarray(jacobians), cupy.asarray(local)),
-        ([*cupy.asarray(jacobians)], [*cupy.asarray(local)]),
-    ):
-        gradients = plan.exclusive_scan(None, steps, local_grads=terms)
-        gradients = to_host(gradients)
-        np.testing.assert_allclose(gradients, expected, rtol=1e-10, atol=1e-10)
-    there = sparsescan.plan(jacobians, reverse=True, device="cuda")
-    gradients = there.exclusive_scan(None, jacobians, local_grads=local)
-    np.testing.assert_allclose(gradients, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_steps_to_solve_with_are_refused(cupy: Any) -> None:

@@ -16,12 +16,10 @@ from oracles import STRUCTURES, assert_within, chains, mask, sequential
 from sampling import examples
 
 import sparsescan
-from sparsescan import BatchedCSR, Schedule
+from sparsescan import BatchedCSR
 from sparsescan.execution.cuda import launches as programs
 from sparsescan.kernels.cuda.sweeps import ROWS, STAGED, THREADS
 from sparsescan.symbolic.pattern import of_mask
-
-simulated = pytest.mark.skipif(not SIMULATED, reason="looks into the stand-in for CuPy")
 
 
 @pytest.fixture(autouse=True)
@@ -140,20 +138,6 @@ def test_several_lanes_add_up_long_rows(cupy: Any, launches: list[Any]) -> None:
     )
     assert_within(to_host(gradients), sequential(grad, steps, inclusive=True), np.float64)
     assert has_swept(launches)
-
-
-def test_chunks_are_swept_side_by_side(cupy: Any, launches: list[Any]) -> None:
-    """Products first, then a block for each chunk and sample."""
-    rng = np.random.default_rng()
-    # Other steps than those of one small pattern have no kernels for chunks.
-    patterns = [of_mask(mask(rng, "banded", 9, 9))] * 15 + [of_mask(mask(rng, "sparse", 9, 9))]
-    jacobians = [BatchedCSR.from_pattern(rng.standard_normal((3, p.nnz)) / 2, p) for p in patterns]
-    grad, schedule = rng.standard_normal((3, 9)), Schedule.chunked(16, 4)
-    on_device = jacobians_on(cupy, jacobians)
-    gradients = sparsescan.exclusive_scan(cupy.asarray(grad), on_device, schedule=schedule)
-    assert_within(to_host(gradients), sequential(grad, jacobians), np.float64)
-    swept = [launch for launch in launches if launch.kernel == "sweep_steps"]
-    assert not SIMULATED or swept[0].blocks > 3
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])

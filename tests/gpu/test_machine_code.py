@@ -143,13 +143,6 @@ def test_a_kernel_is_compiled_once_and_kept(cupy: Any, numba: Numba) -> None:
     assert machine_code.origins().errors == []
 
 
-def test_each_device_has_a_copy(cupy: Any, numba: Numba) -> None:
-    check(cupy)
-    with cupy.cuda.Device(1):
-        check(cupy)
-    assert (origins(), numba.calls) == ({"compiled": 1, "kept": 1}, 1)
-
-
 def test_launches_are_on_the_stream_that_is_named(
     cupy: Any, numba: Numba, monkeypatch: pytest.MonkeyPatch
 ) -> None:

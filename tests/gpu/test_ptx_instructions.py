@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from fractions import Fraction
@@ -361,15 +360,6 @@ for _k in _FLOATS:
     ]
 
 
-def _rounded_down(a: float, b: float, c: float) -> Any:
-    """Return the float below the exact ``a·b + c``, or that itself."""
-    near = fused("f32")(a, b, c)
-    if not np.all(np.isfinite([a, b, c, near])):
-        return near
-    above = Fraction(float(near)) > Fraction(a) * Fraction(b) + Fraction(c)
-    return np.nextafter(near, np.float32(-np.inf)) if above else near
-
-
 def _flushed(value: Any) -> Any:
     """0 of its sign in place of a subnormal number."""
     small = abs(value) < np.finfo(np.float32).tiny
@@ -394,40 +384,6 @@ FORMS += [
         for _k in _FLOATS
     ],
 ]
-
-
-@given(st.floats(0, 1, width=32), st.floats(2.0**20, 2.0**24, width=32))
-def test_sums_that_are_rounded_down(a: float, c: float) -> None:
-    text = "fma.rm.f32 {out}, {a0}, {a1}, {a2}"
-    check(_operation(text, "f32 f32 f32", "f32"), _rounded_down, a, 252.0, c)
-
-
-@given(*[st.floats(-(2.0**24), 2.0**24, width=32)] * 2)
-def test_sums_that_are_rounded_towards_zero(a: float, b: float) -> None:
-    def oracle(a: float, b: float) -> Any:
-        return _rounded_down(a, 1.0, b) if a + b >= 0 else -_rounded_down(-a, 1.0, -b)
-
-    check(_operation("add.rz.f32 {out}, {a0}, {a1}", "f32 f32", "f32"), oracle, a, b)
-
-
-@given(integers("u32"), integers("u32"), integers("u32"))
-def test_a_carry_is_added_to_the_next_product(a: int, b: int, c: int) -> None:
-    text = "mad.lo.cc.u32 %r5, {a0}, {a1}, {a2};\nmadc.hi.u32 {out}, {a0}, {a1}, 0"
-    operation = _operation(text, "u32 u32 u32", "u32")
-    check(operation, lambda a, b, c: (a * b + c) >> 32, a, b, c)
-
-
-@given(st.floats(-200, 200, width=32))
-def test_powers_of_two_are_within_an_ulp(a: float) -> None:
-    bits = _operation("ex2.approx.ftz.f32 {out}, {a0}", "f32", "f32")(a)
-    with np.errstate(over="ignore"):
-        exact = _flushed(np.float32(np.exp2(np.float64(a))))
-    ulp = np.spacing(np.abs(exact)) if np.isfinite(exact) else 0
-    value = np.array(bits, np.uint32).view(np.float32)
-    assert value == exact or abs(value - exact) <= ulp
-
-
-_operation = functools.cache(Operation)
 
 
 # By default one in so many.
@@ -472,124 +428,6 @@ def test_divisions(name: str, sign: str, bits: int) -> None:
     every()
 
 
-ATOMICS = {
-    "add": lambda old, x: old + x,
-    "max": max,
-    "min": min,
-    "exch": lambda old, x: x,
-    "and": lambda old, x: old & x,
-    "or": lambda old, x: old | x,
-    "xor": lambda old, x: old ^ x,
-}
-
-
-@pytest.mark.parametrize("space", ["global", "shared"])
-@pytest.mark.parametrize("kind", ["s32", "s64"])
-@pytest.mark.parametrize("name", ATOMICS)
-def test_atomic_operations(name: str, kind: str, space: str) -> None:
-    """All threads of two blocks make one; the old value is that of some order of them."""
-    letter = {"add": "u", "max": "s", "min": "s"}.get(name, "b")
-    width, wide = kind[1:], kind == "s64"
-    r = "%rd" if wide else "%r"
-    text = f"""
-.shared .align 8 .b8 cell[8];
-.visible .entry k(
-.param .u64 a_0,
-.param .u64 a_1,
-.param .u64 a_2
-)
-{{{_REGISTERS}
-    ld.param.u64 %rd1, [a_0];
-    ld.param.u64 %rd2, [a_1];
-    ld.param.u64 %rd3, [a_2];
-    mov.u32 %r1, %tid.x;
-    mov.u32 %r2, %ntid.x;
-    mov.u32 %r3, %ctaid.x;
-    mad.lo.s32 %r4, %r2, %r3, %r1;
-    mul.wide.s32 %rd4, %r4, {int(width) // 8};
-    add.s64 %rd5, %rd2, %rd4;
-    ld.global.b{width} {r}6, [%rd5];
-"""
-    if space == "global":
-        text += f"    atom.global.{name}.{letter}{width} {r}7, [%rd1], {r}6;\n"
-    else:
-        text += f"""
-    mov.u64 %rd8, cell;
-    setp.ne.s32 %p1, %r1, 0;
-    @%p1 bra $SKIP;
-    ld.global.b{width} {r}5, [%rd1];
-    st.shared.b{width} [%rd8], {r}5;
-$SKIP:
-    bar.sync 0;
-    atom.shared.{name}.{letter}{width} {r}7, [%rd8], {r}6;
-    bar.sync 0;
-    @%p1 bra $DONE;
-    ld.shared.b{width} {r}5, [%rd8];
-    mul.wide.s32 %rd4, %r3, {int(width) // 8};
-    add.s64 %rd9, %rd3, %rd4;
-    st.global.b{width} [%rd9], {r}5;
-$DONE:
-"""
-    program = Program(text + "    ret;\n}\n", "k")
-    dtype = np.dtype(f"i{int(width) // 8}")
-    rng = np.random.default_rng(3)
-    info = np.iinfo(dtype)
-    values = rng.integers(info.min, info.max, (2, 40), dtype)
-    cell, results = rng.integers(-9, 9, 1).astype(dtype), np.zeros(2, dtype)
-    start = int(cell[0])
-    arrays = cell, values, results
-    places = [array.ctypes.data for array in arrays]
-    program.launch(2, 40, places, [(array.ctypes.data, array.nbytes) for array in arrays])
-    outcomes = [cell[0]] if space == "global" else results.tolist()
-    terms = [values.ravel()] if space == "global" else list(values)
-    for one, some in zip(outcomes, terms, strict=True):
-        if name == "exch":
-            assert one in some
-            continue
-        total = start
-        for value in some.tolist():
-            total = ATOMICS[name](total, value)
-        assert bits_of(int(one), kind) == bits_of(total, kind)
-
-
-def test_compare_and_swap() -> None:
-    text = "atom.global.cas.b32 {out}, [{a2}], {a0}, {a1}"
-    cell = np.array([7], np.int32)
-    operation = Operation(text, "b32 b32 u64", "b32")
-    place = cell.ctypes.data
-    launch = operation._program.launch
-
-    def with_cell(blocks: int, threads: int, arguments: Any, memory: Any) -> None:
-        launch(blocks, threads, arguments, [*memory, (place, 4)])
-
-    operation._program.launch = with_cell  # type: ignore[method-assign]
-    assert operation(8, 9, place) == 7
-    assert cell[0] == 7
-    assert operation(7, 9, place) == 7
-    assert cell[0] == 9
-
-
-def test_lanes_exchange_values() -> None:
-    """Each with that whose number differs in a bit, in whole warps only."""
-    body = """
-    mov.u32 %r1, %tid.x;
-    mul.lo.u32 %r2, %r1, 7;
-    shfl.sync.bfly.b32 %r3|%p1, %r2, 4, 31, -1;
-    ld.param.u64 %rd1, [a_0];
-    mul.wide.u32 %rd2, %r1, 4;
-    add.s64 %rd1, %rd1, %rd2;
-    st.global.u32 [%rd1], %r3;
-    ret;
-}
-"""
-    program = Program(".visible .entry k(\n.param .u64 a_0\n)\n{" + _REGISTERS + body, "k")
-    out = np.zeros(64, np.uint32)
-    program.launch(1, 64, (out.ctypes.data,), [(out.ctypes.data, out.nbytes)])
-    np.testing.assert_array_equal(out, 7 * (np.arange(64) ^ 4))
-    with pytest.raises(FaultError):
-        program.launch(1, 36, (out.ctypes.data,), [(out.ctypes.data, out.nbytes)])
-
-
 @pytest.mark.parametrize(
     "text",
     ["sin.approx.f32 {out}, {a0}", "add.rz.f64 {out}, {a0}, {a0}", "ld.const.f32 {out}, [%rd1]"],
@@ -597,22 +435,3 @@ def test_lanes_exchange_values() -> None:
 def test_what_has_no_model_is_refused(text: str) -> None:
     with pytest.raises(PtxError, match=r"line \d+: no model of"):
         Operation(text, "f32", "f32")
-
-
-def test_an_address_may_have_had_its_sign_flipped_and_flipped_back() -> None:
-    body = """
-    ld.param.u64 %rd1, [a_0];
-    add.s64 %rd2, %rd1, {there};
-    add.s64 %rd3, %rd2, {back};
-    st.global.u64 [%rd3], 7;
-    ret;
-}}
-"""
-    out = np.zeros(1, np.uint64)
-    memory = (out.ctypes.data,), [(out.ctypes.data, out.nbytes)]
-    head = ".visible .entry k(\n.param .u64 a_0\n)\n{" + _REGISTERS
-    Program(head + body.format(there=-(1 << 63), back=-(1 << 63)), "k").launch(1, 1, *memory)
-    assert out[0] == 7
-    most = (1 << 63) - 1
-    with pytest.raises(FaultError, match="an address from arithmetic that overflowed"):
-        Program(head + body.format(there=most, back=-most), "k").launch(1, 1, *memory)

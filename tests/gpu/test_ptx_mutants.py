@@ -15,7 +15,6 @@ pytest.importorskip("numba_cuda")
 
 from numba import cuda, int64, void  # noqa: E402
 from ptx import FaultError, Program, lower  # noqa: E402
-from ptx.mutants import Tried  # noqa: E402
 from ptx.mutation_run import KERNELS, TABLE, run, table_of  # noqa: E402
 
 from sparsescan.kernels.cuda.device import load, store  # noqa: E402
@@ -196,42 +195,6 @@ def is_told(program: Program, number: int, right: list[int]) -> bool:
         return launch(program, 40, number) != right
     except FaultError:
         return True
-
-
-HEAD = """
-.visible .entry k(
-    .param .u64 k_param_0
-)
-{
-    .reg .pred %p<4>;
-    .reg .b64 %rd<9>;
-    ld.param.u64 %rd1, [k_param_0];
-    mov.u64 %rd2, 5;
-"""
-
-
-def tried(*lines: str) -> Tried:
-    """Return the mutations of a kernel, of which the first is of the first line."""
-    return Tried(Program("\n".join([HEAD, *lines, "ret;\n}\n"]), "k", mutable=True))
-
-
-def test_a_choice_between_two_numbers_is_no_bound() -> None:
-    compared = "setp.lt.s64 %p1, %rd1, %rd2;"
-    chosen = tried(compared, "selp.b64 %rd3, %rd2, %rd1, %p1;")
-    other = tried(compared, "selp.b64 %rd3, 1, %rd1, %p1;")
-    branch = tried(compared, "@%p1 bra $L;", "mov.u64 %rd3, 1;", "$L:")
-    assert [one.is_choice(1) for one in (chosen, other, branch)] == [True, False, False]
-
-
-def test_comparisons_of_a_range_are_known() -> None:
-    left, sign = "setp.gt.s64 %p1, %rd1, 0;", "setp.gt.s64 %p2, %rd2, 0;"
-    turn = "selp.b64 %rd3, -1, 0, %p1;", "selp.b64 %rd4, %rd2, 0, %p1;"
-    assert tried(left, *turn).is_of_range(1)
-    assert tried(left, sign, "xor.pred %p3, %p2, %p1;", "@%p3 bra $L;", "$L:").is_of_range(1)
-    assert not tried(left, *turn, "@%p1 bra $L;", "$L:").is_of_range(1)
-    assert not tried(left, "selp.b64 %rd3, -1, 2, %p1;").is_of_range(1)
-    assert not tried("setp.gt.s64 %p1, %rd1, %rd2;", *turn).is_of_range(1)
-    assert not tried(left).is_of_range(1)
 
 
 @pytest.mark.slow

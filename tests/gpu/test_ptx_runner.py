@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -18,18 +16,10 @@ pytestmark = pytest.mark.skipif(
 pytest.importorskip("numba_cuda")
 
 from numba import cuda, float32, int32, int64  # noqa: E402
-from ptx import FaultError, Program, Traffic, compile_kernel, kept  # noqa: E402
-from ptx.runner import Together  # noqa: E402
-from ptx.translate import Site, Space  # noqa: E402
+from ptx import FaultError, Traffic, compile_kernel, kept  # noqa: E402
 
-from sparsescan.kernels.cuda.checks import check_kernel  # noqa: E402
 from sparsescan.kernels.cuda.chunks import chunk_kernels  # noqa: E402
 from sparsescan.kernels.cuda.device import atomic_add, atomic_max, load, store  # noqa: E402
-from sparsescan.kernels.cuda.levels import level_kernels  # noqa: E402
-from sparsescan.recurrent import GRUCell  # noqa: E402
-from sparsescan.recurrent.loops.cuda.kernels import sequence_kernels  # noqa: E402
-from sparsescan.recurrent.loops.cuda.layout import layout_of, samples_of  # noqa: E402
-from sparsescan.recurrent.render.cuda import cuda_program  # noqa: E402
 
 F4, F8, I4, I8 = np.float32(0), np.float64(0), np.int32(0), np.int64(0)
 SIZE = 64
@@ -76,41 +66,6 @@ def scaled(x, y, n, by):
         store(y, k, load(x, k, F4) * float32(by), F4)
 
 
-@given(st.integers(1, 700), st.sampled_from([1, 32, 96, 256]), st.integers(-9, 9))
-def test_a_grid_of_any_size(n: int, threads: int, by: int) -> None:
-    x = np.random.default_rng(n).standard_normal(n).astype(np.float32)
-    y = np.full(n, np.nan, np.float32)
-    run(scaled, -(-n // threads), threads, x, y, n, by)
-    np.testing.assert_array_equal(y, x * np.float32(by))
-
-
-@cuda.jit
-def sums(x, y, n):
-    """Add up the parts that blocks have, by halves."""
-    partial = cuda.shared.array(128, int64)
-    i, total = int64(cuda.threadIdx.x), int64(0)
-    for k in range(thread(), n, int64(cuda.gridDim.x) * cuda.blockDim.x):
-        total += load(x, k, I8)
-    partial[i] = total
-    cuda.syncthreads()
-    half = cuda.blockDim.x // 2
-    while half > 0:
-        if i < half:
-            partial[i] += partial[i + half]
-        cuda.syncthreads()
-        half //= 2
-    if i == 0:
-        store(y, int64(cuda.blockIdx.x), partial[0], I8)
-
-
-@given(st.integers(0, 900), st.sampled_from([1, 2, 32, 64, 128]), st.integers(1, 5))
-def test_sums_in_shared_memory(n: int, threads: int, blocks: int) -> None:
-    x = np.random.default_rng(n).integers(-(1 << 40), 1 << 40, n)
-    y = np.full(blocks, -1)
-    run(sums, blocks, threads, x, y, n)
-    assert y.sum() == x.sum()
-
-
 @cuda.jit
 def histogram(x, counts, tops, n):
     k = thread()
@@ -128,27 +83,6 @@ def test_atomic_operations_of_all_blocks(n: int, kinds: int) -> None:
     np.testing.assert_array_equal(counts, np.bincount(x, minlength=kinds))
     for kind in range(kinds):
         assert tops[kind] == max(np.flatnonzero(x == kind), default=-1)
-
-
-@cuda.jit
-def votes(x, y):
-    i = int64(cuda.threadIdx.x)
-    holds = load(x, i, I4) != 0
-    warp = cuda.any_sync(0xFFFFFFFF, holds)
-    every = cuda.all_sync(0xFFFFFFFF, holds)
-    block = cuda.syncthreads_or(int32(holds)) != 0
-    all_block = cuda.syncthreads_and(int32(holds)) != 0
-    store(y, i, int32(warp) + 2 * int32(every) + 4 * int32(block) + 8 * int32(all_block), I4)
-
-
-@given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.02, 0.5, 0.98, 1.0]))
-def test_votes_of_warps_and_blocks(seed: int, often: float) -> None:
-    x = (np.random.default_rng(seed).random(96) < often).astype(np.int32)
-    y = np.full(96, -1, np.int32)
-    run(votes, 1, 96, x, y)
-    warps = x.reshape(3, 32)
-    expected = warps.any(1) + 2 * warps.all(1) + 4 * x.any() + 8 * x.all()
-    np.testing.assert_array_equal(y, np.repeat(expected, 32))
 
 
 @cuda.jit
@@ -171,26 +105,6 @@ def test_shared_memory_is_garbage_at_first() -> None:
     assert (first.view(np.int32) != y.view(np.int32)).sum() > 50
 
 
-def test_registers_are_garbage_at_first() -> None:
-    text = """
-.visible .entry k(
-.param .u64 a_0
-)
-{
-    .reg .b64 %rd<4>;
-    ld.param.u64 %rd1, [a_0];
-    st.global.u64 [%rd1], %rd2;
-    ret;
-}
-"""
-    y = np.zeros(1, np.int64)
-    stored = set()
-    for seed in range(8):
-        Program(text, "k").launch(1, 1, [y.ctypes.data], [(y.ctypes.data, 8)], seed=seed)
-        stored.add(int(y[0]))
-    assert len(stored) == 8
-
-
 # ---------------------------------------------------------------------------------------------
 # Faults
 # ---------------------------------------------------------------------------------------------
@@ -210,11 +124,6 @@ def test_memory_ends_where_it_does(n: int) -> None:
     small = np.empty(SIZE - 1, np.float32)
     if n >= SIZE:
         stops(scaled, "an address outside", 1, SIZE, x, small, SIZE, 2)
-
-
-def test_memory_of_others_is_outside() -> None:
-    x, y = arrays()
-    stops(scaled, "an address outside", 1, 32, x.ctypes.data, y, SIZE, 2)
 
 
 @cuda.jit
@@ -268,23 +177,6 @@ def test_a_race_in_shared_memory() -> None:
 
 
 @cuda.jit
-def shifted(x, n, waits):
-    """In global memory: each takes its neighbour's, once all have read."""
-    i = int64(cuda.threadIdx.x)
-    value = load(x, (i + 1) % n, F4)
-    if waits:
-        cuda.syncthreads()
-    store(x, i, value, F4)
-
-
-def test_a_race_in_global_memory() -> None:
-    x, _ = arrays()
-    run(shifted, 1, SIZE, x, SIZE, 1)
-    np.testing.assert_array_equal(x, np.roll(np.arange(SIZE), -1))
-    stops(shifted, "a race between threads of a block", 1, SIZE, x, SIZE, 0)
-
-
-@cuda.jit
 def everyone_writes(y, differ):
     store(y, 0, int64(1) + differ * cuda.threadIdx.x, I8)
 
@@ -332,33 +224,6 @@ def test_a_vote_orders_no_memory() -> None:
     run(votes_wait, 1, 32, y, 1)
     np.testing.assert_array_equal(y, (np.arange(32) + 1) % 32 + 1)
     stops(votes_wait, "a race between threads of a block", 1, 32, y, 0)
-
-
-@cuda.jit
-def rounds(y, n, waits):
-    """All read the sum of what came before, and then one of them adds to it."""
-    total = cuda.shared.array(1, int64)
-    i = int64(cuda.threadIdx.x)
-    if i == 0:
-        total[0] = 0
-    cuda.syncwarp()
-    read = int64(0)
-    for k in range(n):
-        read += total[0]
-        cuda.syncwarp()
-        if i == (7 * k) % 32:
-            total[0] += k
-        if waits:
-            cuda.syncwarp()
-    store(y, i, read, I8)
-
-
-def test_a_warp_reads_and_one_of_it_writes() -> None:
-    y = np.zeros(32, np.int64)
-    run(rounds, 1, 32, y, 9, 1)
-    assert set(y) == {sum(sum(range(k)) for k in range(9))}
-    stops(rounds, "a race between threads of a block", 1, 32, y, 9, 0)
-    stops(rounds, "a race between threads of a block", 1, 64, np.zeros(64, np.int64), 9, 1)
 
 
 @cuda.jit
@@ -480,17 +345,6 @@ def test_a_loop_must_end() -> None:
     stops(endless, "a loop that does not end", 1, 1, y, 1, patience=1000)
 
 
-def test_a_fault_names_the_instruction_and_the_thread() -> None:
-    x, y = arrays()
-    with pytest.raises(FaultError) as caught:
-        run(scaled, 3, 32, x, y, 65, 2)
-    message = str(caught.value)
-    assert message.startswith("scaled, line ")
-    assert "thread 0 of block 2: an address outside of what the launch was given, 0x" in message
-    assert f"{x.ctypes.data + 4 * SIZE:#x}" in message
-    assert "\n  ld.global.f32 " in message
-
-
 # ---------------------------------------------------------------------------------------------
 # Counts
 # ---------------------------------------------------------------------------------------------
@@ -524,15 +378,6 @@ def test_sectors_and_bank_conflicts(by: int, ways: int) -> None:
     assert together.conflicts == 2 * (ways - 1)
 
 
-def test_sectors_that_blocks_share() -> None:
-    """Three blocks read what two threads of each have in common, twice."""
-    together = Together()
-    for _ in range(3):
-        trace = [(step, thread, 0, 4 * thread) for step in range(2) for thread in range(16)]
-        together.add([Site(1, 4, Space.GLOBAL, "ld")], np.array(trace))
-    assert (together.sectors, together.of_blocks, together.once) == (12, 6, 2)
-
-
 # ---------------------------------------------------------------------------------------------
 # On disk
 # ---------------------------------------------------------------------------------------------
@@ -564,54 +409,3 @@ def test_kernels_are_kept_for_what_they_are_made_for(
     assert len(list(tmp_path.iterdir())) == 3
     assert kept.keep(scaled, (), lambda: "not kept") == "not kept"
     assert len(list(tmp_path.iterdir())) == 3
-
-
-def functions_of(function: Any) -> dict[Any, str]:
-    """Return the module of a function, and of all functions of the package that it reaches."""
-    modules, left = {}, [function]
-    while left:
-        each = left.pop()
-        each = getattr(each, "py_func", each)
-        module = getattr(each, "__module__", None) or ""
-        if (
-            isinstance(each, FunctionType)
-            and module.startswith("sparsescan.")
-            and each not in modules
-        ):
-            modules[each] = module
-            left += [cell.cell_contents for cell in each.__closure__ or ()]
-            left += [each.__globals__.get(name) for name in each.__code__.co_names]
-    return modules
-
-
-def test_a_kernel_depends_on_the_modules_that_its_functions_come_from() -> None:
-    size, dtype = 20, np.dtype(np.float32)
-    code = cuda_program(GRUCell(1, 1).program)
-    layout = layout_of(len(code.blocks), size, dtype)
-    for kernel in (
-        chunk_kernels(size, size * size, dtype).multiply,
-        level_kernels(dtype, np.dtype(np.int32)).level,
-        sequence_kernels(code, layout, dtype, samples_of(code, layout, dtype, 9, 2, 1)).run,
-    ):
-        function = kernel.py_func
-        sources, modules = (
-            kept.sources_of([function.__module__]),
-            set(functions_of(function).values()),
-        )
-        assert len(modules) > 1
-        assert modules <= set(sources)
-        assert not any(".cpu.run" in source or "lanes" in source for source in sources)
-
-
-def test_a_kernel_from_disk_runs_as_it_did() -> None:
-    program = compile_kernel(check_kernel(np.dtype(np.int32)), 6)
-    again = pickle.loads(pickle.dumps(program))
-    indptr, indices = np.array([0, 2, 3], np.int32), np.array([0, 4, 1], np.int32)
-    for cols, expected in ((5, 0), (4, 1)):
-        for one in (program, again):
-            fault = np.zeros(1, np.int32)
-            arrays = indptr, indices, fault
-            places = [array.ctypes.data for array in arrays]
-            memory = [(array.ctypes.data, array.nbytes) for array in arrays]
-            one.launch(1, 32, [places[0], 2, places[1], 3, cols, places[2]], memory)
-            assert fault[0] == expected

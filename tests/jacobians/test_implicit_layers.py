@@ -6,15 +6,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import fake_cupy
 import numpy as np
 import pytest
 import torch
-from autodiff import randomise
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import OPERATORS
-from test_network_step import Block, close, masked, random_mask, run_torch
+from test_network_step import close, masked, random_mask, run_torch
 from torch import nn
 
 import sparsescan
@@ -40,7 +38,6 @@ from sparsescan.jacobians import (
     Residual,
     Sequential,
     Softmax,
-    Tanh,
     from_torch,
 )
 
@@ -152,43 +149,6 @@ def test_any_network(seed: int) -> None:
     check(nn.Sequential(*layers), shape, int(rng.integers(1, 20)), rng)
 
 
-def test_layers_on_the_last_axes_repeat_their_weights() -> None:
-    rng = np.random.default_rng(0)
-    module = nn.Sequential(masked(nn.Linear(6, 5), rng), nn.LayerNorm(5), nn.Linear(5, 7))
-    check(nn.Sequential(*module, nn.Softmax(2)), (3, 4, 6), 5, rng)
-    steps = Sequential(from_torch(module, (3, 4, 6))).implicit_patterns
-    assert isinstance(steps[0], ImplicitPattern)
-    assert steps[0].indexed[0].distinct == 5 * 7
-
-
-@pytest.mark.parametrize("schedule", ["linear", "blelloch", "truncated:1", "chunked:3"])
-def test_residual_networks_in_training(schedule: str) -> None:
-    """Batch normalisation couples the samples, and shortcuts carry arrays along."""
-    rng, batch = np.random.default_rng(0), 4
-    body = nn.Sequential(
-        masked(nn.Conv2d(2, 3, 3, 2, 1), rng), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 1)
-    ).double()
-    shortcut = nn.Sequential(masked(nn.Conv2d(2, 3, 1, 2), rng)).double()
-    randomise(body[1], rng)
-    module = nn.Sequential(nn.BatchNorm2d(2).double(), Block(body, shortcut), nn.Tanh())
-    shape = (batch, 2, 6, 6)
-    ours = Sequential(
-        [
-            *from_torch(module[:1], shape),
-            Residual(*from_torch(body, shape), shortcut=from_torch(shortcut, shape)),
-            Tanh(input_shape=(batch, 3, 3, 3)),
-        ]
-    )
-    x, grad = rng.standard_normal(shape), rng.standard_normal(ours.output_shape)
-    expected = run_torch(module, x, grad)
-    plan = sparsescan.plan(ours.implicit_patterns, schedule=schedule)
-    y, input_grad, params = gradients(ours, x, grad, plan)
-    close(y, expected[0])
-    close(input_grad, expected[1])
-    scale = max(np.abs(array).max() for array in expected[2].values())
-    check_params(params, expected[2], schedule, scale * batch)
-
-
 # ---------------------------------------------------------------------------------------------
 # As the explicit chain
 # ---------------------------------------------------------------------------------------------
@@ -238,24 +198,6 @@ def drawn(net: Sequential, dtype: Any, batch: int = 5) -> tuple[list[Any], np.nd
     rng = np.random.default_rng(1)
     xs = net.activations(rng.standard_normal((batch, *net.input_shape)).astype(dtype))
     return xs, rng.standard_normal((batch, *net.output_shape)).astype(dtype)
-
-
-@pytest.mark.parametrize("schedule", ["linear", "blelloch", "truncated:2", "chunked:3"])
-def test_local_gradients_are_added(schedule: str) -> None:
-    net = a_net(F8)
-    (xs, grad), rng = drawn(net, F8), np.random.default_rng(2)
-    local = [
-        rng.standard_normal((5, pattern.shape[1])) if k % 2 else None
-        for k, pattern in enumerate(net.patterns)
-    ]
-    expected = sparsescan.exclusive_scan(grad, net.jacobians(xs), local_grads=local)
-    plan = sparsescan.plan(net.implicit_patterns, schedule=schedule)
-    for actual in (
-        plan.exclusive_scan(grad, net.implicit(xs), local_grads=local),
-        sparsescan.exclusive_scan(grad, net.implicit(xs), local_grads=local, schedule=schedule),
-    ):
-        for each, array in zip(actual, expected, strict=True):
-            close(each, array)
 
 
 @given(SEEDS)
@@ -330,40 +272,12 @@ def test_a_value_that_is_not_finite_is_decided_by_the_linear_scan() -> None:
             close(one[1:], other[1:])
 
 
-def test_weights_and_input_are_not_changed() -> None:
-    net = a_net(F8)
-    xs, grad = drawn(net, F8)
-    params = [array for op in net.layers for array in op.params.values()]
-    kept = copy.deepcopy((xs, grad, params))
-    for array in (*xs, grad, *params):
-        array.setflags(write=False)
-    for schedule in ("linear", "blelloch"):
-        sparsescan.exclusive_scan(grad, net.implicit(xs), schedule=schedule)
-    for before, after in zip((*kept[0], *kept[2]), (*xs, *params), strict=True):
-        np.testing.assert_array_equal(before, after)
-
-
 def test_weights_are_read_when_a_scan_runs() -> None:
     conv = Conv2d(1, 2, 3, input_shape=(1, 6, 6), dtype=F8, rng=0)
     step, grad = conv.implicit(), np.ones(32)
     before = sparsescan.inclusive_scan(grad, [step])[1]
     conv.weight *= 2
     np.testing.assert_array_equal(sparsescan.inclusive_scan(grad, [step])[1], 2 * before)
-
-
-def test_layers_of_cupy_give_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = fake_cupy.install(monkeypatch)
-    net = a_net(F8)
-    xs, _ = drawn(net, F8)
-    expected = [step.values for step in net.implicit(xs) if isinstance(step, ImplicitStep)]
-    for op in net.layers:
-        for name, param in op.params.items():
-            setattr(op, name, cupy.asarray(param))
-    steps = net.implicit([cupy.asarray(x) for x in xs])
-    actual = [step.values for step in steps if isinstance(step, ImplicitStep)]
-    for one, other in zip(actual, expected, strict=True):
-        for mine, theirs in zip(one, other, strict=True):
-            close(mine.get(), theirs)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -208,17 +206,6 @@ def test_any_network(seed: int) -> None:
     check(nn.Sequential(*layers), shape, int(rng.integers(1, 40)), rng)
 
 
-def test_one_and_more_axes() -> None:
-    rng = np.random.default_rng(0)
-    signals = nn.Sequential(
-        masked(nn.Conv1d(3, 4, 3, padding=1), rng), nn.ReLU(), nn.Conv1d(4, 2, 2)
-    )
-    check(signals, (3, 9), 5, rng)
-    check(
-        nn.Sequential(masked(nn.Linear(6, 5), rng), nn.ReLU(), nn.Linear(5, 2)), (3, 4, 6), 5, rng
-    )
-
-
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_layer(name: str) -> None:
     """Between two others, as its own Jacobian and its own gradients of parameters."""
@@ -299,22 +286,6 @@ def check_blocks(net: Sequential, theirs: nn.Module, x: np.ndarray, grad: np.nda
     close(step.forward(x), y)
 
 
-@pytest.mark.parametrize("batch", [5, 16])
-@pytest.mark.parametrize("training", [False, True])
-def test_residual_networks(batch: int, training: bool) -> None:
-    rng = np.random.default_rng(batch)
-    blocks, ops = [], []
-    for narrow, wide, size in ((3, 3, 8), (3, 4, 8), (4, 4, 4)):
-        theirs, ours = residual(rng, narrow, wide, size, batch if training else 0)
-        small = ours.output_shape
-        blocks += [theirs, nn.ReLU()]
-        ops += [ours, ReLU(input_shape=small)]
-    net, ours = nn.Sequential(*blocks), Sequential(ops)
-    x = rng.standard_normal((batch, 3, 8, 8))
-    grad = rng.standard_normal((batch, 4, 4, 4))
-    check_blocks(ours, net, x, grad)
-
-
 def small_net(dtype: Any = F4, keep: float = 0.3, seed: int = 0) -> Sequential:
     rng, options = np.random.default_rng(seed), {"padding": 1, "dtype": dtype}
     first, second, last = (
@@ -331,60 +302,6 @@ def small_net(dtype: Any = F4, keep: float = 0.3, seed: int = 0) -> Sequential:
             Linear(128, 10, dtype=dtype, rng=2, weight_mask=last),
         ]
     )
-
-
-def in_torch(net: Sequential, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return the small network as a function of PyTorch, and its parameters."""
-    first, _, _, second, _, _, last = net.layers
-    params = [
-        torch.tensor(array * (layer.kept_weights() if name == "weight" else 1), dtype=dtype)
-        for layer in (first, second, last)
-        for name, array in layer.params.items()
-    ]
-    for param in params:
-        param.requires_grad_()
-
-    def run(x: np.ndarray, grad: np.ndarray) -> list[np.ndarray]:
-        given = torch.tensor(x, dtype=dtype, requires_grad=True)
-        w = params
-        h = torch.relu(nn.functional.conv2d(given, w[0], w[1], padding=1))
-        h = nn.functional.max_pool2d(h, 2)
-        h = torch.relu(nn.functional.conv2d(h, w[2], w[3], padding=1))
-        y = nn.functional.linear(h.flatten(1), w[4], w[5])
-        grads = torch.autograd.grad(y, [given, *w], torch.tensor(grad, dtype=dtype))
-        return [each.numpy() for each in grads]
-
-    return run
-
-
-@pytest.mark.parametrize("batch", [1, 16, 33])
-@pytest.mark.parametrize("keep", [0.4, 1])
-def test_float32_is_no_farther_off_than_pytorchs(batch: int, keep: float) -> None:
-    farthest = []
-    for seed in range(8):
-        net = small_net(seed=seed, keep=keep)
-        rng = np.random.default_rng(seed)
-        x = rng.standard_normal((batch, 2, 8, 8), np.float32)
-        grad = rng.standard_normal((batch, 10), np.float32)
-        exact, theirs = (in_torch(net, kind)(x, grad) for kind in (torch.float64, torch.float32))
-        step = net.training_step()
-        step.forward(x)
-        input_grad, params = step.backward(grad)
-        masks = [None, *itertools.chain(*([op.kept_weights(), None] for op in with_weights(net)))]
-        errors = []
-        for actual, other, right, mask in zip(
-            [input_grad, *params.values()], theirs, exact, masks, strict=True
-        ):
-            kept = np.ones(right.shape, bool) if mask is None else mask
-            scale = np.abs(right[kept]).max()
-            errors.append([np.abs(each - right)[kept].max() / scale for each in (actual, other)])
-        farthest.append(np.max(errors, axis=0))
-    ours, theirs = np.median(farthest, axis=0)
-    assert ours <= 1.5 * theirs
-
-
-def with_weights(net: Sequential) -> list[Any]:
-    return [op for op in net.layers if op.params]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -535,39 +452,6 @@ def test_gradients_that_nobody_needs() -> None:
         assert array.tobytes() == expected[name].tobytes()
 
 
-def test_one_sample_without_its_axis_and_no_samples() -> None:
-    net = small_net(F8)
-    step = net.training_step()
-    x = np.random.default_rng(0).standard_normal((2, 8, 8))
-    y = step.forward(x)
-    alone = step.backward(np.ones(10))
-    batched = step.forward(x[None])
-    grads = step.backward(np.ones((1, 10)))
-    assert y.shape == (10,)
-    assert alone.input is not None
-    assert alone.input.shape == (2, 8, 8)
-    np.testing.assert_array_equal(y, batched[0])
-    for name, array in alone.params.items():
-        np.testing.assert_array_equal(array, grads.params[name])
-    assert step.forward(np.ones((0, 2, 8, 8))).shape == (0, 10)
-    empty = step.backward(np.ones((0, 10)))
-    assert empty.input is not None
-    assert empty.input.shape == (0, 2, 8, 8)
-    for name, array in empty.params.items():
-        assert array.shape == grads.params[name].shape
-        assert not array.any()
-
-
-def test_dtypes_promote() -> None:
-    net = small_net(F4)
-    step = net.training_step()
-    assert step.forward(np.ones((1, 2, 8, 8), np.float32)).dtype == F4
-    assert step.forward(np.ones((1, 2, 8, 8))).dtype == F8
-    net.layers[0].weight = net.layers[0].weight.astype(np.float64)
-    assert step.forward(np.ones((1, 2, 8, 8), np.float32)).dtype == F8
-    assert step.backward(np.ones((1, 10))).params["6.bias"].dtype == F8
-
-
 @pytest.mark.parametrize("batch", [1, 4, 8])
 def test_results_belong_to_the_caller_and_parameters_are_read_in_forward(batch: int) -> None:
     net = small_net(F8)
@@ -588,21 +472,6 @@ def test_results_belong_to_the_caller_and_parameters_are_read_in_forward(batch: 
     net.layers[3].weight = before
     y[...] = 0  # and may be changed
     np.testing.assert_array_equal(step.forward(x), kept[0])
-
-
-def test_gradual_pruning() -> None:
-    """Another mask is another layer with the same parameters; kernels stay as they are."""
-    rng = np.random.default_rng(0)
-    x, grad = rng.standard_normal((4, 2, 8, 8)), rng.standard_normal((4, 10))
-    theirs = nn.Sequential(nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 10)).double()
-    for _ in range(3):
-        for module in (theirs[0], theirs[3]):
-            prune.l1_unstructured(module, "weight", 0.4)
-        step = Sequential(from_torch(theirs, (2, 8, 8))).training_step()
-        step.forward(x)
-        expected = run_torch(theirs, x, grad)[2]
-        for name, array in step.backward(grad).params.items():
-            close(array, expected[name])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -711,14 +580,6 @@ def test_bad_input() -> None:
         with pytest.raises((InputError, InputTypeError), match="memory_limit"):
             net.training_step(memory_limit=limit)  # type: ignore[arg-type]
     assert isinstance(step, NetworkStep)
-
-
-def test_a_batch_of_another_size() -> None:
-    """In a network of whole batches."""
-    norm = BatchNorm2d(2, input_shape=(4, 2, 3, 3), training=True)
-    step = Sequential([norm]).training_step()
-    with pytest.raises(InputError, match=r"x has shape \(5, 2, 3, 3\); expected \(4, 2, 3, 3\)"):
-        step.forward(np.ones((5, 2, 3, 3)))
 
 
 @pytest.mark.parametrize("limited", [False, True])

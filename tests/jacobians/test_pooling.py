@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from autodiff import check_float32, check_operator, entries
+from autodiff import check_operator, entries
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sparsescan import InputError, InputTypeError
+from sparsescan import InputError
 from sparsescan.jacobians.pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
 from sparsescan.jacobians.shared.windows import Window, slide
 from sparsescan.symbolic import pattern
@@ -178,11 +178,6 @@ MEANS = [
 ]
 
 
-@pytest.mark.parametrize(("op", "module"), MEANS)
-def test_means_in_float32(op: Any, module: Any) -> None:
-    check_float32(op, module, batch=4, roundings=4)
-
-
 @pytest.mark.parametrize("special", [np.inf, -np.inf, np.nan, 5e-324])
 @pytest.mark.parametrize(("op", "module"), MEANS)
 def test_what_is_not_finite_stays_in_its_windows(op: Any, module: Any, special: float) -> None:
@@ -193,36 +188,6 @@ def test_what_is_not_finite_stays_in_its_windows(op: Any, module: Any, special: 
 
 
 # -- All of them ------------------------------------------------------------------------------
-
-OPERATORS = [
-    (MaxPool2d, {"kernel_size": 3, "stride": 2, "padding": 1}, torch.nn.functional.max_pool2d),
-    (MaxPool2d, {"kernel_size": 2}, torch.nn.functional.max_pool2d),
-    (AvgPool2d, {"kernel_size": 2, "stride": 1}, torch.nn.functional.avg_pool2d),
-    (AdaptiveAvgPool2d, {"output_size": 2}, torch.nn.functional.adaptive_avg_pool2d),
-]
-
-
-@pytest.mark.parametrize(("layer", "arguments", "function"), OPERATORS)
-def test_axes_before_the_channels_are_like_channels(
-    layer: Any, arguments: dict[str, Any], function: Any
-) -> None:
-    op = layer(**arguments, input_shape=(2, 3, 4, 5))
-    assert op.output_shape[:2] == (2, 3)
-
-    def module(x: torch.Tensor) -> torch.Tensor:
-        return function(x.flatten(0, -3), **arguments)
-
-    check_operator(op, module, np.random.default_rng(0))
-
-
-def test_a_pooled_image_is_smaller() -> None:
-    assert MaxPool2d(3, 2, 1, ceil_mode=True, input_shape=(64, 112, 112)).output_shape == (
-        64,
-        57,
-        57,
-    )
-    assert AvgPool2d(7, input_shape=(512, 7, 7)).output_shape == (512, 1, 1)
-    assert AdaptiveAvgPool2d((None, 7), input_shape=(3, 5, 9)).output_shape == (3, 5, 7)
 
 
 @pytest.mark.parametrize("layer", [MaxPool2d, AvgPool2d])
@@ -268,29 +233,6 @@ def test_patterns_beyond_32_bits(layer: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_wrong_values(layer: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         layer(**arguments, input_shape=(2, 5, 6))
-
-
-@pytest.mark.parametrize(
-    ("layer", "arguments", "message"),
-    [
-        (MaxPool2d, {"kernel_size": 2.0}, "kernel_size is 2.0; expected an integer or 2 integers"),
-        (AvgPool2d, {"kernel_size": None}, "kernel_size is None; expected an integer"),
-        (AvgPool2d, {"kernel_size": 2, "divisor_override": 2.5}, "divisor_override is 2.5; expe"),
-        (AdaptiveAvgPool2d, {"output_size": None}, "output_size is None; expected an integer"),
-        (AdaptiveAvgPool2d, {"output_size": (1, "a")}, "output_size is .*; expected an integer"),
-    ],
-)
-def test_wrong_types(layer: Any, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputTypeError, match=message):
-        layer(**arguments, input_shape=(2, 5, 6))
-
-
-@pytest.mark.parametrize(
-    ("layer", "arguments"), [(layer, arguments) for layer, arguments, _ in OPERATORS]
-)
-def test_images_have_channels(layer: Any, arguments: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"input_shape is \(5, 6\); expected \(channels, height"):
-        layer(**arguments, input_shape=(5, 6))
 
 
 # -- Windows ----------------------------------------------------------------------------------

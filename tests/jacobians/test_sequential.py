@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
-import fake_cupy
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -16,13 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsescan
-from sparsescan import BatchedCSR, InputError, InputTypeError, MemoryLimitError, Pattern
-from sparsescan.arrays.arrays import is_cupy
+from sparsescan import InputError, InputTypeError, MemoryLimitError, Pattern
 from sparsescan.jacobians import (
     AvgPool2d,
     BatchNorm2d,
     Conv2d,
-    Dropout,
     Linear,
     Pad,
     ReLU,
@@ -280,47 +276,6 @@ def test_steps_of_a_block_with_a_shortcut() -> None:
     assert not any("_products" in vars(branch) for branch in (block._body, block._around))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_block_with_a_shortcut_on_a_device(
-    monkeypatch: pytest.MonkeyPatch, dtype: type[np.floating[Any]]
-) -> None:
-    cupy = fake_cupy.real() or fake_cupy.install(monkeypatch)
-    rng = np.random.default_rng(0)
-    block = Residual(
-        Linear(3, 5, rng=rng, dtype=dtype),
-        Tanh(input_shape=(5,)),
-        shortcut=[Linear(3, 4, rng=rng, dtype=dtype), Pad((0, 1), input_shape=(4,))],
-    )
-    moved = copy.deepcopy(block)
-    for op in (*moved.ops, *moved.shortcut):
-        for name, array in op.params.items():
-            setattr(op, name, cupy.asarray(array))
-    x = rng.standard_normal((2, 3)).astype(dtype)
-    atol = 100 * np.finfo(dtype).eps
-
-    def same(actual: Any, expected: np.ndarray) -> None:
-        assert is_cupy(actual)
-        assert actual.dtype == expected.dtype == dtype
-        np.testing.assert_allclose(actual.get(), expected, rtol=0, atol=atol)
-
-    same(moved.values(cupy.asarray(x)), block.values(x))
-    host, device = Sequential([block]), Sequential([moved])
-    xs, on_device = host.activations(x), device.activations(cupy.asarray(x))
-    values = host.values(xs)
-    for actual, expected in zip(on_device, xs, strict=True):
-        same(actual, expected)
-    for actual, expected in zip(device.values(on_device), values, strict=True):
-        same(actual, expected)
-    grads = host.plan().exclusive_scan(rng.standard_normal((2, 5)).astype(dtype), values)
-    for actual, expected in zip(
-        device.param_grads(on_device, [cupy.asarray(grad) for grad in grads]),
-        host.param_grads(xs, grads),
-        strict=True,
-    ):
-        for name, array in expected.items():
-            same(actual[name], array)
-
-
 @given(seeds)
 @settings(max_examples=1)
 def test_gradients_of_a_whole_residual_network_are_those_of_autograd(seed: int) -> None:
@@ -388,77 +343,11 @@ def test_pattern_of_a_shortcut_is_its_product(seed: int, density: float) -> None
     close(block.jacobian().toarray(), weights[0] @ weights[1] + weights[2] @ weights[3])
 
 
-def test_residual_of_one_layer_and_of_nothing_but_zeros() -> None:
-    tanh = Residual(Tanh(input_shape=(3,)))
-    assert tanh.pattern is Pattern.diagonal(3)
-    x = np.array([0.0, 1.0, -2.0])
-    close(tanh.values(x), 2 - np.tanh(x) ** 2)
-    pruned = Residual(*[Linear(3, 3, weight_mask=np.zeros((3, 3), bool), dtype=np.float64)] * 2)
-    assert pruned.pattern is Pattern.diagonal(3)
-    np.testing.assert_array_equal(pruned.values(), np.ones(3))
-
-
-def test_buffers_are_used_again() -> None:
-    net = Sequential(a_residual_net(4))
-    rng = np.random.default_rng(0)
-    first, second = rng.standard_normal((2, 5, 3))
-    buffers = net.values(net.activations(first))
-    expected = [values.copy() for values in net.values(net.activations(second))]
-    for buffer in buffers:
-        buffer.fill(np.nan)
-    again = net.values(net.activations(second), out=buffers)
-    for values, buffer, wanted in zip(again, buffers, expected, strict=True):
-        assert values is buffer
-        np.testing.assert_array_equal(values, wanted)
-
-
-def test_jacobians_are_csr_or_batched_and_of_the_patterns() -> None:
-    net = Sequential([Linear(3, 4), Tanh(input_shape=(4,))])
-    xs = net.activations(np.ones((2, 3), np.float32))
-    tanh, linear = net.jacobians(xs)
-    assert isinstance(tanh, BatchedCSR)
-    assert isinstance(linear, sp.csr_array)
-    assert tanh.dtype == linear.dtype == np.float32
-    assert net.patterns == [Pattern.diagonal(4), Pattern.dense((3, 4))]
-    assert net.forward(np.ones(3)).shape == (4,)
-    assert repr(net) == "Sequential((3,) → (4,), 2 steps)"
-    assert "Tanh" in str(net)
-
-
 def test_a_residual_block_is_printed_without_its_product() -> None:
     conv = Conv2d(64, 64, 3, padding=1, input_shape=(64, 56, 56))
     net = Sequential([Residual(conv, Tanh(input_shape=(64, 56, 56)), conv)])
     assert "nnz=1" in str(net)
     assert "pattern" not in vars(conv)
-
-
-@pytest.mark.parametrize("size", [3, 60_000])
-def test_masks_in_a_residual_block_may_change(size: int) -> None:
-    drop = Dropout(input_shape=(size,))
-    block = Residual(drop)
-    assert block.values(out=np.empty(size)).shape == (size,)
-    drop.mask = np.random.default_rng(0).random((50, size)) < 0.5
-    x = np.ones((50, size), np.float32)
-    np.testing.assert_array_equal(block.values(x), 1 + 2 * drop.mask)
-    drop.mask = None
-    np.testing.assert_array_equal(block.values(x), np.full(size, 2))
-
-
-def test_an_operator_may_stand_twice() -> None:
-    linear = Linear(3, 3, rng=0, dtype=np.float64)
-    tanh = Tanh(input_shape=(3,))
-    net = Sequential([linear, tanh, linear, tanh])
-    x = np.random.default_rng(0).standard_normal((2, 3))
-    xs = net.activations(x)
-    grads = net.plan().exclusive_scan(np.ones((2, 3)), net.values(xs))
-    actual = net.param_grads(xs, grads)
-    weight = torch.tensor(linear.weight, requires_grad=True)
-    bias = torch.tensor(linear.bias)
-    y = torch.tensor(x)
-    for _ in range(2):
-        y = torch.tanh(y @ weight.T + bias)
-    y.sum().backward()
-    close(actual[0]["weight"] + actual[2]["weight"], weight.grad.numpy())
 
 
 @pytest.mark.parametrize(

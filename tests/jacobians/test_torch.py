@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-import warnings
 from typing import Any
 
 import numpy as np
@@ -16,28 +15,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from sparsescan import InputError, InputTypeError
-from sparsescan.jacobians import BatchNorm2d, Conv2d, Sequential, from_torch
-
-
-def lenet5() -> nn.Sequential:
-    """LeNet-5 (LeCun et al., 1998) for 32×32 images of three channels."""
-    return nn.Sequential(
-        nn.Sequential(
-            nn.Conv2d(3, 6, 5),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(2),
-            nn.Conv2d(6, 16, 5),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(2),
-        ),
-        nn.Flatten(),
-        nn.Linear(400, 120),
-        nn.Tanh(),
-        nn.Linear(120, 84),
-        nn.Identity(),
-        nn.Sigmoid(),
-        nn.Linear(84, 10),
-    )
+from sparsescan.jacobians import Sequential, from_torch
 
 
 def vgg11() -> nn.Sequential:
@@ -69,11 +47,6 @@ def check_gradients(
 
 def images(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape)
-
-
-@pytest.mark.parametrize("schedule", ["linear", "blelloch"])
-def test_lenet5(schedule: str) -> None:
-    check_gradients(lenet5(), (3, 32, 32), images(4, 3, 32, 32), schedule)
 
 
 @pytest.mark.slow
@@ -112,21 +85,6 @@ def test_every_layer_there_is() -> None:
     check_gradients(module, (2, 5, 5), images(3, 2, 5, 5))
 
 
-def test_batch_norm_in_training_couples_the_batch() -> None:
-    module = nn.Sequential(
-        nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)
-    )
-    batch = (4, 2, 3, 3)
-    statistics = module[1].double().running_mean.clone()
-    net = Sequential(from_torch(module.double(), batch))
-    net.activations(images(*batch))
-    np.testing.assert_array_equal(module[1].running_mean, statistics)
-    check_gradients(module, batch, images(*batch))
-    assert net.patterns[3].shape == (4 * 3 * 4, 4 * 3 * 4)
-    with pytest.raises(InputError, match=r"module\[1\] \(BatchNorm2d\): .*\(N, C, H, W\)"):
-        from_torch(module, batch[1:])
-
-
 def test_pruned_weights_leave_the_pattern() -> None:
     module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 4)).double()
     for layer in (module[0], module[3]):
@@ -157,41 +115,6 @@ def test_what_an_optimiser_does_is_seen() -> None:
     assert (op.forward(x) != before).all()
 
 
-def test_a_single_layer_and_nested_sequentials() -> None:
-    assert len(from_torch(nn.ReLU(), (3,))) == 1
-    nested = nn.Sequential(nn.Sequential(nn.Sequential(nn.ReLU()), nn.Identity()), nn.Tanh())
-    assert [type(op).__name__ for op in from_torch(nested, (2, 2))] == ["ReLU", "Tanh"]
-    named = nn.Sequential()
-    named.add_module("conv", nn.Conv2d(1, 1, 1))
-    (conv,) = from_torch(named, (1, 2, 2))
-    assert isinstance(conv, Conv2d)
-
-
-def test_a_layer_called_twice_gives_two_operators_of_the_same_arrays() -> None:
-    linear, act = nn.Linear(3, 3), nn.Tanh()
-    module = nn.Sequential(linear, act, nn.Sequential(linear, act)).double()
-    net = Sequential(from_torch(module, (3,)))
-    assert [type(op).__name__ for op in net.layers] == ["Linear", "Tanh", "Linear", "Tanh"]
-    first, _, second, _ = net.layers
-    assert np.shares_memory(first.weight, second.weight)
-    assert np.shares_memory(first.weight, linear.weight.detach().numpy())
-    x = images(5, 3)
-    xs = net.activations(x)
-    y = module(torch.tensor(x))
-    close(xs[-1], y.detach().numpy())
-    y.sum().backward()
-    grads = net.plan().exclusive_scan(np.ones((5, 3)), net.values(xs))
-    actual = net.param_grads(xs, grads)
-    for name in ("weight", "bias"):
-        close(actual[0][name] + actual[2][name], getattr(linear, name).grad.numpy())
-
-
-def test_one_sequential_may_call_a_layer_twice() -> None:
-    linear, act = nn.Linear(3, 3), nn.Tanh()
-    ops = from_torch(nn.Sequential(linear, act, linear, act), (3,))
-    assert [type(op).__name__ for op in ops] == ["Linear", "Tanh", "Linear", "Tanh"]
-
-
 def test_a_layer_pruned_twice_keeps_what_both_masks_keep() -> None:
     module = nn.Linear(4, 4).double()
     prune.custom_from_mask(module, "weight", torch.eye(4) + torch.eye(4).roll(1, 0))
@@ -204,41 +127,6 @@ def test_a_layer_pruned_twice_keeps_what_both_masks_keep() -> None:
     assert op.nnz == 16
     x = np.ones(4)
     close(op.forward(x), module(torch.from_numpy(x)).detach().numpy())
-
-
-def test_a_mask_that_no_hook_applies_is_no_pruning() -> None:
-    module = nn.Linear(2, 2)
-    module.register_buffer("weight_mask", torch.zeros(2, 2))
-    (op,) = from_torch(module, (2,))
-    assert op.nnz == 4
-
-
-def test_the_counter_of_batches_is_shared() -> None:
-    module = nn.BatchNorm2d(2, momentum=None).double()
-    x = images(4, 2, 3, 3)
-    for _ in range(3):
-        module(torch.tensor(x))
-    (op,) = from_torch(module, x.shape)
-    assert isinstance(op, BatchNorm2d)
-    assert type(op.num_batches_tracked) is int
-    assert op.num_batches_tracked == 3
-    # A cumulative average then goes on where the module's has come to.
-    mean = module.running_mean.numpy().copy()
-    op.update_running_stats(x + 4.0)
-    close(op.running_mean, mean + 1.0)
-    assert op.num_batches_tracked == 4
-    assert module.num_batches_tracked == 4
-    close(module.running_mean.numpy(), mean + 1.0)
-    (bare,) = from_torch(nn.BatchNorm2d(2, track_running_stats=False), x.shape)
-    assert bare.num_batches_tracked == 0
-
-
-def test_running_statistics_are_shared() -> None:
-    module = nn.BatchNorm2d(3).eval()
-    (op,) = from_torch(module, (3, 2, 2))
-    assert isinstance(op, BatchNorm2d)
-    assert np.shares_memory(op.running_mean, module.running_mean.numpy())
-    assert np.shares_memory(op.running_var, module.running_var.numpy())
 
 
 @pytest.mark.parametrize(
@@ -270,23 +158,6 @@ def test_what_is_wrong_is_named(
 ) -> None:
     with pytest.raises(error, match=words):
         from_torch(module, shape)
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
-@pytest.mark.parametrize("norm", ["spectral_norm", "weight_norm"])
-@pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.Conv2d(2, 2, 1)])
-def test_norms_made_by_hooks_are_refused(norm: str, layer: nn.Module) -> None:
-    layer = getattr(nn.utils, norm)(copy.deepcopy(layer))
-    name = "SpectralNorm" if norm == "spectral_norm" else "WeightNorm"
-    words = rf"module\[1\] \({type(layer).__name__}\): it has the forward pre-hook {name}, which"
-    with pytest.raises(InputError, match=words):
-        from_torch(nn.Sequential(nn.ReLU(), layer), (2, 1, 1) if layer.weight.ndim == 4 else (2,))
-    # Without the hook the weight is what it computed last.
-    layer._forward_pre_hooks.clear()
-    with pytest.raises(
-        InputError, match=r"its weight is a Tensor .*; expected a torch.nn.Parameter"
-    ):
-        from_torch(layer, (2, 1, 1) if layer.weight.ndim == 4 else (2,))
 
 
 @pytest.mark.parametrize("norm", ["spectral_norm", "weight_norm", "orthogonal"])
@@ -349,29 +220,6 @@ def test_a_bias_may_not_be_pruned() -> None:
     prune.random_unstructured(layer, "bias", amount=1)
     with pytest.raises(InputError, match="its bias is pruned; expected a pruned weight at most"):
         from_torch(layer, (2,))
-
-
-@pytest.mark.parametrize("pruned", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
-def test_other_dtypes_are_named(dtype: torch.dtype, pruned: bool) -> None:
-    layer = nn.Linear(2, 2)
-    if pruned:
-        prune.random_unstructured(layer, "weight", amount=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # complex modules are new to PyTorch
-        layer.to(dtype)
-    words = (
-        rf"module\[0\] \(Linear\): weight has dtype {str(dtype)[6:]}; expected float32 or float64"
-    )
-    with pytest.raises(InputTypeError, match=words):
-        from_torch(nn.Sequential(layer), (2,))
-
-
-def test_running_statistics_of_other_dtypes_are_named() -> None:
-    layer = nn.BatchNorm2d(2).eval()
-    layer.running_var = layer.running_var.bfloat16()
-    with pytest.raises(InputTypeError, match="running_var has dtype bfloat16; expected float32 or"):
-        from_torch(layer, (2, 2, 2))
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.BatchNorm2d(2).eval(), nn.LayerNorm(2)])

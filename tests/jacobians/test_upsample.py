@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from autodiff import check_float32, check_operator, close
+from autodiff import check_operator, close
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -95,48 +95,6 @@ def test_odd_fractions_meet_inputs_at_their_centres(size: int, p: int, q: int) -
     beyond = (places * (2 * q + 1) < odd) | (places * (2 * q + 1) > (2 * size - 1) * odd)
     counts = np.bincount(op.pattern.indices, minlength=op.shape[1])
     np.testing.assert_array_equal(counts, np.where(on_input | beyond, 1, 2))
-
-
-ARGUMENTS = [
-    {"size": (5, 7)},
-    {"size": (5, 7), "mode": "bilinear"},
-    {"scale_factor": (1.7, 0.6), "mode": "bilinear"},
-    {"size": (9, 4), "mode": "bilinear", "align_corners": True},
-]
-
-
-@pytest.mark.parametrize("arguments", ARGUMENTS)
-def test_upsampling_in_float32(arguments: dict[str, Any]) -> None:
-    op = Upsample(**arguments, input_shape=(2, 4, 6))
-    # PyTorch's positions are of float32 too, up to 6, and a weight is what is left of them.
-    check_float32(op, torch.nn.Upsample(**arguments), batch=3, roundings=32)
-
-
-@pytest.mark.parametrize("special", [np.inf, -np.inf, np.nan, 5e-324, 1e308])
-@pytest.mark.parametrize("arguments", ARGUMENTS)
-def test_what_is_not_finite_reaches_only_the_outputs_that_read_it(
-    arguments: dict[str, Any], special: float
-) -> None:
-    op = Upsample(**arguments, input_shape=(1, 4, 6))
-    x = np.ones((1, 4, 6))
-    x[0, 2, 3] = special
-    weight = op.jacobian()[[2 * 6 + 3]].toarray()[0]
-    y = op.forward(x).ravel()
-    np.testing.assert_allclose(y[weight == 0], 1, rtol=1e-15)
-    reached = weight[weight > 0]
-    np.testing.assert_allclose(y[weight > 0], reached * special + (1 - reached), rtol=1e-14)
-
-
-@pytest.mark.parametrize("arguments", ARGUMENTS)
-def test_axes_before_the_channels_are_like_channels(arguments: dict[str, Any]) -> None:
-    op = Upsample(**arguments, input_shape=(2, 3, 4, 6))
-    one = Upsample(**arguments, input_shape=(6, 4, 6))
-    assert op.output_shape == (2, 3, *one.output_shape[1:])
-    assert op.pattern is one.pattern
-    np.testing.assert_array_equal(op.values(), one.values())
-    x = np.random.default_rng(0).standard_normal((2, 3, 4, 6))
-    y = one.forward(x.reshape(6, 4, 6))
-    np.testing.assert_array_equal(op.forward(x), y.reshape(op.output_shape))
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_what_numpy_has(seed: int) -> None:
             np.testing.assert_allclose(actual[name], whole, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3, 4, 5)])
+@pytest.mark.parametrize("seed", [0, *slow(1)])
 def test_jit_and_second_derivatives(seed: int) -> None:
     case = Case(seed, most=4)
 
@@ -125,7 +125,7 @@ def test_jit_and_second_derivatives(seed: int) -> None:
     close(actual, expected)
 
 
-@pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
 def test_vmap(seed: int) -> None:
     """Maps over some of the arguments, once and twice, with gradients of each map."""
     case = Case(seed, most=4)

@@ -107,7 +107,7 @@ def test_as_scipy(b_taps: int, a_taps: int, shape: list[int], has_zi: bool, seed
         near(zf, zi)
 
 
-@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
+@pytest.mark.parametrize("seed", [0, *slow(1)])
 def test_sections_as_scipy(seed: int) -> None:
     rng = np.random.default_rng(seed)
     sos = scipy.signal.butter(4, rng.uniform(0.1, 0.8), output="sos")
@@ -152,12 +152,7 @@ def test_gradients(seed: int) -> None:
     near(found, jax.grad(penalty(by_loop), args)(*case.inputs))
 
 
-def test_a_direction() -> None:
-    given = Case(0, most=5).inputs
-    near(*(jax.jvp(penalty(each), given, given) for each in (lfilter, by_loop)))
-
-
-@pytest.mark.parametrize("seed", slow(0, 1, 2, 3))
+@pytest.mark.parametrize("seed", slow(0, 1))
 def test_other_derivatives(seed: int) -> None:
     case = Case(seed, most=5)
     given, args = case.inputs, (0, 1, 2)
@@ -171,7 +166,7 @@ def test_other_derivatives(seed: int) -> None:
     near(*(jax.jit(twice(each))(*given) for each in (lfilter, by_loop)))
 
 
-@pytest.mark.parametrize("seed", [1, *slow(2, 3, 4, 5)])
+@pytest.mark.parametrize("seed", [1, *slow(2)])
 def test_maps(seed: int) -> None:
     """Over samples, over coefficients, and over both."""
     case = Case(seed)

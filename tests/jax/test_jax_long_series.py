@@ -111,12 +111,6 @@ def test_derivatives_of_all_states(bidirectional: bool) -> None:
     np.testing.assert_allclose(found, hessian.numpy(), atol=1e-10)
 
 
-def test_no_samples() -> None:
-    net = GRU(2, 3)
-    output, _ = recurrent(net, net.params, np.zeros((20, 0, 2)), truncate=3)
-    assert output.shape == (20, 0, 3)
-
-
 def test_errors() -> None:
     x = np.ones((50, 2, 2), np.float32)
     both = GRU(2, 3, bidirectional=True)

@@ -46,7 +46,7 @@ F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 
 
 @pytest.mark.ranks(3, slow=(1, 5), doubling=True)
-@pytest.mark.ranks(slow=(2, 4, 6))
+@pytest.mark.ranks(slow=(4,))
 def test_random_chains(seeds: Callable[..., range]) -> None:
     for seed in seeds(4, 9, 200):
         check(seed)
@@ -201,7 +201,7 @@ def test_huge_and_tiny_steps() -> None:
 
 @needs_longer
 def test_steps_of_every_size(seeds: Callable[..., range]) -> None:
-    for seed in seeds(30, 180, 4000):
+    for seed in seeds(30, 90, 4000):
         check_steps_of_every_size(seed)
 
 

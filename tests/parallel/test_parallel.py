@@ -32,7 +32,6 @@ from sparsescan.parallel import Grid, Network, best_grid, predict
 from sparsescan.parallel.communicator import Fault
 from sparsescan.parallel.exchange import (
     ALGORITHMS,
-    Merge,
     allreduce_messages,
     allreduce_rounds,
     exscan_messages,
@@ -489,7 +488,3 @@ def test_constants_of_a_network_are_kept(tmp_path: Path) -> None:
     assert parallel.load_network(path) == DEAR
     path.write_text("{}")
     assert parallel.load_network(path) == built_in
-
-
-def test_merge_is_a_tuple_of_ranks() -> None:
-    assert rounds("linear", 3)[0][1] == [Merge(0, 1, 2)]

@@ -28,7 +28,6 @@ from sparsescan.execution.cuda import workspace
 from sparsescan.kernels.cuda.chunk_costs import chained_turns, multiply_turns
 from sparsescan.kernels.cuda.chunks import teams_of
 from sparsescan.plan import calibrate_device
-from sparsescan.plan.costs import cpu as costs
 from sparsescan.plan.costs import cuda as device_costs
 from sparsescan.plan.costs.cuda import Gpu, GpuModel, gpu_file, load_gpu, save_gpu
 from sparsescan.plan.costs.operations import FAMILIES, Operations
@@ -244,18 +243,6 @@ def test_long_chains_of_small_steps_are_cut_into_chunks(
     assert cut < 0.2 * predicted(chain, Schedule.linear(n), 16, dtype)
 
 
-@pytest.mark.parametrize("batch", [1, 16])
-def test_huge_sparse_steps_are_scanned_linearly(batch: int) -> None:
-    """Products would fill in: already those of neighbours, or of four, take longer than all."""
-    n = 50
-    chain = [stencil(256)] * n
-    linear = predicted(chain, Schedule.linear(n), batch)
-    times = [predicted(chain, Schedule.truncated(n, k), batch) for k in (1, 2)]
-    assert linear < times[0] < times[1]
-    small = [stencil(32)] * n
-    assert predicted(small, Schedule.linear(n), 16) < predicted(small, Schedule.blelloch(n), 16)
-
-
 @pytest.mark.parametrize("dtype", [F4, F8], ids=str)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_short_chains_are_scanned_linearly(n: int, dtype: np.dtype[Any]) -> None:
@@ -401,8 +388,3 @@ def test_a_program_takes_no_more_memory_than_was_said(seed: int, batch: int) -> 
         patch.setattr(workspace, "current", lambda number: contextlib.nullcontext())
         cupy = fake_cupy.install(patch)
         device_memory.check_memory(cupy, device_memory.random_plan(seed, 20, 150), batch)
-
-
-def test_constants_are_kept_beside_those_of_the_processor() -> None:
-    assert gpu_file("NVIDIA H200").parent == costs.machine_file().parent
-    assert gpu_file("NVIDIA H200").name == "gpu-NVIDIA-H200.json"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from oracles import random_machine, random_patterns, same_bits
 
 import sparsescan
-from sparsescan import MemoryLimitError, Pattern, PeriodicChain, ScanPlan, Schedule
+from sparsescan import MemoryLimitError, Pattern, ScanPlan, Schedule
 from sparsescan.plan.choice import InputKind, PlanChoice
 from sparsescan.plan.costs.cpu import Cpu, CpuModel, load_cpu
 from sparsescan.plan.costs.operations import run_time
@@ -124,26 +124,6 @@ def test_on_recurrent_cells(
         assert_no_slower(plan, BUILT_IN, threads, shown, (batch, dtype))
 
 
-def test_a_tree_for_one_sample_does_not_run_sixteen(as_if: Any) -> None:
-    """The factors of a GRU, planned without a batch, took 80 ms where the linear scan took 50."""
-    as_if(8)
-    weights = of_mask(np.hstack([np.ones((64, 3 * 64)), np.eye(64)]) > 0)
-    patterns = [GRUCell(8, 64, rng=0).implicit_pattern.factors[0], weights]
-    plan = sparsescan.plan(patterns * 1000, dtype=F4)
-    alone = plan.schedule
-    assert alone != Schedule.linear(2000)
-    slopes, weights = (np.zeros(pattern.nnz, F4) for pattern in patterns)
-    shared = np.broadcast_to(slopes, (1000, 16, len(slopes))).copy()
-    plan.exclusive_scan(
-        np.ones((16, 64), F4), PeriodicChain([shared, weights], [*plan.patterns[:2]])
-    )
-    assert plan.schedule == Schedule.linear(2000)
-    assert "a batch of 16 of float32" in " ".join(str(plan).split())
-    one = PeriodicChain([shared[:, 0], weights], [*plan.patterns[:2]])
-    plan.exclusive_scan(np.ones(64, F4), one)
-    assert plan.schedule == alone
-
-
 # ---------------------------------------------------------------------------------------------
 # Once for each kind of input
 # ---------------------------------------------------------------------------------------------
@@ -195,30 +175,6 @@ def test_what_is_asked_for_is_what_a_run_would_choose(choices: list[Any]) -> Non
         before = len(choices)
         run(asked, batch, dtype)
         assert len(choices) == before
-
-
-def test_products_are_not_worked_out_again_where_the_choice_stays(
-    choices: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor is the workspace made again, since it is found by its program."""
-    plan = sparsescan.plan(orders(60))
-    programs = {plan.schedule: plan.settle(plan._latest.kind)}
-    for batch, dtype in [*KINDS, (2, F4), (3, F8)]:
-        run(plan, batch, dtype)
-        program = plan.settle(plan._latest.kind)
-        assert programs.setdefault(plan.schedule, program) is program
-    assert len(programs) < len(KINDS)
-
-
-@pytest.mark.parametrize("schedule", ["linear", "blelloch", "chunked:7"])
-def test_a_schedule_that_was_asked_for_stays(choices: list[Any], schedule: str) -> None:
-    plan = sparsescan.plan(orders(60), schedule=schedule)
-    asked, dense = plan.schedule, plan.dense
-    for batch, dtype in KINDS:
-        run(plan, batch, dtype)
-        assert (plan.schedule, plan.dense, plan.reason) == (asked, dense, "asked for")
-        assert plan.to_dict()["predicted_for"] == {"batch": batch, "dtype": dtype.name}
-    assert choices == []
 
 
 @pytest.mark.slow

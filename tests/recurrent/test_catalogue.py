@@ -13,13 +13,10 @@ from autodiff import close
 from cell_peers import PEERS, Peer, gradients
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from program_runs import run_program
 from sampling import examples
 
-import sparsescan
 from sparsescan.errors import InputError, InputTypeError
-from sparsescan.recurrent import Cell, Hidden, Input, Vector, catalogue
-from sparsescan.recurrent.definition import declared
+from sparsescan.recurrent import Cell, Vector, catalogue
 
 torchrecurrent = pytest.importorskip("torchrecurrent")
 
@@ -83,27 +80,6 @@ def case_of(
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=examples(30))
 @given(data=st.data())
-def test_a_program_is_the_autograd_of_a_peer(name: str, data: Any) -> None:
-    """The graph of each step, without any kernel."""
-    cell, _, x, state, grads = case = case_of(data.draw, name, (4, 4, 3), few=False)
-    expected = case.expected(grads)
-    parameters = declared(type(cell)).items()
-    biased = {key: each.biased for key, each in parameters if isinstance(each, (Input, Hidden))}
-    parts = cell.program.states
-    found = run_program(
-        *(cell.program, biased, cell.params, x),
-        *(np.split(state, parts, -1), np.split(grads, parts, -1)),
-    )
-    close(np.concatenate(found.outputs, -1), expected["states"])
-    close(found.input_grad, expected["input"], 1e5)
-    close(np.concatenate(found.state_grads, -1), expected["state"], 1e5)
-    for key, grad in found.param_grads.items():
-        close(np.asarray(grad), expected[key], 1e5)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=examples(30))
-@given(data=st.data())
 def test_a_training_step_is_the_autograd_of_a_peer(name: str, data: Any) -> None:
     cell, _, x, state, grads = case = case_of(data.draw, name)
     units = cell.hidden_size
@@ -121,25 +97,6 @@ def test_a_training_step_is_the_autograd_of_a_peer(name: str, data: Any) -> None
     close(found.state, expected["state"][None], 1e5)
     assert list(found.params) == list(cell.params)
     for key, grad in found.params.items():
-        close(grad, expected[key], 1e5)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=examples(20))
-@given(data=st.data())
-def test_the_scan_over_jacobians_is_the_autograd_of_a_peer(name: str, data: Any) -> None:
-    cell, _, x, state, grads = case = case_of(data.draw, name)
-    expected = case.expected(grads)
-    states = cell.unroll(x, state)
-    close(states[1:], expected["states"])
-    steps = cell.linearize(x, states[:-1])
-    zero = np.zeros_like(state)
-    local_grads = [*grads[::-1], zero]
-    found = sparsescan.inclusive_scan(zero, steps.jacobian(), local_grads=local_grads)[::-1]
-    close(np.asarray(found[1:]), expected["state_grads"], 1e5)
-    close(np.asarray(found[0]), expected["state"], 1e5)
-    close(steps.input_grads(expected["state_grads"]), expected["input"], 1e5)
-    for key, grad in steps.param_grads(expected["state_grads"]).items():
         close(grad, expected[key], 1e5)
 
 
@@ -223,7 +180,3 @@ def test_a_rate_of_each_neuron() -> None:
 def test_wrong_options_are_refused(make: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         make()
-
-
-def test_delays_are_states() -> None:
-    assert [catalogue.tauGRU(3, 4, delay=delay).state_size for delay in (1, 2, 5)] == [8, 12, 24]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from oracles import on_pattern
 
 import sparsescan
-from sparsescan import BatchedCSR, CSRChain, InputError, InputTypeError, Schedule
+from sparsescan import BatchedCSR, CSRChain, InputError, InputTypeError
 from sparsescan.recurrent import jacobian as _cell
 from sparsescan.recurrent.cells import Cell, GRUCell, LSTMCell, RNNCell
 
@@ -252,20 +252,6 @@ def test_patterns_as_the_equations_say() -> None:
     assert no_i == [[0, 0, 0, 0], [0, 0, 0, 0], *diagonals]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_patterns_without_masks(kind: str) -> None:
-    cell = cell_of(kind, 2, 5)
-    masked = cell_of(kind, 2, 5, weight_hh_mask=np.ones((GATES[kind] * 5, 5), bool))
-    assert masked.pattern is cell.pattern
-    assert cell.nnz == (60 if kind == "lstm" else 25)
-    assert cell.state_size == (10 if kind == "lstm" else 5)
-    share(masked, types.SimpleNamespace(named_parameters=lambda: ()))
-    for name, parameter in cell.params.items():
-        setattr(masked, name, parameter)
-    x, state = np.ones((3, 2)), np.ones((3, cell.state_size))
-    np.testing.assert_allclose(masked.values(x, state), cell.values(x, state), rtol=1e-6)
-
-
 def torch_states(layer: torch.nn.Module, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """``h_1, …, h_T`` from a layer of PyTorch and the states of the last step, ``(1, B, S)``."""
     if isinstance(layer, torch.nn.LSTM):
@@ -298,90 +284,6 @@ def test_unroll_is_the_layer_of_pytorch(kind: str) -> None:
     np.testing.assert_array_equal(cell.unroll(x[:0], first), first[None])
 
 
-SCHEDULES = {
-    "linear": Schedule.linear(500),
-    "blelloch": Schedule.blelloch(500),
-    "chunked": Schedule.chunked(500, 8),
-}
-
-
-class Sequence(NamedTuple):
-    """A cell on a sequence with a loss at every step, and all gradients by PyTorch."""
-
-    cell: Cell
-    x: np.ndarray
-    local_grads: np.ndarray
-    state_grads: np.ndarray
-    param_grads: dict[str, np.ndarray]
-    input_grads: np.ndarray
-
-
-@functools.cache
-def sequence_of(kind: str, steps: int = 500, batch: int = 4) -> Sequence:
-    inputs, hidden = 3, 6
-    rng = np.random.default_rng(2)
-    torch.manual_seed(2)
-    layer, module = layer_of(kind, inputs, hidden), module_of(kind, inputs, hidden)
-    for name, parameter in module.named_parameters():
-        parameter.data = getattr(layer, f"{name}_l0").data
-    cell = cell_of(kind, inputs, hidden)
-    share(cell, module)
-    x = rng.standard_normal((steps, batch, inputs))
-    local = rng.standard_normal((steps, batch, cell.state_size))
-    # A layer of PyTorch returns every h_t, but of the c_t of an LSTM only the last.
-    local[:-1, :, hidden:] = 0
-
-    # Through the layer, the gradients in the parameters and the inputs.
-    at = torch.tensor(x, requires_grad=True)
-    zero = torch.zeros(batch, cell.state_size, dtype=torch.float64)
-    out, last = torch_states(layer, at, zero)
-    loss = (out * torch.tensor(local[..., :hidden])).sum()
-    loss = loss + (last[0, :, hidden:] * torch.tensor(local[-1, :, hidden:])).sum()
-    names = [name for name, _ in module.named_parameters()]
-    grads = torch.autograd.grad(loss, [at, *(getattr(layer, f"{name}_l0") for name in names)])
-    input_grads, *param_grads = (grad.numpy() for grad in grads)
-
-    # Step by step, the gradients in the states.
-    case = Case(cell, module, {}, x, local, rng)
-    chain = [zero]
-    for inputs_of_step in torch.tensor(x):
-        chain.append(case.step(inputs_of_step, chain[-1]))
-    loss = (torch.stack(chain[1:]) * torch.tensor(local)).sum()
-    state_grads = np.stack([grad.numpy() for grad in torch.autograd.grad(loss, chain[1:])])
-    by_name = dict(zip(names, param_grads, strict=True))
-    return Sequence(cell, x, local, state_grads, by_name, input_grads)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_scan_of_500_steps_is_autograd(kind: str, schedule: str) -> None:
-    cell, x, local_grads, state_grads, param_grads, input_grads = sequence_of(kind)
-    states = cell.unroll(x)
-    values = cell.values(x, states[:-1])
-    plan = sparsescan.plan([cell.pattern] * len(x), schedule=SCHEDULES[schedule])
-    zero = np.zeros_like(local_grads[0])
-    grads = plan.exclusive_scan(zero, values[::-1], local_grads=local_grads[::-1])[::-1]
-    close(grads, state_grads)
-    actual = cell.param_grads(x, states[:-1], grads)
-    for name, expected in param_grads.items():
-        close(actual[name], expected)
-    close(cell.input_grads(x, states[:-1], grads), input_grads)
-
-
-@pytest.mark.parametrize("schedule", [*SCHEDULES])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_scan_of_implicit_steps_is_autograd(kind: str, schedule: Schedule) -> None:
-    cell, x, local_grads, state_grads, param_grads, input_grads = sequence_of(kind)
-    steps = cell.linearize(x, cell.unroll(x)[:-1])
-    plan = sparsescan.plan([cell.implicit_pattern] * len(x), schedule=SCHEDULES[schedule])
-    zero = np.zeros_like(local_grads[0])
-    grads = plan.exclusive_scan(zero, steps.implicit(), local_grads=local_grads[::-1])[::-1]
-    close(grads, state_grads)
-    for name, actual in steps.param_grads(grads).items():
-        close(actual, param_grads[name])
-    close(steps.input_grads(grads), input_grads)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_jacobian_is_the_matrix_of_a_step_a_batch_or_a_chain(kind: str) -> None:
     rng = np.random.default_rng(3)
@@ -405,61 +307,6 @@ def test_jacobian_is_the_matrix_of_a_step_a_batch_or_a_chain(kind: str) -> None:
         close(grads[5 - t], grad)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_float32_agrees_with_float64(kind: str, masked: bool) -> None:
-    rng = np.random.default_rng(4)
-    mask = rng.random((GATES[kind] * 20, 20)) < 0.3 if masked else None
-    cell = cell_of(kind, 6, 20, weight_hh_mask=mask, rng=rng)
-    x = rng.standard_normal((3, 5, 6), np.float32)
-    state = rng.standard_normal((3, 5, cell.state_size), np.float32)
-    grad = rng.standard_normal(state.shape, np.float32)
-
-    def everything(dtype: type) -> dict[str, np.ndarray]:
-        arrays = x.astype(dtype), state.astype(dtype)
-        return {
-            "forward": cell.forward(*arrays),
-            "unroll": cell.unroll(arrays[0], arrays[1][0]),
-            "values": cell.values(*arrays),
-            "input": cell.input_grads(*arrays, grad.astype(dtype)),
-            **cell.param_grads(*arrays, grad.astype(dtype)),
-        }
-
-    single, double = everything(np.float32), everything(np.float64)
-    for name, expected in double.items():
-        assert single[name].dtype == np.float32
-        assert expected.dtype == np.float64  # to which float32 parameters promote
-        bound = 100 * np.finfo(np.float32).eps * max(1, np.abs(expected).max())
-        assert np.abs(single[name] - expected).max() <= bound
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("kind", KINDS)
-def test_large_input_gives_finite_results_without_warnings(kind: str, dtype: type) -> None:
-    rng = np.random.default_rng(5)
-    module = module_of(kind, 3, 8)
-    randomise(module, rng)
-    cell = cell_of(kind, 3, 8)
-    for name, parameter in module.named_parameters():
-        setattr(cell, name, parameter.detach().numpy().astype(dtype))
-    x = (1e3 * rng.standard_normal((6, 3))).astype(dtype)
-    state = (1e3 * rng.standard_normal((6, cell.state_size))).astype(dtype)
-    grad = np.ones_like(state)
-    results = [
-        cell.unroll(x),
-        cell.values(x, state),
-        cell.input_grads(x, state, grad),
-        *cell.param_grads(x, state, grad).values(),
-    ]
-    for result in results:
-        assert result.dtype == dtype
-        assert np.isfinite(result).all()
-    if dtype == np.float64:
-        case = Case(cell, module, {}, x, state, rng)
-        for row, a, b in zip(cell.values(x, state), x, state, strict=True):
-            close(dense(row, cell.pattern), case.jacobian(a, b))
-
-
 @pytest.mark.parametrize("special", [np.inf, -np.inf, np.nan, 5e-324])
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_input_is_treated_as_by_pytorch(kind: str, special: float) -> None:
@@ -479,24 +326,6 @@ def test_special_input_is_treated_as_by_pytorch(kind: str, special: float) -> No
     entries = dense(np.ones(cell.nnz), cell.pattern).nonzero()
     for row, a, b in zip(cell.values(x, state), x, state, strict=True):
         np.testing.assert_allclose(row, case.jacobian(a, b)[entries], rtol=1e-12, atol=1e-12)
-
-
-def test_an_exploding_relu_network_overflows_silently_as_in_pytorch() -> None:
-    layer, cell = layer_of("relu", 1, 2), RNNCell(1, 2, nonlinearity="relu")
-    weights = {"weight_ih": [[1.0], [1.0]], "weight_hh": [[9.0, 1.0], [9.0, -9.0]]}
-    for name, weight in weights.items():
-        setattr(cell, name, np.array(weight))
-        getattr(layer, f"{name}_l0").data = torch.tensor(weight, dtype=torch.float64)
-    cell.bias_ih = cell.bias_hh = np.zeros(2)
-    layer.bias_ih_l0.data = layer.bias_hh_l0.data = torch.zeros(2, dtype=torch.float64)
-    x = np.ones((400, 1))
-    states = cell.unroll(x)
-    with torch.no_grad():
-        expected = layer(torch.tensor(x))[0].numpy()
-    np.testing.assert_allclose(states[1:], expected, rtol=1e-10)
-    assert not np.isfinite(states[-1]).any()
-    cell.values(x, states[:-1])
-    cell.param_grads(x, states[:-1], states[1:])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -624,14 +453,3 @@ def test_bad_arguments_are_named(error: type, make: Any, words: str) -> None:
 def test_bad_arrays_are_named(error: type, call: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         call(LSTMCell(2, 3))
-
-
-def test_repr_counts_the_entries() -> None:
-    assert repr(GRUCell(3, 20)) == "GRUCell(3, 20, nnz=400)"
-
-
-def test_out_has_memory_of_its_own() -> None:
-    cell = RNNCell(2, 1, dtype=np.float64, rng=0)
-    state = np.ones((3, 1))
-    with pytest.raises(InputError, match="out shares memory with the input"):
-        cell.values(np.ones((3, 2)), state, out=state)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import cProfile
 import gc
-import inspect
 import linecache
 import math
-import operator
 import pickle
 import sys
 import textwrap
@@ -489,17 +487,6 @@ def test_names_that_are_taken(declarations: str, message: str) -> None:
         define(f"class C(Cell):\n    {declarations}\n    def step(self, x, h): return h")
 
 
-def test_a_bias_of_ones_own() -> None:
-    cell = define("""\
-        class C(Cell):
-            weight_a = Input(bias=False)
-            bias_a = Vector()
-            def step(self, x, h): return self.weight_a(x) + self.bias_a
-    """)(2, 3)
-    assert shapes(cell) == {"weight_a": (3, 2), "bias_a": (3,)}
-    assert cell.program.slots[0].vectors == (("bias_a", 0),)
-
-
 # -- Options --------------------------------------------------------------------------------------
 
 
@@ -637,20 +624,6 @@ def test_a_declaration_is_taken_back() -> None:
                 return self.weight_hh(h) + self.weight_ih
 
 
-def test_mixins_declare_too() -> None:
-    class Peephole:
-        weight_p = Vector("i", "f")
-
-        def peep(self, c):
-            return self.weight_p.i * c
-
-    class Mixed(Peephole, Elman):
-        def step(self, x, h):
-            return super().step(x, self.peep(h))
-
-    assert shapes(Mixed(2, 3))["weight_p"] == (6,)
-
-
 def test_a_class_is_defined_again() -> None:
     """Two classes of one text are two, with equal graphs, and do not need each other."""
     source = """\
@@ -666,29 +639,6 @@ def test_a_class_is_defined_again() -> None:
     del one
     gc.collect()
     assert other(2, 3, dt=3.0).program.outputs != other(2, 3).program.outputs
-
-
-def test_helpers_of_all_kinds() -> None:
-    class Helped(Cell):
-        weight_hh = Hidden()
-        scale = 0.5
-        spike = surrogate(lambda a: a > 0, lambda a: 1 / (1 + a * a))
-        half = staticmethod(lambda a: 0.5 * a)
-
-        @property
-        def recurrence(self):
-            return self.weight_hh
-
-        @classmethod
-        def doubled(cls, a):
-            return 2 * a
-
-        def step(self, x, h):
-            assert isinstance(self, Cell)
-            return self.half(self.spike(h)) + self.scale * self.doubled(self.recurrence(h))
-
-    (output,) = Helped(2, 3).program.outputs
-    assert output.operation == "add"
 
 
 # -- Symbols --------------------------------------------------------------------------------------
@@ -758,21 +708,6 @@ def test_long_expressions_are_shown_in_part() -> None:
     assert "…" in repr(a)
     with pytest.raises(InputTypeError, match="the exponent tanh"):
         a**a
-
-
-def test_long_steps_are_traced() -> None:
-    class Long(Cell):
-        weight_ih = Input()
-        weight_hh = Hidden()
-
-        def step(self, x, h):
-            for _ in range(60):
-                h = tanh(self.weight_hh(h * sigmoid(h)) + self.weight_ih(x))
-            return h
-
-    program = Long(2, 3).program
-    assert program.stages == 61
-    assert len(program.kept) == 59
 
 
 def test_symbols_that_nobody_holds_are_forgotten() -> None:
@@ -872,14 +807,3 @@ def test_tracing_leaves_a_profiler_alone() -> None:
     finally:
         sys.setprofile(None)
     assert calls
-
-
-def test_names_of_the_package() -> None:
-    """All functions of the definition's language are in the package, with docstrings."""
-    import sparsescan.recurrent as package
-
-    functions = "tanh sigmoid relu leaky_relu elu softplus softsign hardtanh hardsigmoid silu exp "
-    functions += "log sqrt sin cos absolute minimum maximum where surrogate stop_gradient"
-    for name in (*functions.split(), "Cell", "Input", "Hidden", "Vector", "Scalar", "Constant"):
-        assert inspect.getdoc(getattr(package, name))
-    assert operator.abs(node("state", about=(0,))) is absolute(node("state", about=(0,)))

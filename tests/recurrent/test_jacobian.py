@@ -168,7 +168,7 @@ def check_gradients(case: Case, blocks: Any, on_device: bool) -> None:
             close(inputs.reshape(flat[0].shape), expected.input_grad)
 
 
-@settings(max_examples=long_run(700, 60))
+@settings(max_examples=long_run(200, 60))
 @given(random_cells(), seeds, settings_of_blocks, st.booleans())
 def test_values_and_factors_are_the_jacobian(
     drawn: RandomCell, seed: int, blocks: Any, on_device: bool
@@ -176,7 +176,7 @@ def test_values_and_factors_are_the_jacobian(
     check_jacobian(case_of(drawn, seed), blocks, on_device)
 
 
-@settings(max_examples=long_run(700, 60))
+@settings(max_examples=long_run(200, 60))
 @given(random_cells(), seeds, settings_of_blocks, st.booleans())
 def test_gradients_are_those_of_autograd(
     drawn: RandomCell, seed: int, blocks: Any, on_device: bool
@@ -202,14 +202,14 @@ MORE = {
 
 
 @pytest.mark.parametrize("body", (HARD | MORE).values(), ids=HARD | MORE)
-@settings(max_examples=long_run(40, 3))
+@settings(max_examples=long_run(12, 3))
 @given(seed=seeds, blocks=settings_of_blocks, on_device=st.booleans())
 def test_hard_steps(body: str, seed: int, blocks: Any, on_device: bool) -> None:
     check_jacobian(case_of(hard_cell(body), seed, near=0), blocks, on_device)
     check_gradients(case_of(hard_cell(body), seed, near=0), blocks, on_device)
 
 
-@settings(max_examples=long_run(500, 30))
+@settings(max_examples=long_run(150, 30))
 @given(random_cells(), seeds, st.sampled_from(["linear", "blelloch", "chunked"]))
 def test_scans_are_back_propagation(drawn: RandomCell, seed: int, name: str) -> None:
     """Over explicit and over implicit steps."""
@@ -237,7 +237,7 @@ def test_scans_are_back_propagation(drawn: RandomCell, seed: int, name: str) -> 
             close(grad, expected.param_grads[each], 1e8)
 
 
-@settings(max_examples=long_run(300, 20))
+@settings(max_examples=long_run(90, 20))
 @given(random_cells(), seeds)
 def test_float32_is_float64_but_for_rounding(drawn: RandomCell, seed: int) -> None:
     case = case_of(drawn, seed)
@@ -276,7 +276,7 @@ def copied(case: Case, dtype: type) -> Any:
     return cell
 
 
-@settings(max_examples=long_run(300, 20))
+@settings(max_examples=long_run(90, 20))
 @given(random_cells(), seeds)
 def test_factors_have_all_entries_and_texts_say_what_is_computed(
     drawn: RandomCell, seed: int

@@ -112,15 +112,6 @@ def test_bits_are_those_of_one_thread() -> None:
             np.testing.assert_array_equal(other[name], array)
 
 
-def test_no_samples() -> None:
-    step = GRU(2, 3).training_step(truncate=3)
-    output, last = step.forward(np.zeros((20, 0, 2)))
-    grads = step.backward(output, last)
-    assert grads.input is not None
-    assert grads.input.shape == (20, 0, 2)
-    assert not any(each.any() for each in grads.params.values())
-
-
 def test_errors_name_truncate() -> None:
     net = GRU(2, 3)
     with pytest.raises(InputError, match="truncate is 0; expected"):
@@ -166,12 +157,6 @@ def test_outputs_are_all_states(dtype: Any, seed: int) -> None:
         for _ in range(4):
             actual = results_of(step, (x, state, lengths, resets), (above, carry))
     close(actual, expected, dtype)
-
-
-def test_cells_of_one_state_have_no_others() -> None:
-    net, x = GRU(2, 3), np.ones((4, 2, 2))
-    first, second = (net.training_step(return_states=each) for each in (False, True))
-    np.testing.assert_array_equal(first.forward(x)[0], second.forward(x)[0])
 
 
 # -- The memory of a process -----------------------------------------------------------------------

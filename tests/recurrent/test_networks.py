@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from recurrent_steps import arguments_of, autograd, gradients_of, networks
 from sampling import examples
 
-from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
+from sparsescan.errors import InputError, InputTypeError
 from sparsescan.kernels.cpu.lanes import lanes, sample_lanes
 from sparsescan.recurrent import GRU, LSTM, RNN, Cell, GRUCell, Recurrent, tanh
 from sparsescan.recurrent.loops import callers, sequences
@@ -48,29 +48,6 @@ def test_gradients_are_those_of_autograd(
     # The arguments were not changed.
     for array, old in zip(arguments, before, strict=True):
         assert array is None or np.array_equal(array, old)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("steps", "draws"), [(50, 8), pytest.param(10_000, 1, marks=pytest.mark.slow)]
-)
-def test_float32_is_as_near_to_float64_as_pytorch(kind: str, steps: int, draws: int) -> None:
-    errors: dict[str, Array] = {}
-    rng = np.random.default_rng()
-    for _ in range(draws):
-        net = KINDS[kind](5, 20, dtype=F4, rng=rng)
-        arguments = arguments_of(rng, net, steps, 16, F4)
-        exact = autograd(net, *arguments, "float64")
-        theirs = autograd(net, *arguments, "float32")
-        actual = gradients_of(net.training_step(), *arguments)
-        for name, array in exact.items():
-            assert actual[name].dtype == F4
-            squares = [np.sum((each[name].astype(F8) - array) ** 2) for each in (actual, theirs)]
-            # A bias is the weight of an input of 1; its few numbers alone would leave it to chance.
-            part = name.removeprefix("weight_").removeprefix("bias_")
-            errors[part] = errors.get(part, 0) + np.array(squares)
-    for part, (error, other) in errors.items():
-        assert np.sqrt(error) <= 1.25 * np.sqrt(other), part
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,27 +85,6 @@ def test_any_number_of_threads_gives_the_same_bits(
     for other in results[1:]:
         for name, array in results[0].items():
             assert array.tobytes() == other[name].tobytes(), name
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gates_that_are_not_kept_are_computed_again(kind: str) -> None:
-    net = KINDS[kind](3, 9, 2, bidirectional=True, dtype=F8, rng=0)
-    arguments = arguments_of(np.random.default_rng(0), net, 700, 5, F8, shorter=True)
-    step = net.training_step()
-    whole = gradients_of(step, *arguments)
-    assert step.keeps_gates
-    smaller = net.training_step(memory_limit=step.nbytes - 1)
-    actual = gradients_of(smaller, *arguments)
-    assert not smaller.keeps_gates
-    assert smaller.nbytes < step.nbytes
-    for name, array in whole.items():
-        scale = np.max(np.abs(array))
-        assert np.max(np.abs(actual[name] - array)) <= 1e-13 * scale, name
-    with pytest.raises(
-        MemoryLimitError,
-        match=r"(?m)memory_limit is 1000 B; 700 steps of 5 samples need .* \([\d,]+ bytes\)$",
-    ):
-        net.training_step(memory_limit=1000).forward(arguments[0])
 
 
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
@@ -228,16 +184,6 @@ def test_special_input_has_the_outputs_of_pytorch(kind: str, special: float) -> 
         np.testing.assert_allclose(last, expected["last"], rtol=1e-12, atol=1e-12)
 
 
-def test_nan_stays_with_its_sample() -> None:
-    net = LSTM(3, 4, rng=0)
-    arguments = arguments_of(np.random.default_rng(0), net, 5, 3, F4)
-    arguments[0][2, 1] = np.nan
-    actual = gradients_of(net.training_step(), *arguments)
-    assert np.isnan(actual["output"][2:, 1]).all()
-    assert np.isfinite(actual["output"][:, [0, 2]]).all()
-    assert np.isfinite(actual["input"][:, [0, 2]]).all()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_fills_up_shorter_sequences_is_not_read(kind: str) -> None:
     rng = np.random.default_rng()
@@ -315,13 +261,6 @@ def test_input_of_any_layout_is_read() -> None:
     assert all(np.array_equal(actual[name], array) for name, array in expected.items())
 
 
-def test_a_training_step_says_what_it_keeps() -> None:
-    step = GRU(3, 4, rng=0).training_step()
-    assert "GRU(3, 4" in repr(step)
-    step.forward(X)
-    assert "5 steps of 2 samples, states and gates kept in" in repr(step)
-
-
 def test_lengths_that_are_all_steps_change_no_bit() -> None:
     """Also in memory that has just run shorter sequences."""
     step = LSTM(3, 5, 2, rng=0, bidirectional=True).training_step()
@@ -376,22 +315,6 @@ def test_a_class_that_defines_another_step_has_kernels_of_its_own() -> None:
 def test_a_network_is_of_a_class_of_cells(cell: Any) -> None:
     with pytest.raises(InputTypeError, match=r"cell is|a base class"):
         Recurrent(cell, 2, 3)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("name", ["weight_hh_l0", "weight_ih_l0_reverse"])
-def test_no_samples_take_no_steps(kind: str, steps: int, name: str) -> None:
-    shape = KINDS[kind](2, 8, bidirectional=True).params[name].shape
-    mask = np.zeros(shape, bool)
-    mask[0, 0] = True
-    net = KINDS[kind](2, 8, bidirectional=True, masks={name: mask})
-    for lengths in (None, [], np.zeros(0, int)):
-        step = net.training_step()
-        output, state = step.forward(np.ones((steps, 0, 2), np.float32), lengths=lengths)
-        assert output.shape == (steps, 0, 16)
-        grads = step.backward(output, state)
-        assert not any(grad.any() for grad in grads.params.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from oracles import assert_within, every_schedule, sequential
-from recurrent_steps import autograd, gradients_of, kept
+from recurrent_steps import autograd, gradients_of
 from sampling import examples, slow
 from scipy.ndimage import maximum_filter1d
 
 import sparsescan
 from sparsescan import MemoryLimitError
-from sparsescan.execution.calls import Calls
 from sparsescan.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell, host
 from sparsescan.recurrent import step as training_step
 from sparsescan.recurrent.loops import sequences
@@ -241,32 +239,6 @@ def test_gradients_are_those_of_autograd(
     assert_close(backward(step, *given, above, carry), expected, dtype, *grads)
 
 
-@pytest.mark.parametrize("kind", GATES)
-@pytest.mark.parametrize("batch", [3, 20])
-@pytest.mark.parametrize("dtype", [F4, *slow(F8)], ids=str)
-def test_no_small_gradient_is_left_out(kind: str, batch: int, dtype: Any) -> None:
-    """Loss and gradients have one scale: what is subnormal at one is not at another."""
-    rng = np.random.default_rng(1)
-    net = network(rng, kind, 3, 10, dtype)
-    steps, power = (60, 90) if dtype == F4 else (400, 900)
-    x = rng.standard_normal((steps, batch, 3)).astype(dtype)
-    state = rng.standard_normal((1, batch, net.state_size)).astype(dtype)
-    above = gradients_in(rng, (steps, batch, 10), dtype, "last")
-    assert above is not None
-    step = net.training_step()
-    _, carry = filled(net, x, above, None)
-    actual = backward(step, x, state, None, above, carry)["input"]
-    done = int(flags(step).sum())
-    scaled = backward(step, x, state, None, np.ldexp(above, power), carry)["input"]
-    # The scaled ones live longer, and none of them is subnormal where the others end.
-    assert done < flags(step).sum() < flags(step).size
-    exact = np.ldexp(scaled.astype(np.longdouble), -power)
-    tiny, eps = (float(getattr(np.finfo(dtype), name)) for name in ("tiny", "eps"))
-    count = int((np.abs(exact).max((1, 2)) > 1e6 * tiny).sum())
-    assert 0 < count <= done
-    assert (np.abs(actual - exact) <= 8 * eps * np.abs(exact) + 1e4 * tiny).all()
-
-
 @pytest.mark.parametrize("form", ["explicit", "implicit", "diagonal"])
 @pytest.mark.parametrize("kind", [GRUCell, LSTMCell, RNNCell])
 def test_every_schedule_comes_out_of_the_subnormal_range(kind: Any, form: str) -> None:
@@ -392,27 +364,6 @@ def test_what_is_not_finite_spreads_as_in_pytorch(
 
 
 @pytest.mark.parametrize("batch", [3, 20])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("where", [name for name in SPECIAL if "gradient" not in name])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_loss_without_gradients_spreads_what_is_not_finite(
-    kind: str, where: str, bad: float, batch: int
-) -> None:
-    """In all steps, not one of which has a gradient."""
-    rng = np.random.default_rng(5)
-    net = network(rng, kind, 2, 6, F4)
-    x, state, above, carry = arguments(rng, net, 10, batch, F4)
-    SPECIAL[where](net, x, state, above, carry, bad)
-    with np.errstate(all="ignore"):
-        expected = autograd(net, x, state, None, above * 0, carry, "float32")
-    actual = backward(net.training_step(), x, state, None, None, None)
-    assert_spread(actual, expected, infinite=False)
-    if kind == "GRU" and where == "bias of states":
-        # The reset gate has 0 times an infinite product in its gradient.
-        assert np.isnan(expected["weight_ih_l0"]).any()
-
-
-@pytest.mark.parametrize("batch", [3, 20])
 @pytest.mark.parametrize("where", ["bias of states", "input", "state", "cell state"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [F4, *slow(F8)], ids=str)
@@ -436,89 +387,6 @@ def test_huge_numbers_whose_products_overflow(
     if kind == "GRU" and where == "bias of states":
         # The reset gate has 0 times an infinite product in its gradient.
         assert np.isnan(expected["input"][0]).any()
-
-
-def test_infinities_that_leave_states_finite() -> None:
-    """A step that has no gradient has one of NaN in the weights of an infinite input."""
-    rng = np.random.default_rng(7)
-    for kind in KINDS:
-        net = network(rng, kind, 2, 6, F4)
-        x, state, above, carry = arguments(rng, net, 60, 5, F4)
-        x[3, 1, 0] = np.inf
-        step = net.training_step()
-        actual = backward(step, x, state, None, above, carry)
-        assert np.isfinite(actual["output"]).all()
-        assert np.isnan(actual["weight_ih_l0"][:, 0]).all()
-        assert np.isfinite(actual["weight_ih_l0"][:, 1]).all()
-        assert np.isfinite(actual["weight_hh_l0"]).all()
-        # No other step is done for it.
-        assert flags(step)[0, 3] == 1
-        assert not flags(step)[0, :3].any()
-
-
-class Structural:
-    """A loop over steps in PyTorch, whose weights are what is kept of them, and nothing else."""
-
-    def __init__(self, net: Any, kind: str) -> None:
-        self.net, self.kind = net, kind
-        self.params = {
-            name: torch.tensor(np.where(kept(net, name), array, 0), requires_grad=True)
-            for name, array in net.params.items()
-        }
-
-    def _times(self, name: str, x: Any) -> Any:
-        """Return products with a weight; what is not kept of it is multiplied with nothing."""
-        is_kept = torch.tensor(kept(self.net, name))
-        weight, x = self.params[name], x[:, None]
-        return torch.where(is_kept, weight * torch.where(is_kept, x, 0), 0).sum(-1)
-
-    def _advance(self, x: Any, h: Any, c: Any) -> tuple[Any, Any]:
-        a = self._times("weight_ih_l0", x) + self.params["bias_ih_l0"]
-        v = self._times("weight_hh_l0", h) + self.params["bias_hh_l0"]
-        if self.kind == "RNN":
-            return torch.tanh(a + v), c
-        if self.kind == "GRU":
-            (r, z, n), (vr, vz, vn) = a.chunk(3, -1), v.chunk(3, -1)
-            r, z = torch.sigmoid(r + vr), torch.sigmoid(z + vz)
-            n = torch.tanh(n + r * vn)
-            return n + z * (h - n), c
-        i, f, g, o = (a + v).chunk(4, -1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        return torch.sigmoid(o) * torch.tanh(c), c
-
-    def gradients(self, x: Array, state: Array, above: Array) -> dict[str, Array]:
-        given = [torch.tensor(each, requires_grad=True) for each in (x, state)]
-        h, c = given[1][0].chunk(2, -1) if self.kind == "LSTM" else (given[1][0], None)
-        outputs = []
-        for row in given[0]:
-            h, c = self._advance(row, h, c)
-            outputs.append(h)
-        torch.autograd.backward([torch.stack(outputs)], [torch.tensor(above)])
-        grads = {"input": given[0].grad, "state": given[1].grad}
-        grads |= {name: each.grad for name, each in self.params.items()}
-        arrays = {name: grad.numpy() for name, grad in grads.items()}
-        return {name: np.where(kept(self.net, name), grad, 0) for name, grad in arrays.items()}
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize(
-    "where",
-    [name for name in SPECIAL if "bias" not in name and name != "last gradient"],
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_finite_spreads_along_weights_that_are_kept(
-    kind: str, where: str, bad: float
-) -> None:
-    """Where little is kept of weights, states may be finite that come behind others."""
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        net = network(rng, kind, 5, 12, F4, densities=(0.1, 0.15))
-        x, state, above, carry = arguments(rng, net, 50, 5, F4)
-        SPECIAL[where](net, x, state, above, carry, bad)
-        with np.errstate(all="ignore"):
-            expected = Structural(net, kind).gradients(x, state, above)
-        actual = backward(net.training_step(), x, state, None, above, None)
-        assert_spread({name: actual[name] for name in expected}, expected, bool(np.isinf(bad)))
 
 
 # -- Threads ---------------------------------------------------------------------------------------
@@ -563,69 +431,6 @@ def test_any_number_of_threads_gives_the_same_bits(
     assert not np.signbit(results[0]["input"][results[0]["input"] == 0]).any()
 
 
-class InTurns(Calls):
-    """Kernels of two functions that run together take turns: no other order is as bad."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launched = 0
-        self._own = threading.local()
-
-    def launch(self, kernel: Callable[..., None], *about: Any) -> None:
-        turns = getattr(self._own, "turns", None)
-        if turns is None:
-            kernel(*about)
-            return
-        assert turns[0].acquire(timeout=30)
-        kernel(*about)
-        self.launched += 1
-        turns[1].release()
-
-    def together(self, tasks: Sequence[Callable[[], None]]) -> None:
-        if len(tasks) != 2:
-            super().together(tasks)
-            return
-
-        def run(task: Callable[[], None], *turns: threading.Semaphore) -> None:
-            self._own.turns = turns
-            task()
-            # The other has all turns that are left.
-            turns[1].release(1000)
-
-        turns = threading.Semaphore(1), threading.Semaphore(0)
-        threads = [
-            threading.Thread(target=run, args=(task, *order))
-            for task, order in zip(tasks, (turns, turns[::-1]), strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-
-@pytest.mark.parametrize("batch", [2, 20])
-@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
-def test_directions_do_not_wait_for_each_other(kind: str, batch: int, many_threads: Any) -> None:
-    """Each computes its own gates again, up to where it has a gradient."""
-    rng = np.random.default_rng(9)
-    net = network(rng, kind, 3, 8, F4, both=True)
-    x, state, above, carry = arguments(rng, net, 600, batch, F4)
-    above[:] = 0
-    # In two segments, each of which one direction has to compute again, and the other has not.
-    above[[100, -1], :, :8] = 1
-    above[269, :, 8:] = 1
-    expected = autograd(net, x, state, None, above, carry, "float64")
-    many_threads(2)
-    step = limited(net, x)
-    step.forward(x, state)
-    step._memory.calls = calls = InTurns()
-    grads = step.backward(above, carry)
-    # Three segments, in each of which both look for the end, make gates, and go back.
-    assert calls.launched >= 18
-    actual = grads.params | {"input": grads.input, "state": grads.state}
-    assert_close(actual, {name: expected[name] for name in actual}, F4, above)
-
-
 # -- How much is left out --------------------------------------------------------------------------
 
 
@@ -656,42 +461,6 @@ def test_steps_without_a_gradient_are_left_out(kind: str, both: bool, batch: int
     backward(step, x, state, None, above, carry)
     for k in range(1 + both):
         assert flags(step, k).all()
-
-
-@pytest.mark.parametrize("batch", [3, 20])
-@pytest.mark.parametrize("kind", KINDS)
-def test_bursts_are_done_for_themselves(kind: str, batch: int) -> None:
-    """Each for at most 250 steps, of the groups whose samples have it."""
-    rng = np.random.default_rng(11)
-    net = KINDS[kind](4, 20, dtype=F4, rng=rng)
-    x, state, above, carry = arguments(rng, net, 1500, batch, F4)
-    above[:] = 0
-    bursts = 400, 900, 1400
-    for t in bursts:
-        above[t - 5 : t + 1, 0] = 1
-    above[600, -1] = 1
-    step = net.training_step()
-    actual = backward(step, x, state, None, above, carry)
-    done = flags(step)
-    assert done[0, 400] == done[0, 900] == done[0, 1400] == 1
-    own = np.zeros(1500, bool)
-    for t in bursts:
-        own[t - 249 : t + 1] = True
-    last = len(done) - 1
-    for group, row in enumerate(done):
-        may = own & (group == 0)
-        if group == last:
-            may[351:601] = True
-        assert not row[~may].any()
-    assert done[last, 600] == 1
-    for b in range(batch):
-        group = b // step._memory.group
-        none = actual["input"][done[group] == 0, b]
-        assert none.tobytes() == np.zeros_like(none).tobytes()
-    # Samples without a gradient have none, whatever is done for others.
-    assert not actual["input"][:, 1 : batch - 1].any()
-    for t in bursts:
-        assert actual["input"][t - 5 : t + 1, 0].any(-1).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

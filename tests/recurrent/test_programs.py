@@ -84,7 +84,7 @@ def compare(found: Runs, expected: Runs) -> None:
     assert not wrong, wrong
 
 
-@settings(max_examples=long_run(2000, 60))
+@settings(max_examples=long_run(500, 60))
 @given(random_cells(), seeds)
 def test_random_cells_are_what_autograd_says(drawn: RandomCell, seed: int) -> None:
     check(drawn, seed)
@@ -231,7 +231,7 @@ def recomputed(program: CellProgram, kept: tuple[Node, ...]) -> int | None:
     return len(again)
 
 
-@settings(max_examples=long_run(400, 40))
+@settings(max_examples=long_run(130, 40))
 @given(random_cells(size=2))
 def test_what_is_kept_is_the_least_and_of_that_what_saves_most(drawn: RandomCell) -> None:
     program = drawn.make(np.random.default_rng(0)).program
@@ -260,7 +260,7 @@ def test_nothing_is_kept_of_what_the_states_say() -> None:
     assert not program_of("return tanh(self.weight_ih.a(x) + self.weight_hh.a(h)), c * h").kept
 
 
-@settings(max_examples=long_run(400, 40))
+@settings(max_examples=long_run(130, 40))
 @given(random_cells())
 def test_slots_and_stages(drawn: RandomCell) -> None:
     """Sums with inputs stand first, what reads the same in few runs, and stages have no gaps."""
@@ -296,7 +296,7 @@ def runs(slots: tuple[Slot, ...]) -> int:
     return sum(len(own - before) for before, own in itertools.pairwise([set[Node](), *reads]))
 
 
-@settings(max_examples=long_run(400, 40))
+@settings(max_examples=long_run(130, 40))
 @given(random_cells())
 def test_gradients_are_linear(drawn: RandomCell) -> None:
     """The coefficients of gradients in a gradient say all of it."""

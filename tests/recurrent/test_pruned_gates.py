@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from network_oracle import autograd_of
@@ -38,12 +37,6 @@ def check(cell: Any, units: int, batch: int, density: list[float], seed: int) ->
         wanted = np.where(masks.get(name, True), expected[name], 0)
         scale = 1 + np.abs(wanted).max()
         np.testing.assert_allclose(each, wanted, rtol=0, atol=1e-12 * scale, err_msg=name)
-
-
-@pytest.mark.parametrize("batch", [2, 9])
-def test_a_gate_that_is_sparse_beside_one_that_is_not(batch: int) -> None:
-    for units in (4, 5):
-        check(MGU, units, batch, [0.1, 0.9], 0)
 
 
 @given(

@@ -81,7 +81,7 @@ class Example:
             self.close(found, self.expected.param_grads[name], name)
 
 
-@settings(max_examples=long_run(300, 20))
+@settings(max_examples=long_run(90, 20))
 @given(random_cells(), seeds)
 def test_scans_over_jacobians_are_back_propagation(drawn: RandomCell, seed: int) -> None:
     """Explicit steps and implicit ones, whose values and patterns follow from the graph."""
@@ -107,7 +107,7 @@ def test_scans_over_jacobians_are_back_propagation(drawn: RandomCell, seed: int)
 
 
 # Smaller examples would be compiled, too.
-@settings(max_examples=long_run(60, 4), phases=[Phase.generate])
+@settings(max_examples=long_run(16, 4), phases=[Phase.generate])
 @given(
     random_cells(),
     seeds,
@@ -183,7 +183,7 @@ def check_compiled(
     example.close_grads(grads.state[0], grads.input, params)
 
 
-@settings(max_examples=long_run(40, 3), phases=[Phase.generate])
+@settings(max_examples=long_run(12, 3), phases=[Phase.generate])
 @given(random_cells(size=3), seeds, st.integers(1, 2), st.booleans(), st.sampled_from([2, 18]))
 def test_networks_are_back_propagation(
     drawn: RandomCell, seed: int, layers: int, is_bidirectional: bool, batch: int

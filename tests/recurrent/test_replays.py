@@ -29,7 +29,7 @@ def passes(step: Any, given: tuple[Any, ...], grads: tuple[Any, ...], needs: boo
     return results + ([gradients.input] if needs else [])
 
 
-@settings(max_examples=times(6))
+@settings(max_examples=times(4))
 @given(st.integers(0, 2**32))
 def test_a_life(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -127,12 +127,3 @@ def test_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         output, _ = step.forward(x)
         step.backward(output)
         assert len(made) == (2 if call >= host._DIRECT else 0)
-
-
-def test_lengths_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_DIRECT", 1)
-    net = LSTM(2, 3, rng=0)
-    step, x = net.training_step(), np.random.default_rng(0).standard_normal((6, 4, 2))
-    for lengths in (None, None, [1, 2, 3, 4], None, [6, 0, 1, 2], None):
-        results, expected = step.forward(x, None, lengths), net.training_step()
-        assert bits(list(results)) == bits(list(expected.forward(x, None, lengths)))

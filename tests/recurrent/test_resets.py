@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from network_oracle import autograd_of
 from numpy.typing import NDArray
 from random_cells import RandomCell, random_cells
-from sampling import examples, long_run
+from sampling import examples, long_run, slow
 from some_cells import CELLS, Elementwise, Leaky
 
 from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
@@ -87,7 +87,7 @@ def rows_for(rng: np.random.Generator, net: Any, dtype: Any) -> int:
     return int(rng.choice(rows))
 
 
-@pytest.mark.parametrize("dtype", [F8, F4], ids=str)
+@pytest.mark.parametrize("dtype", [F8, *slow(F4)], ids=str)
 @settings(max_examples=examples(60))
 @given(seeds)
 def test_episodes_are_sequences_of_their_own(dtype: Any, seed: int) -> None:
@@ -124,7 +124,7 @@ def test_episodes_are_sequences_of_their_own(dtype: Any, seed: int) -> None:
 
 
 # Smaller examples would be compiled, too.
-@settings(max_examples=long_run(40, 2), phases=[Phase.generate])
+@settings(max_examples=long_run(10, 2), phases=[Phase.generate])
 @given(random_cells(size=4), seeds, st.booleans())
 def test_random_cells(drawn: RandomCell, seed: int, both: bool) -> None:
     rng = np.random.default_rng(seed)
@@ -237,21 +237,6 @@ def test_steps_that_are_left_out_change_nothing(seed: int) -> None:
             same = np.abs(results[1][name] - array) <= 1e-12 * (1 + np.abs(array))
         same |= ~np.isfinite(array) & ~np.isfinite(results[1][name])
         assert same.all(), name
-
-
-@pytest.mark.parametrize("batch", [1, 17])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_state_does_not_tell_of_earlier_episodes(kind: str, batch: int) -> None:
-    """Where gradients are 0, NaN is seen in an episode before one that is left out."""
-    net = KINDS[kind](3, 6, dtype=F8, rng=0)
-    (x, state, _, _), (above, carry) = arguments_of(np.random.default_rng(2), net, 12, batch, F8)
-    resets = np.zeros((12, batch), bool)
-    resets[[4, 8]] = True
-    x[1], above[:11], above[11] = np.nan, 0, 1
-    results = results_of(net.training_step(), (x, state, None, resets), (above, 0 * carry))
-    assert np.isnan(results["input"][:4]).all()
-    assert not results["input"][4:8].any()
-    assert np.isnan(results["weight_hh_l0"]).any()
 
 
 def test_memory_is_what_is_said() -> None:

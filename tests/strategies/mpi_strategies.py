@@ -40,7 +40,7 @@ from sparsescan.strategies.networks import Trainable, graph_of
 from sparsescan.strategies.pipeline.simulation import Simulation
 from sparsescan.strategies.stage import Gradients, Stage, stage_of
 
-pytestmark = pytest.mark.ranks(2, slow=(1, 3, 4), doubling=True)
+pytestmark = pytest.mark.ranks(2, slow=(3,), doubling=True)
 
 WORLD = MPI.COMM_WORLD
 BATCH, RATE, STEPS = 4, 0.1, 3
@@ -254,7 +254,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.ranks(slow=(1, 2, 4), doubling=True)
+@pytest.mark.ranks(slow=(1, 4), doubling=True)
 @pytest.mark.parametrize("name", ["lenet5", "gru:30"])
 def test_runs(name: str) -> None:
     check_run(name, 8)

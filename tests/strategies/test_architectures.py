@@ -84,20 +84,6 @@ def test_inception_is_the_graph_of_the_paper():
     assert ends == [(c, s, s) for c, s in zip(channels, [35] * 3 + [17] * 5 + [8] * 3, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *["lenet", "rnn", "rnn:", "rnn:0", "rnn:-3", "gru:x", "vgg11:3"],
-        *["resnet", "resnet-", "resnet-2", "resnet-9", "resnet-08", "resnet-18", "resnet--8"],
-    ],
-)
-def test_unknown_names_are_answered_with_those_known(name):
-    with pytest.raises(InputError, match=f"network is '{name}'; expected one of lenet5, alexnet"):
-        build(name)
-    with pytest.raises(InputError, match=f"network is '{name}'; expected {RUN}"):
-        sequential(name)
-
-
 def test_what_cannot_be_run_is_told():
     for name in ("rnn:5", "gru:5"):
         with pytest.raises(InputError, match="as can rnn:T and gru:T"):
@@ -112,26 +98,6 @@ def test_chains_that_run_are_those_of_the_graph(name):
     # Nothing was drawn.
     assert not any({"pattern", "weight"} & vars(op).keys() for op in network.layers)
     assert from_sequential(network, name).layers == build(name).layers
-
-
-@pytest.mark.parametrize("name", ["resnet-8", "resnet-20", "resnet-110"])
-def test_residual_networks_that_run_are_those_of_the_graph(name):
-    network, folded = sequential(name, 0), build(name)
-    graph = from_sequential(network, name)
-    assert not any("pattern" in vars(op) for op in network.layers)
-    assert graph.weights == folded.weights
-    assert graph.multiply_adds == folded.multiply_adds
-
-    def of(graph, *kinds):
-        layers = [layer for layer in graph.layers if layer.kind in kinds]
-        return [(layer.shape, layer.multiply_adds, layer.nnz) for layer in layers]
-
-    for kind in ("conv", "pool", "linear", "flatten"):
-        assert of(graph, kind) == of(folded, kind)
-    # A sum reads zeros that continue the channels, here those that a layer has made.
-    assert [shape for shape, *_ in of(graph, "add")] == [shape for shape, *_ in of(folded, "add")]
-    # The normalisations, and the two times that zeros continue the channels.
-    assert len(of(graph, "norm")) == len(of(graph, "conv")) + 2
 
 
 def test_a_residual_network_starts_as_its_shortcuts():

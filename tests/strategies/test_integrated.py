@@ -11,7 +11,6 @@ from deepa_paper import footprint
 from hypothesis import given
 from hypothesis import strategies as st
 from integrated_paper import (
-    Product,
     Volume,
     all_gather,
     all_reduce,
@@ -114,26 +113,6 @@ def test_costs_are_those_of_the_equations(rows: int, columns: int) -> None:
     assert both - weights.words == pytest.approx(1.5 * (words - weights.words), rel=0.05)
 
 
-@pytest.mark.parametrize("rows", [2, 3, 4, 8])
-def test_a_halo_has_two_neighbours(rows: int) -> None:
-    """``k_h/2`` rows for each, be the kernel as wide as it may; nothing for a kernel of one row.
-
-    Equation 7 has ``k_w`` backward, where rows are cut, and one neighbour, of which a slab in the
-    middle has two.
-    """
-    for kernel, beyond in (((5, 3), 2), ((3, 7), 1), ((1, 7), 0)):
-        builder = Builder("rows", (8, 24, 24))
-        builder.elementwise()
-        builder.conv(8, kernel, padding=(kernel[0] // 2, kernel[1] // 2))
-        graph, batch = builder.graph(), 6
-        chosen = [(1, 1, 1, 1), (1, 1, rows, 1), (1, 1, rows, 1), (1, 1, 1, 1)]
-        prediction = PerLayer(chosen).predict(graph, SENDING, rows, batch)
-        neighbours = min(2, rows - 1)
-        one = Volume(log(neighbours + 1), neighbours * beyond * batch * 8 * 24)
-        expected = 2 * one.time(CORI) if beyond else 0
-        assert prediction.nanoseconds["halo"] == pytest.approx(expected)
-
-
 # -------------------------------------------------------------------------------------------------
 # The choice
 # -------------------------------------------------------------------------------------------------
@@ -189,105 +168,6 @@ def test_memory_of_weights_is_divided_by_rows() -> None:
 # -------------------------------------------------------------------------------------------------
 # The paper's figures
 # -------------------------------------------------------------------------------------------------
-
-
-GROUPED = [96 * 363, 256 * 1200, 384 * 2304, 384 * 1728, 256 * 1728]
-WHOLE = [96 * 363, 256 * 2400, 384 * 2304, 384 * 3456, 256 * 3456]
-ONE_TOWER = [64 * 363, 192 * 1600, 384 * 1728, 256 * 3456, 256 * 2304]
-LINEAR = [4096 * 9216, 4096 * 4096, 1000 * 4096]
-# The paper's section 2 has ⌈X/s⌉, for pooling as well.
-SIDES = {
-    "before pooling": (55, 27, 13, 13, 13),
-    "after pooling": (27, 13, 13, 13, 6),
-    "⌈X/s⌉ after pooling": (28, 14, 14, 14, 7),
-}
-NETWORKS = {
-    "in groups": (GROUPED, (96, 256, 384, 384, 256)),
-    "no groups": (WHOLE, (96, 256, 384, 384, 256)),
-    "one tower": (ONE_TOWER, (64, 192, 384, 256, 256)),
-}
-GRIDS = [(2**k, 512 >> k) for k in range(1, 8)]
-
-
-def readings() -> dict[tuple[object, ...], tuple[float, dict[int, float], dict[int, float]]]:
-    """Compute what equations 4 and 8 may mean for AlexNet: times of pure batch, and speed-ups.
-
-    For each: the parameters of convolutions; which activations are sent; how often they are sent
-    forward and back (the equation has 1 and 2); whether outputs of the last layer are; bytes of a
-    number; whether messages have a latency. Speed-ups by ``P_r``, with all layers by model, and
-    with the linear ones alone (the first of which then reads what is redistributed).
-    """
-    by_reading = {}
-    terms = (1, 2), (1, 1), (1, 0), (0, 1), (0, 2), (2, 2)
-    for net, sides, sent, last, itemsize, latency in product(
-        NETWORKS, SIDES, terms, (True, False), (2, 4, 8), (2000.0, 0.0)
-    ):
-        network = Network("reading", latency, 1 / 6, 0.0, 0.0)
-        convolutions, channels = NETWORKS[net]
-        weights = convolutions + LINEAR
-        outputs = [c * s * s for c, s in zip(channels, SIDES[sides], strict=True)]
-        outputs += [4096, 4096, 1000 if last else 0]
-        read = [0, *outputs[:4], 9216, *outputs[5:7]]
-
-        def total(rows: int, by_model: int, weights=weights, outputs=outputs, read=read, sent=sent,
-                  itemsize=itemsize, network=network) -> float:  # fmt: skip
-            columns, volume = 512 // rows, Volume()
-            for i in range(8):
-                layer = Product(weights[i], 0, 0)
-                if i < by_model:
-                    volume += combined_equation([layer], 1, 512, 1)
-                    continue
-                volume += combined_equation([layer], 1, columns, 1) * (1 / rows)
-                volume += Volume(2 * log(columns) * (1 - 1 / rows))
-                volume += all_gather(rows, outputs[i] * 2048 / columns) * sent[0]
-                volume += all_gather(rows, read[i] * 2048 / columns) * (sent[1] * (i > 0))
-            return volume.time(network, itemsize)
-
-        batch = total(1, 8)
-        by_reading[net, sides, sent, last, itemsize, latency] = (
-            batch / 1e6,
-            {rows: batch / total(rows, 0) for rows, _ in GRIDS},
-            {rows: batch / total(rows, 5) for rows, _ in GRIDS},
-        )
-    return by_reading
-
-
-def test_no_reading_gives_the_published_speedups() -> None:
-    """B = 2,048 and P = 512: 5.0× on 16 × 32, and 9.7× by model in linear layers only.
-
-    Equation 8 as it stands gives 2.2× (3.3× on 8 × 64, the best) and 8.2× (8.7× on 32 × 16).
-    """
-    by_reading = readings()
-    print()
-    for reading, (batch, every, linear) in by_reading.items():
-        if reading[4:] == (4, 2000.0):
-            both = ", ".join(f"{every[rows]:.1f}/{linear[rows]:.1f}" for rows, _ in GRIDS)
-            print(*reading[:4], f"{batch:.1f} ms: {both}")
-    batch, every, linear = by_reading["in groups", "after pooling", (1, 2), True, 4, 2000.0]
-    assert abs(batch - 81.4) < 0.1
-    assert abs(every[16] - 2.23) < 0.01
-    # Before pooling, as the text's d_i is to the letter, nothing is gained.
-    assert (
-        abs(by_reading["in groups", "before pooling", (1, 2), True, 4, 2000.0][1][16] - 1.0) < 0.01
-    )
-    assert (max(every, key=every.__getitem__), round(max(every.values()), 1)) == (8, 3.3)
-    assert abs(linear[16] - 8.21) < 0.01
-    assert (max(linear, key=linear.__getitem__), round(max(linear.values()), 1)) == (32, 8.7)
-    # The functions above agree with the graph, whose layers have biases as well.
-    layers = products(build("alexnet"))
-    ours = combined_equation(layers, 1, 512, 1).time(CORI)
-    assert abs(ours / 1e6 - batch) < 0.02
-    both = ours / combined_equation(layers, 16, 32, 2048).time(CORI)
-    assert abs(both - every[16]) < 0.01
-    near = [
-        reading
-        for reading, (_, every, linear) in by_reading.items()
-        if abs(every[16] - 5.0) <= 0.05 and any(abs(x - 9.7) <= 0.05 for x in linear.values())
-    ]
-    assert near == []
-    # Nearest: activations gathered forward, and nothing sent back.
-    _, every, linear = by_reading["in groups", "after pooling", (1, 0), False, 4, 2000.0]
-    assert (round(every[16], 1), round(linear[16], 1)) == (5.2, 9.7)
 
 
 def test_published_totals_agree_with_each_other() -> None:

@@ -264,6 +264,8 @@ def test_a_prediction_by_hand() -> None:
         "loss": agreeing,
     }
     assert prediction.bytes == 4 * 20 * 4
+    # The output of `a`, and its gradient.
+    assert [layer.bytes for layer in prediction.layers] == [4 * 20 * 4, 4 * 20 * 4]
     # Weights and their gradients; the input and the output of three minibatches, and one gradient.
     assert prediction.memory == 4 * (2 * 200 + 4 * 4 * 30)
     assert prediction.stale == 200 / 300
@@ -303,24 +305,3 @@ def test_steps_that_share_their_weights_stay_together() -> None:
         Pipeline((1,)).predict(build("lenet5"), machine, 3, 16)
     with pytest.raises(InputError, match="expected a divisor of batch = 16"):
         MicroBatches(count=3).predict(build("lenet5"), machine, 2, 16)
-
-
-@pytest.mark.parametrize("network", ["resnet-110", "inception-v3"])
-def test_layers_of_a_block_stay_together(network: str) -> None:
-    """A register is where nothing that is made before it is read behind it, but the last output."""
-    graph, machine = build(network), Machine()
-    count = len(graph.layers)
-    inside = [
-        any(i < k for layer in graph.layers[k + 1 :] for i in layer.inputs) for k in range(count)
-    ]
-    together = "(?m:layers of a block stay together$)"
-    for k in range(1, count - 1):
-        if inside[k]:
-            with pytest.raises(InputError, match=f"none after layer {k}: {together}"):
-                Pipeline((k,)).predict(graph, machine, 2, 16)
-        else:
-            assert Pipeline((k,)).predict(graph, machine, 2, 16).how.endswith(f" {k}")
-    most = inside.count(False) - 1
-    assert Pipeline().predict(graph, machine, most, 16).bytes > 0
-    with pytest.raises(InputError, match=f"which are {most}: {together}"):
-        MicroBatches(count=1).predict(graph, machine, most + 1, 16)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,14 +60,6 @@ def lenet5() -> nn.Sequential:
     )[:-1]
 
 
-def test_the_graph_of_lenet5_is_the_one_that_is_built_in() -> None:
-    """But for the names: multiply-adds, entries of Jacobians, windows and shapes."""
-    actual, wanted = from_torch(lenet5(), (1, 32, 32)), build("lenet5")
-    layers = [replace(layer, name=other.name) for layer, other in zip(actual.layers, wanted.layers)]  # noqa: B905
-    assert layers == list(wanted.layers)
-    assert [layer.name for layer in actual.layers[1:]] == [str(k) for k in range(12)]
-
-
 @settings(max_examples=examples(20))
 @given(st.data())
 def test_work_and_parameters_are_those_that_pytorch_counts(data: st.DataObject) -> None:
@@ -95,13 +86,11 @@ def test_work_and_parameters_are_those_that_pytorch_counts(data: st.DataObject) 
     assert compare(graph, Machine(), 2, 8).predictions
 
 
-def test_training_goes_on_as_before() -> None:
-    net = Block(2)
-    before = net.norm.running_mean.clone()  # type: ignore[union-attr]
-    from_torch(net, (2, 4, 4))
-    assert net.training
-    assert net.norm.training
-    assert (net.norm.running_mean == before).all()
+class Rows(nn.Module):
+    """Two images, one above the other."""
+
+    def forward(self, x):
+        return torch.cat([x, x], dim=2)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +99,7 @@ def test_training_goes_on_as_before() -> None:
         (nn.LSTM(3, 4), "torch.fx cannot trace|lstm"),
         (nn.Sequential(nn.Softmax2d()), "0, which is Softmax2d.*which has no operator"),
         (nn.Sequential(nn.Unflatten(2, (3, 3))), "Unflatten"),
+        (Rows(), "a concatenation of channels"),
         (nn.Sequential(*[nn.Conv2d(1, 1, 1)] * 2), "calls 0 twice"),
     ],
 )
@@ -130,15 +120,6 @@ def planned(grid: tuple[int, int]) -> tuple[nn.Sequential, Graph, Prediction]:
     graph = from_torch(net, (12,))
     prediction = Integrated(grid, ("model",)).predict(graph, Machine(), math.prod(grid), 16)
     return net, graph, prediction
-
-
-def test_a_module_without_a_shape_is_told_what_makes_its_graph() -> None:
-    """Its name is that of sparsescan's Sequential, which needs none."""
-    net = nn.Sequential(nn.Conv2d(1, 2, 3))
-    wrong = r"is a torch\.nn\..*Sequential; expected .*from_torch\(module, input_shape\)"
-    with pytest.raises(InputTypeError, match=wrong):
-        compare(net, Machine(), 2, 4)  # type: ignore[arg-type]
-    assert compare(from_torch(net, (1, 8, 8)), Machine(), 2, 4).predictions
 
 
 def test_channels_are_an_axis_of_the_mesh() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -50,6 +51,7 @@ from sparsescan.strategies.compare import strategies
 from sparsescan.strategies.graph import blocks
 from sparsescan.strategies.machine import PRESETS, Times
 from sparsescan.strategies.networks import graph_of
+from sparsescan.strategies.per_layer.configurations import edges_of
 from sparsescan.strategies.scan import parts_of
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +107,30 @@ def test_the_graph_of_a_recurrent_network_has_the_parameters_that_there_are() ->
     assert [layer.shares for layer in graph.layers[1:]] == [None, 1, 1, 1, 1, None]
 
 
+def test_graphs_that_cannot_be_are_refused() -> None:
+    x = Layer("x", "input", (), (3,))
+    for layers, wrong in (
+        ([], r"layers\[0\] is no input"),
+        ([Layer("a", "add", (), (3,))], r"layers\[0\] is no input"),
+        ([x, Layer("a", "add", (), (3,))], r"layers\[1\]\.inputs is \(\); expected earlier"),
+        ([x, Layer("a", "add", (0, 1), (3,))], r"layers\[1\]\.inputs is \(0, 1\)"),
+        ([x, Layer("a", "add", (-1,), (3,))], r"layers\[1\]\.inputs is \(-1,\)"),
+        ([x, Layer("a", "b", (0,), (3,))], r"layers\[1\]\.kind is 'b'; expected one of"),
+        ([x, Layer("x", "add", (0,), (3,))], "two layers have the same name"),
+    ):
+        with pytest.raises(InputError, match=wrong):
+            Graph("wrong", layers)
+
+
+def test_channels_of_a_concatenation_follow_each_other() -> None:
+    graph = build("inception-v3")
+    for k, layer in enumerate(graph.layers[1:], 1):
+        channels = [graph.layers[j].shape[0] * (layer.kind == "concat") for j in layer.inputs]
+        firsts = itertools.accumulate(channels[:-1], initial=0)
+        edges = [(j, k, first) for j, first in zip(layer.inputs, firsts, strict=True)]
+        assert [edge for edge in edges_of(graph) if edge[1] == k] == edges
+
+
 @given(graphs())
 def test_a_chain_is_cut_wherever_one_output_goes_on(graph: Graph) -> None:
     last = len(graph.layers) - 1
@@ -123,23 +149,6 @@ def test_parts_follow_each_other_and_none_is_empty(graph: Graph, data: st.DataOb
     assert len(parts) == count
     assert all(parts)
     assert [k for part in parts for k in part] == list(range(units))
-
-
-def test_products_take_a_constant_more_for_twice_the_steps_and_workers() -> None:
-    """Equation 6: Θ(log n) with a step for each worker, where the vectors take Θ(n)."""
-    machine = Machine(network=NETWORK)
-    steps = [2**k for k in range(3, 10)]
-
-    def scans(schedule: str) -> Any:
-        times = [
-            Scan((n, 1), schedule).predict(build(f"rnn:{n}"), machine, n, 1).nanoseconds["scan"]
-            for n in steps
-        ]
-        return np.diff(times)
-
-    more = scans("products")
-    np.testing.assert_allclose(more, more[0], rtol=1e-9)
-    np.testing.assert_allclose(scans("vectors")[1:] / scans("vectors")[:-1], 2, rtol=0.1)
 
 
 def test_a_worker_holds_its_share_of_the_jacobians() -> None:
@@ -454,6 +463,9 @@ def test_workers_of_one_node_do_not_use_the_network_between_nodes() -> None:
         ends = [row.predict(graph, one, 16, 64).total for one in (fast, alone)]
         assert ends[0] < both.total < ends[1]
         assert both.bytes == row.predict(graph, alone, 16, 64).bytes
+    # Of eight ranks of a part, as many are in each node as the other part has there.
+    times = [Scan((2, 8)).predict(graph, one, 16, 64).nanoseconds for one in (fast, machine)]
+    assert times[0]["weights"] < times[1]["weights"]
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.floats(1, 1e9))

@@ -101,18 +101,6 @@ def close(actual: np.ndarray, expected: np.ndarray, factor: float = 1e4) -> None
     assert np.abs(actual - expected)[finite].max(initial=0) <= factor * EPS * scale
 
 
-def check_float32(op: Operator, module: torch.nn.Module, batch: int, roundings: int) -> None:
-    """Compare an output with PyTorch's, up to so many roundings; and values with float64's."""
-    x = np.random.default_rng(0).standard_normal((batch, *op.input_shape)).astype(np.float32)
-    y = op.forward(x)
-    assert y.dtype == np.float32
-    bound = roundings * np.finfo(np.float32).eps * np.abs(x).max()
-    np.testing.assert_allclose(y, module(torch.tensor(x)).numpy(), rtol=0, atol=bound)
-    values = op.values(x)
-    assert values.dtype == np.float32
-    np.testing.assert_array_equal(values, op.values().astype(np.float32))
-
-
 def check_network(
     net: Sequential,
     module: torch.nn.Module,

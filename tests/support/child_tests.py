@@ -22,6 +22,7 @@ Marks of the tests in ``mpi_*.py``, or ``pytestmark`` for a whole file:
 from __future__ import annotations
 
 import ast
+import collections
 import importlib.util
 import json
 import os
@@ -42,6 +43,8 @@ import sampling
 PATIENCE, PATIENCE_EXPLORING = 200, 1200
 # Seconds in which other ranks may report that they have failed, too.
 GRACE = 1.0
+# In the simulator a sample has one case of a function in so many.
+ONE_CASE_IN = 3
 # The file, beside the reports, of the functions that the child takes to be slow.
 SLOW = "slow"
 
@@ -375,11 +378,25 @@ class Reporter:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Mark tests as slow that the parent runs in this way as slow tests."""
+        """Mark tests as slow that the parent runs in this way as slow tests.
+
+        In the simulator a sample has few cases of each; all of them run as compiled in the rest.
+        """
         names = set((self._folder / SLOW).read_text().splitlines())
         for item in items:
             if function_of(item.nodeid) in names:
                 item.add_marker("slow")
+        if "NUMBA_ENABLE_CUDASIM" in os.environ and not any(
+            self._config.getoption(name) for name in ("--all", "--explore")
+        ):
+            functions = map(function_of, [item.nodeid for item in items])
+            earlier: collections.Counter[str] = collections.Counter()
+            kept = []
+            for item, name in zip(items, functions, strict=True):
+                if earlier[name] % ONE_CASE_IN == 0:
+                    kept.append(item)
+                earlier[name] += 1
+            items[:] = kept
 
     def _world(self) -> Any:
         """Return all ranks, None without MPI; a test file has imported it, or not."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import seed, settings
 
 # Examples that Hypothesis makes for a test by default, in a sample of all tests and with --all.
-SAMPLE, ALL = 8, 20
+SAMPLE, ALL = 8, 12
 
 
 class Examples(int):

@@ -89,10 +89,3 @@ def test_compiled_graphs_stay_whole() -> None:
     expected = net(x)[0]
     compiled = torch.compile(lambda x: net(x)[0], fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), expected)
-
-
-def test_parameters_need_not_be_drawn() -> None:
-    """As PyTorch's modules would have it if they told of their arguments."""
-    net = nn.utils.skip_init(GRU, 3, 4, num_layers=2)
-    assert net.weight_hh_l1.shape == (12, 4)
-    assert net.weight_hh_l1.device.type == "cpu"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import tracemalloc
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -168,7 +167,7 @@ def test_outputs_states_and_gradients(dtype: torch.dtype, seed: int) -> None:
     assert all(map(torch.equal, tensors, before))
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, *slow(*range(4, 12))])
+@pytest.mark.parametrize("seed", [1, 2, *slow(3, 4)])
 def test_first_and_second_derivatives(seed: int) -> None:
     case = Case(seed, small=True)
     for each in case.some:
@@ -185,39 +184,6 @@ def full(batch: int = 2, channels: int = 20, length: int = 40, states: int = 5) 
     shapes = (whole, whole, None, own, own, (channels,), whole, (channels,))
     tensors = [rates if shape is None else torch.randn(shape) for shape in shapes]
     return [each.requires_grad_() for each in tensors]
-
-
-@pytest.mark.parametrize("needed", NAMES)
-def test_only_what_requires_it_has_a_gradient(needed: str) -> None:
-    given = full()
-    expected = torch.autograd.grad(selective_scan(*given, True).square().sum(), given)
-    for name, each in zip(NAMES, given, strict=True):
-        each.requires_grad_(name == needed)
-    selective_scan(*given, True).square().sum().backward()
-    for name, each, right in zip(NAMES, given, expected, strict=True):
-        assert torch.equal(each.grad, right) if name == needed else each.grad is None
-    with torch.no_grad():
-        assert not selective_scan(*given, True).requires_grad
-
-
-def test_gradients_through_the_last_state_alone() -> None:
-    given = full()
-    _, last = selective_scan(*given, True, return_last_state=True)
-    found = torch.autograd.grad(last.square().sum(), given, allow_unused=True)
-    right = torch.autograd.grad(
-        loop(*given, delta_softplus=True)[1].square().sum(), given, allow_unused=True
-    )
-    for name, one, other in zip(NAMES, found, right, strict=True):
-        assert one is not None
-        expected = torch.zeros_like(one) if other is None else other
-        torch.testing.assert_close(one, expected, msg=name)
-
-
-def test_one_tensor_may_be_given_twice() -> None:
-    u, delta, A, B, *_ = full()
-    found = torch.autograd.grad(selective_scan(u, delta, A, B, B, z=u).sum(), (u, B))
-    right = torch.autograd.grad(loop(u, delta, A, B, B, z=u)[0].sum(), (u, B))
-    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
 # -- Threads, and memory ---------------------------------------------------------------------------
@@ -245,22 +211,6 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(map(torch.equal, results[0], others))
 
 
-@pytest.mark.parametrize(("length", "states"), [(1, 16), (512, 16), (300, 3), (300, 70)])
-def test_no_more_is_kept_than_an_input(length: int, states: int) -> None:
-    given = full(1, 33, length, states)
-    own = {each.data_ptr() for each in given}
-    kept = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in own:
-            kept.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        selective_scan(*given, True)
-    assert sum(kept) <= given[0].numel()
-
-
 def test_passes_take_memory_of_a_few_inputs() -> None:
     given = full(1, 64, 1024, 64)
     nbytes = given[0].numel() * 4
@@ -280,7 +230,7 @@ def test_passes_take_memory_of_a_few_inputs() -> None:
 # -- Compilers and transforms ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [1, 4, *slow(2, 3)])
+@pytest.mark.parametrize("seed", [1, *slow(4)])
 def test_opcheck(seed: int) -> None:
     case = Case(seed, small=True)
     operator: Any = torch.ops.sparsescan.selective_scan.default
@@ -399,13 +349,3 @@ def test_fast_decay_and_not_a_number() -> None:
     torch.testing.assert_close(out, right.float(), equal_nan=True, rtol=1e-3, atol=1e-3)
     assert out[0, 3, 50:].isnan().all()
     assert out.isnan().sum() == 20
-
-
-def test_a_step_twice_beyond_the_bound_of_softplus() -> None:
-    given = [each.detach().double() for each in full(1, 4, 6, 2)]
-    given[1] = torch.linspace(19, 21, 24, dtype=torch.float64).view(1, 4, 6).requires_grad_()
-    given[2] *= 1e-3
-    run = partial(selective_scan, *given[:5], delta_softplus=True)
-    own = torch.autograd.grad(run().sum(), given[1])
-    right = torch.autograd.grad(loop(*given[:5], delta_softplus=True)[0].sum(), given[1])
-    torch.testing.assert_close(own, right, rtol=1e-12, atol=1e-12)

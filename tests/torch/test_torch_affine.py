@@ -135,7 +135,7 @@ def test_first_and_second_derivatives(runs: int, seed: int) -> None:
     assert torch.autograd.gradgradcheck(case.run, inputs)
 
 
-@pytest.mark.parametrize("seed", [1, *slow(0, 2, 3)])
+@pytest.mark.parametrize("seed", [1, *slow(0)])
 def test_opcheck(seed: int) -> None:
     case = Case(seed, most=4)
     kind, indices = "diagonal" if case.is_number else "dense", (None, None)
@@ -159,7 +159,7 @@ def test_opcheck(seed: int) -> None:
     torch.library.opcheck(torch.ops.sparsescan.affine_scan.default, arguments)
 
 
-@pytest.mark.parametrize("seed", [5, *slow(*range(6, 20))])
+@pytest.mark.parametrize("seed", [5, *slow(6, 7, 8)])
 def test_compiled_graphs_stay_whole(seed: int) -> None:
     torch._dynamo.reset()  # else so many forms of one function are too many
     case = Case(seed)
@@ -179,24 +179,6 @@ def test_compiled_graphs_stay_whole(seed: int) -> None:
         assert one is not None
         assert right is not None
         torch.testing.assert_close(one, right, rtol=1e-12, atol=1e-12)
-
-
-def test_only_what_requires_it_has_a_gradient() -> None:
-    a, b = torch.rand(4, 3, 3), torch.rand(4, 3, requires_grad=True)
-    y = affine_scan(a, b)
-    y.sum().backward()
-    assert a.grad is None
-    assert b.grad is not None
-    assert not affine_scan(a, b.detach()).requires_grad
-    with torch.no_grad():
-        assert not affine_scan(a, b).requires_grad
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap() -> None:
-    a, b = torch.rand(2, 4, 3, 3), torch.rand(2, 4, 3)
-    expected = torch.stack([affine_scan(*each) for each in zip(a, b, strict=True)])
-    torch.testing.assert_close(torch.vmap(affine_scan)(a, b), expected)
 
 
 def test_errors() -> None:

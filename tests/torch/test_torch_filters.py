@@ -181,18 +181,6 @@ def test_single_precision(seed: int) -> None:
     assert_near(*results, 1000 * torch.finfo(torch.float32).eps)
 
 
-def test_parts_follow_from_each_other() -> None:
-    """The final delays of some steps are the first of those behind them."""
-    b, a = (torch.from_numpy(each) for each in scipy.signal.cheby1(4, 1, 0.3))
-    x = torch.randn(3, 200, dtype=torch.float64)
-    zf = torch.zeros(3, 4, dtype=torch.float64)
-    parts = []
-    for part in x.split(37, -1):
-        y, zf = lfilter(b, a, part, zi=zf)
-        parts.append(y)
-    assert_near([torch.cat(parts, -1)], [lfilter(b, a, x)])
-
-
 def test_many_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     given = [torch.randn(70, 300, 3), torch.randn(300, 2) / 4, torch.randn(70, 300)]
@@ -210,30 +198,10 @@ def test_many_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("changes", [False, True])
-def test_tiles_as_they_are(changes: bool) -> None:
-    torch.manual_seed(0)
-    case = Case(0)
-    shapes = ((17, 300, 3), (300, 4)) if changes else ((3,), (4,))
-    case.axis, (b, a) = -1, (torch.randn(shape, dtype=torch.float64) / 8 for shape in shapes)
-    a[..., 0] = 1
-    case.b, case.a = b.requires_grad_(), a.requires_grad_()
-    case.x = torch.randn(17, 300, dtype=torch.float64).requires_grad_()
-    assert_as_a_loop(case, 0)
-
-
-def test_nothing_that_is_given_changes() -> None:
-    case = Case(3)
-    before = [each.detach().clone() for each in case.inputs]
-    case.run().sum().backward()
-    for each, right in zip(case.inputs, before, strict=True):
-        assert torch.equal(each, right)
-
-
 # -- Derivatives -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, *slow(*range(4, 12))])
+@pytest.mark.parametrize("seed", [0, 1, *slow(2, 3, 4)])
 def test_first_and_second_derivatives(seed: int) -> None:
     case = Case(seed, most=5)
     case.axes = case.axes[:1]
@@ -252,50 +220,6 @@ def test_derivatives_with_delays(steps: int) -> None:
 
     assert torch.autograd.gradcheck(run, inputs, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(run, inputs)
-
-
-@pytest.mark.parametrize("changes", [False, True])
-def test_derivatives_of_sections(changes: bool) -> None:
-    torch.manual_seed(0)
-    sos = torch.randn(4, 2, 6, dtype=torch.float64) / 4 if changes else torch.randn(2, 6).double()
-    sos[..., 3] = 1.5
-    x = torch.randn(2, 4, dtype=torch.float64)
-    inputs = [sos.requires_grad_(), x.requires_grad_()]
-    assert torch.autograd.gradcheck(sosfilt, inputs)
-    assert torch.autograd.gradgradcheck(sosfilt, inputs, fast_mode=True)
-
-    def by_sections(sos: Tensor, x: Tensor) -> Tensor:
-        for each in sos.unbind(-2):
-            x = by_loop(each[..., :3], each[..., 3:], x)
-        return x
-
-    results = []
-    for call in (sosfilt, by_sections):
-        y: Any = call(*inputs)
-        results.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
-    assert_near(*results)
-
-
-@pytest.mark.parametrize("k", range(4))
-def test_gradients_that_are_asked_for(k: int) -> None:
-    """Each by itself, as all at once."""
-    torch.manual_seed(0)
-    given = [
-        torch.randn(3),
-        torch.tensor([2.0, 0.3, 0.2, 0.1]),
-        torch.randn(5, 9),
-        torch.randn(5, 3),
-    ]
-
-    def gradients(asked: range) -> list[Tensor | None]:
-        inputs = [each.clone().requires_grad_(i in asked) for i, each in enumerate(given)]
-        y, zf = lfilter(*inputs[:3], zi=inputs[3])
-        (y.square().sum() + zf.sum()).backward()
-        return [each.grad for each in inputs]
-
-    own, every = gradients(range(k, k + 1)), gradients(range(4))
-    assert [each is not None for each in own] == [i == k for i in range(4)]
-    torch.testing.assert_close(own[k], every[k])
 
 
 def test_transforms() -> None:
@@ -336,7 +260,7 @@ def test_batches_of_gradients() -> None:
     assert_near(ours, [torch.stack(each) for each in zip(*theirs, strict=True)])
 
 
-@pytest.mark.parametrize("seed", [1, *slow(2, 3)])
+@pytest.mark.parametrize("seed", [1, *slow(2)])
 def test_opcheck(seed: int) -> None:
     torch.manual_seed(seed)
     b, a = torch.randn(1, 1, 2), torch.rand(5, 4, 3) / 4

@@ -20,7 +20,7 @@ from sampling import slow
 from some_cells import MGU, SCRN, Elementwise, Leaky, PeepholeLSTM, Spiking, Tied
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import sparsescan.torch
@@ -220,40 +220,6 @@ def test_pytorchs_own(kind: str) -> None:
     close(hessian(own, 1)(params, xs[0][:2]), hessian(other, 1)(params, xs[0][:2]))
 
 
-def test_an_ensemble() -> None:
-    torch.manual_seed(0)
-    models: list[Any] = [sparsescan.torch.LSTM(3, 4, 2, dtype=torch.float64) for _ in range(5)]
-    params, buffers = stack_module_state(models)
-    x = torch.randn(6, 2, 3, dtype=torch.float64)
-
-    def run(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
-        output, (_, c) = functional_call(models[0], (params, buffers), (x,))
-        return output, c
-
-    outputs, cs = vmap(run, (0, None))(params, x)
-    loss = outputs.square().sum() + cs.sum()
-    grads = torch.autograd.grad(loss, list(params.values()))
-    for k, model in enumerate(models):
-        output, (_, c) = model(x)
-        close([outputs[k], cs[k]], [output, c])
-        own = torch.autograd.grad(output.square().sum() + c.sum(), list(model.parameters()))
-        close([each[k] for each in grads], own)
-
-
-def test_forms_of_input() -> None:
-    torch.manual_seed(0)
-    net: Any = sparsescan.torch.LSTM(3, 4, 2, batch_first=True, dtype=torch.float64)
-    xs, hx = (
-        torch.randn(5, 2, 6, 3, dtype=torch.float64),
-        torch.randn(2, 2, 2, 4, dtype=torch.float64),
-    )
-    close(vmap(lambda x: net(x, tuple(hx))[0])(xs), torch.stack([net(x, tuple(hx))[0] for x in xs]))
-    close(vmap(lambda x: net(x)[0])(xs[0]), net(xs[0])[0])
-    half = net.to(torch.bfloat16)
-    with pytest.raises(RuntimeError):  # as PyTorch's own
-        vmap(lambda x: half(x)[0])(xs.bfloat16())
-
-
 def test_packed_sequences_and_resets() -> None:
     torch.manual_seed(0)
     net: Any = module(PeepholeLSTM)(3, 4, 2, bidirectional=True, dtype=torch.float64)
@@ -286,21 +252,6 @@ def test_packed_sequences_and_resets() -> None:
     run = lambda params, x, flags: functional_call(net, params, (x,), {"resets": flags})[0]  # noqa: E731
     each = [run({k: v[i] for k, v in many.items()}, xs[i], flags[i]) for i in range(4)]
     close(vmap(run)(many, xs, flags), torch.stack(each))
-
-
-def test_gradient_penalties() -> None:
-    torch.manual_seed(0)
-    theirs = nn.GRU(3, 4, 2, dtype=torch.float64)
-    ours: Any = sparsescan.torch.GRU(3, 4, 2, dtype=torch.float64)
-    ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
-    found = []
-    for net in (ours, theirs):
-        for _ in range(8):  # until calls are prepared
-            (slope,) = torch.autograd.grad(net(x)[0].sin().sum(), x, create_graph=True)
-            found.append(torch.autograd.grad(slope.square().sum(), [x, *net.parameters()]))
-    for one in found[:-1]:
-        close(one, found[-1])
 
 
 @pytest.mark.parametrize("order", [2, 3])

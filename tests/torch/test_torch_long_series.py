@@ -106,25 +106,6 @@ def test_all_states(seed: int, kind: str, bidirectional: bool) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_states_have_the_form_of_the_output(batch_first: bool) -> None:
-    net, x = LSTM(2, 3, 2, batch_first=batch_first, return_states=True), torch.randn(4, 5, 2)
-    output, (_, c_n), (h, c) = net(x)
-    assert h is output
-    assert c.shape == output.shape
-    torch.testing.assert_close(c[:, -1] if batch_first else c[-1], c_n[1])
-    output, (_, c_n), (_, c) = net(x[0])
-    assert c.shape == output.shape == (5, 3)
-    torch.testing.assert_close(c[-1], c_n[1])
-    # The same step by step, in another dtype.
-    half = copy.deepcopy(net).bfloat16()
-    _, _, (_, in_half) = half(x.bfloat16())
-    torch.testing.assert_close(in_half.float(), net(x)[2][1], rtol=0.1, atol=0.05)
-    output, last, states = module(MGU)(2, 3, return_states=True)(x)
-    assert states is output
-    assert last.shape == (1, 5, 3)
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_derivatives_of_all_states() -> None:
     """By transforms, and of gradients, which are differentiated step by step."""
@@ -187,11 +168,6 @@ def test_nothing_changes_without_gradients_or_behind_few_steps() -> None:
         each(x)[0].sum().backward()
         grads.append(each.weight_hh_l0.grad)
     torch.testing.assert_close(*grads)
-
-
-def test_no_samples() -> None:
-    output, _ = GRU(3, 4, truncate=3)(torch.zeros(20, 0, 3))
-    assert output.shape == (20, 0, 4)
 
 
 def test_errors_name_what_cannot_be_truncated() -> None:

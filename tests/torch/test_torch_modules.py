@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import threading
 import warnings
@@ -15,13 +14,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from module_copies import copies_of
 from sampling import slow
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._pytree import tree_map_only
 
 import sparsescan.torch
@@ -170,20 +168,6 @@ def test_compiled_models() -> None:
         torch.testing.assert_close(compiled(x), loss(x))
 
 
-def test_graphs_that_live_side_by_side_and_twice() -> None:
-    torch.manual_seed(0)
-    theirs, ours = pair("GRU", 3, 4, dtype=torch.float64)
-    first, second = (torch.randn(n, 2, 3, dtype=torch.float64) for n in (5, 7))
-    grads = []
-    for net in (theirs, ours):
-        one, two = net(first)[0].sum(), net(second)[0].square().sum()
-        params = list(net.parameters())
-        again = torch.autograd.grad(one, params, retain_graph=True)
-        grads.append([*torch.autograd.grad(two + one, params), *again])
-    for actual, expected in zip(grads[1], grads[0], strict=True):
-        close(actual, expected)
-
-
 def test_steps_are_used_again_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent_op, "_steps", OrderedDict())
     net = sparsescan.torch.GRU(3, 5)
@@ -192,19 +176,6 @@ def test_steps_are_used_again_without_a_backward_pass(monkeypatch: pytest.Monkey
     gc.collect()
     (steps,) = recurrent_op._steps.values()
     assert steps.free == 1
-
-
-def test_no_grad_and_frozen_parameters() -> None:
-    net = sparsescan.torch.GRU(3, 4)
-    waiting = len(recurrent_op._waiting)
-    with torch.no_grad():
-        assert not net(torch.zeros(5, 2, 3))[0].requires_grad
-    net.requires_grad_(False)
-    assert not net(torch.zeros(5, 2, 3))[0].requires_grad
-    assert len(recurrent_op._waiting) == waiting
-    x = torch.zeros(5, 2, 3, requires_grad=True)
-    net(x)[0].sum().backward()
-    assert x.grad is not None
 
 
 def test_dropout() -> None:
@@ -256,15 +227,6 @@ def test_what_has_no_kernel_is_pytorchs() -> None:
     torch.testing.assert_close(ours(x.bfloat16()), theirs(x.bfloat16()))
 
 
-def test_copies_and_files() -> None:
-    net = sparsescan.torch.LSTM(3, 4, 2)
-    x = torch.randn(5, 2, 3)
-    expected, _ = net(x)
-    for other in copies_of(net):
-        assert torch.equal(other(x)[0], expected)
-    assert repr(net) == repr(nn.LSTM(3, 4, 2))
-
-
 def test_arguments_are_pytorchs() -> None:
     theirs, ours = pair("RNN", 3, 4, 2, "relu", False, True)
     assert repr(ours) == repr(theirs)
@@ -276,30 +238,6 @@ def test_arguments_are_pytorchs() -> None:
         with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[0]) as raised:
             getattr(sparsescan.torch, kind)(3, 4, **wrong)
         assert str(raised.value) == str(expected.value)
-
-
-def test_training_that_was_interrupted() -> None:
-    """A model that is saved and loaded goes on bit for bit as one that is not."""
-
-    def train(steps: int, begin: Any = None) -> Any:
-        torch.manual_seed(0)
-        model = nn.ModuleList([sparsescan.torch.GRU(3, 8), nn.Linear(8, 1)])
-        optimizer = torch.optim.Adam(model.parameters())
-        data = torch.randn(6, 10, 4, 3)
-        done = 0
-        if begin is not None:
-            done, states = begin
-            model.load_state_dict(states[0])
-            optimizer.load_state_dict(states[1])
-        for k in range(done, steps):
-            optimizer.zero_grad()
-            model[1](model[0](data[k])[0]).square().mean().backward()
-            optimizer.step()
-        return copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-
-    whole, parts = train(6), train(6, (3, train(3)))
-    for name, param in whole[0].items():
-        assert torch.equal(param, parts[0][name])
 
 
 def test_threads() -> None:
@@ -486,51 +424,3 @@ def test_subnormal_numbers_count_after_a_call() -> None:
                 assert (small * 1 != 0).all()
         finally:
             torch.set_flush_denormal(False)
-
-
-LOSSES = {
-    "output": lambda output, h, c: output[-1].sum(),
-    "one sample": lambda output, h, c: output[250, 1].sum() + output[20, 0].square().sum(),
-    "h": lambda output, h, c: h.square().sum(),
-    "c": lambda output, h, c: c[0].sum() + c[-1, 1].square().sum(),
-    "none": lambda output, h, c: 0 * output.sum(),
-}
-
-
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_losses_of_few_steps(kind: str, loss: str, packed: bool, batch_first: bool) -> None:
-    """Gradients die before they have gone through all steps."""
-    torch.manual_seed(13)
-    theirs, ours = pair(kind, 3, 4, 2, batch_first=batch_first, dtype=torch.float64)
-    with torch.no_grad():
-        for module in (theirs, ours):
-            for name, param in module.named_parameters():
-                if name.startswith("weight_hh"):
-                    param /= 50
-                if name.startswith("bias_hh"):
-                    # The gates that keep the states of a GRU and an LSTM are next to 0.
-                    param[4:8] -= 6
-    steps, collected = 300, []
-    data = torch.randn(steps, 3, 3, dtype=torch.float64)
-    for module in (theirs, ours):
-        x = data.clone().requires_grad_()
-        given: Any = x.transpose(0, 1) if batch_first else x
-        if packed:
-            lengths = torch.tensor([steps, 270, 260])
-            given = pack_padded_sequence(given, lengths, batch_first)
-        output, last = module(given)
-        if packed:
-            output, _ = pad_packed_sequence(output, batch_first)
-        h, c = last if kind == "LSTM" else (last, last)
-        value = LOSSES[loss](output.transpose(0, 1) if batch_first else output, h, c)
-        params = list(module.parameters())
-        collected.append(torch.autograd.grad(value, [x, *params]))
-    for k, (actual, expected) in enumerate(zip(collected[1], collected[0], strict=True)):
-        close(actual, expected, str(k))
-    if loss == "output" and not packed:
-        # It is gone in float64, too, where subnormal numbers do not count.
-        assert not collected[1][0][:100].any()
-        assert bool(collected[1][0][-1].all())

@@ -231,18 +231,6 @@ def test_functional_calls_have_the_parameters_they_are_given() -> None:
         assert prepared_calls()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_results_are_equal_whichever_kernel_is_taken(kind: str) -> None:
-    _, ours = pair(kind, 3, 5, 2, bidirectional=True, dtype=torch.float64)
-    found = []
-    for kernels in ("sparsescan", "pytorch"):
-        with only(kernels):
-            found.append([answers(ours, seed) for seed in range(10)])
-            assert bool(prepared_calls()) == (kernels == "sparsescan")
-    for one, two in zip(*found, strict=True):
-        close(zeros_for_none(one, two), zeros_for_none(two, one))
-
-
 def test_two_threads_at_once() -> None:
     theirs, ours = pair("LSTM", 3, 40, dtype=torch.float64)
     errors: list[BaseException] = []
@@ -299,15 +287,6 @@ def test_memory_that_others_need_is_let_go(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(prepared, "_MOST", 3)
         ours(torch.randn(70, 2, 3))
         assert len(prepared._calls) <= 3
-
-
-def test_a_graph_outlives_the_call_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, ours = pair("GRU", 3, 5, dtype=torch.float64)
-    x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
-    with only("sparsescan"):
-        output = ours(x)[0]
-    assert not prepared_calls()
-    close(torch.autograd.grad(output.sum(), [x]), torch.autograd.grad(theirs(x)[0].sum(), [x]))
 
 
 def test_large_results_are_nobody_elses() -> None:
@@ -392,8 +371,9 @@ def test_explanations_of_other_calls() -> None:
 
 
 def test_measured_times_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    path = tmp_path / "recurrent.json"
-    monkeypatch.setattr(times, "table_file", lambda: path)
+    for folder, path in ((None, None), (tmp_path / "cpu.json", tmp_path / "recurrent.json")):
+        monkeypatch.setattr(times, "machine_file", lambda folder=folder: folder)
+        assert times.table_file() == path
     for name, sizes in (("_HIDDEN", [4]), ("_BATCH", [1]), ("_STEPS", [1, 2])):
         monkeypatch.setattr(calibrate, name, sizes)
     before, kept = torch.get_num_threads(), []

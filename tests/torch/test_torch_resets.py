@@ -28,11 +28,6 @@ from sparsescan.torch.conversion import torchrecurrent as conversion
 
 EPS = torch.finfo(torch.float64).eps
 KINDS = ("RNN", "GRU", "LSTM")
-LAYERS = sorted(
-    name
-    for name in torchrecurrent.__all__
-    if issubclass(getattr(torchrecurrent, name), torchrecurrent.base.RecurrentLayerBase)
-)
 
 
 def flat(results: Any) -> list[torch.Tensor]:
@@ -161,8 +156,8 @@ def loss_of(net: Any, *given: Any, **more: Any) -> Any:
     return output.sin().sum() + sum(each.cos().sum() for each in flat(last))
 
 
-@pytest.mark.parametrize("name", ["LEM", "Leaky", "SCRN", *slow(*catalogue.__all__)])
-def test_each_cell_of_the_catalogue(name: str) -> None:
+@pytest.mark.parametrize("name", ["LEM", "Leaky", "SCRN", *slow("UnICORNN", "sLSTM")])
+def test_cells_of_the_catalogue(name: str) -> None:
     torch.manual_seed(0)
     net = module(getattr(catalogue, name))(4, 4, dtype=torch.float64)
     x = torch.randn(6, 3, 4, dtype=torch.float64, requires_grad=True)
@@ -192,18 +187,6 @@ def test_second_derivatives(cell: Any) -> None:
 
     assert torch.autograd.gradcheck(results, own)
     assert torch.autograd.gradgradcheck(results, own)
-
-
-def test_a_graph_twice() -> None:
-    """A second backward pass runs forward again, with the same resets."""
-    torch.manual_seed(0)
-    net, x = sparsescan.torch.LSTM(3, 4), torch.randn(6, 2, 3)
-    resets, params = torch.rand(6, 2) < 0.4, list(net.parameters())
-    loss = loss_of(net, x, resets=resets)
-    first = torch.autograd.grad(loss, params, retain_graph=True)
-    assert all(map(torch.equal, torch.autograd.grad(loss, params), first))
-    others = torch.autograd.grad(loss_of(net, x), params)
-    assert not torch.equal(others[1], first[1])
 
 
 @pytest.mark.parametrize("net", [sparsescan.torch.GRU(3, 4, 2), module(PeepholeLSTM)(3, 4)])
@@ -260,44 +243,7 @@ def test_transforms(make: Any) -> None:
     close(along, (grad * tangent).sum())
 
 
-@pytest.mark.parametrize("make", [module(PeepholeLSTM), sparsescan.torch.GRU])
-def test_what_has_no_kernel_is_computed_step_by_step(make: Any) -> None:
-    torch.manual_seed(0)
-    net = make(3, 4, 2)
-    x, resets = torch.randn(5, 2, 3), torch.rand(5, 2) < 0.4
-    expected, last = net(x, resets=resets)
-    half = copy.deepcopy(net).bfloat16()
-    output, _ = half(x.bfloat16(), resets=resets)
-    assert output.dtype == torch.bfloat16
-    torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.05)
-    with torch.autocast("cpu", torch.bfloat16):
-        output, _ = net(x, resets=resets)
-    torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.05)
-    hx = last if isinstance(last, tuple) else (last,)
-    empty, after = net(x[:0], last, resets=resets[:0])
-    assert empty.shape == (0, 2, 4)
-    assert all(map(torch.equal, flat(after), hx))
-    on_meta = make(3, 4, device="meta")
-    given = {"resets": torch.zeros(5, 2, dtype=torch.bool, device="meta")}
-    assert on_meta(torch.zeros(5, 2, 3, device="meta"), **given)[0].shape == (5, 2, 4)
-
-
-def test_dropout() -> None:
-    torch.manual_seed(0)
-    net = module(MGU)(3, 4, 3, dropout=0.5, dtype=torch.float64)
-    x, resets = torch.randn(5, 2, 3, dtype=torch.float64), torch.rand(5, 2) < 0.4
-    outputs = []
-    own = [each for layer in net.all_weights for each in layer]
-    for call in (
-        lambda: net(x, resets=resets),
-        lambda: net._without_kernels(x, None, own, resets),
-    ):
-        torch.manual_seed(1)
-        outputs.append(call()[0])
-    close(*outputs)
-
-
-@pytest.mark.parametrize("name", ["MGU", "JANET", "TGRU", "tauGRU", *slow(*LAYERS)])
+@pytest.mark.parametrize("name", ["MGU", "JANET", *slow("TGRU", "tauGRU")])
 def test_layers_of_torchrecurrent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By kernels and by torchrecurrent's own steps, from no state and from another one."""
     torch.manual_seed(0)
@@ -389,14 +335,6 @@ def test_errors() -> None:
         sparsescan.torch.GRU(3, 4)(x, None, flags)
     with pytest.raises(InputError, match="resets were given, and proj_size is 2; expected 0"):
         sparsescan.torch.LSTM(3, 4, proj_size=2)(x, resets=flags)
-
-
-def test_resets_of_the_caller_stay() -> None:
-    net, x = sparsescan.torch.GRU(3, 4), torch.randn(5, 2, 3)
-    resets = torch.rand(5, 2) < 0.5
-    before = resets.clone()
-    loss_of(net, x, resets=resets).backward()
-    assert torch.equal(resets, before)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import threading
 from typing import Any
@@ -214,25 +213,6 @@ def test_running_statistics_take_in_a_batch_once() -> None:
     assert torch.equal(norm.running_mean, mean)
 
 
-def test_copies_and_files_of_running_statistics() -> None:
-    x = normalised(3)[1]
-    with torch.no_grad():
-        ours = Sequential(nn.Conv2d(x.shape[1], 2, 3, padding=1), nn.BatchNorm2d(2)).double()
-        ours(x)
-        states = copy.deepcopy(ours.state_dict())
-        again = copy.deepcopy(ours)
-        again(x)
-        assert int(again[1].num_batches_tracked) == 2
-        same_buffers(ours, ours_of(ours))
-        assert int(ours[1].num_batches_tracked) == 1
-        expected = ours(x)
-        ours.load_state_dict(states)
-        assert int(ours[1].num_batches_tracked) == 1
-        assert torch.equal(ours(x), expected)
-        close([ours[1].running_mean], [again[1].running_mean])
-        assert ran_here(ours)
-
-
 def test_what_batch_normalisation_cannot_be_is_pytorchs() -> None:
     one = Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
@@ -241,61 +221,6 @@ def test_what_batch_normalisation_cannot_be_is_pytorchs() -> None:
     assert joined(torch.randn(2, 2, 3, 3)).shape == (36,)
     assert not ran_here(joined)
     assert int(joined[0].num_batches_tracked) == 1
-
-
-def test_single_precision_is_kept() -> None:
-    net, x = stack(1)
-    ours = ours_of(net).float()
-    assert ours(x.float()).dtype == torch.float32
-    assert ran_here(ours)
-
-
-def test_masks_and_parameters_that_change() -> None:
-    net, x = stack(2)
-    ours, loss = ours_of(net), torch.randn(len(x), 3, dtype=torch.float64)
-    optimiser = torch.optim.Adam(ours.parameters(), 0.1)
-    for turn in range(6):
-        close(gradients(ours, x, loss), gradients(net, x, loss))
-        optimiser.zero_grad()
-        ours(x).square().sum().backward()
-        optimiser.step()
-        for layer in ours.modules():
-            if turn % 2 and isinstance(layer, nn.Linear):
-                prune.random_unstructured(layer, "weight", 0.3)
-
-
-def test_graphs_that_live_side_by_side_and_twice() -> None:
-    net, x = stack(3)
-    ours = ours_of(net)
-    grads = []
-    for each in (ours, net):
-        one, two = each(x).sum(), each(2 * x).square().sum()
-        params = list(each.parameters())
-        again = torch.autograd.grad(one, params, retain_graph=True)
-        grads.append([*torch.autograd.grad(two + one, params), *again])
-    close(*grads)
-
-
-def test_steps_are_used_again_without_a_backward_pass() -> None:
-    net, x = stack(4)
-    ours = ours_of(net)
-    for _ in range(10):
-        ours(x)
-    gc.collect()
-    (known,) = sequential._stacks[ours]._known.values()
-    assert known.network is not None
-    assert known.network.pool.free <= 2
-
-
-def test_only_what_requires_it_has_a_gradient() -> None:
-    net, x = stack(5)
-    ours = ours_of(net)
-    first = next(iter(ours.parameters()))
-    first.requires_grad_(False)
-    ours(x).sum().backward()
-    assert first.grad is None
-    assert all(param.grad is not None for param in list(ours.parameters())[1:])
-    assert x.grad is None
 
 
 def test_no_second_derivative() -> None:
@@ -325,30 +250,6 @@ def test_what_has_no_kernel_is_pytorchs() -> None:
     torch.testing.assert_close(own, nn.Sequential(*norm.children())(image))
     with pytest.raises(RuntimeError):
         ours(torch.randn(3, 5))
-
-
-def test_pruning_goes_on_from_trained_weights() -> None:
-    """Iterative magnitude pruning ranks the weights that training has left."""
-    torch.manual_seed(0)
-    theirs = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1))
-    prune.l1_unstructured(theirs[0], "weight", 0.8)
-    with torch.no_grad():
-        theirs(torch.zeros(1, 64))
-    nets = [copy.deepcopy(theirs), theirs]
-    assert convert(nets[0]).replaced == [""]
-    x, masks = torch.randn(32, 64), []
-    for net in nets:
-        optimiser = torch.optim.SGD(net.parameters(), 0.1)
-        for _ in range(50):
-            optimiser.zero_grad()
-            loss = (net(x) - 1).square().mean()
-            (loss + 1e-3 * net[0].weight.abs().sum()).backward()
-            optimiser.step()
-        prune.l1_unstructured(net[0], "weight", 0.5)
-        masks.append(net[0].weight_mask)
-    assert ran_here(nets[0])
-    assert torch.equal(*masks)
-    torch.testing.assert_close(nets[0](x), nets[1](x))
 
 
 def test_masked_weights_are_plain_tensors_for_who_looks() -> None:
