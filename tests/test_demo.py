@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,28 @@ def test_it_says_what_was_faster_and_what_was_not() -> None:
     assert "How many times as fast: MGU 50; long 4.2.\n" in text
     assert "Gains nothing: GRU 0.5; short 0.05; more in docs/for-me.md.\n" in text
     assert demo._in_words(cells[0]) == "50 times as fast as NumPy loop"
+
+
+@pytest.mark.parametrize("slow", ["ours", "theirs"])
+def test_either_way_may_do_fewer_steps(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    class Network:
+        def __init__(self, name: str) -> None:
+            self.seconds = 0.03 if name == slow else 0.001
+
+        def step(self, rows: photo.Rows, rate: float) -> float:
+            time.sleep(self.seconds)
+            return 0.5
+
+    monkeypatch.setattr(demo, "SECONDS", 0.1)
+    monkeypatch.setattr(photo, "ByPyTorch", lambda cell, params: Network("theirs"))
+    ours: Any = Network("ours")
+    contest = demo._train("GRU", ours, {}, some_rows(), [np.arange(2)] * 9)
+    fewer, more = (
+        (contest.theirs, contest.ours) if slow == "theirs" else (contest.ours, contest.theirs)
+    )
+    assert demo.FEWEST <= len(fewer.losses) < len(more.losses) == 9
+    assert contest.difference == 0
+    assert (contest.ratio > 1) == (slow == "theirs")
 
 
 @pytest.mark.slow

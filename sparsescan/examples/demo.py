@@ -69,8 +69,9 @@ class Contest:
     @property
     def ratio(self) -> float:
         """How many times as long as sparsescan the other way takes, while they take turns."""
-        turns = len(self.theirs.times)
-        return float(np.median(self.theirs.times) / np.median(self.ours.times[:turns]))
+        both = list(zip(self.ours.times, self.theirs.times, strict=False))
+        ours, theirs = np.median(both, axis=0)
+        return float(theirs / ours)
 
 
 @dataclass(frozen=True)
@@ -209,8 +210,8 @@ def _train(
                 way.losses.append(network.step(taken, RATE * (1 - done / len(order))))
                 way.times.append(time.perf_counter() - start)
             bar.update()
-    losses = np.array([ours.losses[: len(theirs.losses)], theirs.losses])
-    difference = float((np.ptp(losses, 0) / losses.min(0)).max())
+    losses = np.array(list(zip(ours.losses, theirs.losses, strict=False)))
+    difference = float((np.ptp(losses, 1) / losses.min(1)).max())
     title = "A cell that PyTorch lacks" if cell == "MGU" else "A GRU"
     return Contest(title, cell, "a training step", ours, theirs, difference)
 
