@@ -144,7 +144,7 @@ def test_what_is_printed(
     figures = demo.run(hidden=3, batches=3, batch=2, output=str(output), seed=3)
     out, err = capsys.readouterr()
     assert str(figures) in out
-    assert [contest.theirs.name for contest in figures.cells] == ["NumPy loop"] * 2
+    assert [contest.theirs.name for contest in figures.cells] == ["NumPy's loop"] * 2
     assert str(output) in out
     assert "3/3" in err
     assert max(map(len, out.replace(str(output), "").splitlines())) <= 80

@@ -191,7 +191,7 @@ def _train(
     """Train sparsescan's network and its peer, in turns while the peer's time lasts."""
     from tqdm import tqdm
 
-    ours, theirs = Way("sparsescan"), Way("NumPy loop")
+    ours, theirs = Way("sparsescan"), Way("NumPy's loop")
     peer: photo.Way
     if importlib.util.find_spec("torch") is None:
         peer = photo.LOOPS[cell](params)
@@ -199,7 +199,8 @@ def _train(
         theirs.name, peer = CELLS_OF_PYTORCH[cell], photo.ByPyTorch(cell, params)
     with tqdm(total=len(order), unit="batch", desc=f"{cell}, compiling", ncols=80) as bar:
         for network in (trained, peer):
-            network.step(train.take(order[0]), 0.0)
+            for _ in range(3):
+                network.step(train.take(order[0]), 0.0)
         bar.set_description(f"{cell}, training")
         for done, rows in enumerate(order):
             taken = train.take(rows)
