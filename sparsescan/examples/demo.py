@@ -188,7 +188,7 @@ def _train(
     train: photo.Rows,
     order: list[NDArray[np.int64]],
 ) -> Contest:
-    """Train sparsescan's network and its peer, in turns while the peer's time lasts."""
+    """Train sparsescan's network and its peer, in turns while the time of each lasts."""
     from tqdm import tqdm
 
     ours, theirs = Way("sparsescan"), Way("NumPy's loop")
