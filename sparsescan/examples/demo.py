@@ -39,11 +39,6 @@ class Way:
     times: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
-    @property
-    def milliseconds(self) -> float:
-        """The median of the times."""
-        return float(np.median(self.times)) * 1e3
-
 
 @dataclass(frozen=True)
 class Contest:
@@ -67,11 +62,17 @@ class Contest:
     difference: float
 
     @property
-    def ratio(self) -> float:
-        """How many times as long as sparsescan the other way takes, while they take turns."""
+    def milliseconds(self) -> tuple[float, float]:
+        """Medians of both, while they took turns."""
         both = list(zip(self.ours.times, self.theirs.times, strict=False))
-        ours, theirs = np.median(both, axis=0)
-        return float(theirs / ours)
+        ours, theirs = np.median(both, axis=0) * 1e3
+        return float(ours), float(theirs)
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long as sparsescan the other way takes."""
+        ours, theirs = self.milliseconds
+        return theirs / ours
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ class Figures:
     def __str__(self) -> str:
         rows = [["milliseconds", "sparsescan", "beside", "", "ratio"]]
         for contest in self.contests:
-            ours, theirs = contest.ours.milliseconds, contest.theirs
-            times = f"{ours:.2f}", theirs.name, f"{theirs.milliseconds:.2f}"
+            ours, theirs = contest.milliseconds
+            times = f"{ours:.2f}", contest.theirs.name, f"{theirs:.2f}"
             what = f"{contest.name}, {contest.timed}"
             rows.append([what, *times, f"{_ratio(contest)}×"])
         return "\n".join(
@@ -291,17 +292,17 @@ def _draw_losses(axes: Any, contest: Contest) -> None:
 def _draw_chains(axes: Any, figures: Figures) -> None:
     labels = []
     for row, contest in enumerate((figures.chain, figures.short)):
-        for k, (way, colour) in enumerate(
-            zip((contest.ours, contest.theirs), _COLOURS, strict=True)
+        for k, (milliseconds, colour) in enumerate(
+            zip(contest.milliseconds, _COLOURS, strict=True)
         ):
             place = 3 * row + k
-            axes.barh(place, way.milliseconds, color=colour)
-            axes.text(way.milliseconds, place, f" {way.milliseconds:.2g} ms", va="center")
-            labels.append((place, way.name))
+            axes.barh(place, milliseconds, color=colour)
+            axes.text(milliseconds, place, f" {milliseconds:.2g} ms", va="center")
+            labels.append((place, (contest.ours, contest.theirs)[k].name))
         axes.text(0, 3 * row - 0.6, f"gradients of {contest.name}", va="bottom", color="0.4")
     places, names = zip(*labels, strict=True)
     axes.set_yticks(places, names)
-    longest = max(figures.chain.ours.milliseconds, figures.chain.theirs.milliseconds)
+    longest = max(figures.chain.milliseconds)
     axes.set(xlabel="milliseconds", ylim=(4.6, -1.1), xlim=(0, 1.25 * longest))
 
 
