@@ -26,7 +26,7 @@ from . import heat, photo
 
 RATE = 1e-2  # falls linearly to 0; much more drives equal runs apart by rounding
 # Training ends once it has taken so long, but for a few steps; the slower way does fewer.
-SECONDS, FEWEST = 3.0, 5
+SECONDS, FEWEST = 2.0, 5
 STEPS, CELLS, SHORT, TURNS = 1000, 100, 10, 25
 CELLS_OF_PYTORCH = {"MGU": "PyTorch's loop", "GRU": "torch.nn.GRU"}
 
@@ -127,7 +127,7 @@ def run(
     hidden : int, default 20
         Units of the MGU and the GRU.
     batches : int, default 200
-        Training steps of each way, or as many as it does in three seconds.
+        Training steps of each way, or as many as it does in two seconds.
     batch : int, default 16
         Rows of a batch.
     output : str or path-like, default "demo.png"
