@@ -27,6 +27,7 @@ from . import heat, photo
 RATE = 1e-2  # falls linearly to 0; much more drives equal runs apart by rounding
 # Training ends once it has taken so long, but for a few steps; the slower way does fewer.
 SECONDS, FEWEST = 2.0, 5
+CALLS = 10  # until all that calls take is compiled
 STEPS, CELLS, SHORT, TURNS = 1000, 100, 10, 25
 CELLS_OF_PYTORCH = {"MGU": "PyTorch's loop", "GRU": "torch.nn.GRU"}
 
@@ -200,7 +201,7 @@ def _train(
         theirs.name, peer = CELLS_OF_PYTORCH[cell], photo.ByPyTorch(cell, params)
     with tqdm(total=len(order), unit="batch", desc=f"{cell}, compiling", ncols=80) as bar:
         for network in (trained, peer):
-            for _ in range(3):
+            for _ in range(CALLS):
                 network.step(train.take(order[0]), 0.0)
         bar.set_description(f"{cell}, training")
         for done, rows in enumerate(order):
