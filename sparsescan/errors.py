@@ -48,7 +48,9 @@ class InputError(SparseScanError, ValueError):
       gradient of a layer's output to that of its input.
     - Arrays have a batch axis in one place and none, or one of another length, in another.
     - ``local_grads`` has an entry for ``∇x_0``, which an exclusive scan does not return.
-    - A :class:`Schedule` was made for another number of Jacobians. A string such as
+    - Sequences have their axes in another order: arrays are ``(T, batch, features)``, also those of
+      gradients; only modules of :mod:`sparsescan.torch` have ``batch_first``.
+    - A plan was made for another number of Jacobians, or a :class:`Schedule`. A string such as
       ``"truncated:2"`` fits any number.
     """
 
@@ -66,6 +68,10 @@ class InputTypeError(SparseScanError, TypeError):
       of complex numbers their real parts.
     - A tensor of PyTorch that requires a gradient. ``.detach()`` it, or use
       :mod:`sparsescan.torch`, which is differentiated.
+    - One Jacobian stands where a list of them is expected, or shapes stand where arrays are.
+    - A class stands where an object of it is expected, or the other way round.
+    - A cell's step calls what works on numbers, such as ``if`` or functions of NumPy and PyTorch.
+      It runs on symbols: :mod:`sparsescan.recurrent` has their functions.
     """
 
 

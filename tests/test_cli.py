@@ -11,7 +11,7 @@ import scipy.sparse as sp
 
 import sparsescan
 from sparsescan.cli.main import main
-from sparsescan.examples import photo
+from sparsescan.examples import demo
 
 
 @pytest.fixture
@@ -249,14 +249,14 @@ def test_ctrl_c_ends_quietly(capsys, monkeypatch):
     def interrupt(**options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(photo, "run", interrupt)
+    monkeypatch.setattr(demo, "run", interrupt)
     assert main(["demo"]) == 130
     assert capsys.readouterr() == ("", "")
 
 
 def test_the_options_reach_the_demo(monkeypatch):
     seen = {}
-    monkeypatch.setattr(photo, "run", lambda **options: seen.update(options))
+    monkeypatch.setattr(demo, "run", lambda **options: seen.update(options))
     options = "--hidden 3 --batches 2 --batch 8 --output x.png --seed 5"
     assert main(["demo", *options.split()]) == 0
     assert seen == {

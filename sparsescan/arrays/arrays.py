@@ -201,7 +201,9 @@ def load_cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise DeviceError(f"CuPy cannot be imported ({error}): {_INSTALL}") from None
+        raise DeviceError(
+            f"a CUDA device was asked for, but CuPy cannot be imported ({error}): {_INSTALL}"
+        ) from None
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -330,6 +332,8 @@ def _unsupported(
             ": sparsescan.affine_scan takes complex numbers in host memory; elsewhere write each "
             "a + bi as the block [[a, -b], [b, a]]"
         )
+    elif dtype.kind in "biuf":
+        hint = ": convert it with .astype(float)"
     return InputTypeError(f"{name} has dtype {dtype}; expected {expected}{hint}")
 
 

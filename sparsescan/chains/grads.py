@@ -34,7 +34,10 @@ def check_grad(array: Any, size: int | None, batch: int | None) -> None:
                 f"batch of {batch} and {wanted} columns"
             )
     elif array.ndim not in (1, 2) or size not in (None, array.shape[-1]):
-        raise InputError(f"grad has shape {array.shape}; expected ({wanted},) or (batch, {wanted})")
+        why = "" if size is None else f": the last layer's Jacobian, transposed, has {size} columns"
+        raise InputError(
+            f"grad has shape {array.shape}; expected ({wanted},) or (batch, {wanted}){why}"
+        )
 
 
 def placed(grad: Any, local_grads: Any) -> tuple[str, Any]:
@@ -282,7 +285,10 @@ def _check_count(local_grads: Any, count: int, of: str = "returned gradient") ->
     _check_sequence(local_grads)
     length = length_of("local_grads", local_grads)
     if length != count:
-        raise InputError(f"local_grads has {length} entries; expected {count}, one for each {of}")
+        more = ": that of ∇x_0 is for inclusive_scan" if length == count + 1 else ""
+        raise InputError(
+            f"local_grads has {length} entries; expected {count}, one for each {of}{more}"
+        )
 
 
 def _check_sequence(local_grads: Any) -> None:

@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Number
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,7 +14,7 @@ import scipy.sparse as sp
 
 from ..arrays import arrays as _arrays
 from ..arrays.arrays import is_on_device, on_device, read_array
-from ..errors import InputError, InputTypeError, PatternMismatchError
+from ..errors import InputError, InputTypeError, PatternMismatchError, short
 from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.pattern import Pattern, check_shape
 from .containers import BatchedCSR, CSRChain, PeriodicChain, canonical_order
@@ -26,6 +27,11 @@ ONE_STEP = (BatchedCSR, Factor)
 _CHAINS = (CSRChain, PeriodicChain, ImplicitChain)
 _ORDER = "order them from the last layer to the first, each transposed"
 _ORDER_OF_TIME = "order them from the first layer to the last (reverse=True), each transposed"
+# By their shapes a list in the other order is one of Jacobians that are not transposed.
+_TURNED = "all fit if each is transposed, or with reverse=True if they are in the order of time"
+_TURNED_IN_TIME = (
+    "all fit if each is transposed, or without reverse=True if they begin with the last layer"
+)
 
 
 # -- Sequences -------------------------------------------------------------------------------------
@@ -56,12 +62,16 @@ def length(jacobians: Any) -> int:
         _arrays.check_no_mask("jacobians", jacobians)
         if _is_sparse(jacobians) or isinstance(jacobians, (BatchedCSR, str, bytes)):
             raise InputTypeError(
-                f"jacobians is a {type(jacobians).__name__}; expected a sequence of Jacobians"
+                f"jacobians is a {type(jacobians).__name__}; expected a sequence of Jacobians, "
+                "such as a list of one"
             )
         if not isinstance(jacobians, Sequence):
+            of_torch = type(jacobians).__module__.partition(".")[0] == "torch"
+            hint = ": .detach().numpy() makes one, without a copy" if of_torch else ""
             raise InputTypeError(
                 f"jacobians is a {type(jacobians).__name__}; expected a sequence such as a list, "
-                "a CSRChain, a PeriodicChain, or an array (n, rows, cols) or (n, batch, rows, cols)"
+                "a CSRChain, a PeriodicChain, or an array (n, rows, cols) or (n, batch, rows, "
+                f"cols){hint}"
             )
     return length_of("jacobians", jacobians)
 
@@ -106,6 +116,13 @@ def name_of(k: int, n: int, reverse: bool) -> str:
     return f"jacobians[{n - 1 - k if reverse else k}]"
 
 
+def _right_order(shapes: list[tuple[int, int]], reverse: bool) -> str:
+    """Return what to do with Jacobians whose shapes do not chain, last layer first."""
+    if all(shape[0] == before[1] for before, shape in itertools.pairwise(shapes)):
+        return _TURNED_IN_TIME if reverse else _TURNED
+    return _ORDER_OF_TIME if reverse else _ORDER
+
+
 def check_chain(
     patterns: Sequence[AnyStep], reverse: bool = False, name: Callable[[int], str] | None = None
 ) -> Sequence[AnyStep]:
@@ -117,7 +134,7 @@ def check_chain(
     for k, pattern in enumerate(patterns):
         if previous is not None and pattern.shape[1] != previous.shape[0]:
             called = name or partial(name_of, n=len(patterns), reverse=reverse)
-            order = _ORDER_OF_TIME if reverse else _ORDER
+            order = _right_order([pattern.shape for pattern in patterns], reverse)
             raise InputError(
                 f"{called(k)} has shape {pattern.shape}, but {called(k - 1)} has "
                 f"{previous.shape[0]} rows; expected (·, {previous.shape[0]}): {order}"
@@ -159,6 +176,8 @@ def split(
         raise InputTypeError(f"{name} is {article} {kind}; expected an explicit Jacobian here")
     elif isinstance(jacobian, _CHAINS):
         raise InputTypeError(f"{name} is a {type(jacobian).__name__}; expected one Jacobian")
+    elif isinstance(jacobian, Number):
+        raise InputTypeError(f"{name} is the number {short(jacobian)}; expected a matrix")
     else:
         return split_dense(name, jacobian, 0, expected)
     if expected is not None and pattern is not expected:
@@ -224,7 +243,10 @@ def _split_csr(name: str, jacobian: Any, is_complex: bool) -> tuple[Pattern, Any
 
 def mismatch(name: str, expected: Pattern, what: str) -> PatternMismatchError:
     """Return the error for a Jacobian of another pattern than a plan was made for."""
-    return PatternMismatchError(f"{name} is {what}; expected {expected}, as the plan was made for")
+    hint = ": keep explicit zeros, or make another plan" if what.startswith("Pattern") else ""
+    return PatternMismatchError(
+        f"{name} is {what}; expected {expected}, as the plan was made for{hint}"
+    )
 
 
 def copied(name: str, values: Any, dtype: np.dtype[Any]) -> Any:

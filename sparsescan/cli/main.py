@@ -110,15 +110,18 @@ def _parser() -> argparse.ArgumentParser:
 
     training = commands.add_parser(
         "demo",
-        help="train a recurrent network side by side with NumPy's loop and PyTorch",
-        description="Train a GRU that predicts the next pixel of photographs, by sparsescan, by a "
-        "loop in NumPy, and by PyTorch if it is installed, and compare times and losses.",
+        help="train two networks and scan a chain, beside PyTorch's or NumPy's loops and SciPy's",
+        description="Train an MGU, which PyTorch lacks, and a GRU to predict the next pixel of "
+        "photographs, beside PyTorch if it is installed, else beside NumPy's loop; compute the "
+        "gradients of a chain of sparse Jacobians beside SciPy's loop; compare times and results.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    training.add_argument("--hidden", type=int, default=20, help="units of the GRU")
-    training.add_argument("--batches", type=int, default=200, help="training steps")
+    training.add_argument("--hidden", type=int, default=20, help="units of the MGU and the GRU")
+    training.add_argument("--batches", type=int, default=200, help="training steps, at most")
     training.add_argument("--batch", type=int, default=16, help="rows of a batch")
-    training.add_argument("--output", default="demo.png", help="PNG file for the losses over time")
+    training.add_argument(
+        "--output", default="demo.png", help="PNG file for losses over time, and times"
+    )
     training.add_argument("--seed", type=int, default=0, help="of parameters and batches")
     training.set_defaults(command=_demo)
 
@@ -225,14 +228,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _demo(arguments: argparse.Namespace) -> None:
-    from ..examples import photo
+    from ..examples import demo
 
     for name in ("hidden", "batches", "batch"):
         check_count(name, getattr(arguments, name), 1)
     check_count("seed", arguments.seed, 0)
     check_packages("the demo", "demo", _DEMO_PACKAGES)
     _check_output(arguments.output)
-    photo.run(
+    demo.run(
         hidden=arguments.hidden,
         batches=arguments.batches,
         batch=arguments.batch,

@@ -1,41 +1,44 @@
-"""A recurrent network learns to predict the next pixel of a photograph, three ways side by side.
+"""Recurrent networks that learn to predict the next pixel of a photograph, each in three ways.
 
-A GRU reads the rows of scikit-learn's two photographs, 640 pixels each. From the pixel ``x_t`` and
+A cell reads the rows of scikit-learn's two photographs, 640 pixels each. From the pixel ``x_t`` and
 the one above the next, a linear layer on its state ``h_t`` predicts the change to the next pixel:
 
-    h_t = GRU(x_t, h_{t-1}),    d_t = V h_t + c ≈ x_{t+1} - x_t,        t = 1, …, 639,  h_0 = 0.
+    h_t = cell(x_t, h_{t-1}),    d_t = V h_t + c ≈ x_{t+1} - x_t,        t = 1, …, 639,  h_0 = 0.
 
 The loss is the mean of ``(d_t - (x_{t+1} - x_t))²``, relative to that of repeating the last pixel.
-The network is trained by sparsescan, by the loop that one would write in NumPy, and by PyTorch if
-it is installed: from the same parameters, on the same rows.
-
-``sparsescan demo`` calls :func:`run`.
+The cell is a GRU, or a minimal gated unit, which PyTorch does not have. A network is trained by
+sparsescan, by the loop that one would write in NumPy, and by PyTorch: from the same parameters, on
+the same rows.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import textwrap
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsescan import InputError
-from sparsescan.recurrent import GRU
+from sparsescan.recurrent import GRU, Cell, Hidden, Input, Recurrent, sigmoid, tanh
 
 TEST_ROWS = 150
 INPUTS, COLOURS = 6, 3
-RATE = 1e-2  # falls linearly to 0; much more drives equal runs apart by rounding
-SPARSESCAN, LOOP, PYTORCH = "sparsescan", "NumPy loop", "PyTorch"
-PARTS = ("forward", "backward", "Adam")
 
 Array = NDArray[np.floating[Any]]
 Params = dict[str, Array]
+
+
+class MGU(Cell):
+    """The minimal gated unit (Zhou et al., 2016)."""
+
+    weight_ih = Input("f", "n")
+    weight_hh = Hidden("f", "n")
+
+    def step(self, x: Any, h: Any) -> Any:
+        """Return the next state."""
+        f = sigmoid(self.weight_ih.f(x) + self.weight_hh.f(h))
+        n = tanh(self.weight_ih.n(x) + self.weight_hh.n(f * h))
+        return h + f * (n - h)
 
 
 class Rows(NamedTuple):
@@ -70,13 +73,20 @@ def load_rows(seed: int) -> tuple[Rows, Rows]:
 class Way(Protocol):
     """A network that is trained."""
 
-    def step(self, rows: Rows, rate: float) -> tuple[float, list[float]]:
-        """Take a training step: return the loss, and when each part of it had begun or ended."""
+    def step(self, rows: Rows, rate: float) -> float:
+        """Take a training step, and return the loss before it."""
 
 
-def initial_params(hidden: int, seed: int) -> Params:
-    """Return parameters to begin with: the GRU's, by PyTorch's names, and the linear layer's."""
-    params: Params = GRU(INPUTS, hidden, rng=seed).params
+def make_network(cell: str, hidden: int, seed: int | None = None) -> Recurrent:
+    """Return a layer of ``"MGU"`` or ``"GRU"``."""
+    if cell == "GRU":
+        return GRU(INPUTS, hidden, rng=seed)
+    return Recurrent(MGU, INPUTS, hidden, rng=seed)
+
+
+def initial_params(cell: str, hidden: int, seed: int) -> Params:
+    """Return parameters to begin with: the cell's, by PyTorch's names, and the linear layer's."""
+    params: Params = make_network(cell, hidden, seed).params
     rng = np.random.default_rng([seed, 1])
     bound = 1 / np.sqrt(hidden)
     params["weight"] = rng.uniform(-bound, bound, (COLOURS, hidden)).astype(np.float32)
@@ -103,7 +113,7 @@ class Adam:
 
 
 class _OnNumPy:
-    """A GRU, and in NumPy all that stands around it."""
+    """A recurrent layer, and in NumPy all that stands around it."""
 
     def __init__(self, params: Params) -> None:
         self.params = {name: param.copy() for name, param in params.items()}
@@ -114,34 +124,31 @@ class _OnNumPy:
         raise NotImplementedError
 
     def backward(self, grads: Array) -> Params:
-        """Return the gradients in the GRU's parameters, from those in all states."""
+        """Return the gradients in the layer's parameters, from those in all states."""
         raise NotImplementedError
 
-    def step(self, rows: Rows, rate: float) -> tuple[float, list[float]]:
-        """Take a training step."""
-        clock, weight = [time.perf_counter()], self.params["weight"]
+    def step(self, rows: Rows, rate: float) -> float:
+        """Take a training step, and return the loss before it."""
+        weight = self.params["weight"]
         states = self.forward(rows.inputs)
         errors = states @ weight.T
         errors += self.params["bias"]
         errors -= rows.changes
         loss = float(np.mean(np.square(errors), dtype=np.float64))
-        clock.append(time.perf_counter())
         errors *= 2 / errors.size
         flat = errors.reshape(-1, COLOURS)
         grads = self.backward(errors @ weight)
         grads["weight"], grads["bias"] = flat.T @ states.reshape(len(flat), -1), flat.sum(0)
-        clock.append(time.perf_counter())
         self._adam.update(self.params, grads, rate)
-        clock.append(time.perf_counter())
-        return loss, clock
+        return loss
 
 
 class BySparsescan(_OnNumPy):
-    """The GRU by its training step, a compiled loop over all steps."""
+    """The layer by its training step, a compiled loop over all steps."""
 
-    def __init__(self, params: Params) -> None:
+    def __init__(self, cell: str, params: Params) -> None:
         super().__init__(params)
-        network = GRU(INPUTS, params["weight"].shape[1])
+        network = make_network(cell, params["weight"].shape[1])
         for name in network.params:
             setattr(network, name, self.params[name])
         self._step = network.training_step()
@@ -151,12 +158,59 @@ class BySparsescan(_OnNumPy):
         return self._step.forward(x)[0]
 
     def backward(self, grads: Array) -> Params:
-        """Return the gradients in the GRU's parameters."""
+        """Return the gradients in the layer's parameters."""
         return self._step.backward(grads, needs_input_grad=False).params
 
 
-class ByLoop(_OnNumPy):
-    """The GRU step by step: products of the inputs, and gradients of weights, of all at once."""
+class MGULoop(_OnNumPy):
+    """The MGU step by step: products of inputs, and gradients of weights, of all steps at once."""
+
+    def forward(self, x: Array) -> Array:
+        """Return the states of all steps."""
+        p, (steps, batch, _) = self.params, x.shape
+        hidden = p["weight_hh_l0"].shape[1]
+        of_inputs = x @ p["weight_ih_l0"].T + (p["bias_ih_l0"] + p["bias_hh_l0"])
+        of_f, of_n = of_inputs[..., :hidden], of_inputs[..., hidden:]
+        weight = np.ascontiguousarray(p["weight_hh_l0"].T)
+        weight_f, weight_n = weight[:, :hidden].copy(), weight[:, hidden:].copy()
+        self._x, self._gates = x, np.empty((2, steps, batch, hidden), np.float32)
+        self._states = np.zeros((steps + 1, batch, hidden), np.float32)
+        h = self._states[0]
+        for t in range(steps):
+            f = 1 / (1 + np.exp(-(of_f[t] + h @ weight_f)))
+            n = np.tanh(of_n[t] + (f * h) @ weight_n)
+            h = h + f * (n - h)
+            self._gates[:, t], self._states[t + 1] = (f, n), h
+        return self._states[1:]
+
+    def backward(self, grads: Array) -> Params:
+        """Return the gradients in the MGU's parameters."""
+        (f, n), before = self._gates, self._states[:-1]
+        steps, batch, hidden = grads.shape
+        weight_f, weight_n = np.split(self.params["weight_hh_l0"], 2)
+        of_n = f * (1 - n * n)
+        of_f, change = f * (1 - f), n - before
+        of_sums = np.empty((steps, batch, 2 * hidden), np.float32)
+        g = np.zeros((batch, hidden), np.float32)
+        for t in range(steps)[::-1]:
+            g = g + grads[t]
+            in_n = g * of_n[t]
+            in_product = in_n @ weight_n
+            in_f = (g * change[t] + in_product * before[t]) * of_f[t]
+            of_sums[t] = np.concatenate([in_f, in_n], 1)
+            g = g * (1 - f[t]) + in_product * f[t] + in_f @ weight_f
+        flat = of_sums.reshape(-1, 2 * hidden)
+        by_gate = zip(np.split(flat, 2, axis=1), (before, f * before), strict=True)
+        return {
+            "weight_ih_l0": flat.T @ self._x.reshape(-1, INPUTS),
+            "weight_hh_l0": np.concatenate([g.T @ v.reshape(-1, hidden) for g, v in by_gate]),
+            "bias_ih_l0": flat.sum(0),
+            "bias_hh_l0": flat.sum(0),
+        }
+
+
+class GRULoop(_OnNumPy):
+    """The GRU step by step: products of inputs, and gradients of weights, of all steps at once."""
 
     def forward(self, x: Array) -> Array:
         """Return the states of all steps."""
@@ -203,241 +257,52 @@ class ByLoop(_OnNumPy):
         }
 
 
-class ByPyTorch:
-    """The network, in PyTorch."""
+LOOPS: dict[str, Callable[[Params], Way]] = {"MGU": MGULoop, "GRU": GRULoop}
 
-    def __init__(self, params: Params) -> None:
+
+class ByPyTorch:
+    """The network, in PyTorch: ``torch.nn.GRU``, or a loop over the steps of the MGU."""
+
+    def __init__(self, cell: str, params: Params) -> None:
         import torch
 
         self._torch = torch
-        self._gru = torch.nn.GRU(INPUTS, params["weight"].shape[1])
-        self._linear = torch.nn.Linear(params["weight"].shape[1], COLOURS)
-        with torch.no_grad():
-            for module in (self._gru, self._linear):
-                for name, param in module.named_parameters():
-                    param.copy_(torch.from_numpy(params[name]))
-        both = [*self._gru.parameters(), *self._linear.parameters()]
-        self._adam = torch.optim.Adam(both, eps=1e-8)
+        self.params = {
+            name: torch.from_numpy(param.copy()).requires_grad_() for name, param in params.items()
+        }
+        self._layer: Any = self._mgu
+        if cell == "GRU":
+            self._gru = torch.nn.GRU(INPUTS, params["weight"].shape[1])
+            with torch.no_grad():
+                for name, param in self._gru.named_parameters():
+                    param.copy_(self.params[name])
+                    self.params[name] = param
+            self._layer = lambda x: self._gru(x)[0]
+        self._adam = torch.optim.Adam(self.params.values(), eps=1e-8)
 
-    def step(self, rows: Rows, rate: float) -> tuple[float, list[float]]:
-        """Take a training step."""
-        torch, clock = self._torch, [time.perf_counter()]
-        changes = self._linear(self._gru(torch.from_numpy(rows.inputs))[0])
-        loss = torch.nn.functional.mse_loss(changes, torch.from_numpy(rows.changes))
-        clock.append(time.perf_counter())
+    def _mgu(self, x: Any) -> Any:
+        torch, p = self._torch, self.params
+        of_inputs = torch.nn.functional.linear(
+            x, p["weight_ih_l0"], p["bias_ih_l0"] + p["bias_hh_l0"]
+        )
+        weight_f, weight_n = p["weight_hh_l0"].t().chunk(2, 1)
+        h, states = x.new_zeros(x.shape[1], len(weight_f)), []
+        of_f, of_n = (part.unbind(0) for part in of_inputs.chunk(2, -1))
+        for in_f, in_n in zip(of_f, of_n, strict=True):
+            f = torch.sigmoid(torch.addmm(in_f, h, weight_f))
+            n = torch.tanh(torch.addmm(in_n, f * h, weight_n))
+            h = torch.lerp(h, n, f)
+            states.append(h)
+        return torch.stack(states)
+
+    def step(self, rows: Rows, rate: float) -> float:
+        """Take a training step, and return the loss before it."""
+        functions = self._torch.nn.functional
+        states = self._layer(self._torch.from_numpy(rows.inputs))
+        changes = functions.linear(states, self.params["weight"], self.params["bias"])
+        loss = functions.mse_loss(changes, self._torch.from_numpy(rows.changes))
         loss.backward()
-        clock.append(time.perf_counter())
         self._adam.param_groups[0]["lr"] = rate
         self._adam.step()
         self._adam.zero_grad()
-        clock.append(time.perf_counter())
-        return loss.item(), clock
-
-
-# -- The race --------------------------------------------------------------------------------------
-
-
-@dataclass
-class Race:
-    """Losses and times of one way.
-
-    Attributes
-    ----------
-    losses : list of float
-        The loss of each batch, before its update.
-    times : list of list of float
-        Seconds of each part of each training step.
-    """
-
-    losses: list[float]
-    times: list[list[float]]
-
-    @property
-    def median_ms(self) -> NDArray[np.float64]:
-        """Milliseconds of the parts of a training step, and of all of it: medians."""
-        times = np.array(self.times)
-        together = np.concatenate([times, times.sum(1, keepdims=True)], 1)
-        return np.asarray(np.median(together, 0) * 1e3)
-
-
-@dataclass(frozen=True)
-class Figures:
-    """The figures of a run.
-
-    Attributes
-    ----------
-    races : dict of str to Race
-        For each way to train.
-    difference : float
-        How far the losses of any two ways are apart at most, relative to the loss.
-    test_loss : float
-        The loss of sparsescan's network for rows that were kept back.
-    seconds : float
-        Duration of the run, compilation included.
-    """
-
-    races: dict[str, Race]
-    difference: float
-    test_loss: float
-    seconds: float
-
-    def ratio(self, name: str) -> float:
-        """Return how many times as long as sparsescan another way takes for a training step."""
-        return float(self.races[name].median_ms[-1] / self.races[SPARSESCAN].median_ms[-1])
-
-    def __str__(self) -> str:
-        races = self.races.values()
-        rows = [["a training step, ms", *self.races]]
-        medians = [race.median_ms for race in races]
-        for k, part in enumerate((*PARTS, "all")):
-            rows.append([part, *(f"{median[k]:.2f}" for median in medians)])
-        rows.append(["times as long", *(f"{self.ratio(name):.1f}" for name in self.races)])
-        rows.append(["loss, last 20 batches", *(f"{np.mean(r.losses[-20:]):.5f}" for r in races)])
-        return "\n".join(
-            f"{name:<24}" + "".join(f"{each:>13}" for each in row) for name, *row in rows
-        )
-
-
-def run(
-    *,
-    hidden: int = 20,
-    batches: int = 200,
-    batch: int = 16,
-    output: str | os.PathLike[str] = "demo.png",
-    seed: int = 0,
-) -> Figures:
-    """Train the network each way, print a table, and draw the losses over wall-clock time.
-
-    Parameters
-    ----------
-    hidden : int, default 20
-        Units of the GRU.
-    batches : int, default 200
-        Training steps.
-    batch : int, default 16
-        Rows of a batch.
-    output : str or path-like, default "demo.png"
-        The PNG file to write.
-    seed : int, default 0
-        The seed of parameters and batches.
-
-    Returns
-    -------
-    Figures
-        The printed figures.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib, scikit-learn or tqdm is missing: ``pip install 'sparsescan[demo]'``.
-    InputError
-        If a batch has more rows than there are.
-    OSError
-        If `output` cannot be written.
-    """
-    start = time.perf_counter()
-    from tqdm import tqdm
-
-    train, test = load_rows(seed)
-    count = train.inputs.shape[1]
-    if batch > count:
-        raise InputError(f"batch is {batch}; expected at most {count}, all rows")
-    params = initial_params(hidden, seed)
-    ways: dict[str, Way] = {SPARSESCAN: BySparsescan(params), LOOP: ByLoop(params)}
-    if importlib.util.find_spec("torch") is not None:
-        ways[PYTORCH] = ByPyTorch(params)
-    races = {name: Race([], []) for name in ways}
-    with tqdm(total=batches, unit="batch", desc="compiling", ncols=80, mininterval=0.5) as bar:
-        for way in ways.values():
-            way.step(train.take(np.arange(batch)), 0.0)
-        bar.set_description("training")
-        for done, rows in enumerate(_batches(count, batch, batches, seed)):
-            for name, way in ways.items():
-                loss, clock = way.step(train.take(rows), RATE * (1 - done / batches))
-                races[name].losses.append(loss)
-                races[name].times.append(np.diff(clock).tolist())
-            bar.update()
-    losses = np.array([race.losses for race in races.values()])
-    trained = ways[SPARSESCAN]
-    figures = Figures(
-        races=races,
-        difference=float((np.ptp(losses, 0) / losses.min(0)).max()),
-        test_loss=trained.step(test, 0.0)[0],
-        seconds=time.perf_counter() - start,
-    )
-    draw(figures, output)
-    print(_report(figures, count, hidden, batch, output))
-    return figures
-
-
-def _batches(count: int, batch: int, batches: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Return the rows of each batch; each pass over all leaves out the few that fill none."""
-    rng = np.random.default_rng([seed, 2])
-    per_pass = count // batch
-    for done in range(batches):
-        if done % per_pass == 0:
-            order = rng.permutation(count)
-        yield order[done % per_pass * batch :][:batch]
-
-
-def draw(figures: Figures, output: str | os.PathLike[str]) -> None:
-    """Draw the losses over the time that each way has taken, as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    colours = {SPARSESCAN: "tab:orange", LOOP: "tab:blue", PYTORCH: "black"}
-    for name, race in figures.races.items():
-        seconds, losses = np.cumsum(np.sum(race.times, 1)), np.array(race.losses)
-        width = min(10, len(losses))
-        smooth = np.convolve(losses, np.ones(width) / width, "valid")
-        axes.plot(seconds[width - 1 :], smooth, color=colours[name], lw=1.8, label=name)
-        axes.plot(seconds[-1], smooth[-1], "o", color=colours[name], ms=5)
-    axes.axhline(1, color="0.6", lw=1, ls="--")
-    right = axes.get_xlim()[1]
-    axes.text(right, 1.01, "repeating the last pixel", ha="right", va="bottom", color="0.4")
-    axes.set(
-        xlabel="seconds of training",
-        ylabel="loss, mean of 10 batches",
-        title="A GRU predicts the next pixel, 639 steps a row",
-        xlim=(0, right),
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(output, format="png", dpi=150)
-
-
-def _compared(name: str, ratio: float) -> str:
-    peer = name if name == PYTORCH else f"the {name}"
-    if ratio >= 1:
-        return f"{ratio:.1f} times as fast as {peer}"
-    return f"slower than {peer}, which took {ratio:.2f} of the time"
-
-
-def _report(
-    figures: Figures, count: int, hidden: int, batch: int, output: str | os.PathLike[str]
-) -> str:
-    batches = len(figures.races[SPARSESCAN].losses)
-    ratios = {name: figures.ratio(name) for name in figures.races if name != SPARSESCAN}
-    ours, loop = (figures.races[name].median_ms for name in (SPARSESCAN, LOOP))
-    saved = loop[:2].sum() - ours[:2].sum()
-    where = (
-        f"Beside the loop, {saved:.1f} ms of a step are saved in forward and backward, which run "
-        "as one compiled loop over all steps, with no call of Python or BLAS inside; nothing is "
-        "saved in Adam, which is NumPy in both."
-        if ratios[LOOP] > 1.1
-        else "Nothing is gained beside the loop: products this large keep BLAS busy step by step."
-    )
-    paragraphs = [
-        f"A GRU of {hidden} units reads photographs row by row, 639 steps a row, and predicts the "
-        f"change to the next pixel: {batches} batches of {batch} of {count} rows, float32.",
-        str(figures),
-        f"sparsescan was {' and '.join(_compared(*each) for each in ratios.items())}.",
-        where,
-        f"The losses of all are the same but for rounding: at most {figures.difference:.0e} apart. "
-        f"For {TEST_ROWS} other rows the loss is {figures.test_loss:.3f}, where repeating the last "
-        f"pixel has about 1.",
-    ]
-    filled = [each if "\n" in each else textwrap.fill(each, 80) for each in paragraphs]
-    ending = f"{figures.seconds:.0f} s in all. Losses over time: {os.fspath(output)}"
-    return "\n\n".join([*filled, ending])
+        return float(loss.detach())

@@ -59,7 +59,7 @@ def keep_memory() -> None:
 
     PyTorch's tuning guide advises that for a CPU. It is done by mallopt.
     """
-    with suppress(AttributeError):  # another libc
+    with suppress(AttributeError, TypeError):  # another libc, or Windows
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, 1 << 30)
         mallopt(_TRIM_THRESHOLD, 1 << 30)
