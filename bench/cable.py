@@ -181,7 +181,7 @@ class Cable:
         return sp.csr_array((np.ones(len(rows)), (rows, columns)), shape=(n, n))
 
     def jaxley(self, steps: int) -> dict[str, Call]:
-        """Return calls of Jaxley, which keeps all states, or some at two levels."""
+        """Return a call of Jaxley, which keeps some states, at two levels, and computes others again."""
         peers.load_jax()
         jaxley = peers.require("jaxley", "pip install jaxley")
         channels = peers.require("jaxley.channels", "pip install jaxley")
@@ -196,31 +196,26 @@ class Cable:
                 cable.make_trainable(f"HH_{name}", verbose=False)
             above = self.above[::4]
 
-            def variant(lengths: list[int] | None) -> Call:
-                def loss(params: Any) -> Any:
-                    states = jaxley.integrate(
-                        cable,
-                        params,
-                        t_max=(steps - 0.5) * _CABLE_DT,
-                        delta_t=_CABLE_DT,
-                        checkpoint_lengths=lengths,
-                    )
-                    return above @ states[:, steps], states[:, steps]
-
-                params = cable.get_parameters()
-                grads = jax.jit(jax.value_and_grad(loss, has_aux=True))
-                program = grads.lower(params).compile()
-
-                def call() -> dict[str, Any]:
-                    with peers.in_float64():
-                        (_, last), found = jax.block_until_ready(program(params))
-                    each = {name[3:]: grad for one in found for name, grad in one.items()}
-                    return {"last": last, **each}
-
-                return call
-
+            # All states of thousands of steps do not fit into 24 GB.
             parts = next(k for k in range(int(steps**0.5), 0, -1) if steps % k == 0)
-            return {
-                "all states": variant(None),
-                "some states": variant([parts, steps // parts]),
-            }
+
+            def loss(params: Any) -> Any:
+                states = jaxley.integrate(
+                    cable,
+                    params,
+                    t_max=(steps - 0.5) * _CABLE_DT,
+                    delta_t=_CABLE_DT,
+                    checkpoint_lengths=[parts, steps // parts],
+                )
+                return above @ states[:, steps], states[:, steps]
+
+            params = cable.get_parameters()
+            program = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params).compile()
+
+            def call() -> dict[str, Any]:
+                with peers.in_float64():
+                    (_, last), found = jax.block_until_ready(program(params))
+                each = {name[3:]: grad for one in found for name, grad in one.items()}
+                return {"last": last, **each}
+
+            return {"states kept at two levels": call}
