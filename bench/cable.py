@@ -181,7 +181,7 @@ class Cable:
         return sp.csr_array((np.ones(len(rows)), (rows, columns)), shape=(n, n))
 
     def jaxley(self, steps: int) -> dict[str, Call]:
-        """Return a call of Jaxley, which keeps some states, at two levels, and computes others again."""
+        """Return a call of Jaxley, which keeps some states and computes the others again."""
         peers.load_jax()
         jaxley = peers.require("jaxley", "pip install jaxley")
         channels = peers.require("jaxley.channels", "pip install jaxley")
