@@ -396,7 +396,7 @@ class _Simulation:
         >>> sim = TimeSteps(lambda u, t, p: -p * u**3, np.eye(2))
         >>> both = [run([1.0, 2.0], 0.5, steps=30, dt=0.1).last
         ...         for run in (sim.forward, sim.forward_at_once)]
-        >>> bool(np.allclose(*both, rtol=1e-7))
+        >>> bool(np.allclose(*both, rtol=1e-6))
         True
         """
         problem = self._problem(u0, params, t0, rtol, atol, None)

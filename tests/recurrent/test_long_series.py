@@ -19,7 +19,17 @@ from some_cells import CELLS
 from test_resets import F4, F8, arguments_of, close, made, results_of, rows_for
 
 from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
-from sparsescan.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, Recurrent, host, truncated
+from sparsescan.recurrent import (
+    GRU,
+    LSTM,
+    RNN,
+    GRUCell,
+    LSTMCell,
+    Recurrent,
+    host,
+    host_sizes,
+    truncated,
+)
 from sparsescan.recurrent import step as step_module
 
 KINDS: dict[str, Any] = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
@@ -104,7 +114,8 @@ def test_bits_are_those_of_one_thread() -> None:
     for count in (1, 2, 5):
         with (
             patch.object(host, "thread_count", lambda count=count: count),
-            patch.object(host, "_SMALL", 1),
+            patch.object(host_sizes, "thread_count", lambda count=count: count),
+            patch.object(host_sizes, "_SMALL", 1),
         ):
             found.append(results_of(net.training_step(truncate=20), given, grads))
     for other in found[1:]:

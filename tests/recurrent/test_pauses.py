@@ -19,7 +19,7 @@ from scipy.ndimage import maximum_filter1d
 
 import sparsescan
 from sparsescan import MemoryLimitError
-from sparsescan.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell, host
+from sparsescan.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell, host, host_sizes
 from sparsescan.recurrent import step as training_step
 from sparsescan.recurrent.loops import sequences
 
@@ -189,9 +189,10 @@ def many_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Let so many threads share networks of any size."""
 
     def set_threads(count: int) -> None:
-        monkeypatch.setattr(host, "thread_count", lambda: count)
+        for module in (host, host_sizes):
+            monkeypatch.setattr(module, "thread_count", lambda: count)
 
-    monkeypatch.setattr(host, "_SMALL", 0)
+    monkeypatch.setattr(host_sizes, "_SMALL", 0)
     return set_threads
 
 

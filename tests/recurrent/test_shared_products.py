@@ -13,7 +13,7 @@ from sampling import times
 
 from sparsescan.execution import recording
 from sparsescan.execution.threads import lent
-from sparsescan.recurrent import GRU, GRUCell, LSTMCell, Recurrent, RNNCell, host
+from sparsescan.recurrent import GRU, GRUCell, LSTMCell, Recurrent, RNNCell, host, host_sizes
 from sparsescan.recurrent.catalogue import MGU
 
 
@@ -52,12 +52,13 @@ def test_bits_are_those_of_one_thread(seed: int) -> None:
     state = rng.standard_normal((layers, batch, net.state_size)).astype(dtype)
     loss = rng.standard_normal((steps, batch, units)).astype(dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "_SMALL", 1)
+        patch.setattr(host_sizes, "_SMALL", 1)
         patch.setattr(host, "_DIRECT", 0)
         # Else a replay that was late on a busy machine lets the next ones have one thread.
         patch.setattr(recording, "_LATE", float("inf"))
         for count in (2, 3, 5):
-            patch.setattr(host, "thread_count", lambda count=count: count)
+            for module in (host, host_sizes):
+                patch.setattr(module, "thread_count", lambda count=count: count)
             step = net.training_step()
             found = [passes(step, x, state, loss) for _ in range(3)]
             memory = step._memory
@@ -80,5 +81,5 @@ def test_large_batches_have_no_helpers() -> None:
         step = net.training_step()
         step.forward(np.zeros((200, batch, 3), np.float32))
         assert isinstance(step._memory, host.HostMemory)
-        if host.thread_count() > 1:
+        if host_sizes.thread_count() > 1:
             assert (step._memory._helpers > 0) == expected
