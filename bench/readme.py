@@ -174,10 +174,14 @@ def _sources(files: list[File], path: Path) -> str:
         last = first + len(list(of_file)) - 1
         links.setdefault(file, []).append(f"{first}–{last}" if last > first else f"{first}")
         first = last + 1
-    said = []
+    # Files of one machine and day are said together.
+    said: dict[str, list[str]] = {}
     for file, which in links.items():
-        name = "line" if which[0].isdigit() and len(which) == 1 else "lines"
         where = Path(os.path.relpath(file.path, path.parent)).as_posix()
-        said.append(f"[{name} {', '.join(which)}]({where}), {file.place}, {file.day}")
-    text = f"Medians of calls that took turns, with every sample: {'; '.join(said)}."
+        name = "line" if which[0].isdigit() and len(which) == 1 else "lines"
+        said.setdefault(f"{file.place}, {file.day}", []).append(
+            f"[{name} {', '.join(which)}]({where})"
+        )
+    told = "; ".join(f"{', '.join(each)}: {place}" for place, each in said.items())
+    text = f"Medians of calls that took turns, with every sample. {told}."
     return fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False) + "\n"
