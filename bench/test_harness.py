@@ -383,7 +383,7 @@ def test_tables_replace_what_is_between_their_markers_and_nothing_else(
     piece = results[0]["pieces"]["T=10"]
     cells = ["A", readme.ratio(piece["theirs"] / piece["ours"]), "a", "PyTorch"]
     assert text.count(f"| {' | '.join(cells)} |") == 2
-    assert "[lines 1–2](results/new.json), new, 2130-06-01." in text
+    assert "every sample. [lines 1–2](results/new.json): new, 2130-06-01." in text
     readme.update_tables(copy, tmp_path / "results")
     assert copy.read_text() == text
     copy.write_text("<!-- table: third -->\n<!-- end -->\n")

@@ -197,6 +197,8 @@ class Run:
         self._done = self._count
         if self._length < self._count:
             self._begin = -1  # no segment's states are here
+        else:
+            self._last = self._states[-1]
 
     def march(self, watch: Callable[[int], object] | None) -> None:
         """Take all steps; after each, `watch` is called with their number."""

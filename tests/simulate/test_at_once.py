@@ -59,6 +59,7 @@ def test_states_and_gradients_are_those_of_single_steps(
     alone = sim.forward(system.u0, 1.3, **given)
     whole = sim.forward_at_once(system.u0, 1.3, **given, **guess)
     assert whole.steps == alone.steps == steps
+    assert np.array_equal(whole.last, whole.states[-1])
     np.testing.assert_allclose(whole.states, alone.states, rtol=1e-8, atol=1e-8)
     if not steps:
         return
