@@ -222,7 +222,7 @@ def check_chunks(data: st.DataObject, given: Case, steps: int, ran: list[Ran]) -
     return gradients
 
 
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(10))
 @given(st.data())
 def test_two_unknowns_for_each_unit(ran: list[Ran], data: Any) -> None:
     """Units of any number, whole vectors of them or not, and rows in any order."""
