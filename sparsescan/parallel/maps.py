@@ -16,25 +16,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..execution.workspace import Parts, Workspace
+from ..kernels.numbered import numbered
 from ..symbolic.pattern import Pattern, PatternProducts, multiply_adds
 from ..symbolic.program import Program
 
-
-class _ElementState(NamedTuple):
-    """Kinds of elements."""
-
+# Kinds of elements.
+State = numbered(
+    "State",
     # the identity, of ranks without steps
-    NOTHING: int = 0
-    MAP: int = 1
+    "NOTHING MAP",
     # a gradient: the element includes the gradient at the end of the chain
-    VECTOR: int = 2
+    "VECTOR",
     # an element that includes the last part, which no rank needs
-    UNUSED: int = 3
+    "UNUSED",
     # no result: a rank has failed, or a value is not finite
-    BAD: int = 4
-
-
-State = _ElementState()
+    "BAD",
+)
 
 _START, _STOP, _STATE, _HEADER = 0, 1, 2, 4
 

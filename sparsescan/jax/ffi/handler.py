@@ -8,7 +8,6 @@ places of members in its structures, which a later version may only add to.
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -29,73 +28,35 @@ from ...kernels.cpu.replay import (
     words_at,
     work_off,
 )
+from ...kernels.numbered import numbered
 
 ROOT = "sparsescan_programs"
 _BYTES, _SHORT = np.zeros(0, np.uint8), np.zeros(0, np.int32)
 _WORD = 8
 
 
-class _Root(NamedTuple):
-    """Words at the symbol `ROOT`.
+# Words at the symbol `ROOT`.
+# `TABLE` is the address of a table of programs: first the number of its places less 1, a power of
+# two less 1, and a 0; then for each place a key, 0 if the place is free, and the address of a
+# program. A key is at the first place from itself on that was free. `HELP` is the address of
+# :func:`help_replay`.
+Root = numbered("Root", "TABLE HELP SIZE")
 
-    `TABLE` is the address of a table of programs: first the number of its places less 1, a power of
-    two less 1, and a 0; then for each place a key, 0 if the place is free, and the address of a
-    program. A key is at the first place from itself on that was free. `HELP` is the address of
-    :func:`help_replay`.
-    """
+# Words of a program.
+# `HEADER` is the address of the header of a recording, and `WORDS` how many words a replay takes.
+# Array number `k` of the recording is an argument, or a result if the number at `SOURCES`
+# is negative, which counts from -1 down. `LENGTHS` is the argument that holds lengths of samples,
+# int32, if it is not negative: so many from 0 to `STEPS`. `THREADS` are worth having. `LARGE` is
+# the address of how many bytes each array has, if it is new and best in large pages, else 0.
+Program = numbered(
+    "Program", "HEADER WORDS SOURCES ARRAYS LENGTHS LENGTH_COUNT STEPS THREADS LARGE SIZE"
+)
 
-    TABLE: int = 0
-    HELP: int = 1
-    SIZE: int = 2
-
-
-class _Program(NamedTuple):
-    """Words of a program.
-
-    `HEADER` is the address of the header of a recording, and `WORDS` how many words a replay takes.
-    Array number `k` of the recording is an argument, or a result if the number at `SOURCES`
-    is negative, which counts from -1 down. `LENGTHS` is the argument that holds lengths of samples,
-    int32, if it is not negative: so many from 0 to `STEPS`. `THREADS` are worth having. `LARGE` is
-    the address of how many bytes each array has, if it is new and best in large pages, else 0.
-    """
-
-    HEADER: int = 0
-    WORDS: int = 1
-    SOURCES: int = 2
-    ARRAYS: int = 3
-    LENGTHS: int = 4
-    LENGTH_COUNT: int = 5
-    STEPS: int = 6
-    THREADS: int = 7
-    LARGE: int = 8
-    SIZE: int = 9
-
-
-Root, Program = _Root(), _Program()
-
-
-class _Frame(NamedTuple):
-    """Bytes to members of a call frame."""
-
-    EXTENSION: int = 8
-    API: int = 16
-    CONTEXT: int = 24
-    STAGE: int = 32
-    ARGUMENTS: int = 72
-    RESULTS: int = 112
-    ATTRIBUTES: int = 160
-
-
-class _Api(NamedTuple):
-    """Bytes to members of XLA's interface."""
-
-    VERSION: int = 32
-    CREATE_ERROR: int = 48
-    DESTROY_ERROR: int = 64
-    SCHEDULE: int = 136
-
-
-FRAME, API = _Frame(), _Api()
+# Bytes to members of a call frame, and of XLA's interface.
+FRAME = numbered(
+    "Frame", "EXTENSION=8 API=16 CONTEXT=24 STAGE=32 ARGUMENTS=72 RESULTS=112 ATTRIBUTES=160"
+)
+API = numbered("Api", "VERSION=32 CREATE_ERROR=48 DESTROY_ERROR=64 SCHEDULE=136")
 METADATA, EXECUTE, _INVALID, _MISSING, INTERNAL = 1, 3, 3, 9, 13
 
 _malloc = types.ExternalFunction("malloc", types.int64(types.int64))
