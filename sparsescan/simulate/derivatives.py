@@ -46,6 +46,8 @@ class Coloured:
 
     def blocks(self, count: int) -> Coloured:
         """Return so many of these patterns along a diagonal, whose columns have the same groups."""
+        if count == 1:
+            return self
         (rows, columns), shifts = self.pattern.shape, np.arange(count)[:, None]
         starts = self.pattern.indptr[:-1] + shifts * self.pattern.nnz
         indices = self.pattern.indices + shifts * columns

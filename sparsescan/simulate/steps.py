@@ -503,7 +503,7 @@ class _Simulation:
             _check_jacobian(problem.scheme.source, arguments, where, coloured, name)
 
     def _matrices(self, batch: int) -> list[tuple[int, Coloured, str]]:
-        return [(0, _blocks(self._coloured, batch), "pattern")]
+        return [(0, self._coloured.blocks(batch), "pattern")]
 
 
 def _march_until(
@@ -554,10 +554,6 @@ def _watching(shows: bool, total: int | None) -> Iterator[Watch]:
 
     with tqdm(total=total, unit="step", delay=2, leave=False) as bar:
         yield lambda _: bar.update()
-
-
-def _blocks(one: Coloured, count: int) -> Coloured:
-    return one if count == 1 else one.blocks(count)
 
 
 def _check_jacobian(
@@ -721,15 +717,15 @@ class ImplicitSteps(_Simulation):
         self.pattern_old = self._coloured_old.pattern
 
     def _scheme(self, source: Source, batch: int) -> Scheme:
-        new = _blocks(self._coloured, batch)
+        new = self._coloured.blocks(batch)
         has_own = self._coloured_old is not self._coloured
-        return ResidualScheme(source, new, _blocks(self._coloured_old, batch) if has_own else new)
+        return ResidualScheme(source, new, self._coloured_old.blocks(batch) if has_own else new)
 
     def _arguments(self, u: Vector, time: float, dt: float) -> Arguments:
         return u, u, time + dt, dt
 
     def _matrices(self, batch: int) -> list[tuple[int, Coloured, str]]:
-        old = _blocks(self._coloured_old, batch)
+        old = self._coloured_old.blocks(batch)
         return [*super()._matrices(batch), (1, old, "pattern_old")]
 
     def __repr__(self) -> str:
@@ -847,7 +843,7 @@ class TimeSteps(_Simulation):
         mass = self._mass
         if mass is not None and batch > 1:
             mass = sp.csr_array(sp.kron(sp.eye_array(batch), mass, format="csr"))
-        about = source, _blocks(self._coloured, batch), mass
+        about = source, self._coloured.blocks(batch), mass
         if self.method == "bdf2":
             return BackwardDifferences(*about)
         return RungeKutta(TABLEAUS[self.method], *about)

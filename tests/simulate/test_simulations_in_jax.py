@@ -21,6 +21,7 @@ from sparsescan.simulate.methods import METHODS
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 from sparsescan.jax import simulate  # noqa: E402
+from sparsescan.jax.ffi.host import _entries  # noqa: E402
 
 MODES = ["plain", "jit", "vmap", "jit of vmap"]
 
@@ -161,8 +162,6 @@ def test_equal_calls_are_traced_as_one_and_others_are_not() -> None:
 
     first = batch(0.1)
     np.testing.assert_allclose(first, expected(0.1), rtol=1e-6)
-    from sparsescan.jax.ffi.host import _entries
-
     known = len(_entries)
     assert np.array_equal(batch(0.1), first)
     assert len(_entries) == known
