@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,16 +13,12 @@ from .chains.containers import check_dtype
 from .chains.grads import grad_or_zeros, placed
 from .chains.steps import patterns_in, read_chain
 from .errors import Allocating, DeviceError, InputError, short
-from .plan.choice import InputKind, PlanChoice, PlanOptions
+from .plan import once
+from .plan.choice import InputKind, PlanOptions
 from .plan.choose import check_solves, choose_schedule
 from .plan.measure import measure
 from .plan.scan_plan import Gradients, ScanPlan, ScanSlot
-from .symbolic.implicit import Step
 from .symbolic.schedule import Schedule, check_choice, check_count, check_flag, read_schedule
-
-# Choices of "auto" for single scans, by the keys of their patterns.
-_choices: dict[Any, PlanChoice] = {}
-_KEPT = 64
 
 
 def exclusive_scan(
@@ -126,6 +120,9 @@ def exclusive_scan(
 
     Equal input gives equal bits. With a named schedule this holds for any number of threads
     (``NUMBA_NUM_THREADS``); ``"auto"`` may choose another schedule for another number of threads.
+
+    The latest plans in host memory are kept, if they take at most a MiB each: a call for the same
+    patterns again takes little longer than that of a :func:`plan`.
 
     Examples
     --------
@@ -306,37 +303,40 @@ def _scan_once(
     check_device(device)
     reverse = check_flag("reverse", reverse)
     with place(*placed(grad, local_grads), device, stream), Allocating("the scan"):
-        chain, patterns = read_chain(jacobians, reverse)
-        asked = read_schedule(schedule, len(patterns))
-        on_device = device == "cuda" or chain.device is not None
-        if chain.starts is not None:
-            check_solves(patterns, asked, on_device, reverse)
-        size = patterns[0].shape[1] if patterns else None
-        period = chain.period if chain.starts is None else 0
-        first = grad_or_zeros(grad, local_grads, size, chain.batch, period)
-        batch = len(first) if first.ndim == 2 else 1
-        dtype = np.result_type(chain.dtype, first.dtype)
-        kind = InputKind(max(batch, 1), dtype, on_device, chain.differs() if batch > 1 else None)
-        options = PlanOptions(device="cuda" if on_device else device, reverse=reverse)
-        once = ScanPlan(patterns, _choose_once(asked, patterns, kind), options)
-        return once.run(ScanSlot(chain), first, local_grads, inclusive=inclusive)
+        form = once.form_of(grad, jacobians, reverse, schedule, device)
+        lent = once.lend(form, grad, jacobians, local_grads)
+        plan, slot, first = lent or _plan_once(
+            grad, jacobians, local_grads, reverse, schedule, device
+        )
+        try:
+            gradients = plan.run(slot, first, local_grads, inclusive=inclusive)
+        finally:
+            plan.take_back(slot)
+        once.keep(form, plan)
+        return gradients
 
 
-def _choose_once(
-    schedule: Schedule | None, patterns: Sequence[Step], kind: InputKind
-) -> PlanChoice:
-    """Choose for one scan, and remember what "auto" said of such a chain."""
-    if schedule is not None:
-        return choose_schedule(patterns, schedule, kind)
-    numbers: dict[Step, int] = {}
-    steps = [numbers.setdefault(pattern, len(numbers)) for pattern in patterns]
-    chain = tuple(pattern.key for pattern in numbers), np.array(steps).tobytes()
-    key = chain, kind, kind.model().workers
-    choice = _choices.get(key)
-    if choice is None:
-        while len(_choices) >= _KEPT:
-            _choices.pop(next(iter(_choices)), None)
-        choice = choose_schedule(patterns, None, kind)
-        # The program would keep the patterns.
-        _choices[key] = replace(choice, program=None)
-    return choice
+def _plan_once(
+    grad: ArrayLike | None,
+    jacobians: Any,
+    local_grads: Any,
+    reverse: bool,
+    schedule: Schedule | str,
+    device: str | None,
+) -> tuple[ScanPlan, ScanSlot, Any]:
+    """Return a plan for one scan, a slot with the chain, and the gradient at its end."""
+    chain, patterns = read_chain(jacobians, reverse)
+    asked = read_schedule(schedule, len(patterns))
+    on_device = device == "cuda" or chain.device is not None
+    if chain.starts is not None:
+        check_solves(patterns, asked, on_device, reverse)
+    size = patterns[0].shape[1] if patterns else None
+    period = chain.period if chain.starts is None else 0
+    first = grad_or_zeros(grad, local_grads, size, chain.batch, period)
+    batch = len(first) if first.ndim == 2 else 1
+    dtype = np.result_type(chain.dtype, first.dtype)
+    kind = InputKind(max(batch, 1), dtype, on_device, chain.differs() if batch > 1 else None)
+    options = PlanOptions(
+        device="cuda" if on_device else device, reverse=reverse, auto=asked is None
+    )
+    return ScanPlan(patterns, once.choose(asked, patterns, kind), options), ScanSlot(chain), first

@@ -176,7 +176,7 @@ class Chain:
         self.period, self.dtype, self._mixed, self.device = 1, values.dtype, False, None
         self.batch = values.shape[1] if values.ndim == 3 else None
         self._stacks, self._patterns, self._indexed, self.merged = [values], (), {}, {}
-        address, step = values.ctypes.data, values.strides[0]
+        address, step = values.__array_interface__["data"][0], values.strides[0]
         sample = values.strides[1] if values.ndim == 3 else 0
         self.stacks = [(address, step, sample)]
         if self.stacks == self._noted:
@@ -401,7 +401,7 @@ class Chain:
                     wanted = known.get((shape, data.size))
                 if wanted is not None and shape == wanted.shape:
                     if wanted is not reference:
-                        reference, columns, pointers = wanted, wanted.indices, wanted.indptr
+                        reference, (pointers, columns) = wanted, wanted.index_arrays()
                     dtype = data.dtype
                     # A dtype that is the same but not this object takes the long way.
                     if (

@@ -287,7 +287,7 @@ class Workspace:
         run = self._run
         run[: Run.BATCH] = 0
         run[Run.STARTED] = time.monotonic_ns()
-        run[Run.OUT] = out.ctypes.data
+        run[Run.OUT] = address_of(out)
         # The last stage is the one more step of an inclusive scan.
         stages = len(self._stages.stages) - (not inclusive)
         run[Run.STAGE_COUNT] = stages

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -232,7 +233,7 @@ class ScanPlan(Frozen):
                [1.5, 1.5],
                [1.5, 1.5]])
         """
-        with self._reading(grad, jacobians, local_grads, stream) as (slot, first, current):
+        with _Reading(self, stream, grad, jacobians, local_grads) as (slot, first, current):
             return self.run(slot, first, local_grads, inclusive=False, stream=current)
 
     def inclusive_scan(
@@ -263,7 +264,7 @@ class ScanPlan(Frozen):
         >>> plan.inclusive_scan([1.0, 2.0], [np.eye(2) * 3])
         [array([1., 2.]), array([3., 6.])]
         """
-        with self._reading(grad, jacobians, local_grads, stream) as (slot, first, current):
+        with _Reading(self, stream, grad, jacobians, local_grads) as (slot, first, current):
             return self.run(slot, first, local_grads, inclusive=True, stream=current)
 
     def predict(self, workers: int) -> ScanPrediction:
@@ -391,35 +392,33 @@ class ScanPlan(Frozen):
 
         return ScanPlan(*load_plan(path))
 
-    @contextmanager
-    def _reading(
-        self, grad: ArrayLike | None, jacobians: Any, local_grads: Any, stream: Any
-    ) -> Iterator[tuple[ScanSlot, Any, Any]]:
-        """Lend a slot that has read Jacobians, with the gradient at their end and CuPy's stream."""
+    def lend(
+        self, grad: ArrayLike | None, jacobians: Any, local_grads: Any
+    ) -> tuple[ScanSlot, Any]:
+        """Lend a slot that has read Jacobians, and return it with the gradient at their end."""
         steps = self._steps
-        name, array = ("grad", grad) if grad is not None else placed(grad, local_grads)
-        with place(name, array, self.device, stream) as current:
-            try:
-                slot = self._idle.pop()
-            except IndexError:
-                slot = ScanSlot(Chain(len(steps.factors), self.reverse, steps.starts))
-            chain = slot.chain
-            try:
-                if steps.starts is not None or isinstance(jacobians, ImplicitChain):
-                    jacobians = steps.unfold(jacobians, self.reverse)
-                chain.read(jacobians, steps.factors)
-                if grad is None:
-                    size = self._sizes[0] if self.n else None
-                    period = chain.period if steps.starts is None else 0
-                    first = grad_or_zeros(None, local_grads, size, chain.batch, period)
-                else:
-                    first = read_array("grad", grad)
-                yield slot, first, current
-            except MemoryError as error:
-                raise out_of_memory("the scan", error) from None
-            finally:
-                chain.release()
-                self._idle.append(slot)
+        try:
+            slot = self._idle.pop()
+        except IndexError:
+            slot = ScanSlot(Chain(len(steps.factors), self.reverse, steps.starts))
+        chain = slot.chain
+        try:
+            if steps.starts is not None or isinstance(jacobians, ImplicitChain):
+                jacobians = steps.unfold(jacobians, self.reverse)
+            chain.read(jacobians, steps.factors)
+            if grad is not None:
+                return slot, read_array("grad", grad)
+            size = self._sizes[0] if self.n else None
+            period = chain.period if steps.starts is None else 0
+            return slot, grad_or_zeros(None, local_grads, size, chain.batch, period)
+        except BaseException:
+            self.take_back(slot)
+            raise
+
+    def take_back(self, slot: ScanSlot) -> None:
+        """Keep a slot that was lent for the next run."""
+        slot.chain.release()
+        self._idle.append(slot)
 
     def run(
         self, slot: ScanSlot, first: Any, local_grads: Any, *, inclusive: bool, stream: Any = None
@@ -470,7 +469,9 @@ class ScanPlan(Frozen):
                 workspace = self._device_workspace(slot, program, kind, local, whole)
                 workspace.run(chain, local, out, inclusive=inclusive, stream=stream)
             elif not self._workspace(slot, program, kind, local).run(
-                out, inclusive, Given(chain.array, local.array, chain.name)
+                out,
+                inclusive,
+                Given(chain.array, local.array, chain.name) if program.solved else None,
             ):
                 # The linear scan defines what a value reaches that is not finite, of which a
                 # product may make something else; nor can a product hold entries of any range.
@@ -499,7 +500,9 @@ class ScanPlan(Frozen):
             )
         if chain.device is not None or type(first) is not np.ndarray or local.given:
             check_places(first, chain, local)
-        dtype = np.result_type(first.dtype, *[chain.dtype] * (self.n > 0), *local.dtypes)
+        dtype: np.dtype[Any] = first.dtype
+        if local.given or (self.n > 0 and chain.dtype != dtype):
+            dtype = np.result_type(dtype, *[chain.dtype] * (self.n > 0), *local.dtypes)
         if self.dtype is not None and dtype != self.dtype:
             raise InputTypeError(
                 f"the input is of dtype {dtype}; expected {self.dtype}, the plan's"
@@ -600,6 +603,48 @@ class ScanPlan(Frozen):
 
     def __str__(self) -> str:
         return describe(self.patterns, self._options, self._latest)
+
+
+class _Reading:
+    """A slot that a plan lends for a run, and the place of the run: as long as it takes.
+
+    No generator, and no place where the work is the host's: a call takes as long as a Jacobian.
+    """
+
+    __slots__ = ("_arguments", "_place", "_plan", "_slot", "_stream")
+
+    def __init__(self, plan: ScanPlan, stream: Any, *arguments: Any) -> None:
+        self._plan, self._stream, self._arguments = plan, stream, arguments
+        self._slot: ScanSlot | None = None
+        self._place: ExitStack | None = None
+
+    def __enter__(self) -> tuple[ScanSlot, Any, Any]:
+        """Return the slot, the gradient at the end of its chain, and CuPy's stream."""
+        grad, _, local_grads = self._arguments
+        device, current = self._plan.device, None
+        try:
+            if type(grad) is not np.ndarray or device == "cuda" or self._stream is not None:
+                self._place = ExitStack()
+                there = place(*placed(grad, local_grads), device, self._stream)
+                current = self._place.enter_context(there)
+            self._slot, first = self._plan.lend(*self._arguments)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self._slot, first, current
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._slot is not None:
+            self._plan.take_back(self._slot)
+        if self._place is not None:
+            self._place.__exit__(kind, error, trace)
+        if isinstance(error, MemoryError):
+            raise out_of_memory("the scan", error) from None
 
 
 def _runs_whole_steps(program: Program, chain: Chain, dtype: np.dtype[Any]) -> bool:

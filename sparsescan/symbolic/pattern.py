@@ -143,19 +143,20 @@ class Pattern(Frozen):
     @property
     def indptr(self) -> NDArray[np.integer[Any]]:
         """Row pointers, shape ``(rows + 1,)``; int32, or int64 when nnz or a size demands it."""
-        return self._arrays()[0]
+        return self.index_arrays()[0]
 
     @property
     def indices(self) -> NDArray[np.integer[Any]]:
         """Column indices, shape ``(nnz,)``, of the same dtype as ``indptr``."""
-        return self._arrays()[1]
+        return self.index_arrays()[1]
 
     @property
     def index_dtype(self) -> np.dtype[Any]:
         """The dtype of the index arrays."""
         return index_dtype(self.shape, self.nnz)
 
-    def _arrays(self) -> tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]:
+    def index_arrays(self) -> tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]:
+        """Return `indptr` and `indices`."""
         if self._indptr is None or self._indices is None:
             assert self.kind != "general", "its entries were only counted"
             rows, cols = self.shape

@@ -34,7 +34,7 @@ import sparsescan.symbolic.pattern
 from sparsescan import MemoryLimitError, Pattern, Schedule
 from sparsescan.arrays import arrays
 from sparsescan.jacobians import Conv2d, ReLU
-from sparsescan.plan import search
+from sparsescan.plan import once, search
 from sparsescan.plan.choice import InputKind, PlanChoice
 from sparsescan.plan.costs.cpu import Cpu, CpuModel, load_cpu
 from sparsescan.plan.costs.operations import FAMILIES, run_time
@@ -452,7 +452,10 @@ def choices(monkeypatch: pytest.MonkeyPatch, as_if: Any) -> list[Any]:
 
     as_if(64)
     monkeypatch.setattr(importlib.import_module("sparsescan.plan.choose"), "Search", Counting)
-    monkeypatch.setattr(api, "_choices", {})
+    monkeypatch.setattr(once, "_choices", {})
+    # No plan is kept.
+    monkeypatch.setattr(once, "_BYTES", -1)
+    monkeypatch.setattr(once, "_plans", {})
     return result
 
 
