@@ -20,6 +20,7 @@ from xdist.scheduler import LoadFileScheduling
 
 import sparsescan.execution.stages
 from sparsescan.execution import threads
+from sparsescan.plan import once
 from sparsescan.plan.costs import cpu
 from sparsescan.plan.costs.cpu import Cpu, load_cpu
 
@@ -34,12 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all",
         action="store_true",
         default="SPARSESCAN_ALL_TESTS" in os.environ,
-        help="slow tests, too, and more examples",
+        help="slow tests, too, and long runs of others",
     )
     parser.addoption(
         "--rest",
         action="store_true",
-        help="of --all, what a run without options leaves out or runs with fewer examples",
+        help="of --all, what a run without options leaves out or runs for a shorter time",
     )
     parser.addoption(
         "--explore",
@@ -53,20 +54,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.all = config.getoption("--all") or config.getoption("--rest")
     # None has a deadline: the first example that meets a kernel compiles it.
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    for name, examples in (("sample", sampling.SAMPLE), ("all", sampling.ALL)):
-        settings.register_profile(
-            name,
-            derandomize=True,
-            database=None,
-            deadline=None,
-            max_examples=examples,
-            suppress_health_check=slow,
-        )
+    settings.register_profile(
+        "sample",
+        derandomize=True,
+        database=None,
+        deadline=None,
+        max_examples=sampling.EXAMPLES,
+        suppress_health_check=slow,
+    )
     settings.register_profile(
         "explore", deadline=None, max_examples=2000, suppress_health_check=slow, print_blob=True
     )
-    chosen = [name for name in ("explore", "all") if config.getoption(f"--{name}")]
-    settings.load_profile([*chosen, "sample"][0])
+    settings.load_profile("explore" if config.getoption("--explore") else "sample")
+    sampling.is_long = config.option.all or config.getoption("--explore")
     if config.getoption("--reports"):
         config.pluginmanager.register(child_tests.Reporter(config))
 
@@ -161,6 +161,7 @@ def with_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], No
 
     def set_threads(count: int) -> None:
         crews.append(threads.Crew(max(count - 1, 1)))
+        monkeypatch.setattr(once, "_plans", {})
         # By name, because the function `sparsescan.plan` hides the module.
         for name in ("choice", "scan_plan"):
             module = importlib.import_module(f"sparsescan.plan.{name}")
@@ -180,6 +181,7 @@ def as_if(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     built_in = load_cpu(Path("no such file"))
 
     def set_machine(count: int, machine: Cpu = built_in) -> None:
+        monkeypatch.setattr(once, "_plans", {})
         for name in ("choice", "scan_plan"):
             module = importlib.import_module(f"sparsescan.plan.{name}")
             monkeypatch.setattr(module, "thread_count", lambda: count)

@@ -45,11 +45,11 @@ def test_skipped():
 """
 
 
-# Tests that --all runs as a run without options does, with more examples, and alone.
+# Tests that --all runs as a run without options does, for longer, and alone.
 MORE = """
 import pytest
 from hypothesis import given, settings, strategies as st
-from sampling import examples
+from sampling import examples, long_run
 
 def test_alike():
     pass
@@ -61,9 +61,14 @@ def test_fixed(x):
 
 @settings(max_examples=examples(12))
 @given(st.integers())
-def test_more_or_fewer(x):
+def test_fewer(x):
     pass
 
+@given(st.integers())
+def test_given(x):
+    pass
+
+@settings(max_examples=long_run(12, 3))
 @given(st.integers())
 def test_more_given(x):
     pass
@@ -123,7 +128,11 @@ def test_the_rest_is_what_all_adds(tmp_path: Path) -> None:
     (tmp_path / "mpi_probe.py").write_text(MORE + ranks)
     alike, more, only = (
         {f"test_probe.py::test_{name}" for name in names}
-        for names in (["alike", "fixed"], ["more_given", "more_or_fewer", "more_seeds"], ["only"])
+        for names in (
+            ["alike", "fixed", "fewer", "given"],
+            ["more_given", "more_seeds"],
+            ["only"],
+        )
     )
     for tests in (alike, more):
         of_children = {test.replace("test_probe", "mpi_probe") for test in tests}

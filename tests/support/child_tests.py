@@ -119,9 +119,7 @@ class ChildFile(pytest.File):
             ranks = ranks or [mark for mark in shared if mark.name == "ranks"]
             more = any(argument.arg == "seeds" for argument in node.args.args)
             decorators = [ast.unparse(each) for each in node.decorator_list]
-            is_given = any(text.startswith("given(") for text in decorators)
-            is_fixed = any(re.match(r"settings\(max_examples=\d+\b", text) for text in decorators)
-            more |= (is_given and not is_fixed) or any("slow(" in text for text in decorators)
+            more |= any(re.search(r"\b(slow|long_run)\(", text) for text in decorators)
             for variant, slow in self._variants(ranks, others):
                 child = children.setdefault(variant, Child(variant))
                 name = node.name if variant.ranks is None else f"{node.name}[{variant.ranks} ranks]"
@@ -198,20 +196,16 @@ class ChildTest(pytest.Item):
 
 
 def takes_more(item: pytest.Item) -> bool:
-    """Return whether ``--all`` gives a test more examples.
+    """Return whether a test runs longer with ``--all``, by `long_run` or the fixture ``seeds``.
 
-    Examples come from Hypothesis, from the fixture ``seeds``, or from `examples`, which the test or
-    a fixture of its file calls. A function that a child runs may have more cases, too.
+    A function that a child runs may have more cases, too.
     """
     if isinstance(item, ChildTest):
         return item.takes_more
-    function, names = getattr(item, "obj", None), getattr(item, "fixturenames", ())
+    function = getattr(item, "obj", None)
     if getattr(function, "is_hypothesis_test", False) and sampling.added_examples(function):
         return True
-    own = [getattr(getattr(item, "module", None), name, None) for name in names]
-    functions = [function, *(getattr(each, "__wrapped__", each) for each in own)]
-    codes = [getattr(each, "__code__", None) for each in functions]
-    return "seeds" in names or any(code and "examples" in code.co_names for code in codes)
+    return "seeds" in getattr(item, "fixturenames", ())
 
 
 # ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import scipy.sparse as sp
 from hypothesis import settings
 from numba import config
 from oracles import Chain
-from sampling import ALL
+from sampling import EXAMPLES
 
 from sparsescan import BatchedCSR, CSRChain
 
@@ -45,7 +45,7 @@ def run_as_compiled_if(chosen: bool) -> None:
 
     With ``--explore`` all are run.
     """
-    if IN_PTX and not chosen and settings().max_examples <= ALL:
+    if IN_PTX and not chosen and settings().max_examples <= EXAMPLES:
         pytest.skip("others like it are run as compiled")
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from hypothesis import seed, settings
 
-# Examples that Hypothesis makes for a test by default, in a sample of all tests and with --all.
-SAMPLE, ALL = 8, 12
+# Examples that Hypothesis makes for a test by default.
+EXAMPLES = 8
+# Whether all tests are asked for, with all that a long run has.
+is_long = False
 
 
 class Examples(int):
@@ -19,32 +21,27 @@ class Examples(int):
     in_sample: int
 
 
-def examples(usual: int) -> Examples:
+def examples(usual: int) -> int:
     """Return how many examples a test takes: `usual`, or as much fewer as others by default."""
-    return _examples(lambda default: max(1, min(usual, usual * default // 60)))
+    return max(1, min(usual, usual * settings().max_examples // 60))
 
 
-def times(factor: int) -> Examples:
+def times(factor: int) -> int:
     """Return so many times as many examples as others take by default."""
-    return _examples(lambda default: factor * default)
+    return factor * settings().max_examples
 
 
 def long_run(count: int, in_sample: int) -> Examples:
     """Return how many examples a test takes: `count` with --all, and few in a sample."""
-    return _examples(lambda default: count if default >= ALL else in_sample)
-
-
-def _examples(count: Callable[[int], int]) -> Examples:
-    result = Examples(count(settings().max_examples))
-    result.in_sample = count(SAMPLE)
+    result = Examples(count if is_long else in_sample)
+    result.in_sample = in_sample
     return result
 
 
 def added_examples(function: Any) -> int:
     """Return how many more examples a test of Hypothesis takes than in a sample."""
     own = function._hypothesis_internal_use_settings.max_examples
-    is_default = own == settings().max_examples
-    return int(own) - getattr(own, "in_sample", SAMPLE if is_default else own)
+    return int(own) - getattr(own, "in_sample", own)
 
 
 @contextmanager
