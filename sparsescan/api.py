@@ -121,8 +121,8 @@ def exclusive_scan(
     Equal input gives equal bits. With a named schedule this holds for any number of threads
     (``NUMBA_NUM_THREADS``); ``"auto"`` may choose another schedule for another number of threads.
 
-    The latest plans in host memory are kept, if they take at most a MiB each: a call for the same
-    patterns again takes little longer than that of a :func:`plan`.
+    The latest plans in host memory are kept, up to 16 MiB of them: a call for the same patterns
+    again takes little longer than that of a :func:`plan`.
 
     Examples
     --------
@@ -303,7 +303,7 @@ def _scan_once(
     check_device(device)
     reverse = check_flag("reverse", reverse)
     with place(*placed(grad, local_grads), device, stream), Allocating("the scan"):
-        form = once.form_of(grad, jacobians, reverse, schedule, device)
+        form = once.form_of(grad, jacobians, local_grads, reverse, schedule, device)
         lent = once.lend(form, grad, jacobians, local_grads)
         plan, slot, first = lent or _plan_once(
             grad, jacobians, local_grads, reverse, schedule, device

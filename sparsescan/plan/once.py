@@ -1,4 +1,4 @@
-"""Plans of single scans: the latest are kept for others like them, and what was chosen for more."""
+"""Plans of single scans: the latest are kept for others like them, and more choices."""
 
 from __future__ import annotations
 
@@ -9,55 +9,71 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..chains.containers import BatchedCSR, CSRChain
+from ..chains.containers import BatchedCSR, CSRChain, PeriodicChain
+from ..chains.grads import placed
+from ..chains.implicit import ImplicitChain, ImplicitStep
+from ..chains.solve import SolveStep
 from ..errors import SparseScanError
 from ..execution.threads import thread_count
-from ..symbolic.implicit import Step
+from ..symbolic.implicit import Step, factors_of
 from ..symbolic.schedule import Schedule
 from .choice import InputKind, PlanChoice
 from .choose import choose_schedule
 from .scan_plan import ScanPlan, ScanSlot
 
-# Choices of "auto" by the keys of their patterns, and plans by the form of what they scanned.
+# Choices of "auto" by the keys of their patterns; by the form of what they scanned, plans, with the
+# bytes that they take.
 _choices: dict[Any, PlanChoice] = {}
-_plans: dict[Any, ScanPlan] = {}
-_KEPT_CHOICES, _KEPT_PLANS = 64, 16
-# Bytes that a kept plan may take. To plan a scan that takes more is little beside the scan.
-_BYTES = 1 << 20
-_SPARSE = {sp.csr_array, sp.csr_matrix, BatchedCSR}
+_plans: dict[Any, tuple[ScanPlan, int]] = {}
+_KEPT = 64
+# Bytes that all kept plans may take.
+_BYTES = 16 << 20
+_KNOWN = {np.ndarray, sp.csr_array, sp.csr_matrix, BatchedCSR, ImplicitStep, SolveStep}
 
 
 def form_of(
-    grad: Any, jacobians: Any, reverse: bool, schedule: Schedule | str, device: str | None
+    grad: Any,
+    jacobians: Any,
+    local_grads: Any,
+    reverse: bool,
+    schedule: Schedule | str,
+    device: str | None,
 ) -> Hashable:
     """Return what is seen of arguments before they are read; None where no plan is kept."""
+    _, array = placed(grad, local_grads)
     is_named = isinstance(schedule, (str, Schedule))
-    seen = _look_at(jacobians) if type(grad) is np.ndarray and is_named else None
+    seen = _look_at(jacobians) if type(array) is np.ndarray and is_named else None
     if seen is None or device == "cuda":
         return None
-    return seen, grad.shape, grad.dtype, reverse, schedule, device, thread_count()
+    return seen, grad is None, array.shape, array.dtype, reverse, schedule, device, thread_count()
 
 
 def _look_at(jacobians: Any) -> Hashable:
-    """Return what is seen of Jacobians; None if they are in no form of host memory known here.
+    """Return what is seen of Jacobians; None if they are in no form that is known here.
 
     Dense ones show all their shapes: for a plan, an array may also be a batch of values.
     """
     if type(jacobians) is np.ndarray:
         return jacobians.shape, jacobians.dtype
     if type(jacobians) is CSRChain:
-        data = jacobians.data
-        return (jacobians.pattern, data.shape, data.dtype) if type(data) is np.ndarray else None
+        return jacobians.pattern, jacobians.data.shape, jacobians.data.dtype
+    if type(jacobians) is ImplicitChain:
+        return len(jacobians), jacobians.pattern, jacobians.batch
+    if type(jacobians) is PeriodicChain:
+        return len(jacobians), tuple(jacobians.patterns), jacobians.batch
     steps = tuple(jacobians) if type(jacobians) in (list, tuple) else ()
-    types = set(map(type, steps))
-    if types == {np.ndarray}:
-        return tuple(step.shape for step in steps), steps[0].dtype
-    if not steps or not types <= _SPARSE:
+    types = tuple(map(type, steps))
+    if not steps or not _KNOWN.issuperset(types):
         return None
-    first, last = steps[0].data, steps[-1].data
-    if not type(first) is type(last) is np.ndarray:
-        return None
-    return len(steps), steps[0].shape, first.shape, last.shape, first.dtype
+    dense = tuple(step.shape for step in steps if type(step) is np.ndarray)
+    return types, dense, _look_at_step(steps[0]), _look_at_step(steps[-1])
+
+
+def _look_at_step(step: Any) -> Hashable:
+    if isinstance(step, ImplicitStep):
+        return step.pattern, step.batch
+    data = step if type(step) is np.ndarray else step.data
+    return (step.shape, data.shape, data.dtype) if type(data) is np.ndarray else None
 
 
 def lend(
@@ -67,9 +83,10 @@ def lend(
 
     None if there is none, or if these Jacobians are not of its patterns: reading tells.
     """
-    plan = _plans.get(form)
-    if plan is None:
+    known = _plans.get(form)
+    if known is None:
         return None
+    plan, _ = known
     try:
         return plan, *plan.lend(grad, jacobians, local_grads)
     except SparseScanError:
@@ -77,14 +94,24 @@ def lend(
 
 
 def keep(form: Hashable, plan: ScanPlan) -> None:
-    """Keep a plan that has scanned arguments of this form, if it is small."""
-    if form is None or _plans.get(form) is plan:
+    """Keep a plan that has scanned arguments of this form, in place of the oldest."""
+    if form is None:
         return
-    held = sum(12 * (each.nnz + each.shape[0]) for each in set(plan.patterns))
-    if held <= _BYTES and held + plan.workspace_bytes <= _BYTES:
-        while len(_plans) >= _KEPT_PLANS:
-            _plans.pop(next(iter(_plans)), None)
-        _plans[form] = plan
+    known = _plans.get(form)
+    if known is not None and known[0] is plan:
+        return
+    held = plan.workspace_bytes + sum(map(pattern_bytes, set(plan.patterns)))
+    _plans.pop(form, None)
+    if held > _BYTES:
+        return
+    while len(_plans) >= _KEPT or held + sum(each for _, each in [*_plans.values()]) > _BYTES:
+        _plans.pop(next(iter([*_plans]), None), None)
+    _plans[form] = plan, held
+
+
+def pattern_bytes(step: Step) -> int:
+    """Return bytes of the index arrays of a step, at most."""
+    return sum(8 * (factor.nnz + factor.shape[0] + 1) for factor in factors_of(step))
 
 
 def choose(schedule: Schedule | None, patterns: Sequence[Step], kind: InputKind) -> PlanChoice:
@@ -97,7 +124,7 @@ def choose(schedule: Schedule | None, patterns: Sequence[Step], kind: InputKind)
     key = chain, kind, kind.model().workers
     choice = _choices.get(key)
     if choice is None:
-        while len(_choices) >= _KEPT_CHOICES:
+        while len(_choices) >= _KEPT:
             _choices.pop(next(iter(_choices)), None)
         choice = choose_schedule(patterns, None, kind)
         # The program would keep the patterns.

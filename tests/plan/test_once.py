@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from oracles import Chain, assert_within, chains, same_bits
 
 import sparsescan
-from sparsescan import BatchedCSR, CSRChain, SparseScanError
+from sparsescan import (
+    BatchedCSR,
+    CSRChain,
+    ImplicitChain,
+    ImplicitPattern,
+    ImplicitStep,
+    Pattern,
+    PeriodicChain,
+    SolveStep,
+    SparseScanError,
+)
 from sparsescan.plan import once
 from sparsescan.symbolic.program import Program
 
@@ -68,6 +78,8 @@ def pattern_of(step: sp.csr_array) -> tuple[Any, ...]:
     return step.indices, step.indptr, step.shape
 
 
+TRIDIAGONAL = sp.csr_array(np.eye(6) * 4 + np.eye(6, k=1) + np.eye(6, k=-1))
+TWO = ImplicitPattern([Pattern.diagonal(6), Pattern.dense((6, 6))], shared=[1])
 FORMS = {
     "csr_array": lambda: csr(),
     "csr_matrix": lambda: tuple(map(sp.csr_matrix, csr())),
@@ -75,16 +87,33 @@ FORMS = {
     "list of dense": lambda: list(np.random.default_rng(0).standard_normal((4, 6, 6))),
     "CSRChain": lambda: CSRChain(np.ones((4, 12)), *pattern_of(csr()[0])),
     "BatchedCSR": lambda: [BatchedCSR(np.ones((2, 12)), *pattern_of(step)) for step in csr()],
+    "dense and sparse": lambda: [np.ones((6, 6)), *csr()[1:]],
+    "PeriodicChain": lambda: PeriodicChain([np.ones((2, 6)), np.ones((2, 36))], TWO.factors),
+    "ImplicitChain": lambda: ImplicitChain([np.ones((4, 6)), np.ones(36)], TWO),
+    "ImplicitStep": lambda: [ImplicitStep([np.ones(6), np.ones(36)], TWO)] * 4,
+    "SolveStep": lambda: [SolveStep(TRIDIAGONAL * k) for k in range(1, 5)],
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("schedule", ["auto", "linear", sparsescan.Schedule.blelloch(4)])
+@pytest.mark.parametrize("schedule", ["auto", "linear", sparsescan.Schedule.linear(4)])
 def test_a_second_scan_makes_no_program(form: str, schedule: Any, programs: list[int]) -> None:
     grad = np.ones((2, 6) if form == "BatchedCSR" else 6)
     for scan in (sparsescan.exclusive_scan, sparsescan.inclusive_scan) * 2:
         scan(grad, FORMS[form](), schedule=schedule)
         assert programs == [4]
+
+
+@pytest.mark.parametrize("as_one", [False, True])
+def test_nor_with_losses_at_steps_alone(as_one: bool, programs: list[int]) -> None:
+    for seed in range(3):
+        losses = np.random.default_rng(seed).standard_normal((4, 6))
+        steps = csr(3)
+        terms = losses if as_one else [*losses[:3], None]
+        actual = sparsescan.exclusive_scan(None, steps, local_grads=terms)
+        expected = sparsescan.plan(steps).exclusive_scan(None, steps, local_grads=terms)
+        assert same_bits(actual, expected)
+    assert len(programs) == 4
 
 
 def test_values_and_indices_are_read_each_time() -> None:
@@ -105,10 +134,13 @@ def test_errors_do_not_depend_on_scans_before(schedule: str, plans: dict[Any, An
     rectangular, outside = csr(), csr()
     rectangular[2] = sp.csr_array(rectangular[2][:, :5])
     outside[1].indices[3] = 6
+    broken = csr()
+    broken[0].data = None
     calls: list[tuple[Any, Any, dict[str, Any]]] = [
         (np.ones(5), steps, {}),
         (ones, rectangular, {}),
         (ones, outside, {}),
+        (ones, broken, {}),
         (ones, [*steps[:2], None, steps[3]], {}),
         (np.ones(6, int), steps, {}),
         (ones, steps, {"local_grads": [None] * 3}),
@@ -130,19 +162,24 @@ def test_errors_do_not_depend_on_scans_before(schedule: str, plans: dict[Any, An
             sparsescan.exclusive_scan(ones, steps, schedule=wrong)  # type: ignore[arg-type]
 
 
-def test_few_plans_are_kept_and_only_small_ones(plans: dict[Any, Any]) -> None:
-    for count in range(1, once._KEPT_PLANS + 5):
-        sparsescan.exclusive_scan(np.ones(6), csr(count=count))
-    assert len(plans) == once._KEPT_PLANS
-    held = [sum(p.workspace_bytes for p in plans.values())]
-    assert held[0] < once._KEPT_PLANS * once._BYTES
-    plans.clear()
-    large = np.zeros((2000, 12, 12))
-    sparsescan.exclusive_scan(np.ones(12), large, schedule="blelloch")
-    assert not plans
-    one = sp.csr_array(sp.eye_array(once._BYTES, format="csr"))
-    sparsescan.exclusive_scan(np.ones(once._BYTES), [one])
-    assert not plans
+def test_few_plans_are_kept(plans: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in range(1, once._KEPT + 5):
+        sparsescan.exclusive_scan(np.ones(6), csr(count=count), schedule="linear")
+    assert len(plans) == once._KEPT
+    assert min(plan.n for plan, _ in plans.values()) == 5
+    held = {plan.n: bytes_ for plan, bytes_ in plans.values()}
+    assert all(plan.workspace_bytes <= held[plan.n] for plan, _ in plans.values())
+    # The oldest go where there is no room for all.
+    monkeypatch.setattr(once, "_BYTES", held[5] + held[6] + held[7])
+    for count in (5, 6, 7, 6, 7):
+        sparsescan.exclusive_scan(np.ones(6), csr(count=count)[:], schedule="truncated:0")
+        assert sum(bytes_ for _, bytes_ in plans.values()) <= once._BYTES
+    sparsescan.exclusive_scan(np.ones(12), np.zeros((300, 12, 12)), schedule="blelloch")
+    assert max(plan.n for plan, _ in plans.values()) == 7
+    monkeypatch.setattr(once, "_BYTES", held[5])
+    one = sp.eye_array(50_000, format="csr")
+    sparsescan.exclusive_scan(np.ones(50_000), [one])
+    assert min(plan.n for plan, _ in plans.values()) > 1
 
 
 def test_what_was_scanned_is_not_kept() -> None:
