@@ -51,11 +51,14 @@ class Reading(NamedTuple):
 
     def pattern(self, given: Pattern | None) -> Pattern:
         """Return the pattern of the matrices, of which one was given if they are sparse."""
-        if self.kind == "dense":
-            return Pattern.dense((self.size, self.size))
-        if self.kind == "diagonal" or given is None:
-            return Pattern.diagonal(self.size)
-        return given
+        if self.kind == "sparse" and given is not None:
+            return given
+        return _pattern(self.kind, self.size)
+
+
+@functools.lru_cache(maxsize=64)
+def _pattern(kind: str, size: int) -> Pattern:
+    return Pattern.dense((size, size)) if kind == "dense" else Pattern.diagonal(size)
 
 
 class _Form(NamedTuple):

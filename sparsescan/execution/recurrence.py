@@ -208,7 +208,7 @@ def _steps(matrices: Matrices, offsets: Array | None, start: Array, out: Array) 
 
 def _stack(array: Array) -> Stack:
     step, *rest = array.strides[:-1]
-    return Stack(array.ctypes.data, step, rest[0] if rest else 0)
+    return Stack(array.__array_interface__["data"][0], step, rest[0] if rest else 0)
 
 
 def _flattened(steps: Steps, samples: int) -> tuple[Steps, int]:
