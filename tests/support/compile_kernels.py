@@ -3,9 +3,10 @@
 Printed too is how many divisions of 64 bits are in it, each of which is a hundred instructions; and
 what its machine code takes.
 
-``python compile_kernels.py PTXAS FOLDER 8.0 9.0a …``, for some compute capabilities; from 9.0 on
-Numba compiles with the suffix ``a``, for that very one. Reports are kept, as compiled
-kernels are, until the sources of a kernel or the compilers change.
+``python compile_kernels.py PTXAS FOLDER 9.0a 7.5 …``, for some compute capabilities: all kernels
+for the first, and a third of them, the smallest and the largest, for the others. From 9.0 on Numba
+compiles with the suffix ``a``, for that very one. Reports are kept, as compiled kernels are, until
+the sources of a kernel or the compilers change.
 """
 
 from __future__ import annotations
@@ -55,8 +56,14 @@ SEQUENCES = (
 )
 
 
-def cases() -> Iterator[tuple[str, Any, int]]:
-    """Name, kernel and number of arguments, all of int64."""
+# Of the kernels of chunks and sequences, those that are compiled for every capability.
+SIZES = {(20, 400, F4), (64, 4096, F8)}
+IMPLICIT = {(20, 4, 1, F4), (56, 5, 2, F8)}
+NETWORKS = {("GRU", 20, F4), ("LSTM", 88, F4), ("LSTM", 130, F8), ("SCRN", 400, F4)}
+
+
+def cases() -> Iterator[tuple[str, Any, int, bool]]:
+    """Name, kernel and number of arguments, all of int64; and whether it is compiled for all."""
     for size, nnz, dtype in (
         (20, 400, F4),
         (20, 58, F4),
@@ -65,11 +72,11 @@ def cases() -> Iterator[tuple[str, Any, int]]:
         (64, 4096, F4),
         (64, 4096, F8),
     ):
-        chunks = chunk_kernels(size, nnz, dtype)
+        chunks, is_for_all = chunk_kernels(size, nnz, dtype), (size, nnz, dtype) in SIZES
         for name in ("multiply", "carry", "sweep", "repair"):
             if name == "carry" and nnz == 58:
                 continue  # the same as for dense steps
-            yield f"{name} {size} {nnz} {dtype}", getattr(chunks, name), 8
+            yield f"{name} {size} {nnz} {dtype}", getattr(chunks, name), 8, is_for_all
     # Implicit steps: those of an RNN, of a GRU, of an LSTM, and the largest.
     for size, terms, states, dtype in (
         *((20, 1, 1, F4), (20, 4, 1, F4), (50, 1, 1, F8), (64, 1, 1, F4), (28, 4, 1, F8)),
@@ -77,18 +84,19 @@ def cases() -> Iterator[tuple[str, Any, int]]:
     ):
         chunks = chunk_kernels(size, size * size, dtype, terms=terms, states=states)
         about = f"{size} implicit, {terms} terms of {states}, {dtype}"
+        is_for_all = (size, terms, states, dtype) in IMPLICIT
         for name in ("multiply", "sweep", "repair"):
-            yield f"{name} {about}", getattr(chunks, name), 8
+            yield f"{name} {about}", getattr(chunks, name), 8, is_for_all
     # All phases in one launch: the smallest blocks of several teams for a warp, and of one.
     for size, dtype in ((20, F4), (32, F8)):
         threads = layout_of_chunk(size, dtype.itemsize).threads
         name = f"chained {size} {dtype}, {4 * threads} threads of a multiprocessor"
-        yield name, chained_kernel(size, dtype), 8
+        yield name, chained_kernel(size, dtype), 8, True
     for dtype, index in ((F4, I4), (F8, I8)):
         kernels = level_kernels(dtype, index)
         for name in ("vectors", "level", "rescale", "sweep_steps"):
-            yield f"{name} {dtype} {index}", getattr(kernels, name), 5
-        yield f"check {index}", check_kernel(index), 6
+            yield f"{name} {dtype} {index}", getattr(kernels, name), 5, True
+        yield f"check {index}", check_kernel(index), 6, True
     # With the most samples that a block has.
     for name, units, dtype in SEQUENCES:
         code = cuda_program(program_of(name))
@@ -96,14 +104,15 @@ def cases() -> Iterator[tuple[str, Any, int]]:
         samples = samples_of(code, layout, dtype, 1 << 20, 2, 1)
         for resets in (False, True):
             chosen = sequence_kernels(code, layout, dtype, samples, resets)
+            is_for_all = not resets and (name, units, dtype) in NETWORKS
             about = f"{name} {units} {dtype}{', resets' * resets}, {chosen.threads} threads"
-            yield f"run {about} of a block", chosen.run, 16
-            yield f"back {about} of a block", chosen.back, 19
+            yield f"run {about} of a block", chosen.run, 16, is_for_all
+            yield f"back {about} of a block", chosen.back, 19, is_for_all
 
 
 def main(ptxas: str, folder: Path, capabilities: list[str]) -> None:
-    for name, kernel, count in cases():
-        for capability in capabilities:
+    for name, kernel, count, is_for_all in cases():
+        for capability in capabilities if is_for_all else capabilities[:1]:
             make = partial(assemble, kernel, count, capability, ptxas, folder)
             about = keep(kernel, (count, capability, ptxas, Path(ptxas).stat().st_mtime_ns), make)
             print(f"KERNEL {name} for {capability}:", about, flush=True)
