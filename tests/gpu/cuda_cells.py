@@ -13,7 +13,7 @@ from network_oracle import autograd_of
 from on_device import IN_PYTHON, cupy_or_stand_in
 from random_cells import RandomCell, random_cells
 from recurrent_steps import arguments_of
-from sampling import ALL, examples
+from sampling import EXAMPLES, examples
 from some_cells import CELLS
 
 from sparsescan.errors import InputError
@@ -33,7 +33,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def run_in_python_or_if(chosen: bool) -> None:
     """Skip a case that is not one of a few, as each has kernels to compile; --explore has all."""
-    if not (IN_PYTHON or chosen) and settings().max_examples <= ALL:
+    if not (IN_PYTHON or chosen) and settings().max_examples <= EXAMPLES:
         pytest.skip("others like it are run as compiled")
 
 
