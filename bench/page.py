@@ -21,6 +21,8 @@ from .experiment import Drawing
 
 # Bytes of an SVG above which a picture of its pixels is the smaller one.
 _LARGE = 1_000_000
+# Lines of a table that a page shows; a longer one is unfolded.
+_LINES = 40
 
 _STYLE = "\n" + (Path(__file__).parent / "page.css").read_text()
 
@@ -70,7 +72,7 @@ def table(
     """Return a table; the columns whose heads are `numbers` are aligned on the decimal point.
 
     Rows that are grouped stand below their first cell, which has a line of its own. Columns that
-    are empty are left out; without rows there is no table.
+    are empty are left out; without rows there is no table. A long one is folded.
     """
     if not rows:
         return Html("")
@@ -92,7 +94,10 @@ def table(
             body.append(tag("tr", over, kind="group"))
         body += [line("td", cells) for cells in members]
     head = tag("thead", line("th", [head for head, _ in filled]))
-    return tag("div", tag("table", head, tag("tbody", *body)), kind="wide")
+    whole = tag("div", tag("table", head, tag("tbody", *body)), kind="wide")
+    if len(rows) <= _LINES:
+        return whole
+    return tag("details", tag("summary", f"All {len(rows)} lines"), whole)
 
 
 def _aligned(cells: Sequence[str]) -> list[str]:

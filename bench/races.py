@@ -160,7 +160,8 @@ def draw(
     if not any(shown.values()):
         return []
     colors = dict(_colors(peer for own in shown.values() for peer in own))
-    figure, [[axes]] = drawing.panels(1, 1, 9, 0.9 + 0.5 * len(pieces))
+    height = 0.14 + 0.14 * max(map(len, shown.values()))
+    figure, [[axes]] = drawing.panels(1, 1, 9, 0.9 + height * len(pieces))
     for y, (name, own) in enumerate(shown.items()):
         for k, peer in enumerate(own):
             low, middle, high = speedup(pieces[name], peer, ours)
