@@ -21,7 +21,7 @@ from sparsescan.torch.calibrate import keep_memory
 
 from . import cell_contenders, children, peers, races
 from .cell_contenders import ONE_CORE, Case, Given, Step, on_one_core
-from .experiment import Drawing, Experiment, Piece, Results, Row, Table
+from .experiment import Drawing, Experiment, Piece, Results, Table
 from .page import significant
 from .races import JAX, OURS
 from .timing import PAUSE, Call, call_for, rounded, seconds, take_rounds
@@ -276,11 +276,7 @@ def _tables(results: Results) -> list[Table]:
     numbers = ["ours, ms", "forward, ms", "theirs, ms", "ratio", "asked"]
     every = Table(["peer", "step", "variants", *numbers, ""], shown, numbers)
     heads = ["first step", "before it", "asked, s", "taken, s"]
-    return [table for table in (every, Table(heads, starts, heads[2:])) if table.rows]
-
-
-def _rows(results: Results) -> list[Row]:
-    return races.rows("Cell", races.races(results), hidden=(FORWARD,))
+    return [every, Table(heads, starts, heads[2:])]
 
 
 def _drawings(results: Results) -> list[Drawing]:
@@ -291,6 +287,7 @@ def _drawings(results: Results) -> list[Drawing]:
     return drawings
 
 
+_ROWS = partial(races.rows, "Cell", hidden=(FORWARD,))
 EXPERIMENT = Experiment(
-    "cells", "Cells of the catalogue", _pieces, _about, _drawings, _rows, _tables
+    "cells", "Cells of the catalogue", _pieces, _about, _drawings, _ROWS, _tables
 )

@@ -79,7 +79,7 @@ def tables(engine: Sequence[Results], startups: Sequence[Results]) -> list[Table
             said = [f"{significant(ratio)}×", exactly(wanted), "missed" * missed, *ms]
             rows.append([line["work"], peer, *said])
     numbers = ["ratio", "asked for", *times]
-    shown = [Table(["work", "against", "ratio", "asked for", "", *times], rows, numbers)]
+    lines = Table(["work", "against", "ratio", "asked for", "", *times], rows, numbers)
     heads = ["what a new process pays", "taken, ms", "limit, ms", ""]
     rows = [
         [
@@ -89,7 +89,7 @@ def tables(engine: Sequence[Results], startups: Sequence[Results]) -> list[Table
         ]
         for line in startups
     ]
-    return [table for table in (*shown, Table(heads, rows, heads[1:3])) if table.rows]
+    return [lines, Table(heads, rows, heads[1:3])]
 
 
 def drawings(engine: Sequence[Results]) -> list[Drawing]:

@@ -23,7 +23,7 @@ from sparsescan.jacobians.training import weighted
 
 from . import drawing, races
 from .drawing import BLUE, GREEN, ORANGE, decades, legend, plain
-from .experiment import Drawing, Experiment, Piece, Results, Row
+from .experiment import Drawing, Experiment, Piece, Results
 from .peers import PYTORCH
 from .races import OURS
 from .timing import THREADS, Call
@@ -188,10 +188,11 @@ def _drawings(results: Results) -> list[Drawing]:
     return [Drawing("From which density on a layer is dense", caption, figure)]
 
 
-def _rows(results: Results) -> list[Row]:
-    return races.rows("A layer's step", races.races(results), hidden=(KEPT, ALL))
-
-
 EXPERIMENT = Experiment(
-    "density", "Layers, by the share of weights that is kept", _pieces, _about, _drawings, _rows
+    "density",
+    "Layers, by the share of weights that is kept",
+    _pieces,
+    _about,
+    _drawings,
+    partial(races.rows, "A layer's step", hidden=(KEPT, ALL)),
 )

@@ -22,7 +22,7 @@ import sparsescan.torch
 from sparsescan import Pattern, affine_scan, affine_scan_vjp
 
 from . import networks, peers, races, step
-from .experiment import Drawing, Experiment, Piece, Results, Row
+from .experiment import Experiment, Piece, Results
 from .many import MANY
 from .peers import PYTORCH
 from .races import JAX, OURS
@@ -563,20 +563,12 @@ def _about(quick: bool) -> Results:
     }
 
 
-def _rows(results: Results) -> list[Row]:
-    return races.rows("Front door", races.races(results))
-
-
-def _drawings(results: Results) -> list[Drawing]:
-    return races.draw("Front doors", races.races(results))
-
-
 EXPERIMENT = Experiment(
     "doors",
     "Front doors: modules, scans and filters of PyTorch, networks and recurrences of JAX",
     _pieces,
     _about,
-    _drawings,
-    _rows,
+    partial(races.drawings, "Front doors"),
+    partial(races.rows, "Front door"),
     races.in_both_modes,
 )

@@ -68,7 +68,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of something else than times; rows of one first cell stand below it."""
+    """A table of something else than times; rows of one first cell stand below it.
+
+    Without rows it is not shown.
+    """
 
     heads: list[str]
     rows: list[list[str]]
@@ -93,9 +96,11 @@ class Experiment:
 
 
 def as_text(tables: Iterable[Table]) -> str:
-    """Return tables as text, with a blank line after each; a first cell stands there once."""
+    """Return tables that have rows as text, with a blank line after each; a first cell once."""
     lines = []
     for table in tables:
+        if not table.rows:
+            continue
         firsts = [None, *(row[0] for row in table.rows)]
         rows = [
             ["" if here == before else here, *row[1:]]

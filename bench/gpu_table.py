@@ -123,7 +123,7 @@ def tables(every: Sequence[Report], parts: dict[str, Report]) -> list[Table]:
         for case in part.get("cases", [])
     ]
     races_heads = ["work", "against", "clock", "ratio", "cold", "theirs, ms", "ours, ms", ""]
-    shown = [
+    return [
         Table(["asked for", "against", "state", "measured", "bound"], asked, ["measured", "bound"]),
         Table(races_heads, list(_races(every)), races_heads[3:7]),
         Table(["remarks"], [[note] for note in notes(every)], []),
@@ -131,7 +131,6 @@ def tables(every: Sequence[Report], parts: dict[str, Report]) -> list[Table]:
         Table(["failed or missing", "why"], failures, []),
         Table(["compared", "case", "state", "why"], cases, []),
     ]
-    return [table for table in shown if table.rows]
 
 
 def _failures(part: Report) -> list[str]:

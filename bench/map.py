@@ -376,7 +376,7 @@ def summed_up(peer: str, name: str, own: Sequence[Ratio], limit: float) -> list[
 SUMMED_UP = ["median", "least", "most", "below", "the limit", "PyTorch's kernel"]
 
 
-def worst(shown: Sequence[tuple[Ratio, float]], count: int) -> list[Table]:
+def worst(shown: Sequence[tuple[Ratio, float]], count: int) -> Table:
     """Return the table of all ratios that are below a limit, and of others that come next."""
     in_order = sorted(shown, key=lambda each: each[0].ratio / each[1])
     count = max(count, sum(each.ratio < limit for each, limit in shown))
@@ -389,10 +389,10 @@ def worst(shown: Sequence[tuple[Ratio, float]], count: int) -> list[Table]:
         for each, limit in in_order[:count]
     ]
     numbers = ["ratio", "theirs, ms", "ours, ms"]
-    return [Table(["points", "call", *numbers, "the limit", "ran"], rows, numbers)] if rows else []
+    return Table(["points", "call", *numbers, "the limit", "ran"], rows, numbers)
 
 
-def grid_of(peer: str, own: Sequence[Ratio], name: Callable[[Any], str]) -> list[Table]:
+def grid_of(peer: str, own: Sequence[Ratio], name: Callable[[Any], str]) -> Table:
     """Return the table of ratios, with a line for each group."""
     rows: dict[str, dict[str, str]] = {}
     for each in own:
@@ -401,7 +401,7 @@ def grid_of(peer: str, own: Sequence[Ratio], name: Callable[[Any], str]) -> list
     lines = [
         [f"beside {peer}", key, *(row.get(head, "") for head in heads)] for key, row in rows.items()
     ]
-    return [Table(["peer", "call", *heads], lines, heads)] if lines else []
+    return Table(["peer", "call", *heads], lines, heads)
 
 
 def _tables(results: Results) -> list[Table]:
@@ -415,11 +415,12 @@ def _tables(results: Results) -> list[Table]:
                 of = [r for r in own if r.group.mode == mode and name in ("all", r.group.name)]
                 if of:
                     rows.append(summed_up(_PEERS[part], f"{name}, {mode}", of, limit))
-    shown = worst([(each, LIMITS[each.group.part]) for each in every], _SHOWN)
-    for part in (STACKS, AFFINE):
-        own = [each for each in every if each.group.part == part]
-        shown += grid_of(_PEERS[part], own, lambda group: group.key)
-    return [Table(["peer", "calls", *SUMMED_UP], rows, SUMMED_UP), *shown] if rows else []
+    grids = [
+        grid_of(_PEERS[part], [r for r in every if r.group.part == part], lambda group: group.key)
+        for part in (STACKS, AFFINE)
+    ]
+    points = worst([(each, LIMITS[each.group.part]) for each in every], _SHOWN)
+    return [Table(["peer", "calls", *SUMMED_UP], rows, SUMMED_UP), points, *grids]
 
 
 def _rows(results: Results) -> list[Row]:

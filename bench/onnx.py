@@ -255,12 +255,12 @@ def _tables(results: Results) -> list[Table]:
         for name, part in parts.items()
         if (own := [each for each in part if each.group.of.peer == peer])
     ]
-    tables = [Table(["peer", "calls", *SUMMED_UP], rows, SUMMED_UP)] if rows else []
-    tables += worst([(each, _EACH) for each in asked], _SHOWN)
-    for peer in PEERS:
-        own = [each for each in every if each.group.of.peer == peer]
-        tables += grid_of(peer, own, lambda group: group.call)
-    return tables
+    grids = [
+        grid_of(peer, [r for r in every if r.group.of.peer == peer], lambda group: group.call)
+        for peer in PEERS
+    ]
+    points = worst([(each, _EACH) for each in asked], _SHOWN)
+    return [Table(["peer", "calls", *SUMMED_UP], rows, SUMMED_UP), points, *grids]
 
 
 EXPERIMENT = Experiment("onnx", "Inference beside ONNX Runtime", _pieces, _about, tables=_tables)

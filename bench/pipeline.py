@@ -346,7 +346,7 @@ def _tables(results: Results) -> list[Table]:
         rows.append([name, str(len(ends)), _mean(ends), lost, moved, saturated])
     heads = ["training", "runs", "right in the end, %", "points lost"]
     heads += ["parameters moved in the first phase", "tangents next to ±1 after it"]
-    return [Table(heads, rows, heads[1:2])] if rows else []
+    return [Table(heads, rows, heads[1:2])]
 
 
 def _mean(values: list[float]) -> str:

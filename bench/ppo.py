@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import sparsescan.torch
 
 from . import peers, races
-from .experiment import Drawing, Experiment, Piece, Results, Row, Table
+from .experiment import Experiment, Piece, Results, Table
 from .page import significant
 from .races import OURS
 from .timing import THREADS, Call
@@ -319,20 +319,17 @@ def _tables(results: Results) -> list[Table]:
                     "" if wanted is None else "met" if ratio >= wanted else "missed",
                 ]
             )
-    table = Table(
-        ["update", "contender", "sequences × steps", "variant", *numbers, ""], rows, numbers
-    )
-    return [table] if rows else []
+    heads = ["update", "contender", "sequences × steps", "variant", *numbers, ""]
+    return [Table(heads, rows, numbers)]
 
 
-def _rows(results: Results) -> list[Row]:
-    return races.rows("Update of recurrent PPO", races.races(results), hidden=(WINDOWS,))
-
-
-def _drawings(results: Results) -> list[Drawing]:
-    return races.draw("Updates of recurrent PPO", races.races(results))
-
-
+_TITLE = "Updates of recurrent PPO"
 EXPERIMENT = Experiment(
-    "ppo", "Updates of recurrent PPO", _pieces, _about, _drawings, _rows, _tables
+    "ppo",
+    _TITLE,
+    _pieces,
+    _about,
+    partial(races.drawings, _TITLE),
+    partial(races.rows, "Update of recurrent PPO", hidden=(WINDOWS,)),
+    _tables,
 )

@@ -274,7 +274,7 @@ def _tables(results: Results) -> list[Table]:
             for way, rate in ways.items()
         ]
         tables.append(Table(["model", counted, "strategy", "rate"], lines, [counted, "rate"]))
-    return [table for table in tables if table.rows]
+    return tables
 
 
 EXPERIMENT = Experiment(

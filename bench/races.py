@@ -123,11 +123,11 @@ def row(
     return [Row(work, theirs.removeprefix("training step, "), *medians, paper)]
 
 
-def rows(title: str, pieces: Results, hidden: Collection[str] = ()) -> list[Row]:
+def rows(title: str, results: Results, hidden: Collection[str] = ()) -> list[Row]:
     """Return a line of the table for each race, and each of the peers to show."""
     return [
         line
-        for name, piece in pieces.items()
+        for name, piece in races(results).items()
         for peer in peers_of(piece, hidden=hidden)
         for line in row(f"{title}: {name}", piece, peer)
     ]
@@ -149,7 +149,12 @@ def in_both_modes(results: Results) -> list[Table]:
         for name, piece in races(results).items()
         if {PYTORCH, FLUSHING} <= set(piece["samples"])
     ]
-    return [Table(["step", *numbers], lines, numbers)] if lines else []
+    return [Table(["step", *numbers], lines, numbers)]
+
+
+def drawings(title: str, results: Results) -> list[Drawing]:
+    """Draw all races of an experiment."""
+    return draw(title, races(results))
 
 
 def draw(

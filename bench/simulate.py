@@ -24,7 +24,7 @@ from sparsescan.simulate.factors import Matrices
 
 from . import peers, races
 from .cable import Cable
-from .experiment import Drawing, Experiment, Piece, Results, Row, Table
+from .experiment import Experiment, Piece, Results, Table
 from .page import significant
 from .races import OURS
 from .timing import PAUSE, Call, fastest, take_rounds
@@ -638,11 +638,9 @@ def _tables(results: Results) -> list[Table]:
         if "peak" in piece:
             within = [significant(piece[each] / 2**20) for each in ("limit", "peak")]
             peaks.append([key, *within])
-    found = [Table(["simulation", "contender", *numbers], rows, numbers)] if rows else []
-    if peaks:
-        heads = ["simulation", "limit, MiB", "peak, MiB"]
-        found.append(Table(heads, peaks, heads[1:]))
-    return found
+    heads = ["simulation", "limit, MiB", "peak, MiB"]
+    every = Table(["simulation", "contender", *numbers], rows, numbers)
+    return [every, Table(heads, peaks, heads[1:])]
 
 
 def _about(quick: bool) -> Results:
@@ -661,20 +659,12 @@ def _about(quick: bool) -> Results:
     }
 
 
-def _rows(results: Results) -> list[Row]:
-    return races.rows("Simulation", races.races(results))
-
-
-def _drawings(results: Results) -> list[Drawing]:
-    return races.draw("Simulations", races.races(results))
-
-
 EXPERIMENT = Experiment(
     "simulate",
     "Simulations in time, and their gradients",
     _pieces,
     _about,
-    _drawings,
-    _rows,
+    partial(races.drawings, "Simulations"),
+    partial(races.rows, "Simulation"),
     _tables,
 )

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sparsescan.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 
 from . import cell_scan, peers, races
-from .experiment import Drawing, Experiment, Piece, Results, Row
+from .experiment import Experiment, Piece, Results
 from .networks import NETWORKS, NetworkCase
 from .peers import FLUSHING, PYTORCH
 from .races import JAX, OURS
@@ -233,20 +233,12 @@ def _about(quick: bool) -> Results:
     }
 
 
-def _rows(results: Results) -> list[Row]:
-    return races.rows("Training step", races.races(results))
-
-
-def _drawings(results: Results) -> list[Drawing]:
-    return races.draw("Whole training steps", races.races(results))
-
-
 EXPERIMENT = Experiment(
     "step",
     "Whole training steps",
     _pieces,
     _about,
-    _drawings,
-    _rows,
+    partial(races.drawings, "Whole training steps"),
+    partial(races.rows, "Training step"),
     races.in_both_modes,
 )

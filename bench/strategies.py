@@ -157,7 +157,7 @@ def _tables(results: Results) -> list[Table]:
         for one in run["measured"]
     ]
     numbers = ["predicted, ms", "measured, ms", "predicted bytes", "sent by the busiest rank"]
-    return [Table(["step", "strategy", *numbers], rows, numbers)] if rows else []
+    return [Table(["step", "strategy", *numbers], rows, numbers)]
 
 
 def _over_workers(pieces: list[Results]) -> Drawing:

@@ -188,7 +188,7 @@ def test_rows_are_ratios_of_medians_to_pytorch_in_its_faster_mode(times: dict[st
     times.setdefault(races.OURS, 1.0)
     samples = {name: [taken, taken / 2, 3 * taken] for name, taken in times.items()}
     piece = {"samples": samples, "wanted": {}}
-    shown = {row.peer: row.theirs / row.ours for row in races.rows("a", {"b": piece})}
+    shown = {row.peer: row.theirs / row.ours for row in races.rows("a", {"pieces": {"b": piece}})}
     slower = {PYTORCH, FLUSHING} <= times.keys() and max(
         (PYTORCH, FLUSHING), key=lambda mode: times[mode]
     )

@@ -106,7 +106,8 @@ def test_a_quick_run_makes_a_file_and_a_page(
     path = run(replace(experiment, pieces=lambda _: some), True, tmp_path)
     results: Results = json.loads(path.read_text())
     assert list(results["pieces"]) == [piece.key for piece in some]
-    shown = [*experiment.rows(results), *experiment.tables(results)]
+    shown = [row for table in experiment.tables(results) for row in table.rows]
+    shown += experiment.rows(results)
     lacks = [piece for piece in results["pieces"].values() if piece.get("missing")]
     assert shown or experiment.drawings(results) or lacks
     text = report.write(tmp_path, tmp_path / "page.html").read_text()
