@@ -12,12 +12,30 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from sparsescan.simulate import ImplicitSteps
+from sparsescan.simulate import ImplicitSteps, TimeSteps
 
 from . import peers
 from .timing import Call
 
 Array = NDArray[Any]
+
+
+def march(
+    sim: TimeSteps | ImplicitSteps,
+    u0: Array,
+    params: Any,
+    above: Array,
+    dt: float,
+    steps: int,
+    limit: int | None = None,
+) -> tuple[Any, Any, tuple[float, float]]:
+    """Return the last state, all gradients, and the seconds of both passes."""
+    start = time.perf_counter()
+    run = sim.forward(u0, params, steps=steps, dt=dt, memory_limit=limit)
+    middle = time.perf_counter()
+    grads = run.backward(grad_last=above)
+    return run.last, grads, (middle - start, time.perf_counter() - middle)
+
 
 # Of Hodgkin and Huxley, in mV, ms and S/cm²; the leak of the first compartments drives it.
 _SODIUM, _POTASSIUM, _LEAK, _DRIVEN = 50.0, -77.0, -54.3, 35.0
@@ -160,19 +178,14 @@ class Cable:
 
     def ours(self, steps: int) -> dict[str, Call]:
         """Return a call with derivatives by functions."""
-        sim, above = self.sim, self.above
-        params = np.array([*_CONDUCTANCES.values()])
+        about = self.sim, self.u0, np.array([*_CONDUCTANCES.values()]), self.above, _CABLE_DT
 
         def call() -> dict[str, Any]:
-            start = time.perf_counter()
-            run = sim.forward(self.u0, params, steps=steps, dt=_CABLE_DT)
-            middle = time.perf_counter()
-            grads = run.backward(grad_last=above).params
-            seconds = middle - start, time.perf_counter() - middle
-            own = dict(zip(_CONDUCTANCES, grads, strict=True))
-            return {"last": run.last[::4], **own, "seconds": seconds}
+            last, grads, seconds = march(*about, steps)
+            own = dict(zip(_CONDUCTANCES, grads.params, strict=True))
+            return {"last": last[::4], **own, "seconds": seconds}
 
-        sim.forward(self.u0, params, steps=1, dt=_CABLE_DT).backward(grad_last=above)  # compiles
+        march(*about, 1)  # compiles
         return {"functions": call}
 
     def _pattern(self, entries: list[list[int]]) -> sp.csr_array:

@@ -26,7 +26,7 @@ from .experiment import Experiment, Piece, Results
 from .many import MANY
 from .peers import PYTORCH
 from .races import JAX, OURS
-from .timing import THREADS, Call
+from .timing import Call
 
 Array = NDArray[Any]
 
@@ -106,18 +106,13 @@ def _trained(
     head = copy.deepcopy(head)
     params = [*module.parameters(), *head.parameters()]
 
-    def call(threads: int, optimiser: torch.optim.Adam) -> None:
-        torch.set_num_threads(threads)
+    def call(optimiser: torch.optim.Adam) -> None:
         optimiser.zero_grad()
         loss(module, head).backward()
         optimiser.step()
 
-    optimisers = {"Adam": torch.optim.Adam(params), "fused": torch.optim.Adam(params, fused=True)}
-    return {
-        f"{n} threads, {name}": partial(call, n, optimiser)
-        for n in (THREADS, 1)
-        for name, optimiser in optimisers.items()
-    }
+    plain = peers.in_threads(partial(call, torch.optim.Adam(params)), ", Adam")
+    return plain | peers.in_threads(partial(call, torch.optim.Adam(params, fused=True)), ", fused")
 
 
 _BOTH = {"num_layers": 2, "bidirectional": True}
@@ -130,73 +125,48 @@ MODULES = (
 )
 
 
-@dataclass(frozen=True)
-class Stack:
-    """A pruned network that ``convert`` takes, as :mod:`bench.networks` makes it."""
+def measure_stack(case: networks.NetworkCase, quick: bool) -> Results:
+    """Return the times of training steps of a pruned network that ``convert`` takes."""
+    race = case.race()
+    ours = sparsescan.torch.Sequential(*race.module.children())
+    x = torch.from_numpy(race.x)
+    labels = torch.arange(len(x)) % 10
 
-    case: networks.NetworkCase
+    def loss(module: nn.Module, _: nn.Module) -> Any:
+        return nn.functional.cross_entropy(module(x), labels)
 
-    @property
-    def name(self) -> str:
-        return self.case.name
-
-    def measure(self, quick: bool) -> Results:
-        """Return the times of training steps."""
-        race = self.case.race()
-        theirs = race.module
-        ours = sparsescan.torch.Sequential(*theirs.children())
-        x = torch.from_numpy(race.x)
-        labels = torch.arange(len(x)) % 10
-
-        def loss(module: nn.Module, _: nn.Module) -> Any:
-            return nn.functional.cross_entropy(module(x), labels)
-
-        makers = {
-            OURS: partial(_trained, ours, nn.Identity(), loss),
-            PYTORCH: partial(_trained, theirs, nn.Identity(), loss),
-        }
-        return races.timed(makers, self.case.wanted, quick)
-
-
-# Residual blocks are no stacks.
-STACKS = tuple(Stack(case) for case in networks.NETWORKS if case.kind in ("VGG-11", "MLP"))
+    makers = {
+        OURS: partial(_trained, ours, nn.Identity(), loss),
+        PYTORCH: partial(_trained, race.module, nn.Identity(), loss),
+    }
+    return races.timed(makers, case.wanted, quick)
 
 
 # -- Networks in JAX ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Jitted:
-    """A recurrent network in JAX: value and gradients of a jitted loss."""
+def measure_jitted(case: step.Case, quick: bool) -> Results:
+    """Return the times of value and gradients of a jitted loss of a network."""
+    race = case.race()
 
-    case: step.Case
-
-    @property
-    def name(self) -> str:
-        case = self.case
-        net = f"{case.kind}({case.inputs}, {case.hidden}) in JAX"
-        last = step.AT_LAST if case.last_only else ""
-        return f"{net}, B={case.batch}, T={case.steps:,}{last}"
-
-    def measure(self, quick: bool) -> Results:
-        """Return the times of values and gradients."""
-        race = self.case.race()
-        makers = {OURS: partial(self.ours, race), NUMPY: race.ours, JAX: race.jax}
-        return races.timed(makers, {NUMPY: _AS_NUMPY, JAX: self.case.jax}, quick)
-
-    def ours(self, race: Any) -> dict[str, Call]:
-        jax = peers.load_jax()
+    def ours() -> dict[str, Call]:
+        peers.load_jax()
         from sparsescan.jax import recurrent
 
         def loss(params: Any, x: Any, state: Any, grad: Any) -> Any:
             return race.loss(recurrent(race.net, params, x, state)[0], grad)
 
-        gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
-        given = jax.device_put((dict(race.net.params), race.x, race.state, race.grad))
-        return {"jit": lambda: jax.block_until_ready(gradients(*given))}
+        return {"jit": _jitted(loss, dict(race.net.params), race.x, race.state, race.grad)}
+
+    makers = {OURS: ours, NUMPY: race.ours, JAX: race.jax}
+    return races.timed(makers, {NUMPY: _AS_NUMPY, JAX: case.jax}, quick)
 
 
-NETWORKS = tuple(map(Jitted, step.Case("GRU", 12, 20, 16, 1000, jax=1.5).both()))
+def _jitted(loss: Callable[..., Any], *given: Any) -> Call:
+    """Return a call for a loss and its gradients in the first three of what it is given."""
+    jax = peers.load_jax()
+    gradients, given = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))), jax.device_put(given)
+    return lambda: jax.block_until_ready(gradients(*given))
 
 
 # -- Linear recurrences ---------------------------------------------------------------------------
@@ -227,7 +197,7 @@ class Recurrence:
 
     def measure(self, quick: bool) -> Results:
         """Return the times of forward and backward passes."""
-        makers: dict[str, Callable[[], dict[str, Call]]] = {
+        makers: dict[str, peers.Variants] = {
             OURS: self.ours,
             NUMPY: self.numpy,
             JAX: partial(self.jax, associative=False),
@@ -238,16 +208,18 @@ class Recurrence:
         return races.timed(makers, self.wanted, quick)
 
     def ours(self) -> dict[str, Call]:
-        jax = peers.load_jax()
+        peers.load_jax()
         from sparsescan.jax import affine_scan as scan
 
-        *given, loss = jax.device_put(self.arrays())
+        return {"jit": self._of_states(partial(scan, pattern=self._pattern))}
 
-        def value(a: Any, b: Any, y0: Any) -> Any:
-            return (scan(a, b, y0, pattern=self._pattern) * loss).sum()
+    def _of_states(self, states: Callable[..., Any]) -> Call:
+        """Return a call for gradients of a loss of what a function makes in JAX."""
 
-        gradients = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))
-        return {"jit": lambda: jax.block_until_ready(gradients(*given))}
+        def value(a: Any, b: Any, y0: Any, loss: Any) -> Any:
+            return (states(a, b, y0) * loss).sum()
+
+        return _jitted(value, *self.arrays())
 
     def numpy(self) -> dict[str, Call]:
         a, b, y0, loss = self.arrays()
@@ -265,7 +237,6 @@ class Recurrence:
     def jax(self, associative: bool) -> dict[str, Call]:
         jax = peers.load_jax()
         jnp, lax = jax.numpy, jax.lax
-        *given, loss = jax.device_put(self.arrays())
 
         def apply(a: Any, y: Any) -> Any:
             return a * y if self.is_diagonal else jnp.einsum("...ij,...j->...i", a, y)
@@ -286,22 +257,15 @@ class Recurrence:
 
             return lax.scan(body, y0, (a, b), unroll=unroll)[1]
 
-        def variant(unroll: int) -> Call:
-            def value(a: Any, b: Any, y0: Any) -> Any:
-                return (states(a, b, y0, unroll) * loss).sum()
-
-            gradients = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))
-            return lambda: jax.block_until_ready(gradients(*given))
-
-        return {f"unroll={n}": variant(n) for n in ((1,) if associative else (1, 4, 16))}
+        unrolls = (1,) if associative else (1, 4, 16)
+        return {f"unroll={n}": self._of_states(partial(states, unroll=n)) for n in unrolls}
 
     def doubling(self) -> dict[str, Call]:
         """Return PyTorch's: pairs, then fours, …, are joined, all at once."""
         *arrays, loss = (torch.from_numpy(each) for each in self.arrays())
         given = [each.requires_grad_() for each in arrays]
 
-        def call(threads: int) -> Any:
-            torch.set_num_threads(threads)
+        def call() -> Any:
             a, b, y0 = given
             y = torch.cat([b[:1] + a[:1] * y0, b[1:]])
             k = 1
@@ -311,7 +275,7 @@ class Recurrence:
                 k *= 2
             return torch.autograd.grad(y, given, loss)
 
-        return {f"{n} threads": partial(call, n) for n in (THREADS, 1)}
+        return peers.in_threads(call)
 
 
 _FILTER = {JAX: 1.5, NUMPY: _AS_NUMPY, ASSOCIATIVE: 1, DOUBLING: 1}
@@ -369,21 +333,12 @@ class Selective:
 
     def measure(self, quick: bool) -> Results:
         """Return the times of forward and backward passes."""
-        makers: dict[str, Callable[[], dict[str, Call]]] = {
-            OURS: self.ours,
-            PYTORCH: self.loops,
-            MAMBAPY: self.mambapy,
-        }
+        makers = {OURS: self.ours, PYTORCH: self.loops, MAMBAPY: self.mambapy}
         return races.timed(makers, self.wanted, quick, few=True)
 
     def _passes(self, scan: Callable[..., torch.Tensor], last: bool = False) -> dict[str, Call]:
         given, loss = self.tensors(channels_last=last)
-
-        def call(threads: int) -> Any:
-            torch.set_num_threads(threads)
-            return torch.autograd.grad(scan(*given), given, loss)
-
-        return {f"{n} threads": partial(call, n) for n in (THREADS, 1)}
+        return peers.in_threads(lambda: torch.autograd.grad(scan(*given), given, loss))
 
     def ours(self) -> dict[str, Call]:
         return self._passes(sparsescan.torch.selective_scan)
@@ -468,11 +423,7 @@ class Filter:
 
     def measure(self, quick: bool) -> Results:
         """Return the times of forward and backward passes."""
-        makers: dict[str, Callable[[], dict[str, Call]]] = {
-            OURS: self.ours,
-            TORCHLPC: self.torchlpc,
-            PHILTORCH: self.philtorch,
-        }
+        makers = {OURS: self.ours, TORCHLPC: self.torchlpc, PHILTORCH: self.philtorch}
         if not self.changes:
             makers[TORCHAUDIO] = self.torchaudio
         return races.timed(makers, self.wanted, quick)
@@ -484,11 +435,7 @@ class Filter:
         if not torch.allclose(call(b, a, x), right, rtol=1e-3, atol=1e-4):
             raise AssertionError(f"{name or OURS}: another result")
 
-        def step(threads: int) -> Any:
-            torch.set_num_threads(threads)
-            return torch.autograd.grad(call(b, a, x), (b, a, x), grads)
-
-        return {f"{n} threads{name}": partial(step, n) for n in (THREADS, 1)}
+        return peers.in_threads(lambda: torch.autograd.grad(call(b, a, x), (b, a, x), grads), name)
 
     def ours(self) -> dict[str, Call]:
         return self._variants(sparsescan.torch.lfilter)
@@ -518,14 +465,15 @@ class Filter:
         room = "lpv" if self.changes else "lti"
         lfilter = peers.require(f"philtorch.{room}", "pip install philtorch").lfilter
         backends = {"lpv": ("ssm", "torchlpc"), "lti": ("ssm",)}[room]
-        found: dict[str, Call] = {}
-        for backend in backends:
 
-            def call(b: Any, a: Any, x: Any, backend: str = backend) -> Any:
-                return lfilter(b, a[..., 1:], x, form="df1", backend=backend)
+        def call(backend: str, b: Any, a: Any, x: Any) -> Any:
+            return lfilter(b, a[..., 1:], x, form="df1", backend=backend)
 
-            found |= self._variants(call, f", {backend}")
-        return found
+        return {
+            name: each
+            for backend in backends
+            for name, each in self._variants(partial(call, backend), f", {backend}").items()
+        }
 
 
 _ALL = {TORCHAUDIO: 3, TORCHLPC: 1, PHILTORCH: 1}
@@ -542,10 +490,20 @@ FILTERS = tuple(
 
 
 def _pieces(quick: bool) -> Iterable[Piece]:
-    few = *MODULES[:2], RECURRENCES[0], *SELECTIVE, FILTERS[0]
-    every = *MODULES, *STACKS, *NETWORKS, *RECURRENCES, *MANY, *SELECTIVE, *FILTERS
-    for case in few if quick else every:
-        yield Piece(case.name, partial(case.measure, quick))
+    every: dict[str, Callable[[bool], Results]] = {each.name: each.measure for each in MODULES}
+    # Residual blocks are no stacks.
+    stacks = [case for case in networks.NETWORKS if case.kind in ("VGG-11", "MLP")]
+    every |= {case.name: partial(measure_stack, case) for case in stacks}
+    for case in step.Case("GRU", 12, 20, 16, 1000, jax=1.5).both():
+        last = step.AT_LAST * case.last_only
+        name = f"{case.kind}({case.inputs}, {case.hidden}) in JAX, B={case.batch}"
+        every[f"{name}, T={case.steps:,}{last}"] = partial(measure_jitted, case)
+    every |= {each.name: each.measure for each in RECURRENCES} | MANY
+    every |= {each.name: each.measure for each in (*SELECTIVE, *FILTERS)}
+    few = [each.name for each in (*MODULES[:2], RECURRENCES[0], *SELECTIVE, FILTERS[0])]
+    for name, measure in every.items():
+        if name in few or not quick:
+            yield Piece(name, partial(measure, quick))
 
 
 def _about(quick: bool) -> Results:

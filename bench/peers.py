@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,6 +56,17 @@ def fastest_of_each(
         except MissingPeerError as error:
             missing[name] = str(error)
     return calls, {"variants": variants, "missing": missing}
+
+
+def in_threads(call: Call, name: str = "") -> dict[str, Call]:
+    """Return a call with PyTorch on two threads, and on one: steps may be too small to share."""
+    torch = load_torch()
+
+    def run(threads: int) -> Any:
+        torch.set_num_threads(threads)
+        return call()
+
+    return {f"{n} threads{name}": partial(run, n) for n in (THREADS, 1)}
 
 
 def in_both_modes(make: Variants, *, apart: bool) -> dict[str, Variants]:
@@ -157,14 +168,7 @@ _Step = Callable[[Any], Any]
 
 
 def _is_diagonal(jacobian: sp.csr_array | BatchedCSR) -> bool:
-    if not isinstance(jacobian, BatchedCSR):
-        return False
-    rows, cols = jacobian.shape
-    return (
-        rows == cols
-        and np.array_equal(jacobian.indices, np.arange(rows))
-        and np.array_equal(jacobian.indptr, np.arange(rows + 1))
-    )
+    return isinstance(jacobian, BatchedCSR) and jacobian.pattern.kind == "diagonal"
 
 
 def numpy_loops(grad: NDArray[Any], jacobians: NDArray[Any]) -> dict[str, Call]:

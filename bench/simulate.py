@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,20 +19,17 @@ from numpy.typing import NDArray
 from scipy.sparse.linalg import splu
 
 from sparsescan import Pattern
-from sparsescan.simulate import ImplicitSteps, TimeSteps
+from sparsescan.simulate import TimeSteps
 from sparsescan.simulate.factors import Matrices
 
 from . import peers, races
-from .cable import Cable
+from .cable import Cable, march
 from .experiment import Experiment, Piece, Results, Table
 from .page import significant
 from .races import OURS
-from .timing import PAUSE, Call, fastest, take_rounds
+from .timing import PAUSE, Call, take_rounds
 
 Array = NDArray[Any]
-# A contender for some steps, in the ways that might be fastest. A call returns the last state and
-# gradients by name, and the seconds of both passes, if they are apart.
-Maker = Callable[[int], dict[str, Call]]
 
 ALONE, FREE = "sparsescan, the function alone", "sparsescan, no limit"
 SCIPY, KLU = "SciPy, splu in each iteration", "jax.lax.scan, KLU"
@@ -186,29 +183,19 @@ def burgers(n: int) -> Problem:
 # -- Ours -----------------------------------------------------------------------------------------
 
 
-def _march(
-    sim: TimeSteps | ImplicitSteps,
-    u0: Array,
-    params: Any,
-    above: Array,
-    dt: float,
-    steps: int,
-    limit: int | None = None,
-) -> dict[str, Any]:
-    start = time.perf_counter()
-    run = sim.forward(u0, params, steps=steps, dt=dt, memory_limit=limit)
-    middle = time.perf_counter()
-    grads = run.backward(grad_last=above)
-    seconds = middle - start, time.perf_counter() - middle
-    return {"last": run.last, "u0": grads.u0, **grads.params, "seconds": seconds}
-
-
-def ours(problem: Problem, steps: int, alone: bool = False) -> dict[str, Call]:
+def ours(
+    problem: Problem, steps: int, alone: bool = False, limit: int | None = None
+) -> dict[str, Call]:
     """Return a call with derivatives by functions, or one with the rate alone."""
     given: dict[str, Any] = {"jacobian": problem.jacobian, "vjp": problem.vjp}
     sim = TimeSteps(problem.rate, problem.pattern, **({} if alone else given))
     about = problem.u0, problem.params, problem.above, problem.dt
-    return {"complex steps" if alone else "functions": lambda: _march(sim, *about, steps)}
+
+    def call() -> dict[str, Any]:
+        last, grads, seconds = march(sim, *about, steps, limit)
+        return {"last": last, "u0": grads.u0, **grads.params, "seconds": seconds}
+
+    return {"complex steps" if alone else "functions": call}
 
 
 # -- Peers ----------------------------------------------------------------------------------------
@@ -430,7 +417,7 @@ class Solves:
 
         return {"MMD_AT_PLUS_A, pivots on the diagonal": self._call(factorise, solves)}
 
-    def kvxopt(self, name: str, solves: int) -> dict[str, Call]:
+    def kvxopt(self, solves: int, name: str) -> dict[str, Call]:
         """Return a call of KLU or UMFPACK, whose symbolic phase is done before."""
         peer = peers.require("kvxopt", "pip install kvxopt")
         solver = peers.require(f"kvxopt.{name}", "pip install kvxopt")
@@ -475,13 +462,19 @@ class Solves:
 
 @dataclass(frozen=True)
 class Race:
-    """A simulation, sizes and steps in full and in a quick run, and the ratios asked for."""
+    """A simulation, sizes and steps in full and in a quick run, and the ratios asked for.
+
+    Contenders are given the problem of a size, and steps, and make ways that might be fastest. A
+    call returns the last state and gradients by name, and the seconds of both passes, if they are
+    apart.
+    """
 
     title: str
     full: tuple[int, int]
     quick: tuple[int, int]
-    contenders: Callable[[int], dict[str, Maker]]
-    wanted: dict[str, float]
+    problem: Callable[[int], Any]
+    contenders: dict[str, Callable[..., dict[str, Call]]]
+    wanted: dict[str, float] = field(default_factory=dict)
     rounds: int = 5
     unit: str = "steps"
 
@@ -492,15 +485,11 @@ class Race:
     def measure(self, quick: bool) -> Results:
         """Return the times of contenders in turns, and how far their results are apart."""
         size, steps = self.quick if quick else self.full
-        calls: dict[str, Call] = {}
-        chosen: dict[str, dict[str, str]] = {"variants": {}, "missing": {}}
-        for name, make in self.contenders(size).items():
-            try:
-                variant, _ = fastest(make(_TRIAL), 1)
-                calls[name] = make(steps)[variant]
-                chosen["variants"][name] = variant
-            except peers.MissingPeerError as error:
-                chosen["missing"][name] = str(error)
+        problem = self.problem(size)
+        makers = {name: partial(make, problem) for name, make in self.contenders.items()}
+        trials = {name: partial(make, _TRIAL) for name, make in makers.items()}
+        _, chosen = peers.fastest_of_each(trials, 1)
+        calls = {name: makers[name](steps)[way] for name, way in chosen["variants"].items()}
         samples: dict[str, list[float]] = {name: [] for name in calls}
         passes: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
         found: dict[str, dict[str, Any]] = {}
@@ -525,103 +514,63 @@ class Race:
         return {"samples": samples, "passes": passes, **chosen, **about}
 
 
-def _grid(make: Callable[[int], Problem], side: int) -> dict[str, Maker]:
-    problem = make(side)
-    return {
-        OURS: partial(ours, problem),
-        ALONE: partial(ours, problem, alone=True),
-        SCIPY: partial(scipy_loop, problem),
-        KLU: partial(klu_scans, problem),
-    }
-
-
-def _line(n: int) -> dict[str, Maker]:
-    problem = burgers(n)
-    return {
-        OURS: partial(ours, problem),
-        ALONE: partial(ours, problem, alone=True),
-        DIFFRAX: partial(diffrax_solves, problem),
-    }
-
-
-def _cable(compartments: int) -> dict[str, Maker]:
-    cable = Cable(compartments)
-    return {OURS: cable.ours, JAXLEY: cable.jaxley}
-
-
-def _solvers(make: Callable[[int], Problem], side: int) -> dict[str, Maker]:
-    solves = Solves(make(side))
-    return {
-        OURS: solves.ours,
-        KLU_ALONE: partial(solves.kvxopt, "klu"),
-        UMFPACK: partial(solves.kvxopt, "umfpack"),
-        PARDISO: solves.pardiso,
-    }
-
-
+_OURS = {OURS: ours, ALONE: partial(ours, alone=True)}
+_GRID = {**_OURS, SCIPY: scipy_loop, KLU: klu_scans}, {SCIPY: 3.0, KLU: 2.0}
+_LINE = {**_OURS, DIFFRAX: diffrax_solves}, {DIFFRAX: 10.0}
+_CABLE = {OURS: Cable.ours, JAXLEY: Cable.jaxley}, {JAXLEY: 5.0}
+_SOLVERS = {
+    OURS: Solves.ours,
+    KLU_ALONE: partial(Solves.kvxopt, name="klu"),
+    UMFPACK: partial(Solves.kvxopt, name="umfpack"),
+    PARDISO: Solves.pardiso,
+}
 _FACTORS = "Factors of a matrix and solves"
-_GRID = {SCIPY: 3.0, KLU: 2.0}
+_PROBLEMS = {"Fisher–KPP, {0}×{0}": (fisher, 2), "Brusselator, {0}×{0}": (brusselator, 1)}
 RACES = (
-    Race("Fisher–KPP, {0}×{0}", (100, 1000), (10, 20), partial(_grid, fisher), _GRID, 2),
-    Race("Brusselator, {0}×{0}", (100, 1000), (10, 20), partial(_grid, brusselator), _GRID, 1),
-    Race("Burgers, {0:,} unknowns", (1000, 50), (50, 20), _line, {DIFFRAX: 10.0}, 2),
-    Race("Cable, {0} compartments", (500, 4000), (12, 40), _cable, {JAXLEY: 5.0}),
-    Race(
-        f"{_FACTORS}, Fisher–KPP, {{0}}×{{0}}",
-        (100, 60),
-        (10, 3),
-        partial(_solvers, fisher),
-        {},
-        unit="solves",
+    *(
+        Race(title, (100, 1000), (10, 20), make, *_GRID, rounds)
+        for title, (make, rounds) in _PROBLEMS.items()
     ),
-    Race(
-        f"{_FACTORS}, Brusselator, {{0}}×{{0}}",
-        (100, 60),
-        (10, 3),
-        partial(_solvers, brusselator),
-        {},
-        unit="solves",
+    Race("Burgers, {0:,} unknowns", (1000, 50), (50, 20), burgers, *_LINE, 2),
+    Race("Cable, {0} compartments", (500, 4000), (12, 40), Cable, *_CABLE),
+    *(
+        Race(
+            f"{_FACTORS}, {title}",
+            (100, 60),
+            (10, 3),
+            lambda side, make=make: Solves(make(side)),
+            _SOLVERS,
+            unit="solves",
+        )
+        for title, (make, _) in _PROBLEMS.items()
     ),
 )
 
 
-@dataclass(frozen=True)
-class Limited:
-    """Burgers' equation within a limit of memory."""
+def _within(mebibytes: int) -> Race:
+    """Return the race of Burgers' equation within a limit of memory and without it."""
+    title, sizes = "Burgers, {0:,} unknowns", ((10_000, 2_000), (500, 300))
+    contenders = {OURS: partial(ours, limit=mebibytes << 20), FREE: ours}
+    unit = f"steps, within {mebibytes} MiB"
+    return Race(title, *sizes, burgers, contenders, {FREE: 1 / 1.8}, 3, unit)
 
-    full: tuple[int, int, int] = (10_000, 2_000, 64 << 20)
-    quick: tuple[int, int, int] = (500, 300, 1 << 20)
 
-    @property
-    def name(self) -> str:
-        n, steps, limit = self.full
-        return f"Burgers, {n:,} unknowns, {steps:,} steps, within {limit >> 20} MiB"
-
-    def measure(self, quick: bool) -> Results:
-        """Return the times of calls within the limit and without it, and the peak of memory."""
-        n, steps, limit = self.quick if quick else self.full
-        problem = burgers(n)
-        sim = TimeSteps(problem.rate, problem.pattern, jacobian=problem.jacobian, vjp=problem.vjp)
-
-        def maker(limit: int | None) -> Maker:
-            about = problem.u0, problem.params, problem.above, problem.dt
-            return lambda steps: {"": lambda: _march(sim, *about, steps, limit)}
-
-        def contenders(_: int) -> dict[str, Maker]:
-            return {OURS: maker(limit), FREE: maker(None)}
-
-        sizes = (n, steps), (n, steps)
-        race = Race(self.name, *sizes, contenders, {FREE: 1 / 1.8}, 3)
-        tracemalloc.start()
-        maker(limit)(steps)[""]()
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        return race.measure(quick) | {"limit": limit, "peak": peak}
+def measure_limited(limit: int, quick: bool) -> Results:
+    """Return the times of calls within the limit and without it, and the peak of memory."""
+    race = _within(limit)
+    n, steps = race.quick if quick else race.full
+    (call,) = race.contenders[OURS](burgers(n), steps).values()
+    tracemalloc.start()
+    call()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return race.measure(quick) | {"limit": limit << 20, "peak": peak}
 
 
 def _pieces(quick: bool) -> Iterable[Piece]:
-    for each in (*RACES, Limited()):
+    for each in RACES:
         yield Piece(each.name, partial(each.measure, quick))
+    yield Piece(_within(64).name, partial(measure_limited, 1 if quick else 64, quick))
 
 
 def _tables(results: Results) -> list[Table]:
