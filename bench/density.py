@@ -21,12 +21,12 @@ from torch.nn.utils import prune
 from sparsescan.jacobians import Sequential, from_torch
 from sparsescan.jacobians.training import weighted
 
-from . import drawing, races
+from . import drawing, peers, races
 from .drawing import BLUE, GREEN, ORANGE, decades, legend, plain
 from .experiment import Drawing, Experiment, Piece, Results
 from .peers import PYTORCH
 from .races import OURS
-from .timing import THREADS, Call
+from .timing import Call
 
 Array = NDArray[Any]
 
@@ -105,14 +105,12 @@ def _theirs(module: nn.Module, x: Array, grad: Array) -> dict[str, Call]:
     for form in forms:
         own = copy.deepcopy(module).to(memory_format=form)
         images = torch.from_numpy(x).contiguous(memory_format=form).requires_grad_()
-        above = torch.from_numpy(grad)
 
-        def call(threads: int, own: Any = own, images: Any = images, above: Any = above) -> None:
-            torch.set_num_threads(threads)
-            torch.autograd.grad(own(images), [images, *own.parameters()], above)
+        def call(own: Any = own, images: Any = images) -> None:
+            sources = [images, *own.parameters()]
+            torch.autograd.grad(own(images), sources, torch.from_numpy(grad))
 
-        for threads in {THREADS, 1}:
-            calls[f"{str(form)[6:]}, {threads} threads"] = partial(call, threads)
+        calls |= peers.in_threads(call, f", {str(form)[6:]}")
     return calls
 
 

@@ -16,9 +16,9 @@ from torch.nn.utils import prune
 
 from sparsescan.jacobians import Flatten, Operator, Residual, Sequential, from_torch
 
-from .peers import PYTORCH, Variants
+from .peers import PYTORCH, Variants, in_threads
 from .races import OURS
-from .timing import THREADS, Call
+from .timing import Call
 from .workloads import VGG11_WIDTHS
 
 Array = NDArray[Any]
@@ -121,9 +121,8 @@ class _Race:
             for form in self._forms():
                 changed = form is not torch.contiguous_format
                 own = copied(module).to(memory_format=form) if changed else module
-                for threads in {THREADS, 1}:
-                    key = f"{way}, {str(form)[6:]}, {threads} threads"
-                    calls[key] = partial(self._torch_step, own, form, threads)
+                call = partial(self._torch_step, own, form)
+                calls |= in_threads(call, f", {way}, {str(form)[6:]}")
         return calls
 
     def _forms(self) -> tuple[torch.memory_format, ...]:
@@ -134,8 +133,7 @@ class _Race:
         first = (torch.contiguous_format,)
         return (*first, torch.channels_last) if images and not whole else first
 
-    def _torch_step(self, module: nn.Module, form: Any, threads: int) -> dict[str, Array]:
-        torch.set_num_threads(threads)
+    def _torch_step(self, module: nn.Module, form: Any) -> dict[str, Array]:
         x = torch.from_numpy(self.x)
         x = x.contiguous(memory_format=form) if x.ndim == 4 else x
         grads = torch.autograd.grad(
@@ -153,10 +151,10 @@ def _ours(name: str) -> str:
 # -- Networks -------------------------------------------------------------------------------------
 
 
-class _Block(nn.Module):
-    """A residual block."""
+class Block(nn.Module):
+    """A residual block, whose shortcut is a convolution where it is wider, or is given."""
 
-    def __init__(self, narrow: int, wide: int) -> None:
+    def __init__(self, narrow: int, wide: int, shortcut: nn.Module | None = None) -> None:
         super().__init__()
         stride = wide // narrow
         self.body = nn.Sequential(
@@ -164,11 +162,10 @@ class _Block(nn.Module):
             nn.ReLU(),
             *normalised(nn.Conv2d(wide, wide, 3, 1, 1, bias=False)),
         )
-        self.shortcut = nn.Sequential()
-        if stride > 1:
-            self.shortcut = nn.Sequential(
-                *normalised(nn.Conv2d(narrow, wide, 1, stride, bias=False))
-            )
+        if shortcut is None:
+            conv = normalised(nn.Conv2d(narrow, wide, 1, stride, bias=False)) if stride > 1 else ()
+            shortcut = nn.Sequential(*conv)
+        self.shortcut = shortcut
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         around: torch.Tensor = self.shortcut(x) + self.body(x)
@@ -200,7 +197,7 @@ def _resnet20() -> nn.Sequential:
     channels = 16
     for width in _RESNET:
         for _ in range(3):
-            layers += [_Block(channels, width), nn.ReLU()]
+            layers += [Block(channels, width), nn.ReLU()]
             channels = width
     return nn.Sequential(*layers, nn.AvgPool2d(8), nn.Flatten(), nn.Linear(channels, 10))
 
@@ -261,7 +258,7 @@ def _layers(module: nn.Module, shape: tuple[int, ...], lead: int) -> list[Operat
     """Return our layers with the weights of PyTorch's; `lead` axes of a shape are of the batch."""
     ops: list[Operator] = []
     for layer in module.children():
-        if isinstance(layer, _Block):
+        if isinstance(layer, Block):
             body, shortcut = (_layers(each, shape, lead) for each in (layer.body, layer.shortcut))
             ops.append(Residual(*body, shortcut=shortcut))
         elif isinstance(layer, nn.Flatten):

@@ -31,7 +31,7 @@ from sparsescan.strategies.pipeline.simulation import Placement, Simulation
 from . import drawing
 from .experiment import Drawing, Experiment, Piece, Results, Table
 from .lenet5 import NETWORKS, Images, lenet5, load_digits
-from .networks import normalised
+from .networks import Block, normalised
 
 Array = NDArray[Any]
 
@@ -135,29 +135,26 @@ def stages_of(module: nn.Sequential, placement: Placement, *how: float) -> list[
     return [TorchStage(layers[part], *how) for part in placement.parts]
 
 
-class _Block(nn.Module):
-    """A residual block, whose shortcut has no parameters."""
+class _Padded(nn.Module):
+    """A shortcut without parameters: every other pixel, and channels of zeros."""
 
-    def __init__(self, entering: int, channels: int, stride: int) -> None:
+    def __init__(self, more: int) -> None:
         super().__init__()
-        self._stride, self._more = stride, channels - entering
-        self._inner = nn.Sequential(
-            *normalised(nn.Conv2d(entering, channels, 3, stride, 1, bias=False)),
-            nn.ReLU(),
-            *normalised(nn.Conv2d(channels, channels, 3, 1, 1, bias=False)),
-        )
+        self._more = more
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        around = x[:, :, :: self._stride, :: self._stride]
-        around = nn.functional.pad(around, (0, 0, 0, 0, 0, self._more))
-        return torch.relu(self._inner(x) + around)
+        return nn.functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, self._more))
 
 
 def resnet20(seed: int) -> nn.Sequential:
     """ResNet-20 for CIFAR's images, from other parameters each time: stem, nine blocks, head."""
     torch.manual_seed(seed)
     widths = [16] * 4 + [32] * 3 + [64] * 3
-    blocks = [_Block(a, b, 1 + (a < b)) for a, b in pairwise(widths)]
+    shortcuts = [_Padded(b - a) if a < b else nn.Identity() for a, b in pairwise(widths)]
+    blocks = [
+        nn.Sequential(Block(*pair, shortcut), nn.ReLU())
+        for pair, shortcut in zip(pairwise(widths), shortcuts, strict=True)
+    ]
     stem = *normalised(nn.Conv2d(3, 16, 3, padding=1, bias=False)), nn.ReLU()
     head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
     return nn.Sequential(nn.Sequential(*stem), *blocks, nn.Sequential(*head))

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 import sparsescan.torch
@@ -25,7 +24,7 @@ from . import peers, races
 from .experiment import Experiment, Piece, Results, Table
 from .page import significant
 from .races import OURS
-from .timing import THREADS, Call
+from .timing import Call
 
 PEER = "sb3-contrib"
 WINDOWS, AT_STARTS = "sparsescan, whole windows", "PyTorch, states begun anew at starts"
@@ -226,13 +225,12 @@ class _Race:
             policy._process_sequence = process[name]
         self.learners[name] = learner
 
-        def call(threads: int) -> dict[str, Tensor]:
-            torch.set_num_threads(threads)
+        def call() -> dict[str, Tensor]:
             _cut_alike()
             learner.train()
             return {key: each.grad for key, each in policy.named_parameters()}
 
-        return {f"{n} threads": partial(call, n) for n in (THREADS, 1)}
+        return peers.in_threads(call)
 
     def sequences(self) -> dict[str, list[int]]:
         """Return how many sequences contenders have, and of how many steps."""

@@ -167,14 +167,12 @@ class _Race:
             self.steps, self.batch, HIDDEN, HIDDEN
         )
         return {
-            OURS: lambda: _threaded(self._backward(self.ours)),
-            AUTOGRAD: lambda: _threaded(self._backward(self.theirs)),
-            GIVEN: lambda: {
-                "plan": lambda: steps.param_grads(recurrence.scan(grad, jacobians)),
-            },
+            OURS: lambda: peers.in_threads(self._backward(self.ours)),
+            AUTOGRAD: lambda: peers.in_threads(self._backward(self.theirs)),
+            GIVEN: lambda: {"plan": lambda: steps.param_grads(recurrence.scan(grad, jacobians))},
             SCAN: lambda: {"plan": partial(plan.exclusive_scan, grad, self.chain)},
-            STEP_OURS: lambda: _threaded(self._learn((self.steps, self.batch))),
-            STEP: lambda: _threaded(self._learn(None)),
+            STEP_OURS: lambda: peers.in_threads(self._learn((self.steps, self.batch))),
+            STEP: lambda: peers.in_threads(self._learn(None)),
             JAX_SCAN: lambda: peers.jax_scans(grad, dense),
             JAX_ASSOCIATIVE: lambda: peers.jax_associative_scans(grad, dense),
         }
@@ -205,16 +203,6 @@ class _Race:
             if name in calls:
                 found |= races.apart({name: states}, {name: calls[name]()})
         return found
-
-
-def _threaded(call: Call) -> dict[str, Call]:
-    """With PyTorch on two threads or one: steps may be too small to share."""
-
-    def run(threads: int) -> Any:
-        torch.set_num_threads(threads)
-        return call()
-
-    return {f"{n} threads": partial(run, n) for n in (THREADS, 1)}
 
 
 def about(kind: str) -> Results:

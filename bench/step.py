@@ -23,7 +23,7 @@ from .experiment import Experiment, Piece, Results
 from .networks import NETWORKS, NetworkCase
 from .peers import FLUSHING, PYTORCH
 from .races import JAX, OURS
-from .timing import THREADS, Call
+from .timing import Call
 
 Array = NDArray[Any]
 
@@ -149,8 +149,7 @@ class _Race:
         state = torch.tensor(self.state, requires_grad=True)
         grad, parameters = torch.tensor(self.grad), dict(layer.named_parameters())
 
-        def call(threads: int) -> dict[str, Array]:
-            torch.set_num_threads(threads)
+        def call() -> dict[str, Array]:
             begin = state
             if self.case.kind == "LSTM":
                 begin = tuple(part.contiguous() for part in state.chunk(2, dim=-1))
@@ -160,7 +159,7 @@ class _Race:
             names = ["input", "state", *parameters]
             return dict(zip(names, [each.numpy() for each in grads], strict=True))
 
-        return {f"{n} threads": partial(call, n) for n in (THREADS, 1)}
+        return peers.in_threads(call)
 
     def loss(self, output: Any, grad: Any) -> Any:
         """Return JAX's number whose gradients of the outputs are these."""
