@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import sparsescan
-
 from .timing import Call, Ceilings
 
 # Kernels for the floor and the clocks, compiled by CuPy.
@@ -35,15 +33,14 @@ class Cuda:
         CuPy.
     device : str
         The `device` that plans are given.
-    torch_name, jax_name : str
-        The name that PyTorch and JAX have for such a device.
+    torch_name : str
+        The name that PyTorch has for such a device.
     cache : int
         Bytes of the L2 cache.
     """
 
     device = "cuda"
-    on_gpu = True
-    torch_name, jax_name = "cuda", "gpu"
+    torch_name = "cuda"
 
     def __init__(self) -> None:
         import cupy
@@ -91,10 +88,6 @@ class Cuda:
 
         return spmv(a, x)
 
-    def chain(self, chain: sparsescan.CSRChain) -> sparsescan.CSRChain:
-        """Copy the values of a chain to the device."""
-        return sparsescan.CSRChain.from_pattern(self.put(chain.data), chain.pattern)
-
     def free(self) -> None:
         """Give memory back that no array uses."""
         gc.collect()
@@ -118,11 +111,10 @@ class Cuda:
             The call that is timed.
         times : int
             How often.
-        clock : {"call", "device", "host"}
-            "call" goes by device events, from an idle device until the work is done, so it has what
-            Python and the launches cost; "host" does so by the host's clock, for a library that
-            works on streams of its own. "device" is the work alone: it is queued up behind a kernel
-            that waits until all of it has been launched.
+        clock : {"call", "device"}
+            By device events: "call" from an idle device until the work is done, so it has what
+            Python and the launches cost. "device" is the work alone: it is queued up behind a
+            kernel that waits until all of it has been launched.
         cold : bool
             Whether the L2 cache holds nothing of use when the call begins.
         """
@@ -145,14 +137,11 @@ class Cuda:
                 self._wait((1,), (1,), (np.uint64(launching * 1e9),))
             else:
                 self.synchronize()
-            begin = time.perf_counter()
             first.record()
             call()
             last.record()
             self.synchronize()
-            waited = time.perf_counter() - begin
-            between = self.xp.cuda.get_elapsed_time(first, last) / 1e3
-            samples.append(waited if clock == "host" else between)
+            samples.append(self.xp.cuda.get_elapsed_time(first, last) / 1e3)
         return samples
 
     def waits_inside(self, call: Call) -> bool:

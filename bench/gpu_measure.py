@@ -14,6 +14,8 @@ from .contests import OURS, Work
 from .timing import Call, Ceilings, calls_in, rounded
 
 ROUNDS = 3
+# See :meth:`~bench.gpu_device.Cuda.samples`.
+_CLOCKS = "call", "device"
 # Seconds that a contender's turn is meant to take, and how many calls it may be.
 _SECONDS_A_TURN = 0.03
 _FEWEST, _MOST = 2, 30
@@ -43,8 +45,6 @@ class Race(Work):
     floors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     # Remarks on a contender, by its name: work that it does beside what is asked for.
     notes: Mapping[str, str] = field(default_factory=dict)
-    # Which clocks are read; see :meth:`~bench.gpu_device.Cuda.samples`.
-    clocks: tuple[str, ...] = ("call", "device")
 
 
 def measure(
@@ -99,9 +99,7 @@ def _take_turns(
     }
     caches = ("warm", "cold") if race.size <= gpu.cache else ("warm",)
     samples: dict[str, dict[str, list[list[float]]]] = {
-        f"{clock}, {cache}": {name: [] for name in calls}
-        for clock in race.clocks
-        for cache in caches
+        f"{clock}, {cache}": {name: [] for name in calls} for clock in _CLOCKS for cache in caches
     }
     for _ in range(rounds):
         for mode, turns in samples.items():

@@ -17,7 +17,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 import sparsescan
-from sparsescan import Pattern, recurrent
+from sparsescan import CSRChain, Pattern, recurrent
 from sparsescan.recurrent import RNNCell
 
 from . import peers, workloads
@@ -84,26 +84,25 @@ class _TanhNetwork:
             [self.cell.implicit_pattern] * steps, device=gpu.device
         )
 
-    def scan(self, values: Any = None) -> Any:
-        values = self.values if values is None else values
-        return self.plan.exclusive_scan(self.last_grad, values[::-1])
+    def scan(self) -> Any:
+        return self.plan.exclusive_scan(self.last_grad, self.values[::-1])
 
     def scan_with_values(self) -> Any:
-        return self.scan(self.cell.values(self.inputs, self.states[:-1], out=self.values))
+        self.cell.values(self.inputs, self.states[:-1], out=self.values)
+        return self.scan()
 
     def implicit_steps(self) -> Any:
         return self.cell.linearize(self.inputs, self.states[:-1]).implicit()
 
-    def scan_implicit(self, steps: Any = None) -> Any:
-        steps = self.steps if steps is None else steps
-        return self.implicit_plan.exclusive_scan(self.last_grad, steps)
+    def scan_implicit(self) -> Any:
+        return self.implicit_plan.exclusive_scan(self.last_grad, self.steps)
 
     def scan_with_slopes(self) -> Any:
-        return self.scan_implicit(self.implicit_steps())
+        return self.implicit_plan.exclusive_scan(self.last_grad, self.implicit_steps())
 
-    def backward(self, sources: Sequence[Any]) -> Any:
+    def backward(self) -> Any:
         grad = self.torch.autograd.grad
-        return grad(self.last, sources, self.grad, retain_graph=True)
+        return grad(self.last, self.start, self.grad, retain_graph=True)
 
     def graphed(self) -> Call:
         """Capture the backward pass once; its forward has to be on the stream of the capture."""
@@ -153,7 +152,7 @@ def rnn(gpu: Any, steps: int, batch: int) -> Race:
             VALUES: lambda: {"values into out=, plan": net.scan_with_values},
             IMPLICIT: lambda: {"plan of implicit steps": net.scan_implicit},
             SLOPES: lambda: {"linearize, plan of implicit steps": net.scan_with_slopes},
-            CUDNN: lambda: {"autograd.grad": partial(net.backward, [net.start])},
+            CUDNN: lambda: {"autograd.grad": net.backward},
             CUDNN_GRAPH: lambda: {"CUDAGraph.replay": net.graphed()},
         },
         bytes=_ITEM * (read + written),
@@ -331,7 +330,7 @@ def spgemm_level(gpu: Any, reduced: bool = False) -> Race:
 def stencil(gpu: Any, steps: int = 12, side: int = 1024) -> Race:
     """Matrix-vector products with a 5-point stencil, whose steps share a pattern."""
     data = workloads.stencil(steps, side, np.float32)
-    chain = gpu.chain(data.chain)
+    chain = CSRChain.from_pattern(gpu.put(data.chain.data), data.chain.pattern)
     plan = sparsescan.plan(data.chain, schedule="linear", device=gpu.device)
     grad = gpu.put(data.grad)
     values = data.chain.data[:-1]

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import sparsescan
-
 from .machine import Cpu
 from .peers import MissingPeerError
 from .timing import Call, Ceilings, seconds
@@ -31,7 +29,6 @@ class StandIn(Cpu):
     """
 
     device = "cuda"
-    on_gpu = True
     cache = 0
 
     def __init__(self, cupy: Any) -> None:
@@ -63,10 +60,6 @@ class StandIn(Cpu):
 
     def spgemm(self, a: Any, b: Any) -> Any:
         raise MissingPeerError("there is no cuSPARSE here")
-
-    def chain(self, chain: sparsescan.CSRChain) -> sparsescan.CSRChain:
-        """Copy the values of a chain to the device."""
-        return sparsescan.CSRChain.from_pattern(self.put(chain.data), chain.pattern)
 
     def samples(self, call: Call, times: int, clock: str, cold: bool) -> list[float]:
         return seconds(call, 1)

@@ -19,7 +19,6 @@ FLOOR_STEPS, FLOOR_MULTIPLE = 30_000, 4
 WORDS = {
     "call": "the time of one call, from an idle device until its work is done, with all launches",
     "device": "the time of the work alone, which begins when all of it has been launched",
-    "host": "the time of one call by the clock of the host",
     "cold": "the ratio where the L2 cache was filled with other data before each call; none where "
     "the input is larger than the cache",
     "with values": "ours makes the values of the Jacobians in the call, as cuDNN's backward pass "
@@ -153,12 +152,11 @@ def _races(every: Sequence[Report]) -> Iterator[list[str]]:
             names = [_beside(ratio["theirs"] + star, ratio["ours"]), ratio["clock"]]
             yield [race["work"], *names, *ratios, *times, ratio["skipped"] or ""]
         floor = race["floors"]["the work"]["seconds"]
-        clock = "device" if "device, warm" in medians else "host"
-        taken = medians.get(f"{clock}, warm", {})
+        taken = medians["device, warm"]
         ours = next((name for name in taken if name.startswith(OURS)), OURS)
         over = _ratio(floor / taken[ours]) if ours in taken else ""
         times = [_ms(floor), _ms(taken.get(ours))]
-        yield [race["work"], _beside("the floor", ours), clock, over, "", *times, ""]
+        yield [race["work"], _beside("the floor", ours), "device", over, "", *times, ""]
 
 
 def _beside(peer: str, ours: str) -> str:

@@ -151,8 +151,7 @@ class Cpu:
 
     xp = np
     device = None
-    on_gpu = False
-    torch_name, jax_name = "cpu", "cpu"
+    torch_name = "cpu"
 
     put = get = staticmethod(np.asarray)
 
