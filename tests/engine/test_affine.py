@@ -65,7 +65,8 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    steps, size = draw(st.integers(0, 12)), draw(st.integers(1, 20))
+    # A transposed product takes columns eight by eight, the last of which may overlap.
+    steps, size = draw(st.integers(0, 12)), draw(st.integers(1, 20) | st.sampled_from([33, 47, 65]))
     batch = draw(st.sampled_from([None, 1, 2, 3, 7, 8, 9, 17]))
     dtype = np.dtype(draw(st.sampled_from(["f4", "f8", "c8", "c16"])))
     kind = draw(st.sampled_from(["dense", "diagonal", "number", "general"]))
@@ -330,13 +331,9 @@ def test_large_states_of_few_samples_run_by_a_plan() -> None:
         np.testing.assert_allclose(result, exact, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"matrices": np.ones((5, 4, 3, 2))},
-            r"matrices has shape .*; expected matrices \(T, size",
-        ),
+REFUSED: dict[type[Exception], list[tuple[dict[str, Any], str]]] = {
+    InputError: [
+        ({"matrices": np.ones((5, 4, 3, 2))}, r"matrices has shape .*; expected matrices \(T, s"),
         ({"matrices": np.ones(5)}, r"matrices has shape \(5,\), one diagonal \(size,\) for all st"),
         (
             {"offsets": np.ones((5, 3, 3))},
@@ -360,30 +357,26 @@ def test_large_states_of_few_samples_run_by_a_plan() -> None:
         ),
         ({"schedule": "fast"}, "schedule is 'fast'"),
     ],
-)
-def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        affine_scan(**{"matrices": np.ones((5, 3, 3)), **change})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+    InputTypeError: [
         ({"pattern": "diagonal"}, "pattern is 'diagonal'; expected a Pattern"),
         (
             {"matrices": np.ones((5, 3, 3), int)},
-            "matrices has dtype int64; expected float32, float",
+            "matrices has dtype int64; expected float32",
         ),
+        ({"offsets": "b"}, "offsets has dtype"),
         (
             {"offsets": 1j * np.ones((5, 3)), "schedule": "blelloch"},
             "'auto' or 'linear', which comp",
         ),
-        ({"offsets": "b"}, "offsets has dtype"),
     ],
-)
-def test_types_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputTypeError, match=message):
-        affine_scan(**{"matrices": np.ones((5, 3, 3)), **change})
+}
+
+
+@pytest.mark.parametrize("error", REFUSED)
+def test_what_cannot_be_is_refused(error: type[Exception]) -> None:
+    for change, message in REFUSED[error]:
+        with pytest.raises(error, match=message):
+            affine_scan(**{"matrices": np.ones((5, 3, 3)), **change})
 
 
 def test_gradients_need_the_states_of_the_call() -> None:
@@ -396,17 +389,3 @@ def test_gradients_need_the_states_of_the_call() -> None:
     chain = CSRChain.from_pattern(np.ones((4, 3)), Pattern.diagonal(3))
     with pytest.raises(InputError, match="pattern is given for a CSRChain"):
         affine_scan(chain, pattern=Pattern.diagonal(3))
-
-
-@pytest.mark.parametrize("size", [8, 9, 31, 32, 33, 47, 65])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_columns_in_vectors(size: int, dtype: Any) -> None:
-    """A transposed product takes columns eight by eight, the last of which may overlap."""
-    rng = np.random.default_rng()
-    a = (rng.standard_normal((3, 2, size, size)) / np.sqrt(size)).astype(dtype)
-    b = rng.standard_normal((3, 2, size)).astype(dtype)
-    states, expected = affine_scan(a, b, transposed=True), np.zeros((2, size))
-    for matrix, added, y in zip(a.astype(np.float64), b, states, strict=True):
-        expected = np.einsum("bij,bi->bj", matrix, expected) + added
-        bound = 12 * (size + 4) * np.finfo(dtype).eps * (1 + np.abs(expected).max())
-        assert np.abs(y - expected).max() <= bound

@@ -98,24 +98,12 @@ def rounded_as_written(jacobian: sp.csr_array, x: np.ndarray) -> np.ndarray:
 
 
 @scanned
-@given(seed=SEEDS, batch=st.sampled_from(BATCHES))
-def test_the_product_is_scipys(seed, batch, dtype, index_dtype):
-    rng = np.random.default_rng(seed)
-    jacobian = of_any_length(rng, dtype)
-    assert sparsescan.plan([jacobian]).patterns[0].index_dtype == index_dtype
-    x = vectors(rng, batch, jacobian.shape[1], dtype)
-    exact = (jacobian.astype(np.float64) @ x.astype(np.float64).T).T
-    size = (abs(jacobian.astype(np.float64)) @ np.abs(x.astype(np.float64)).T).T
-    error = np.abs(product(jacobian, x) - exact)
-    assert (error <= np.diff(jacobian.indptr) * np.finfo(dtype).eps * size).all()
-
-
-@scanned
 @pytest.mark.parametrize("batch", BATCHES)
 def test_every_sample_is_plain_floating_point(batch, dtype, index_dtype):
     """The sum is equal, to the last bit, whatever the batch and the processor."""
     rng = np.random.default_rng(batch or 0)
     jacobian = of_any_length(rng, dtype)
+    assert sparsescan.plan([jacobian]).patterns[0].index_dtype == index_dtype
     x = vectors(rng, batch, jacobian.shape[1], dtype)
     assert same_bits([product(jacobian, x)], [rounded_as_written(jacobian, x)])
 

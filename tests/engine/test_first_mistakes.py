@@ -302,9 +302,3 @@ def test_float64_beside_float32_is_no_mistake() -> None:
     output, _ = GRU(12, 20, rng=0).training_step().forward(X.astype(np.float64))
     expected, _ = GRU(12, 20, rng=0).training_step().forward(X)
     np.testing.assert_allclose(output, expected, atol=1e-6)
-
-
-def test_a_plan_takes_any_batch() -> None:
-    plan = sparsescan.plan(BATCH)
-    few = plan.exclusive_scan(np.ones((3, 3)), BATCH[:, :3])
-    np.testing.assert_allclose(few, plan.exclusive_scan(np.ones((16, 3)), BATCH)[:, :3])

@@ -10,8 +10,7 @@ import pytest
 import scipy.sparse as sp
 from fresh_python import run_python
 from hypothesis import given, seed, settings
-from hypothesis import strategies as st
-from malformed import malformed
+from malformed import Liar, malformed
 from oracles import assert_within, every_schedule, same_bits, sequential
 
 import sparsescan
@@ -154,19 +153,6 @@ def test_unsorted_and_duplicate_columns_are_summed_on_a_copy():
         assert array.tobytes() == fresh.tobytes()
 
 
-@given(st.integers(0, 2**32 - 1))
-def test_shuffled_entries_make_no_difference(random):
-    rng = np.random.default_rng(random)
-    rows, cols = rng.integers(0, 6, 2)
-    matrix = sp.random_array((rows, cols), density=0.6, rng=rng, format="csr")
-    odd = matrix.copy()
-    order = np.lexsort((rng.random(matrix.nnz), np.repeat(np.arange(rows), np.diff(matrix.indptr))))
-    odd.indices, odd.data = matrix.indices[order], matrix.data[order]
-    grad = rng.standard_normal(cols)
-    expected, result = (sparsescan.inclusive_scan(grad, [m]) for m in (matrix, odd))
-    assert same_bits(expected, result)
-
-
 # ---------------------------------------------------------------------------------------------
 # Shapes that do not agree
 # ---------------------------------------------------------------------------------------------
@@ -195,23 +181,6 @@ def test_batch_sizes_that_differ():
     assert refused(np.ones((2, 3)), jacobians).startswith(
         "InputError: jacobians[2] has a batch of 4, an earlier one of 2; expected one batch size"
     )
-
-
-def test_local_gradients():
-    jacobians = np.ones((3, 2, 2))
-    call = sparsescan.exclusive_scan
-    for local, error, message in [
-        ([None] * 4, InputError, "local_grads has 4 entries; expected 3"),
-        ([np.ones(2)] * 2, InputError, "local_grads has 2 entries; expected 3"),
-        ([None, np.ones(3), None], InputError, r"local_grads\[1\] has shape \(3,\); expected \(2,"),
-        ([None, np.ones((2, 2)), None], InputError, r"local_grads\[1\] has shape \(2, 2\); exp"),
-        ([None, None, [1, 2]], InputTypeError, r"local_grads\[2\] has dtype int64; expected float"),
-        ("abc", InputTypeError, "local_grads is a str; expected a sequence"),
-        ({0: np.ones(2)}, InputTypeError, "local_grads is a dict; expected a sequence"),
-        (7.0, InputTypeError, "local_grads is a float; expected a sequence"),
-    ]:
-        with pytest.raises(error, match=f"^{message}"):
-            call(np.ones(2), jacobians, local_grads=local)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -411,17 +380,6 @@ def test_steps_of_a_chain_over_one_pattern_are_square():
     assert len(CSRChain(np.ones((1, 2)), [0, 1], [0, 2], (1, 2))) == 1
 
 
-class Liar(list):
-    """A sequence that says one length and gives another."""
-
-    def __init__(self, length, items):
-        super().__init__(items)
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-
 @pytest.mark.parametrize(("given", "gave"), [(0, "0"), (1, "1"), (3, "more than 2")])
 def test_a_sequence_that_lies_about_its_length_is_refused(given, gave, tmp_path):
     matrix = sp.csr_array(np.eye(3) + np.eye(3, k=1))
@@ -462,23 +420,6 @@ def test_attributes_that_somebody_replaced_are_read_or_refused(name, value):
 # ---------------------------------------------------------------------------------------------
 # Objects that compare, count or hold in ways of their own
 # ---------------------------------------------------------------------------------------------
-
-
-def test_a_periodic_chain_is_of_two_sequences():
-    diagonal = Pattern.diagonal(2)
-    for values, patterns, message in [
-        (3, 4, "^patterns is 4; expected a list"),
-        (None, [diagonal], "^values is None; expected a list"),
-        ([np.ones((3, 2))], None, "^patterns is None; expected a list"),
-        ("ab", [diagonal], "^values is 'ab'; expected a list"),
-        ({0: 1}, [diagonal], "^values is {0: 1}; expected a list"),
-        (np.array(1.0), [diagonal], "^values cannot be read: "),
-        ([np.ones((3, 2))], [diagonal.shape], r"^patterns\[0\] is a tuple; expected a Pattern"),
-    ]:
-        with pytest.raises(InputTypeError, match=message):
-            sparsescan.PeriodicChain(values, patterns)
-    with pytest.raises(InputError, match=r"^values gave other than 2 entries; expected 2, its len"):
-        sparsescan.PeriodicChain(Liar(2, [np.ones((3, 2))]), [diagonal])
 
 
 @pytest.mark.parametrize(

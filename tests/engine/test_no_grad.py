@@ -58,39 +58,44 @@ class Broken(list[Any]):
 @pytest.mark.parametrize(
     ("local", "error", "message"),
     [
-        (None, InputError, "^grad is None, and local_grads has no gradient either; expected the g"),
-        ([None] * 3, InputError, "^grad is None, and local_grads has no gradient either; expected"),
-        (3, InputTypeError, "^local_grads is a int; expected a sequence"),
-        ("abc", InputTypeError, "^local_grads is a str; expected a sequence"),
-        (np.ones(()), InputTypeError, "^local_grads is a ndarray; expected a sequence"),
-        (Broken([1, 2, 3]), InputTypeError, "^local_grads cannot be read: no more"),
-        (
-            [None, np.ones(2), None],
-            InputError,
-            r"^local_grads\[1\] has shape \(2,\); expected \(3,",
-        ),
-        (
-            [None, np.ones((2, 2, 3)), None],
-            InputError,
-            r"^local_grads\[1\] has shape \(2, 2, 3\); e",
-        ),
-        ([None, np.ones(3, int), None], InputTypeError, r"^local_grads\[1\] has dtype int"),
-        (
-            [None, np.ones((5, 3)), np.ones(3)],
-            InputError,
-            r"^local_grads\[2\] has shape \(3,\); ex",
-        ),
-        (np.ones((2, 3)), InputError, "^local_grads has 2 entries; expected 3"),
-        (np.ones((3, 4)), InputError, r"^local_grads\[0\] has shape \(4,\); expected \(3,\)"),
-        (np.ones(3), InputError, r"^local_grads\[0\] has shape \(\); expected \(3,\)"),
+        (3, InputTypeError, "is a int; expected a sequence"),
+        (7.0, InputTypeError, "is a float; expected a sequence"),
+        ("abc", InputTypeError, "is a str; expected a sequence"),
+        ({0: np.ones(2)}, InputTypeError, "is a dict; expected a sequence"),
+        (np.ones(()), InputTypeError, "is a ndarray; expected a sequence"),
+        (Broken([1, 2, 3]), InputTypeError, "cannot be read: no more"),
+        ([np.ones(3), None, None, None], InputError, "has 4 entries; expected 3"),
+        ([np.ones(3)] * 2, InputError, "has 2 entries; expected 3"),
+        (np.ones((2, 3)), InputError, "has 2 entries; expected 3"),
+        ([None, np.ones(2), None], InputError, r"\[1\] has shape \(2,\); expected \(3,"),
+        ([None, np.ones((2, 2, 3)), None], InputError, r"\[1\] has shape \(2, 2, 3\); expected"),
+        ([None, np.ones(3, int), None], InputTypeError, r"\[1\] has dtype int"),
+        ([None, None, [1, 2, 3]], InputTypeError, r"\[2\] has dtype int64; expected float"),
+        (np.ones((3, 4)), InputError, r"\[0\] has shape \(4,\); expected \(3,\)"),
+        (np.ones(3), InputError, r"\[0\] has shape \(\); expected \(3,\)"),
     ],
 )
-def test_what_gives_no_zeros_is_named(local: Any, error: Any, message: str) -> None:
+def test_local_gradients_that_do_not_fit_are_named(local: Any, error: Any, message: str) -> None:
     jacobians = np.zeros((3, 3, 3))
     plan = sparsescan.plan(jacobians)
     for call in (sparsescan.exclusive_scan, plan.exclusive_scan):
-        with pytest.raises(error, match=message):
-            call(None, jacobians, local_grads=local)
+        for grad in (None, np.ones(3)):
+            with pytest.raises(error, match=f"^local_grads ?{message}"):
+                call(grad, jacobians, local_grads=local)
+
+
+@pytest.mark.parametrize(
+    ("local", "message"),
+    [
+        (None, "^grad is None, and local_grads has no gradient either; expected the g"),
+        ([None] * 3, "^grad is None, and local_grads has no gradient either; expected"),
+        ([None, np.ones((5, 3)), np.ones(3)], r"^local_grads\[2\] has shape \(3,\); expected"),
+    ],
+)
+def test_what_gives_no_zeros_is_named(local: Any, message: str) -> None:
+    for call in (sparsescan.exclusive_scan, sparsescan.plan(np.zeros((3, 3, 3))).exclusive_scan):
+        with pytest.raises(InputError, match=message):
+            call(None, np.zeros((3, 3, 3)), local_grads=local)
 
 
 def test_batches_of_jacobians_and_of_local_gradients_are_one() -> None:

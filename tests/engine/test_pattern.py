@@ -243,19 +243,6 @@ def structure(a, b):
     return product.toarray() > 0, round(float(product.sum()))
 
 
-@given(st.sampled_from(STRUCTURES), st.tuples(SIZES, SIZES, SIZES), st.booleans(), SEEDS)
-def test_products_with_a_dense_operand(other, sizes, first, seed):
-    """Rows and columns without entries, and sizes of zero, are left out of a full one."""
-    a, b = make_pair(*(("full", other) if first else (other, "full")), sizes, False, seed)
-    where, terms = structure(a, b)
-    c = product(a, b)
-    assert_canonical(c)
-    np.testing.assert_array_equal(ones(c).toarray() > 0, where)
-    assert c is Pattern(*indices_of(where)[::-1], where.shape)
-    assert product_nnz(a, b) == where.sum()
-    assert multiply_adds(a, b) == terms
-
-
 @given(st.sampled_from(STRUCTURES), st.sampled_from(STRUCTURES), st.integers(0, 64), SEEDS)
 def test_entries_of_a_product_of_up_to_64_rows_are_counted(left, right, rows, seed):
     rng = np.random.default_rng(seed)

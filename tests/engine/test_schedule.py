@@ -67,24 +67,6 @@ def test_prefixes_in_the_free_monoid(family):
 
 
 @FAMILIES
-@pytest.mark.parametrize("order", [1, -1], ids=["first run first", "last run first"])
-def test_runs_of_a_level_do_not_depend_on_each_other(family, order):
-    for n in LENGTHS:
-        text = letters(n)
-        for schedule in members(family, n):
-            nodes = {(k, k + 1): text[k] for k in range(n)}
-            for level in schedule.levels:
-                assert level.runs[0] == 0
-                assert level.runs[-1] == len(level.ops)
-                runs = [level.ops[a:b].tolist() for a, b in itertools.pairwise(level.runs)]
-                assert all(runs), f"{schedule} has an empty run"
-                for run in runs[::order]:
-                    for start, mid, stop in run:
-                        nodes[start, stop] = nodes[start, mid] + nodes[mid, stop]
-            assert [nodes[0, k] for k in range(1, n + 1)] == [text[:k] for k in range(1, n + 1)]
-
-
-@FAMILIES
 def test_every_prefix_is_made_once_and_every_product_is_used(family):
     for n in LENGTHS:
         for schedule in members(family, n):
@@ -97,18 +79,6 @@ def test_every_prefix_is_made_once_and_every_product_is_used(family):
             read = {(start, mid) for start, mid, _ in ops} | {(mid, stop) for _, mid, stop in ops}
             assert {node for node in products if node[0] > 0} <= read, schedule
             assert schedule.operations == len(ops)
-
-
-@FAMILIES
-def test_operands_are_neighbours_and_the_last_element_stays_out(family):
-    """No interval is empty, so the identity is never multiplied; none holds element ``n``.
-
-    An interval that starts at 0 is a vector times matrices: its left operand starts at 0 too.
-    """
-    for n in LENGTHS:
-        for schedule in members(family, n):
-            for start, mid, stop in operations(schedule):
-                assert 0 <= start < mid < stop <= n, schedule
 
 
 def algorithm_1(a: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
@@ -147,11 +117,6 @@ def test_blelloch_is_algorithm_1():
 def test_depth_of_blelloch_is_logarithmic():
     for n in (*LENGTHS, 1000, 10_000, 2**17 - 1, 2**17, 2**17 + 1):
         assert Schedule.blelloch(n).depth <= max(2 * math.ceil(math.log2(n + 1)) - 1, 0)
-
-
-def test_blelloch_does_linear_work():
-    for n in LENGTHS:
-        assert Schedule.blelloch(n).operations <= 2 * n
 
 
 def test_ends_of_truncated():

@@ -773,13 +773,3 @@ FORK = """
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_plan_goes_on_after_a_fork(tmp_path: Path) -> None:
     assert run_python(FORK, tmp_path, NUMBA_NUM_THREADS="3").split() == ["0"]
-
-
-@pytest.mark.parametrize("schedule", ["truncated:0", "chunked:1", "chunked:2", "linear"])
-def test_schedules_that_multiply_nothing_are_taken(schedule: str) -> None:
-    step, grad = SolveStep(np.diag([2.0, 4.0])), np.ones(2)
-    grads = sparsescan.exclusive_scan(grad, [step] * 5, schedule=schedule)
-    assert [g.tolist() for g in grads] == [[0.5**k, 0.25**k] for k in range(5)]
-    for other in ("blelloch", "chunked:3", "truncated:1"):
-        with pytest.raises(InputError, match="which multiplies Jacobians"):
-            sparsescan.exclusive_scan(grad, [step] * 6, schedule=other)

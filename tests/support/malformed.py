@@ -1,4 +1,4 @@
-"""Random CSR matrices, mostly malformed."""
+"""Random CSR matrices, mostly malformed, and a sequence that lies about its length."""
 
 from __future__ import annotations
 
@@ -44,3 +44,14 @@ def malformed(draw: Any, dtypes: Sequence[str], least: int = 1) -> sp.csr_array:
             array = array.reshape(draw(st.sampled_from([(1, -1), (-1, 1)])))
         setattr(matrix, name, array)
     return matrix
+
+
+class Liar(list[Any]):
+    """A sequence that says one length and gives another."""
+
+    def __init__(self, length: int, items: Sequence[Any]) -> None:
+        super().__init__(items)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
