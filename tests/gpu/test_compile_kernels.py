@@ -32,7 +32,7 @@ def find_ptxas() -> str | None:
 # One, the oldest and the newest; as Numba compiles, from 9.0 on for that very one.
 CAPABILITIES = ["9.0a", "7.5", "12.0a"]
 # Of levels and chained ones, chunks, and sequences: for the first, and for all.
-KERNELS = {"9.0a": 12 + 50 + 52, "7.5": 12 + 14 + 8, "12.0a": 12 + 14 + 8}
+KERNELS = {"9.0a": 12 + 26 + 26, "7.5": 6 + 7 + 6, "12.0a": 6 + 7 + 6}
 # Blocks of kernels of levels have 256 threads: so two fit beside each other, on all but 7.5 by the
 # shared memory of a multiprocessor, too, in KiB, of which each block takes one more.
 REGISTERS = {"vectors": 128, "level": 128, "rescale": 128, "sweep_steps": 128}

@@ -50,8 +50,8 @@ def train(cupy: Any, net: Any, steps: int) -> None:
     ("kind", "units"),
     [
         *(("GRU", 20), ("MGU", 20), ("Leaky", 20)),
-        *slow(("RNN", 20), ("LSTM", 64), ("LSTM", 100), ("GRU", 360)),
-        *slow(("PeepholeLSTM", 20), ("SCRN", 20), ("Diagonal", 20), ("MGU", 400)),
+        *slow(("RNN", 20), ("LSTM", 64), ("LSTM", 100), ("RNN", 356)),
+        *slow(("PeepholeLSTM", 20), ("SCRN", 20), ("Diagonal", 20), ("MGU", 356)),
     ],
 )
 def test_a_step_has_a_barrier_a_stage_and_moves_no_more_than_it_must(
@@ -62,7 +62,7 @@ def test_a_step_has_a_barrier_a_stage_and_moves_no_more_than_it_must(
     net = Recurrent(KINDS[kind], units if kind == "Leaky" else 3, units, rng=0)
     for name, array in net.params.items():
         setattr(net, name, cupy.asarray(array))
-    for steps in (4, 7):
+    for steps in (2, 3):
         train(cupy, net, steps)
     for few, many, moved, waits in zip(
         launches[:2], launches[2:], MOVED[kind], BARRIERS.get(kind, (1, 1)), strict=True
@@ -70,8 +70,8 @@ def test_a_step_has_a_barrier_a_stage_and_moves_no_more_than_it_must(
         _, blocks, threads, before = few
         *same, after = many
         assert same == list(few[:3])
-        assert after.barriers - before.barriers == 3 * waits * blocks * threads
-        step = (after.bytes["global"] - before.bytes["global"]) / 3
+        assert after.barriers - before.barriers == waits * blocks * threads
+        step = after.bytes["global"] - before.bytes["global"]
         needed = 4 * moved * BATCH * units
         # Beyond the units whose weights are in registers each step reads them, for both samples.
         weights = {"GRU": 3, "LSTM": 4, "MGU": 2}.get(kind, 1) * units * units * 4
