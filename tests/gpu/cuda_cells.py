@@ -55,10 +55,7 @@ def network(name: str, units: int, dtype: Any, rng: np.random.Generator, **optio
 @pytest.mark.parametrize("name", CELLS)
 def test_gradients_are_those_of_autograd(cupy: Any, name: str, units: int) -> None:
     """Of one stage and of several, with weights in registers or not, in both directions."""
-    run_in_python_or_if(
-        (name, units)
-        in (("MGU", HELD), ("Tied", ROUNDS), ("SCRN", STREAMED), ("PeepholeLSTM", HELD))
-    )
+    run_in_python_or_if((name, units) in (("Tied", ROUNDS), ("PeepholeLSTM", HELD)))
     rng = np.random.default_rng(units)
     net = network(name, units, F8, rng, bidirectional=units == HELD)
     arguments = arguments_of(rng, net, 4, 3, F8, shorter=True)
@@ -101,7 +98,7 @@ def test_what_is_not_kept_is_computed_again(
 
 @pytest.mark.parametrize("name", catalogue.__all__)
 def test_the_catalogue(cupy: Any, name: str) -> None:
-    run_in_python_or_if(name in ("sLSTM", "Synaptic"))
+    run_in_python_or_if(name == "sLSTM")
     rng = np.random.default_rng(5)
     cell, units = getattr(catalogue, name), 14 if IN_PYTHON else 33
     try:

@@ -259,11 +259,11 @@ def test_other_weights_in_a_dense_matrix_are_not_passed_over(ran: list[Ran], chu
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("size", "rows"), [(2, 8), (7, 7), (20, 80), *slow((16, 16), (33, 33), (32, 128), (64, 64))]
+    ("size", "rows"), [(2, 8), (5, 5), (20, 80), *slow((16, 16), (33, 33), (32, 128), (64, 64))]
 )
 def test_sizes(size: int, rows: int, dtype: Any) -> None:
     """Several chains to a warp, or one; whole vectors or not; weights that just fit, or do not."""
-    run_as_compiled_if(rows in (7, 64) if dtype is np.float32 else rows == 8)
+    run_as_compiled_if(dtype is np.float32 and rows in (5, 64))
     given = with_local(case(1, 6, 3, size, dtype, rows), 7)
     gradients = given.scan(True, Schedule.chunked(6, 3))
     assert_within(gradients, given.expected(True), dtype)
@@ -415,14 +415,14 @@ def check_repaired(given: Case, schedule: Schedule, ran: list[Ran]) -> None:
 @pytest.mark.parametrize("factor", [2.0**-9, 2.0**9])
 def test_decay_and_growth(ran: list[Ran], dtype: Any, factor: float) -> None:
     """Products leave their band: every other chunk does the opposite of the one before."""
-    given = growing_and_decaying(case(4, 96, 1, 9, dtype, 9), factor)
+    given = growing_and_decaying(case(4, 96, 1, 5, dtype, 5), factor)
     assert_within(given.scan(True, Schedule.chunked(96, 4)), given.expected(True), dtype)
     assert not ran[-1].repaired
 
 
 def test_entries_that_a_step_would_lose(ran: list[Ran]) -> None:
     """A product of a weight and a slope below all numbers, where gradients are large."""
-    given = case(5, 6, 2, 7, np.float32, 7)
+    given = case(5, 6, 2, 5, np.float32, 5)
     given.slopes[:] *= np.float32(2.0**-80)
     given = given._replace(
         weights=given.weights * np.float32(2.0**-75), grad=given.grad * np.float32(2.0**120)
@@ -474,6 +474,7 @@ def test_any_steps_in_one_launch(one: None, ran: list[Ran], launches: list[Any],
 
 @pytest.mark.parametrize(("size", "dtype"), [(20, np.float32), *slow((32, np.float64))])
 def test_sizes_in_one_launch(one: None, launches: list[Any], size: int, dtype: Any) -> None:
+    run_as_compiled_if(size == 32)
     given = with_local(case(1, 23, 2, size, dtype, size), 24)
     gradients = given.scan(True, Schedule.chunked(23, 2))
     assert_within(gradients, given.expected(True), dtype)
@@ -528,7 +529,7 @@ def test_decay_and_growth_in_one_launch(
     one: None, ran: list[Ran], dtype: Any, factor: float
 ) -> None:
     """Products leave their band in each piece, gradients do not."""
-    given = growing_and_decaying(case(4, 96, 1, 9, dtype, 9), factor)
+    given = growing_and_decaying(case(4, 96, 1, 5, dtype, 5), factor)
     assert_within(given.scan(True, Schedule.chunked(96, 2)), given.expected(True), dtype)
     assert not ran[-1].repaired
 
@@ -536,7 +537,7 @@ def test_decay_and_growth_in_one_launch(
 @pytest.mark.parametrize("where", ["the first step", "a later step", "only the slopes"])
 def test_entries_that_one_launch_would_lose(one: None, ran: list[Ran], where: str) -> None:
     """Terms below all numbers, where gradients are large."""
-    given, two = case(5, 40, 2, 4, np.float32, 4), np.float32(2)
+    given, two = case(5, 40, 2, 5, np.float32, 5), np.float32(2)
     if where == "only the slopes":
         # Steps are as large as others; columns times their slopes are not.
         given.slopes[:] = np.sign(given.slopes) * two**-123
