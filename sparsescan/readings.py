@@ -10,6 +10,8 @@ from .symbolic.pattern import Pattern
 
 Shape = tuple[int, ...]
 
+# Sizes whose patterns are kept: with their index arrays they take little memory.
+_SMALL = 128
 _FORMS = (
     "matrices (T, size, size) or (T, batch, size, size), diagonals (T, size) or (T, batch, size), "
     "a number for each step (T,), one matrix (size, size), one diagonal (size,) or one number for "
@@ -53,12 +55,23 @@ class Reading(NamedTuple):
         """Return the pattern of the matrices, of which one was given if they are sparse."""
         if self.kind == "sparse" and given is not None:
             return given
-        return _pattern(self.kind, self.size)
+        make = _kept_pattern if self.size <= _SMALL else _pattern
+        return make(self.kind, self.size)
 
 
-@functools.lru_cache(maxsize=64)
 def _pattern(kind: str, size: int) -> Pattern:
     return Pattern.dense((size, size)) if kind == "dense" else Pattern.diagonal(size)
+
+
+_kept_pattern = functools.lru_cache(maxsize=64)(_pattern)
+
+
+class _About(NamedTuple):
+    """What shapes are read by of a pattern, which answers that are kept must not keep alive."""
+
+    shape: tuple[int, int]
+    nnz: int
+    kind: str
 
 
 class _Form(NamedTuple):
@@ -103,14 +116,15 @@ def read_shapes(
     """
     if not (pattern is None or isinstance(pattern, Pattern)):
         raise InputTypeError(f"pattern is {short(pattern)}; expected a Pattern")
-    return _known(matrices, offsets, initial, pattern, name)
+    about = None if pattern is None else _About(pattern.shape, pattern.nnz, pattern.kind)
+    return _known(matrices, offsets, initial, about, name)
 
 
 def read_shapes_anew(
     matrices: Shape,
     offsets: Shape | None,
     initial: Shape | None,
-    pattern: Pattern | None,
+    pattern: Pattern | _About | None,
     name: str = "offsets",
 ) -> Reading:
     """Return what :func:`read_shapes` does, which remembers earlier answers."""
@@ -129,7 +143,7 @@ def read_shapes_anew(
 _known = functools.lru_cache(maxsize=1024)(read_shapes_anew)
 
 
-def _check_pattern(pattern: Pattern, shape: Shape) -> None:
+def _check_pattern(pattern: Pattern | _About, shape: Shape) -> None:
     if pattern.shape[0] != pattern.shape[1]:
         raise InputError(f"pattern has shape {pattern.shape}; expected a square one")
     is_whole = pattern.kind == "dense" and len(shape) in (2, 3, 4) and shape[-2:] == pattern.shape
@@ -148,7 +162,7 @@ def _known_size(offsets: Shape | None, initial: Shape | None) -> int | None:
     return None
 
 
-def _forms(shape: Shape, pattern: Pattern | None, size: int | None) -> list[_Form]:
+def _forms(shape: Shape, pattern: Pattern | _About | None, size: int | None) -> list[_Form]:
     """Return all that matrices of a shape may be."""
     axes = len(shape)
     is_square = axes in (2, 3, 4) and shape[-1] == shape[-2]
@@ -167,7 +181,7 @@ def _forms(shape: Shape, pattern: Pattern | None, size: int | None) -> list[_For
     return forms
 
 
-def _on_pattern(shape: Shape, pattern: Pattern) -> _Form:
+def _on_pattern(shape: Shape, pattern: Pattern | _About) -> _Form:
     size, kind = pattern.shape[0], "sparse" if pattern.kind == "general" else pattern.kind
     if kind == "dense":
         if shape[-2:] == pattern.shape:

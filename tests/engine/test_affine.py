@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -311,6 +313,19 @@ def test_nothing_of_the_callers_is_copied_or_changed(form: str) -> None:
     assert forward < 1.1 * b.nbytes + 100_000
     assert back < 1.1 * (a.nbytes + b.nbytes) + 100_000
     assert (a == np.float32(0.01)).all()
+
+
+@pytest.mark.parametrize("kind", ["dense", "diagonal", "general"])
+def test_no_pattern_is_kept_that_may_take_much_memory(kind: str) -> None:
+    mask = {"dense": np.ones, "diagonal": np.eye, "general": np.tri}[kind]
+    square = (200, 200) if kind == "dense" else 200
+    pattern = of_mask(mask(square).astype(bool))
+    kept = weakref.ref(pattern)
+    values = np.ones((3, pattern.nnz))
+    affine_scan(values, np.ones((3, 200)), pattern=pattern, schedule="linear")
+    del pattern
+    gc.collect()
+    assert kept() is None
 
 
 def test_large_states_of_few_samples_run_by_a_plan() -> None:
