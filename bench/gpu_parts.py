@@ -15,12 +15,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sparsescan.kernels.cuda import machine_code
+import numpy as np
+
+from sparsescan.arrays.arrays import load_cupy
+from sparsescan.arrays.cuda import current
+from sparsescan.kernels.cuda import device, machine_code
+from sparsescan.kernels.cuda.checks import check_kernel, is_safe
 
 from . import machine
 from .gpu_chains import chained, family_cases, repeat, run_cases, sanitizer_cases
 from .gpu_measure import measure
-from .gpu_preflight import preflight
 from .gpu_processes import find_sanitizer, toolkit_variables
 from .gpu_races import RACES, reduced
 from .peers import MissingPeerError
@@ -58,8 +62,11 @@ def _run(name: str, file: Path, gpu: Any, about: Report, rehearsed: bool) -> Non
         machine.save(file, {"gpu": about, "kernels": kernels} | report)
 
     save({"ok": False, "summary": "nothing done"})
-    if name in CHECKS:
-        CHECKS[name](gpu, save, rehearsed)
+    if name == "preflight":
+        save({"ok": True, "summary": preflight()})
+    elif name in CHECKS:
+        check, what, small = CHECKS[name]
+        check(gpu, save=counted(save, what), **small if rehearsed else {})
     else:
         race(name, gpu, save, rehearsed)
 
@@ -97,6 +104,32 @@ def _said_by(*command: str) -> str:
     return done.stdout + done.stderr
 
 
+def preflight() -> str:
+    """Run the smallest kernel by itself and in a graph, and multiply by cuBLAS; what was done.
+
+    An exception says which step a machine cannot do.
+    """
+    cupy = load_cupy()
+    indptr, indices = (cupy.asarray(np.array(a, np.int32)) for a in ([0, 1, 2], [0, 1]))
+    if not is_safe(indptr, indices, 2) or is_safe(indptr, indices, 1):
+        raise AssertionError("a kernel gives a wrong result")
+    stream, fault = cupy.cuda.Stream(non_blocking=True), cupy.zeros(1, np.int32)
+    cupy.cuda.runtime.deviceSynchronize()
+    addresses = indptr.data.ptr, 2, indices.data.ptr, 2, 1, fault.data.ptr
+    with current(cupy.cuda.Device().id), stream:
+        stream.begin_capture()
+        device.launch(check_kernel(indptr.dtype), 1, 32, stream.ptr, *addresses)
+        graph = stream.end_capture()
+        before = int(fault.get()[0])
+        graph.launch(stream)
+        if (before, int(fault.get()[0])) != (0, 1):
+            raise AssertionError("a graph of a kernel gives a wrong result")
+    ones = cupy.ones((2, 2), np.float32)
+    if cupy.matmul(ones, ones).get().tolist() != [[2, 2], [2, 2]]:
+        raise AssertionError("cuBLAS gives a wrong result")
+    return "a kernel compiled, launched and captured; a product by cuBLAS"
+
+
 # -- Checks ---------------------------------------------------------------------------------------
 
 
@@ -112,37 +145,26 @@ def counted(save: Save, what: str) -> Save:
     return told
 
 
-def _preflight(gpu: Any, save: Save, rehearsed: bool) -> None:
-    save({"ok": True, "summary": preflight()})
+def _sanitize(gpu: Any, save: Save, most: int | None = None) -> None:
+    run_cases(dict(islice(sanitizer_cases(gpu).items(), most)), save)
 
 
-def _families(gpu: Any, save: Save, rehearsed: bool) -> None:
-    run_cases(family_cases(gpu), counted(save, "families of kernels"))
-
-
-def _chained(gpu: Any, save: Save, rehearsed: bool) -> None:
-    small = {"steps": 60, "batch": 2, "chunks": 4, "repetitions": 2} if rehearsed else {}
-    chained(gpu, save=counted(save, "runs of a chain in one launch"), **small)
-
-
-def _repeat(gpu: Any, save: Save, rehearsed: bool) -> None:
-    small = {"chains": 2, "repetitions": 2} if rehearsed else {}
-    repeat(gpu, save=counted(save, "random chains, again and again"), **small)
-
-
-def _sanitize(gpu: Any, save: Save, rehearsed: bool) -> None:
-    cases = dict(islice(sanitizer_cases(gpu).items(), 2 if rehearsed else None))
-    run_cases(cases, counted(save, "scans and training steps"))
-
-
-CHECKS: dict[str, Callable[[Any, Save, bool], None]] = {
-    "preflight": _preflight,
-    "families": _families,
-    "chained": _chained,
-    "repeat": _repeat,
-    "sanitize": _sanitize,
+# What is done, what it counts, and options of a rehearsal.
+CHECKS: dict[str, tuple[Callable[..., Any], str, dict[str, int]]] = {
+    "families": (
+        lambda gpu, save: run_cases(family_cases(gpu), save),
+        "families of kernels",
+        {},
+    ),
+    "chained": (
+        chained,
+        "runs of a chain in one launch",
+        {"steps": 60, "batch": 2, "chunks": 4, "repetitions": 2},
+    ),
+    "repeat": (repeat, "random chains, again and again", {"chains": 2, "repetitions": 2}),
+    "sanitize": (_sanitize, "scans and training steps", {"most": 2}),
 }
-NAMES = ("environment", *CHECKS, *RACES)
+NAMES = ("environment", "preflight", *CHECKS, *RACES)
 
 
 # -- Races ----------------------------------------------------------------------------------------

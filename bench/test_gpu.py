@@ -391,7 +391,7 @@ def test_a_run_writes_all_that_parts_say_and_nothing_ends_it(
 
 def test_every_race_check_and_file_of_tests_is_a_part():
     names = {part.name for part in gpu.PARTS}
-    assert names >= {*gpu_races.RACES, *gpu_parts.CHECKS} - {"sanitize"}
+    assert names >= {*gpu_parts.NAMES} - {"sanitize"}
     assert tuple(gpu.CALLS) == files.GPU_CALLS
     (tests,) = [part for part in gpu.PARTS if part.name == "tests"]
     paths = [Path(part.name).stem for part in gpu._files_of(tests, False)]
