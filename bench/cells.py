@@ -116,28 +116,16 @@ def measure(task: Task, quick: bool) -> Results:
     """
     keep_memory()
     given = task.case.given()
-    variants: dict[str, str] = {}
-    steps: dict[str, Step] = {}
-    missing: dict[str, str] = {}
     makers = {OURS: cell_contenders.ours, task.peer: _MAKERS[task.peer]}
-    for name, make in makers.items():
-        try:
-            variants[name], steps[name] = _fastest(make(given))
-        except peers.MissingPeerError as error:
-            missing[name] = str(error)
-    compared = {}
+    makers_here = {name: partial(make, given) for name, make in makers.items()}
+    steps, chosen = peers.fastest_of_each(makers_here, _fastest)
+    variants, compared = chosen["variants"], {}
     if task.peer in steps:
         compared = differences(given, steps[OURS], steps[task.peer])
     calls: dict[str, Call] = {FORWARD: cell_contenders.forward(given, variants[OURS]), **steps}
     samples, used = _take_turns(calls, variants, task.peer != JAX, quick)
-    return {
-        "samples": samples,
-        "variants": variants,
-        "missing": missing,
-        "wanted": {task.peer: task.wanted},
-        "differences": compared,
-        "cores_others_used": used,
-    }
+    about = {"wanted": {task.peer: task.wanted}, "differences": compared}
+    return {"samples": samples, **chosen, **about, "cores_others_used": used}
 
 
 def _fastest(steps: Mapping[str, Step]) -> tuple[str, Step]:

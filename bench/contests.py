@@ -1,6 +1,6 @@
 """The table of the engine's benchmarks: for each work, its contenders and what is required.
 
-``pytest --benchmark-only`` and ``python -m bench.compare`` run these contests. The engine is the
+``pytest --benchmark-only`` and ``python -m bench engine`` run these contests. The engine is the
 contender :data:`OURS`. In a round each contender has a pause, in which the threads of the one
 before go to sleep, calls for as long as it takes to warm up, then some that count.
 """
@@ -177,6 +177,7 @@ def measure(
     return {
         "name": contest.name,
         "work": contest.work,
+        "missing": {peer: skipped[peer] for peer in contest.required if peer in skipped},
         "median_seconds": medians,
         "ratios": {
             name: {

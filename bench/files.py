@@ -10,13 +10,14 @@ from pathlib import Path
 from .experiment import NAMES, Results
 
 # Results that are no experiment's, by a key that only they have.
-_KEYS = {"engine": "engine", "races": "gpu"}
+_KEYS = {"races": "gpu"}
 OTHERS = tuple(_KEYS.values())
 # Experiments whose files had keys of their own, and what names their pieces there.
 _FORMER = {
     "chains": ("grid", ""),
     "cases": ("memory", "chain"),
     "intrinsics": ("intrinsics", "name"),
+    "engine": ("engine", "name"),
 }
 # The calls that a run on a GPU may be cut into: together they have all of its parts.
 GPU_CALLS = ("first", "second")
@@ -139,9 +140,10 @@ def _as_experiment(results: Results) -> Results:
         if key in results:
             pieces = results[key]
             if name:
+                pieces = [*pieces, *results.get("startup", ())]
                 pieces = {f"{one[name]}{k * ' '}": one for k, one in enumerate(pieces)}
             form = {"experiment": kind, "about": {}, "pieces": pieces}
-            return results | form | {"done": "--only" not in results["command"]}
+            return results | form | {"done": "--only" not in results.get("command", "")}
     return results
 
 
@@ -151,17 +153,3 @@ def newest(files: Iterable[File]) -> dict[tuple[str, ...], File]:
     Runs of other parts on a GPU are shown beside each other.
     """
     return {(file.kind, file.device, *file.asked): file for file in files}
-
-
-def lines(files: Iterable[File], key: str) -> list[tuple[File, Results]]:
-    """Choose the line to show for each device and name, of those in the engine's files at `key`.
-
-    Lines are chosen one by one, since a run may measure a few of them.
-    """
-    newest_lines = {
-        (file.device, line["name"]): (file, line)
-        for file in files
-        if file.kind == "engine"
-        for line in file.results[key]
-    }
-    return list(newest_lines.values())

@@ -1,12 +1,10 @@
 """Kernels in LLVM's language beside the same arithmetic as plain Numba loops.
 
-They run on one thread and on data that stays in a cache, in turns. ``python -m bench.intrinsics``
-is ``python -m bench intrinsics``.
+They run on one thread and on data that stays in a cache, in turns.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -140,9 +138,3 @@ def _tables(results: Results) -> list[Table]:
 
 
 EXPERIMENT = Experiment("intrinsics", "Code in LLVM's language", _pieces, _about, tables=_tables)
-
-
-if __name__ == "__main__":
-    from .__main__ import main
-
-    sys.exit(main(["intrinsics", *sys.argv[1:]]))

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from sparsescan import BatchedCSR
 
-from .timing import THREADS, Call, fastest
+from .timing import THREADS, Call
 
 PYTORCH, FLUSHING = "PyTorch", "PyTorch, set_flush_denormal"
 Variants = Callable[[], dict[str, Call]]
@@ -44,15 +44,19 @@ def require(module: str, hint: str) -> Any:
 
 
 def fastest_of_each(
-    makers: Mapping[str, Callable[[], dict[str, Call]]], trials: int
-) -> tuple[dict[str, Call], dict[str, dict[str, str]]]:
-    """Return the fastest call of each contender, the names of ``variants``, and ``missing``."""
-    calls: dict[str, Call] = {}
+    makers: Mapping[str, Callable[[], Mapping[str, Any]]],
+    choose: Callable[[Mapping[str, Any]], tuple[str, Any]],
+) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+    """Return the call of each contender that is chosen, its ``variants``, and who is ``missing``.
+
+    The name and the call of the fastest variant are chosen, as by :func:`bench.timing.fastest`.
+    """
+    calls: dict[str, Any] = {}
     variants: dict[str, str] = {}
     missing: dict[str, str] = {}
     for name, make in makers.items():
         try:
-            variants[name], calls[name] = fastest(make(), trials)
+            variants[name], calls[name] = choose(make())
         except MissingPeerError as error:
             missing[name] = str(error)
     return calls, {"variants": variants, "missing": missing}

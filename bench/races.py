@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from .drawing import BLUE, GREEN, ORANGE, PINK, SKY, YELLOW, Spread, legend, row
 from .experiment import Drawing, Results, Row, Table
 from .page import significant
 from .peers import FLUSHING, PYTORCH, Variants, fastest_of_each
-from .timing import PAUSE, Call, counting, take_turns, that_count
+from .timing import PAUSE, Call, counting, fastest, take_turns, that_count
 
 OURS, JAX = "sparsescan", "jax.lax.scan"
 # How far float32 results may be apart, and norms of which the subnormal part would count.
@@ -55,7 +56,8 @@ def timed(
     from sparsescan.torch.calibrate import keep_memory
 
     keep_memory()
-    calls, chosen = fastest_of_each(makers, _FEW_TRIALS if quick or few else _TRIALS)
+    trials = _FEW_TRIALS if quick or few else _TRIALS
+    calls, chosen = fastest_of_each(makers, partial(fastest, trials=trials))
     compared = {} if differences is None else {"differences": differences(calls)}
     rounds, turn = (_QUICK_ROUNDS, _QUICK_TURN) if quick else (_ROUNDS, _TURN)
     rounds = _FEW_ROUNDS if few and not quick else rounds

@@ -17,7 +17,7 @@ from textwrap import fill
 from typing import Any
 
 from .experiment import NAMES, Row, load
-from .files import File, lines, newest, read
+from .files import File, newest, read
 from .map import JAX, TORCHRECURRENT, groups, ratios
 from .onnx import groups as onnx_groups
 from .page import significant
@@ -75,11 +75,6 @@ def rows(results: Path) -> Measured:
         if file.kind in NAMES:
             of_file = [*load(file.kind).rows(file.results), *_points(file)]
             measured.setdefault(file.kind, []).extend((file, row) for row in of_file)
-    for file, line in lines(files, "engine"):
-        ours, *peers = (line["median_seconds"][name] for name in ("sparsescan", *line["ratios"]))
-        for peer, theirs in zip(line["ratios"], peers, strict=True):
-            row = Row(line["work"], peer, theirs, ours)
-            measured.setdefault(file.kind, []).append((file, row))
     return measured
 
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import compare, gpu_table, page
+from . import gpu_table, page
 from .experiment import NAMES, Drawing, Results, Row, Table, load
-from .files import File, has_all_parts, lines, newest, read, together
+from .files import File, has_all_parts, newest, read, together
 from .page import Html, exactly, join, listed, significant, table, tag
 
 _PAPER = "https://arxiv.org/abs/1907.10134"
-_TITLES = {"engine": "The engine", "gpu": "On a GPU"}
-_COMMANDS = {"engine": "python -m bench.compare", "gpu": "bash bench/gpu.sh OUTDIR"}
+_TITLES = {"gpu": "On a GPU"}
+_ON_GPU = "bash bench/gpu.sh OUTDIR"
 # Claims that only a run on a GPU can show.
 _ON_A_GPU = (
     "RNN: the sweeps of the paper's Figure 8. The backward pass 16 times as fast as PyTorch's at "
@@ -76,12 +76,9 @@ def _sections(results: Path) -> dict[str, Html]:
     of: dict[str, list[File]] = {kind: [] for kind in (*NAMES, *_TITLES)}
     for file in sorted(newest(files).values(), key=lambda file: (file.on_gpu, file.device)):
         of[file.kind].append(file)
-    engine = {key: lines(files, key) for key in ("engine", "startup")}
-    of["engine"] = list(dict.fromkeys(file for found in engine.values() for file, _ in found))
     titles = {name: load(name).title for name in NAMES} | _TITLES
     runs = {name: [_run(file) for file in of[name]] for name in NAMES}
     bodies = {name: _experiment(runs[name]) for name in NAMES}
-    bodies["engine"] = _engine(of["engine"], *engine.values())
     bodies["gpu"] = _gpu(of["gpu"])
     whole = {
         "Overview": _overview(titles, of),
@@ -118,8 +115,10 @@ def _overview(titles: dict[str, str], of: dict[str, list[File]]) -> Html:
 
 
 def _not_yet(kind: str) -> Html:
-    command = _COMMANDS.get(kind, f"python -m bench {kind}")
-    where = " on a machine that has a GPU" if kind == "gpu" else ""
+    if kind == "gpu":
+        command, where = _ON_GPU, " on a machine that has a GPU"
+    else:
+        command, where = f"python -m bench {kind}", ""
     return tag("p", "Not run yet: ", tag("code", command), f" measures it{where}.")
 
 
@@ -129,7 +128,7 @@ def _unproven(files: list[File]) -> Html:
     if any(map(has_all_parts, clean)):
         return listed([_BY_HAND])
     why = "No full run of committed code on a GPU has shown these yet ("
-    return join(tag("p", why, tag("code", _COMMANDS["gpu"]), "):"), listed([*_ON_A_GPU, _BY_HAND]))
+    return join(tag("p", why, tag("code", _ON_GPU), "):"), listed([*_ON_A_GPU, _BY_HAND]))
 
 
 # -- Experiments ----------------------------------------------------------------------------------
@@ -186,21 +185,6 @@ def _missing(pieces: Results) -> Html:
             places.setdefault(f"{peer}: {why}", []).append(key)
     said = [f"{peer} ({'; '.join(where)})" for peer, where in places.items()]
     return join(tag("p", "Missing:"), listed(said)) if said else Html("")
-
-
-def _engine(
-    files: list[File], engine: list[tuple[File, Results]], startups: list[tuple[File, Results]]
-) -> Html:
-    shown = [line | {"work": f"{line['work']} · commit {file.commit}"} for file, line in engine]
-    skipped = {
-        line["work"]: {
-            "missing": {p: r["skipped"] for p, r in line["ratios"].items() if r["skipped"]}
-        }
-        for line in shown
-    }
-    tables = compare.tables(shown, [line for _, line in startups])
-    figures = map(page.figure, compare.drawings([line for _, line in engine]))
-    return join(*map(_origin, files), *figures, *_tables(tables), _missing(skipped))
 
 
 def _gpu(files: list[File]) -> Html:

@@ -27,7 +27,7 @@ from .cable import Cable, march
 from .experiment import Experiment, Piece, Results, Table
 from .page import significant
 from .races import OURS
-from .timing import PAUSE, Call, take_rounds
+from .timing import PAUSE, Call, fastest, take_rounds
 
 Array = NDArray[Any]
 
@@ -488,7 +488,7 @@ class Race:
         problem = self.problem(size)
         makers = {name: partial(make, problem) for name, make in self.contenders.items()}
         trials = {name: partial(make, _TRIAL) for name, make in makers.items()}
-        _, chosen = peers.fastest_of_each(trials, 1)
+        _, chosen = peers.fastest_of_each(trials, partial(fastest, trials=1))
         calls = {name: makers[name](steps)[way] for name, way in chosen["variants"].items()}
         samples: dict[str, list[float]] = {name: [] for name in calls}
         passes: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}

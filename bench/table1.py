@@ -122,12 +122,7 @@ def _measure(contest: Contest, quick: bool) -> Results:
         reduced=False,
         **({"patience": 1} if quick else {}),
     )
-    name = contest.name.split("-")[1]
-    ratios = line["ratios"].items()
-    return line | {
-        "operator": name,
-        "missing": {peer: ratio["skipped"] for peer, ratio in ratios if ratio["skipped"]},
-    }
+    return line | {"operator": contest.name.split("-")[1]}
 
 
 def _about(quick: bool) -> Results:

@@ -350,9 +350,8 @@ def test_all_kept_results_can_be_shown(
     pages = report.write_pages(RESULTS, tmp_path)
     assert not unread
     assert capsys.readouterr().err == ""
-    assert len(pages) == len(files.NAMES) + 6
+    assert len(pages) == len(files.NAMES) + 5
     shown = {file.path for file in files.newest(kept).values()}
-    shown |= {file.path for key in ("engine", "startup") for file, _ in files.lines(kept, key)}
     assert shown == {file.path for file in kept}
 
 

@@ -28,7 +28,6 @@ from . import (
     cell_contenders,
     cell_scan,
     cells,
-    compare,
     contests,
     doors,
     gru,
@@ -116,16 +115,6 @@ def test_a_quick_run_makes_a_file_and_a_page(
     none = results | {"pieces": {}}
     assert experiment.rows(none) == experiment.drawings(none) == []
     assert not [row for table in experiment.tables(none) for row in table.rows[1:]]
-
-
-@pytest.mark.slow
-def test_a_reduced_comparison_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--reduced", "--only", "vgg11", "--output", str(tmp_path)]
-    assert compare.main(arguments) == 0
-    assert capsys.readouterr().out.count("SciPy loop") == 2
-    assert not list(tmp_path.iterdir())
 
 
 # -- Contenders -----------------------------------------------------------------------------------

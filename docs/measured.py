@@ -10,7 +10,7 @@ from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 from bench import readme
-from bench.experiment import NAMES, load
+from bench.experiment import load
 from bench.files import File
 from bench.page import anchor, significant
 
@@ -28,8 +28,7 @@ def rows() -> readme.Measured:
 
 def page_of(file: File) -> str:
     """Return the page of the site that shows a file."""
-    title = load(file.kind).title if file.kind in NAMES else "The engine"
-    return f"/benchmarks/results/{anchor(title)}"
+    return f"/benchmarks/results/{anchor(load(file.kind).title)}"
 
 
 class Ratio(SphinxRole):

@@ -118,7 +118,7 @@ def _mark_tiles(typingctx, images, top, bottom, out, top_out, bottom_out, window
 
     The two rows of inputs start at `top` and `bottom`, those of their marks at `top_out` and
     `bottom_out`. In vectors, the last one masked: the compiler finds none in a loop over elements
-    of four rows in pairs, which takes 2.4 to 3.8 times as long (``python -m bench.intrinsics``).
+    of four rows in pairs, which takes 2.4 to 3.8 times as long (``python -m bench intrinsics``).
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -6,7 +6,7 @@ sizes and holds a reference to every array until the call is over.
 
 Atomics and pointers cannot be written otherwise. The sums are written in LLVM's language because
 Numba's loops take longer: up to 2.0 times for pairs of dense rows, 2.4 to 4.6 times for eight
-samples at once, as ``python -m bench.intrinsics`` measures.
+samples at once, as ``python -m bench intrinsics`` measures.
 """
 
 from __future__ import annotations
