@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sampling import slow
 from torch import Tensor
 from torch.func import grad, jacrev, jvp, vmap
+from torch_checks import check_compiled
 
 from sparsescan import DeviceError, InputError, InputTypeError
 from sparsescan.execution import selective
@@ -246,11 +247,7 @@ def test_compiled_graphs_stay_whole(dynamic: bool) -> None:
         assert isinstance(out, Tensor)
         return out.square().mean()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    results = [torch.autograd.grad(call(*given), given) for call in (loss, compiled)]
-    torch.testing.assert_close(*results)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(*given), loss(*given))
+    check_compiled(loss, given, given, dynamic=dynamic)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sampling import slow
 from torch import Tensor
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
+from torch_checks import check_compiled, close
 
 from sparsescan import DeviceError, InputError, InputTypeError, Pattern
 from sparsescan.symbolic.pattern import of_mask
@@ -121,10 +122,8 @@ def test_states_and_gradients(runs: int, seed: int) -> None:
     loss = torch.randn_like(expected)
     results = [torch.autograd.grad((y * loss).sum().real, leaves) for y in (states, expected)]
     tensors = (expected.detach(), *results[1])
-    scale = 1 + max(float(each.abs().max()) for each in tensors if each.numel())
-    for ours, theirs in zip((states, *results[0]), (expected, *results[1]), strict=True):
-        assert ours.shape == theirs.shape
-        assert ((ours - theirs).abs() <= 1000 * EPS * scale).all()
+    scale = max(float(each.abs().max()) for each in tensors if each.numel())
+    close((states, *results[0]), (expected, *results[1]), scale, factor=2000)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -161,24 +160,12 @@ def test_opcheck(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [5, *slow(6, 7, 8)])
 def test_compiled_graphs_stay_whole(seed: int) -> None:
-    torch._dynamo.reset()  # else so many forms of one function are too many
     case = Case(seed)
 
     def loss(*inputs: Tensor) -> Tensor:
         return case.run(*(2 * each for each in inputs)).abs().square().sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for call in (loss, compiled):
-        for each in case.inputs:
-            each.grad = None
-        call(*case.inputs).backward()
-        grads = [each.grad for each in case.inputs]
-        if call is loss:
-            expected = grads
-    for one, right in zip(grads, expected, strict=True):
-        assert one is not None
-        assert right is not None
-        torch.testing.assert_close(one, right, rtol=1e-12, atol=1e-12)
+    check_compiled(loss, case.inputs, case.inputs)
 
 
 def test_errors() -> None:
@@ -249,11 +236,7 @@ def test_transforms(seed: int) -> None:
         # Of PyTorch (2.13), by views of some sizes in forward mode.
         assume("INTERNAL ASSERT" not in str(error))
         raise
-    leaves = map(torch.utils._pytree.tree_leaves, found)
-    for ours, theirs in zip(*leaves, strict=True):
-        assert ours.shape == theirs.shape
-        scale = 1 + float(theirs.abs().max()) if theirs.numel() else 1
-        assert ((ours - theirs).abs() <= 1000 * EPS * scale).all()
+    close(*found, factor=2000)
 
 
 def test_batches_of_gradients() -> None:
@@ -284,13 +267,5 @@ def test_one_step_is_one_operation(batch: tuple[int, ...], shared: str) -> None:
     assert all(torch.equal(each, found[0]) for each in found)
     assert found[0].shape == (1, *batch, 4)
     assert torch.allclose(found[0], a * y + b, rtol=4 * EPS)
-    assert torch.autograd.gradcheck(
-        affine_scan,
-        (
-            a,
-            b,
-            y,
-        ),
-        check_batched_grad=False,
-    )
+    assert torch.autograd.gradcheck(affine_scan, (a, b, y), check_batched_grad=False)
     assert torch.autograd.gradgradcheck(affine_scan, (a, b, y))

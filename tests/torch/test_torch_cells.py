@@ -15,9 +15,9 @@ from module_copies import copies_of
 from network_oracle import autograd_of
 from sampling import slow
 from some_cells import CELLS, MGU, SCRN, Elementwise, Leaky, PeepholeLSTM, Spiking, Tied
-from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch_checks import close, tensors_of
 
 from sparsescan import InputError, InputTypeError
 from sparsescan.recurrent import Cell, Hidden, Input, Recurrent, catalogue
@@ -29,18 +29,6 @@ READ_UNITS = (Leaky, Elementwise)
 
 
 ALL = [*CELLS.values(), Spiking]
-
-
-def close(actual: Any, expected: Any, what: str = "") -> None:
-    actual, expected = (torch.as_tensor(each).detach() for each in (actual, expected))
-    assert actual.shape == expected.shape, what
-    if expected.numel():
-        apart = float((actual - expected).abs().max())
-        assert apart <= 1e4 * EPS * max(1, float(expected.abs().max())), f"{what}: {apart}"
-
-
-def as_tuple(states: Any) -> tuple[torch.Tensor, ...]:
-    return states if isinstance(states, tuple) else (states,)
 
 
 def step_by_step(net: Any, given: Any, hx: Any = None) -> Any:
@@ -104,7 +92,7 @@ def test_any_arguments(seed: int) -> None:
         hx = hx.chunk(net.states, -1) if net.states > 1 else hx
         output, last = function(given, hx if has_state else None)
         assert isinstance(last, tuple) == (net.states > 1)
-        last = torch.cat(as_tuple(last), -1)
+        last = torch.cat(tensors_of(last), -1)
         if lengths is not None:
             assert isinstance(output, PackedSequence)
             output, _ = pad_packed_sequence(output, batch_first)
@@ -112,8 +100,7 @@ def test_any_arguments(seed: int) -> None:
             output, last = output.unsqueeze(1), last.unsqueeze(1)
         elif batch_first:
             output = output.transpose(0, 1)
-        close(output, expected["output"], "output")
-        close(last, expected["last"], "last")
+        close([output, last], [expected["output"], expected["last"]])
         leaves = [leaf, state, *(getattr(net, name) for name in theirs.params)]
         loss = (output * torch.tensor(above)).sum() + (last * torch.tensor(carry)).sum()
         grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
@@ -122,7 +109,7 @@ def test_any_arguments(seed: int) -> None:
             if name == "state" and not has_state:
                 continue
             # Masked weights have gradients of the definition, too.
-            close(grad.reshape(leaf_.shape), expected[name], name)
+            close(grad.reshape(leaf_.shape), expected[name])
 
     assert net._takes(torch.tensor(x), None, [p for each in net.all_weights for p in each])
     call(net)
@@ -138,11 +125,10 @@ def test_each_cell_of_the_catalogue(name: str) -> None:
     leaves, found = [x, *net.parameters()], []
     for function in (net, partial(step_by_step, net)):
         output, last = function(x)
-        loss = output.sin().sum() + sum(each.cos().sum() for each in as_tuple(last))
+        loss = output.sin().sum() + sum(each.cos().sum() for each in tensors_of(last))
         grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-        found.append([output, *as_tuple(last), *grads])
-    for one, other in zip(*found, strict=True):
-        close(one, other)
+        found.append([output, *tensors_of(last), *grads])
+    close(*found)
 
 
 @pytest.mark.parametrize("cell", [MGU, *slow(SCRN)])
@@ -189,22 +175,6 @@ def test_modes_are_what_is_computed() -> None:
     assert not torch.equal(one(x)[0], other(x)[0])
 
 
-def test_compiled_models() -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"rnn": module(PeepholeLSTM)(3, 4, 2), "head": nn.Linear(4, 2)})
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return model["head"](model["rnn"](x)[0]).square().sum()
-
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    x = torch.randn(6, 2, 3)
-    expected = torch.autograd.grad(loss(x), list(model.parameters()))
-    for _ in range(2):
-        gradients = torch.autograd.grad(compiled(x), list(model.parameters()))
-        for one, other in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(one, other)
-
-
 @pytest.mark.parametrize("cell", [MGU, *slow(PeepholeLSTM, Elementwise)])
 def test_second_derivatives(cell: Any) -> None:
     net = module(cell)(3, 3, bidirectional=True, dtype=torch.float64)
@@ -213,39 +183,19 @@ def test_second_derivatives(cell: Any) -> None:
 
     def results(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
         output, last = net(x)
-        return output, *as_tuple(last)
+        return output, *tensors_of(last)
 
     assert torch.autograd.gradcheck(results, own)
     assert torch.autograd.gradgradcheck(results, own)
 
 
-def test_transforms() -> None:
-    """Maps, derivatives in both modes and traces are of the same numbers."""
-    torch.manual_seed(1)
+def test_traces() -> None:
     net = module(Spiking)(3, 4, dtype=torch.float64)
-    params = dict(net.named_parameters())
-    x = torch.randn(5, 6, 2, 3, dtype=torch.float64)
-
-    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
-        output, (_, m) = torch.func.functional_call(net, params, (x,))
-        return (output * torch.arange(4)).sum() + m.square().sum()
-
-    grads = torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
-    for k in range(5):
-        expected = torch.autograd.grad(loss(params, x[k]), list(params.values()))
-        for one, other in zip(grads.values(), expected, strict=True):
-            close(one[k], other)
-    tangent = torch.randn_like(x[0])
-    with warnings.catch_warnings():  # of PyTorch, about itself
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    with warnings.catch_warnings(), torch.no_grad():  # of PyTorch, about itself
         warnings.simplefilter("ignore")
-        _, along = torch.func.jvp(lambda x: loss(params, x), (x[0],), (tangent,))
-    given = x[0].clone().requires_grad_()
-    (grad,) = torch.autograd.grad(loss(params, given), given)
-    close(along, (grad * tangent).sum())
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        traced: Any = torch.jit.trace(net, x[0], check_trace=False)
-    close(traced(2 * x[0])[0], net(2 * x[0])[0])
+        traced: Any = torch.jit.trace(net, x, check_trace=False)
+    close(traced(2 * x)[0], net(2 * x)[0])
 
 
 def test_dropout() -> None:

@@ -15,12 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling import slow
+from some_cells import PeepholeLSTM
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._pytree import tree_map_only
+from torch_checks import check_compiled, close, tensors_of
 
 import sparsescan.torch
 from sparsescan import InputTypeError
@@ -29,7 +31,6 @@ from sparsescan.torch import convert
 from sparsescan.torch.calls import recurrent_op
 from sparsescan.torch.calls.prepared import only
 
-EPS = torch.finfo(torch.float64).eps
 KINDS = ("RNN", "GRU", "LSTM")
 
 
@@ -39,22 +40,6 @@ def pair(kind: str, *arguments: Any, **options: Any) -> tuple[Any, Any]:
     ours = getattr(sparsescan.torch, kind)(*arguments, **options)
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
-
-
-def tensors_of(results: Any) -> list[torch.Tensor]:
-    """All tensors that carry gradients, in order."""
-    if isinstance(results, torch.Tensor):
-        return [results]
-    if isinstance(results, PackedSequence):
-        return [results.data]
-    return [each for part in results for each in tensors_of(part)]
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
-    assert actual.shape == expected.shape, what
-    if expected.numel():
-        apart = float((actual - expected).detach().abs().max())
-        assert apart <= 1e4 * EPS * max(1, float(expected.detach().abs().max())), what
 
 
 def agree(theirs: Any, ours: Any, given: Any, hx: Any, seed: int) -> None:
@@ -72,8 +57,7 @@ def agree(theirs: Any, ours: Any, given: Any, hx: Any, seed: int) -> None:
         loss = sum((each * w).sum() for each, w in zip(results, weights, strict=True))
         params = list(module.parameters())
         collected.append([*results, *torch.autograd.grad(loss, [*leaves, *params])])
-    for k, (actual, expected) in enumerate(zip(collected[1], collected[0], strict=True)):
-        close(actual, expected, str(k))
+    close(collected[1], collected[0])
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -149,23 +133,15 @@ def test_exported_models_take_any_number_of_steps(kind: Any) -> None:
         torch.testing.assert_close(whole(x), net(x))
 
 
-def test_compiled_models() -> None:
-    """The graph has no break, and gradients are those of the model itself."""
+@pytest.mark.parametrize("kind", [sparsescan.torch.LSTM, sparsescan.torch.module(PeepholeLSTM)])
+def test_compiled_models(kind: Any) -> None:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"rnn": sparsescan.torch.LSTM(3, 4, 2), "head": nn.Linear(4, 2)})
+    model = nn.ModuleDict({"rnn": kind(3, 4, 2), "head": nn.Linear(4, 2)})
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return model["head"](model["rnn"](x)[0]).square().sum()
 
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    x = torch.randn(6, 2, 3)
-    expected = torch.autograd.grad(loss(x), list(model.parameters()))
-    for _ in range(2):
-        gradients = torch.autograd.grad(compiled(x), list(model.parameters()))
-        for one, other in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(one, other)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x), loss(x))
+    check_compiled(loss, [torch.randn(6, 2, 3)], list(model.parameters()))
 
 
 def test_steps_are_used_again_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch_checks import close
 
 import sparsescan.torch
 from sparsescan.errors import InputError, InputTypeError
@@ -34,19 +35,6 @@ def pair(kind: str, *arguments: Any, **options: Any) -> tuple[Any, Any]:
     ours = copy.deepcopy(theirs)
     sparsescan.torch.convert(ours)
     return theirs, ours
-
-
-def close(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
-    assert len(actual) == len(expected)
-    for k, (one, two) in enumerate(zip(actual, expected, strict=True)):
-        assert (one is None) == (two is None), k
-        if one is None or two is None:
-            continue
-        assert one.shape == two.shape
-        assert one.dtype == two.dtype
-        bound = 1e4 * torch.finfo(two.dtype).eps
-        scale = max(1.0, float(two.detach().abs().max()))
-        assert float((one - two).detach().abs().max()) <= bound * scale, k
 
 
 def prepared_calls() -> list[Prepared]:

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from sampling import examples
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch_checks import close
 
 import sparsescan.torch
 from sparsescan.torch import Sequential, convert, sequential
-
-EPS = torch.finfo(torch.float64).eps
-
 
 is_slower = sequential._is_slower
 
@@ -68,14 +66,6 @@ def gradients(net: nn.Module, x: Tensor, loss: Tensor) -> list[Tensor]:
     params = list(net.parameters())
     y = net(x)
     return [y.detach(), *torch.autograd.grad((y * loss).sum(), [x, *params])]
-
-
-def close(actual: list[Tensor], expected: list[Tensor], terms: float = 1.0) -> None:
-    """Both agree, up to the rounding of what is summed up, if that is as large as `terms`."""
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.shape == theirs.shape
-        scale = max(terms, float(theirs.abs().max()))
-        assert float((ours - theirs).abs().max()) <= 1e4 * EPS * scale
 
 
 def ran_here(net: nn.Module) -> bool:

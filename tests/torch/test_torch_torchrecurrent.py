@@ -17,6 +17,7 @@ from module_copies import copies_of
 from sampling import slow
 from torch import nn
 from torch.nn.utils import prune
+from torch_checks import tensors_of
 
 from sparsescan.torch import convert
 from sparsescan.torch.conversion import torchrecurrent as conversion
@@ -30,12 +31,6 @@ NAMES = sorted(
 # Not Hardsigmoid, which has the sixth in PyTorch's derivative as float32, also for float64; nor
 # Softplus, which is a line from 20 on there.
 ACTIVATIONS = ("tanh", "relu", "sigmoid", "elu", "leaky_relu", "silu", "identity")
-
-
-def tensors_of(results: Any) -> list[torch.Tensor]:
-    if isinstance(results, torch.Tensor):
-        return [results]
-    return [each for part in results for each in tensors_of(part)]
 
 
 def detached(state: Any) -> Any:
