@@ -80,16 +80,17 @@ def test_a_plan_comes_back_and_gives_the_same_bits(folder: Path, data: Any) -> N
         schedule=data.draw(named_or_tree(len(chain.jacobians))),
         batch=data.draw(st.sampled_from([None, chain.batch or None])),
         dtype=data.draw(st.sampled_from([None, chain.dtype])),
-        device=data.draw(st.sampled_from([None, "cpu"])),
+        device=data.draw(st.sampled_from([None, "cpu", "cuda"])),
         memory_limit=data.draw(st.sampled_from([None, 10**9])),
     )
     path = folder / "any name"
     plan.save(path)
     loaded = ScanPlan.load(str(path))
     assert_same(loaded, plan)
-    result = run(loaded, chain)
-    assert same_bits(result, run(plan, chain))
-    assert_within(result, chain.oracle(), chain.dtype)
+    if plan.device != "cuda":  # of which there need be none
+        result = run(loaded, chain)
+        assert same_bits(result, run(plan, chain))
+        assert_within(result, chain.oracle(), chain.dtype)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 8, 9, 300])

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
 import pickle
 import threading
 import tracemalloc
@@ -528,27 +527,39 @@ def test_what_is_malformed_is_refused() -> None:
     ):
         with pytest.raises(kind, match=r"^matrix "):
             SolveStep(bad)
-    dense = Pattern.dense((2, 3))
-    with pytest.raises(InputError, match=r"factors\[0\] has shape \(2, 3\); expected a square one"):
-        ImplicitPattern([dense], solved=[0])
-    with pytest.raises(InputError, match="solved has 1; expected positions from 0 to 0"):
-        ImplicitPattern([Pattern.diagonal(2)], solved=[1])
-    with pytest.raises(InputTypeError, match="solved is 0; expected a sequence"):
-        ImplicitPattern([Pattern.diagonal(2)], solved=0)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="at least two"):
-        ImplicitPattern([Pattern.diagonal(2)])
-    plan = sparsescan.plan([SolveStep(np.eye(2))] * 2)
-    for other in (np.eye(2), SolveStep(np.eye(2)[None]), SolveStep(sp.csr_array(np.eye(2)))):
-        if isinstance(other, SolveStep) and other.pattern == plan.patterns[0]:
-            plan.inclusive_scan(np.ones((1, 2)), [other] * 2)
-            continue
+    step, diagonal, patterns = SolveStep(np.eye(2)), Pattern.diagonal(2), ImplicitPattern
+    plan, explicit = sparsescan.plan([step] * 2), sparsescan.plan([np.eye(2)] * 2)
+    x, rectangle = np.ones(2), [Pattern.dense((2, 3))]
+    for call, error, message in (
+        (
+            lambda: patterns(rectangle, solved=[0]),
+            InputError,
+            r"factors\[0\] has .*; expected a squ",
+        ),
+        (
+            lambda: patterns([diagonal], solved=[1]),
+            InputError,
+            "solved has 1; expected positions f",
+        ),
+        (
+            lambda: patterns([diagonal], solved=0),
+            InputTypeError,
+            "solved is 0; expected a sequence",
+        ),
+        (lambda: patterns([diagonal]), InputError, "at least two"),
+        (
+            lambda: explicit.inclusive_scan(x, [step] * 2),
+            InputTypeError,
+            r"jacobians\[0\] is a Sol",
+        ),
+        (lambda: setattr(step, "shape", (3, 3)), InputError, "cannot be changed"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+    for other in (np.eye(2), SolveStep(sp.csr_array(np.eye(2)))):
         with pytest.raises(PatternMismatchError, match=r"jacobians\[1\]"):
-            plan.inclusive_scan(np.ones(2), [SolveStep(np.eye(2)), other])
-    explicit = sparsescan.plan([np.eye(2)] * 2)
-    with pytest.raises(InputTypeError, match=r"jacobians\[0\] is a SolveStep"):
-        explicit.inclusive_scan(np.ones(2), [SolveStep(np.eye(2))] * 2)
-    with pytest.raises(InputError, match="cannot be changed"):
-        SolveStep(np.eye(2)).shape = (3, 3)
+            plan.inclusive_scan(x, [step, other])
+    plan.inclusive_scan(np.ones((1, 2)), [SolveStep(np.eye(2)[None])] * 2)
 
 
 def test_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -749,27 +760,3 @@ def test_values_that_another_thread_changes_do_no_harm() -> None:
     array[...] = values
     fresh = sparsescan.inclusive_scan(grad, solve_steps(values.copy()[:1].repeat(3, 0), pattern))
     assert same_bits(sparsescan.inclusive_scan(grad, [step] * 3), fresh)
-
-
-FORK = """
-    import os, sys
-    import numpy as np, scipy.sparse as sp, sparsescan
-
-    rng = np.random.default_rng(0)
-    a = sp.csr_array(sp.random_array((300, 300), density=0.01, rng=rng) + 5 * sp.eye_array(300))
-    steps = [sparsescan.SolveStep(a), sparsescan.SolveStep(2 * a)] * 5
-    plan = sparsescan.plan(steps)
-    before = plan.inclusive_scan(np.ones(300), steps)
-    child = os.fork()
-    if child == 0:
-        more = [sparsescan.SolveStep(k * a) for k in range(1, 11)]
-        same = np.array_equal(plan.inclusive_scan(np.ones(300), steps), before)
-        finite = np.isfinite(plan.inclusive_scan(np.ones(300), more)).all()
-        os._exit(0 if same and finite else 1)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_plan_goes_on_after_a_fork(tmp_path: Path) -> None:
-    assert run_python(FORK, tmp_path, NUMBA_NUM_THREADS="3").split() == ["0"]
