@@ -11,7 +11,7 @@ from autodiff import check_operator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsescan import InputError, InputTypeError, Pattern
+from sparsescan import InputError, Pattern
 from sparsescan.jacobians.activations import (
     ELU,
     GELU,
@@ -201,30 +201,6 @@ def test_rows_of_softmax_sum_to_zero(shape, seed):
     op = Softmax(1, input_shape=shape)
     x = np.random.default_rng(seed).normal(scale=10, size=shape)
     np.testing.assert_allclose(op.jacobian(x).toarray().sum(axis=0), 0, atol=1e-15)
-
-
-def test_arguments_that_are_wrong():
-    shape = (2, 3)
-    with pytest.raises(InputError, match="negative_slope is nan; expected a finite number"):
-        LeakyReLU(math.nan, input_shape=shape)
-    with pytest.raises(InputTypeError, match="negative_slope is '1'; expected a number"):
-        LeakyReLU("1", input_shape=shape)
-    with pytest.raises(InputError, match="alpha is inf; expected a finite number"):
-        ELU(math.inf, input_shape=shape)
-    with pytest.raises(InputError, match="approximate is 'erf'; expected 'none' or 'tanh'"):
-        GELU("erf", input_shape=shape)
-    with pytest.raises(InputError, match="beta is 0; expected another number"):
-        Softplus(0, input_shape=shape)
-    with pytest.raises(InputError, match="threshold is nan; expected a finite number"):
-        Softplus(threshold=math.nan, input_shape=shape)
-    with pytest.raises(InputError, match="max_val is 1; expected more than 1, min_val"):
-        Hardtanh(1, 1, input_shape=shape)
-    with pytest.raises(InputError, match="min_val is nan; expected a number"):
-        Hardtanh(math.nan, 1, input_shape=shape)
-    with pytest.raises(InputTypeError, match="max_val is None; expected a number"):
-        Hardtanh(0, None, input_shape=shape)
-    with pytest.raises(InputError, match="input_shape"):
-        ReLU(input_shape=(0,))
 
 
 def test_out_has_memory_of_its_own() -> None:

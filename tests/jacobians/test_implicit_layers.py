@@ -20,7 +20,6 @@ from sparsescan import (
     ImplicitPattern,
     ImplicitStep,
     IndexedPattern,
-    InputError,
     MemoryLimitError,
     Pattern,
     ScanPlan,
@@ -386,34 +385,3 @@ def test_an_index_is_that_of_every_entry(seed: int) -> None:
     for other in (copy.deepcopy(indexed), IndexedPattern(pattern, index.astype(np.uint8), size)):
         assert other == indexed
         assert hash(other) == hash(indexed)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: IndexedPattern(3, [0], 1), "pattern is 3; expected a Pattern"),
-        (lambda: IndexedPattern(Pattern.dense((1, 2)), [0], 1), "index has 1 entries; expected 2"),
-        (lambda: IndexedPattern(Pattern.dense((1, 2)), [0, 1], 1), "index has 1; expected weights"),
-        (lambda: IndexedPattern(Pattern.dense((1, 2)), [0, -1], 1), "index has -1; expected"),
-        (lambda: IndexedPattern(Pattern.dense((1, 2)), [0.5, 1], 2), "dtype float64; expected int"),
-        (lambda: IndexedPattern(Pattern.dense((1, 2)), [[0, 1]], 2), "expected one dimension"),
-        (lambda: IndexedPattern(Pattern.dense((1, 2)), [0, 1], -2), "size is -2; expected at"),
-        (
-            lambda: ImplicitStep(
-                [np.ones(3)],
-                ImplicitPattern([IndexedPattern(Pattern.dense((1, 2)), [0, 1], 2)]),
-            ),
-            r"values\[0\] has shape \(3,\); expected \(2,\), the weights of IndexedPattern",
-        ),
-        (
-            lambda: ImplicitStep(
-                [np.ones((4, 2))],
-                ImplicitPattern([IndexedPattern(Pattern.dense((1, 2)), [0, 1], 2)]),
-            ),
-            r"values\[0\] has shape \(4, 2\); expected \(2,\)",
-        ),
-    ],
-)
-def test_bad_indices_are_refused(make: Any, words: str) -> None:
-    with pytest.raises((InputError, TypeError), match=words):
-        make()

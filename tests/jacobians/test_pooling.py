@@ -11,7 +11,6 @@ from autodiff import check_operator, entries
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sparsescan import InputError
 from sparsescan.jacobians.pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
 from sparsescan.jacobians.shared.windows import Window, slide
 from sparsescan.symbolic import pattern
@@ -198,41 +197,6 @@ def test_patterns_beyond_32_bits(layer: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert op.pattern.index_dtype == np.int64
     np.testing.assert_array_equal(op.pattern.indptr, narrow.indptr)
     np.testing.assert_array_equal(op.pattern.indices, narrow.indices)
-
-
-@pytest.mark.parametrize(
-    ("layer", "arguments", "message"),
-    [
-        (MaxPool2d, {"kernel_size": 0}, "kernel_size is 0; expected integers of at least 1"),
-        (MaxPool2d, {"kernel_size": (2, 2, 2)}, r"kernel_size is \(2, 2, 2\); expected 2"),
-        (MaxPool2d, {"kernel_size": 2, "stride": 0}, "stride is 0; expected integers of at least"),
-        (MaxPool2d, {"kernel_size": 2, "padding": -1}, "padding is -1; expected integers of at"),
-        (MaxPool2d, {"kernel_size": 2, "dilation": 0}, "dilation is 0; expected integers"),
-        (
-            MaxPool2d,
-            {"kernel_size": (3, 2), "padding": 5},
-            r"padding is 5; expected at most \(1, 1\), half the kernel",
-        ),
-        (AvgPool2d, {"kernel_size": 1, "padding": (0, 1)}, r"padding is \(0, 1\); expected at mo"),
-        (
-            MaxPool2d,
-            {"kernel_size": 3, "dilation": 3},
-            r"input_shape is \(2, 5, 6\); too small for kernel_size \(3, 3\): the output would be "
-            r"of size \(0, 0\)",
-        ),
-        (AvgPool2d, {"kernel_size": 9, "stride": 1, "ceil_mode": True}, "too small for kernel_s"),
-        (
-            AvgPool2d,
-            {"kernel_size": 2, "divisor_override": 0},
-            "divisor_override is 0; expected at least 1",
-        ),
-        (AdaptiveAvgPool2d, {"output_size": (1, 0)}, r"output_size is .*; expected integers of"),
-        (AdaptiveAvgPool2d, {"output_size": (1, 2, 3)}, r"output_size is .*; expected 2 integers"),
-    ],
-)
-def test_wrong_values(layer: Any, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        layer(**arguments, input_shape=(2, 5, 6))
 
 
 # -- Windows ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsescan
-from sparsescan import InputError, InputTypeError, MemoryLimitError, Pattern
+from sparsescan import Pattern
 from sparsescan.jacobians import (
     AvgPool2d,
     BatchNorm2d,
@@ -31,13 +31,6 @@ from sparsescan.strategies.networks import sequential
 nn = torch.nn
 SCHEDULES = ["linear", "blelloch"]
 seeds = st.integers(0, 2**32 - 1)
-
-
-class _Negative(list[Any]):
-    """A sequence of negative length."""
-
-    def __len__(self) -> int:
-        return -1
 
 
 class TorchResidual(nn.Module):
@@ -348,94 +341,3 @@ def test_a_residual_block_is_printed_without_its_product() -> None:
     net = Sequential([Residual(conv, Tanh(input_shape=(64, 56, 56)), conv)])
     assert "nnz=1" in str(net)
     assert "pattern" not in vars(conv)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: Sequential(Linear(2, 3)), InputTypeError, "ops is a Linear; expected a list"),
-        (lambda: Sequential([Linear(2, 3)]).values(5), InputTypeError, "activations is a int"),
-        (
-            lambda: Sequential([Linear(2, 3)]).values([np.ones(2), np.ones(3)], out=5),
-            InputTypeError,
-            "out is a int; expected a list",
-        ),
-        (
-            lambda: Sequential([Linear(2, 3)]).param_grads([np.ones(2), np.ones(3)], 5),
-            InputTypeError,
-            "gradients is a int",
-        ),
-        (
-            lambda: Sequential([Linear(2, 3)]).param_grads([np.ones(2), np.ones(3)], [np.ones(9)]),
-            InputError,
-            r"a gradient has shape \(9,\); expected \(·, 3\)",
-        ),
-        (lambda: Sequential([]), InputError, "ops is empty"),
-        (lambda: Sequential([Linear(2, 3), "x"]), InputTypeError, r"ops\[1\] is a str"),
-        (
-            lambda: Sequential([Linear(2, 3), Linear(2, 3)]),
-            InputError,
-            r"ops\[1\] has input_shape \(2,\); expected \(3,\), the output of ops\[0\]",
-        ),
-        (
-            lambda: Residual(Linear(2, 3)),
-            InputError,
-            r"ops end with output_shape \(3,\); expected \(2,\), the input to which it is added, "
-            "or a shortcut",
-        ),
-        (lambda: Residual(shortcut=[Linear(2, 3)]), InputError, "ops is empty"),
-        (
-            lambda: Residual(Linear(2, 3), shortcut=Linear(2, 3)),
-            InputTypeError,
-            "shortcut is a Linear; expected a list of operators",
-        ),
-        (
-            lambda: Residual(Linear(2, 3), shortcut=[Linear(2, 3), 5]),
-            InputTypeError,
-            r"shortcut\[1\] is a int; expected an Operator",
-        ),
-        (
-            lambda: Residual(Linear(2, 3), shortcut=[Linear(2, 4), Linear(5, 3)]),
-            InputError,
-            r"shortcut\[1\] has input_shape \(5,\); expected \(4,\), the output of shortcut\[0\]",
-        ),
-        (
-            lambda: Residual(Linear(2, 3), shortcut=[Linear(4, 3)]),
-            InputError,
-            r"shortcut\[0\] has input_shape \(4,\); expected \(2,\), that of ops\[0\]",
-        ),
-        (
-            lambda: Residual(Linear(2, 3), shortcut=[Linear(2, 4)]),
-            InputError,
-            r"shortcut ends with output_shape \(4,\); expected \(3,\), the output of ops",
-        ),
-        (
-            lambda: Sequential([Linear(2, 3)]).values([np.ones(2)]),
-            InputError,
-            "activations has 1 entries; expected 2",
-        ),
-        (
-            lambda: Sequential([Linear(2, 3)]).param_grads([np.ones(2), np.ones(3)], []),
-            InputError,
-            "gradients has 0 entries; expected 1",
-        ),
-        (
-            lambda: Sequential([Linear(2, 3)]).param_grads([np.ones(2), np.ones(3)], _Negative()),
-            InputTypeError,
-            "gradients cannot be read: .*should return >= 0",
-        ),
-        (
-            lambda: Sequential([Linear(2, 3)]).values([np.ones(2), np.ones(3)], out=[]),
-            InputError,
-            "out has 0 entries; expected 1",
-        ),
-        (
-            lambda: Sequential([Conv2d(512, 512, 3, input_shape=(512, 2240, 2240))]).plan(),
-            MemoryLimitError,
-            r"the patterns of Sequential\(.* would take [\d.]+ .iB",
-        ),
-    ],
-)
-def test_what_is_wrong_is_named(make: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        make()

@@ -129,37 +129,6 @@ def test_a_layer_pruned_twice_keeps_what_both_masks_keep() -> None:
     close(op.forward(x), module(torch.from_numpy(x)).detach().numpy())
 
 
-@pytest.mark.parametrize(
-    ("module", "shape", "error", "words"),
-    [
-        (
-            nn.Sequential(nn.ReLU(), nn.Sequential(nn.Bilinear(2, 2, 2))),
-            (2,),
-            InputError,
-            r"module\[1\]\[0\] is a Bilinear, which has no operator; expected one of .*ReLU",
-        ),
-        (
-            nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular")),
-            (1, 4, 4),
-            InputError,
-            r"module\[0\] \(Conv2d\): padding_mode is 'circular'",
-        ),
-        (nn.Sequential(nn.Dropout(0.5)), (2,), InputError, r"\(Dropout\): it draws its own mask"),
-        (nn.MaxPool2d(2, return_indices=True), (1, 4, 4), InputError, "return_indices is True"),
-        (nn.Linear(2, 2).half(), (2,), InputTypeError, "dtype float16; expected float32"),
-        (nn.Linear(2, 2), (3,), InputError, r"module \(Linear\): input_shape is \(3,\)"),
-        (nn.Linear(2, 2), 2.5, InputTypeError, "input_shape is 2.5"),
-        (np.tanh, (2,), InputTypeError, "module is a ufunc; expected a torch.nn.Module"),
-        (nn.Softmax(), (2,), InputTypeError, "dim is None"),
-    ],
-)
-def test_what_is_wrong_is_named(
-    module: Any, shape: Any, error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        from_torch(module, shape)
-
-
 @pytest.mark.parametrize("norm", ["spectral_norm", "weight_norm", "orthogonal"])
 def test_parametrisations_are_refused(norm: str) -> None:
     layer = getattr(nn.utils.parametrizations, norm)(nn.Linear(2, 2))

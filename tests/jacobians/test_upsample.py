@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
@@ -95,31 +94,6 @@ def test_odd_fractions_meet_inputs_at_their_centres(size: int, p: int, q: int) -
     beyond = (places * (2 * q + 1) < odd) | (places * (2 * q + 1) > (2 * size - 1) * odd)
     counts = np.bincount(op.pattern.indices, minlength=op.shape[1])
     np.testing.assert_array_equal(counts, np.where(on_input | beyond, 1, 2))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "size is None and scale_factor is None; expected one of them"),
-        ({"size": 2, "scale_factor": 2}, "size is 2 and scale_factor is 2; expected one of them"),
-        ({"size": 0}, "size is 0; expected integers of at least 1"),
-        ({"size": (1, 2, 3)}, r"size is \(1, 2, 3\); expected 2 integers"),
-        ({"size": 2, "mode": "bicubic"}, "mode is 'bicubic'; expected 'nearest' or 'bilinear'"),
-        ({"size": 2, "align_corners": True}, "align_corners is True; expected None, since mode"),
-        ({"scale_factor": 0}, "scale_factor is 0; expected positive, finite numbers"),
-        ({"scale_factor": (1, -2)}, r"scale_factor is \(1, -2\); expected positive, finite numb"),
-        ({"scale_factor": math.inf}, "scale_factor is inf; expected positive, finite numbers"),
-        ({"scale_factor": math.nan}, "scale_factor is nan; expected positive, finite numbers"),
-        (
-            {"scale_factor": (1, 0.1)},
-            r"scale_factor is \(1, 0.1\); too small for input_shape \(2, 5, 6\): the output would "
-            r"be of size \(5, 0\)",
-        ),
-    ],
-)
-def test_wrong_values(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Upsample(**arguments, input_shape=(2, 5, 6))
 
 
 @pytest.mark.parametrize(
