@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import types
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,10 +13,10 @@ from autodiff import close, randomise, share
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import on_pattern
+from refusals import check_refusals
 
 import sparsescan
-from sparsescan import BatchedCSR, CSRChain, InputError, InputTypeError
-from sparsescan.recurrent import jacobian as _cell
+from sparsescan import BatchedCSR, CSRChain
 from sparsescan.recurrent.cells import Cell, GRUCell, LSTMCell, RNNCell
 
 KINDS = ["tanh", "relu", "gru", "lstm"]
@@ -128,72 +126,6 @@ def test_values_are_the_jacobian_of_pytorch_and_the_pattern_misses_nothing(case:
     out = np.full_like(values, np.nan)
     assert cell.values(case.x, case.state, out=out) is out
     np.testing.assert_array_equal(out, values)
-
-
-@functools.cache
-def not_numpy() -> Any:
-    """Return a library that is not NumPy by name, as CuPy is not, with a device and a stream."""
-    other = types.ModuleType("other")
-    other.__dict__.update(np.__dict__)
-    event = types.SimpleNamespace(record=lambda stream: None, done=True)
-    other.cuda = types.SimpleNamespace(
-        Device=lambda: types.SimpleNamespace(id=0),
-        get_current_stream=lambda: types.SimpleNamespace(ptr=0),
-        Event=lambda disable_timing: event,
-    )
-    return other
-
-
-@given(cases())
-def test_without_kernels_the_values_are_the_same(case: Case) -> None:
-    values = case.cell.values(case.x, case.state)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_cell, "namespace", lambda *arrays: not_numpy())
-        close(case.cell.values(case.x, case.state), values, 10)
-
-
-@given(cases(), st.sampled_from([1, 2, 8192]))
-def test_a_linearization_says_what_the_cell_says(case: Case, size: int) -> None:
-    """In any number of parts, however often it is asked, and with products of a few rows."""
-    cell, grad = case.cell, case.rng.standard_normal(case.state.shape)
-    values = cell.values(case.x, case.state)
-    params = cell.param_grads(case.x, case.state, grad)
-    inputs = cell.input_grads(case.x, case.state, grad)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_cell, "_ROWS", size)
-        patch.setattr(_cell, "_ROWS_OF_TILE", min(size, 3))
-        patch.setattr(_cell, "_ONE_THREAD", 16 * size)
-        steps = cell.linearize(case.x, case.state)
-        for _ in range(2):
-            close(steps.values(), values, 10)
-            for name, actual in steps.param_grads(grad).items():
-                close(actual, params[name], 1e3)
-            actual = steps.input_grads(grad)
-            assert actual.shape == inputs.shape
-            close(actual, inputs, 1e3)
-    out = np.full_like(values, np.nan)
-    assert steps.values(out=out) is out
-    close(out, values, 10)
-
-
-@given(cases(), st.booleans())
-def test_factors_make_the_jacobian(case: Case, kernels: bool) -> None:
-    cell, lead = case.cell, case.state.shape[:-1]
-    if len(lead) not in (1, 2) or 0 in lead:
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        if not kernels:
-            patch.setattr(_cell, "namespace", lambda *arrays: not_numpy())
-        chain = cell.linearize(case.x, case.state).implicit()
-    slopes, weights = chain.values
-    factors = cell.implicit_pattern.factors
-    before, after = (dense(np.ones(each.nnz), each) for each in factors)
-    assert ((after @ before > 0) >= (dense(np.ones(cell.nnz), cell.pattern) > 0)).all()
-    assert slopes.shape == (*lead, factors[0].nnz)
-    expected = cell.values(case.x, case.state)[::-1]
-    for row, values in zip(rows(slopes), rows(expected), strict=True):
-        actual = dense(weights, factors[1]) @ dense(row, factors[0])
-        close(actual, dense(values, cell.pattern), 10)
 
 
 @given(cases())
@@ -372,84 +304,52 @@ def test_a_change_of_a_shared_weight_is_seen() -> None:
     assert not after[:8].any()
 
 
-@pytest.mark.parametrize(
-    ("error", "make", "words"),
-    [
-        (InputError, lambda: RNNCell(2, 3, nonlinearity="sin"), "'sin'; expected 'tanh' or 'relu'"),
-        (InputError, lambda: GRUCell(0, 3), "input_size"),
-        (InputTypeError, lambda: GRUCell(2, 3.5), "hidden_size"),
-        (InputTypeError, lambda: GRUCell(2, 3, dtype=int), "dtype is int64"),
-        (
-            InputError,
-            lambda: LSTMCell(2, 3, weight_ih_mask=np.ones((3, 2), bool)),
-            r"weight_ih_mask has shape \(3, 2\); expected \(12, 2\)",
-        ),
-        (
-            InputTypeError,
-            lambda: LSTMCell(2, 3, weight_hh_mask=np.ones((12, 3))),
-            "weight_hh_mask has dtype float64; expected bool",
-        ),
-    ],
-)
-def test_bad_arguments_are_named(error: type, make: Any, words: str) -> None:
-    with pytest.raises(error, match=words):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("error", "call", "words"),
-    [
-        (InputError, lambda c: c.forward(np.ones((4, 3)), np.ones((4, 6))), r"x has .*\(…, 2\)"),
-        (InputError, lambda c: c.forward(1.0, np.ones(6)), r"x has shape \(\); expected"),
-        (
-            InputError,
-            lambda c: c.values(np.ones((4, 2)), np.ones((5, 6))),
-            r"state has shape \(5, 6\); expected \(4, 6\), as x has shape \(4, 2\)",
-        ),
-        (
-            InputError,
-            lambda c: c.param_grads(np.ones((4, 2)), np.ones((4, 6)), np.ones((4, 3))),
-            r"grad_state has shape \(4, 3\); expected \(4, 6\)",
-        ),
-        (
-            InputError,
-            lambda c: c.input_grads(np.ones((4, 2)), np.ones((4, 6)), np.ones(6)),
-            "grad_state has shape",
-        ),
-        (InputTypeError, lambda c: c.forward(np.ones(2, int), np.ones(6)), "x has dtype int64"),
-        (InputError, lambda c: c.unroll(np.ones(2)), r"x has .*expected \(T, …, 2\)"),
-        (
-            InputError,
-            lambda c: c.unroll(np.ones((7, 4, 2)), np.ones((1, 6))),
-            r"state has shape \(1, 6\); expected \(4, 6\), as x has shape \(7, 4, 2\)",
-        ),
-        (
-            InputError,
-            lambda c: c.values(np.ones(2), np.ones(6), out=np.empty(3)),
-            r"out is an array of shape \(3,\)",
-        ),
-        (
-            InputError,
-            lambda c: c.jacobian(np.ones((1, 1, 1, 2)), np.ones((1, 1, 1, 6))),
-            "state has 4 axes; expected at most",
-        ),
-        (
-            InputError,
-            lambda c: c.linearize(np.ones((4, 2)), np.ones((4, 6))).param_grads(np.ones((5, 6))),
-            r"grad_state has shape \(5, 6\); expected \(4, 6\)",
-        ),
-        (
-            InputError,
-            lambda c: c.linearize(np.ones(2), np.ones(6)).implicit(),
-            r"the steps have the axes \(\); expected \(T,\) or \(T, batch\)",
-        ),
-        (
-            InputError,
-            lambda c: setattr(c, "weight_hh", np.ones((3, 3))),
-            r"LSTMCell.weight_hh .*\(3, 3\); expected \(12, 3\)",
-        ),
-    ],
-)
-def test_bad_arrays_are_named(error: type, call: Any, words: str) -> None:
-    with pytest.raises(error, match=words):
-        call(LSTMCell(2, 3))
+def test_what_is_wrong_is_named() -> None:
+    cell, x, state = LSTMCell(2, 3), np.ones((4, 2)), np.ones((4, 6))
+    inputs = np.ones((7, 4, 2))
+    steps = cell.linearize(x, state)
+    check_refusals(
+        {
+            "InputError: nonlinearity is 'sin'; expected 'tanh' or 'relu'": (
+                lambda: RNNCell(2, 3, nonlinearity="sin")
+            ),
+            "InputError: input_size": lambda: GRUCell(0, 3),
+            "InputTypeError: hidden_size": lambda: GRUCell(2, 3.5),
+            "InputTypeError: dtype is int64": lambda: GRUCell(2, 3, dtype=int),
+            "InputError: … weight_ih_mask has shape (3, 2); expected (12, 2)": (
+                lambda: LSTMCell(2, 3, weight_ih_mask=np.ones((3, 2), bool))
+            ),
+            "InputTypeError: … weight_hh_mask has dtype float64; expected bool": (
+                lambda: LSTMCell(2, 3, weight_hh_mask=np.ones((12, 3)))
+            ),
+            "InputError: x has … (…, 2)": lambda: cell.forward(np.ones((4, 3)), state),
+            "InputError: x has shape (); expected": lambda: cell.forward(1.0, state[0]),
+            "InputError: state has shape (5, 6); expected (4, 6), as x has shape (4, 2)": (
+                lambda: cell.values(x, np.ones((5, 6)))
+            ),
+            "InputError: grad_state has shape (4, 3); expected (4, 6)": (
+                lambda: cell.param_grads(x, state, np.ones((4, 3)))
+            ),
+            "InputError: grad_state has shape (6,)": lambda: cell.input_grads(x, state, state[0]),
+            "InputTypeError: x has dtype int64": lambda: cell.forward(np.ones(2, int), state[0]),
+            "InputError: x has … expected (T, …, 2)": lambda: cell.unroll(x[0]),
+            "InputError: state has shape (1, 6); expected (4, 6), as x has shape (7, 4, 2)": (
+                lambda: cell.unroll(inputs, state[:1])
+            ),
+            "InputError: out is an array of shape (3,)": (
+                lambda: cell.values(x[0], state[0], out=np.empty(3))
+            ),
+            "InputError: state has 4 axes; expected at most": (
+                lambda: cell.jacobian(np.ones((1, 1, 1, 2)), np.ones((1, 1, 1, 6)))
+            ),
+            "InputError: grad_state has shape (5, 6); expected (4, 6)": (
+                lambda: steps.param_grads(np.ones((5, 6)))
+            ),
+            "InputError: the steps have the axes (); expected (T,) or (T, batch)": (
+                lambda: cell.linearize(x[0], state[0]).implicit()
+            ),
+            "InputError: LSTMCell.weight_hh … (3, 3); expected (12, 3)": (
+                lambda: setattr(cell, "weight_hh", np.ones((3, 3)))
+            ),
+        }
+    )

@@ -117,6 +117,8 @@ def patched(patch: pytest.MonkeyPatch, blocks: tuple[int, int, float], on_device
     patch.setattr(jacobian, "_ROWS", rows)
     patch.setattr(jacobian, "_AT_ONCE", at_once)
     patch.setattr(jacobian, "DENSE", share)
+    patch.setattr(jacobian, "_ROWS_OF_TILE", min(rows, 3))
+    patch.setattr(jacobian, "_ONE_THREAD", 16 * rows)
     if on_device:
         patch.setattr(jacobian, "namespace", lambda *arrays: OTHER)
 

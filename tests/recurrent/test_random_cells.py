@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from random_cells import RandomCell, random_cells
 from sampling import long_run
 
-import sparsescan
 from sparsescan.recurrent import Recurrent
 from sparsescan.recurrent import step as step_module
 
@@ -79,31 +78,6 @@ class Example:
         assert list(params) == list(self.expected.param_grads)
         for name, found in params.items():
             self.close(found, self.expected.param_grads[name], name)
-
-
-@settings(max_examples=long_run(90, 20))
-@given(random_cells(), seeds)
-def test_scans_over_jacobians_are_back_propagation(drawn: RandomCell, seed: int) -> None:
-    """Explicit steps and implicit ones, whose values and patterns follow from the graph."""
-    example = Example(drawn, seed, steps=4, batch=2)
-    cell, x, grads = example.cell, example.x, example.grads
-    expected = np.concatenate(example.expected.outputs, -1)
-    before = np.concatenate([example.first[None], expected[:-1]])
-    example.close(cell.forward(x, before), expected, "forward")
-    values, linear = cell.values(x, before), cell.linearize(x, before)
-    zero = np.zeros_like(example.first)
-    local = np.concatenate([grads[::-1], zero[None]])
-    for pattern, steps in (
-        (cell.pattern, values[::-1]),
-        (cell.implicit_pattern, linear.implicit()),
-    ):
-        plan = sparsescan.plan([pattern] * len(x), schedule="linear")
-        found = plan.inclusive_scan(zero, steps, local_grads=local)[::-1]
-        after = found[1:]
-        example.close_grads(
-            found[0], cell.input_grads(x, before, after), cell.param_grads(x, before, after)
-        )
-        example.close_grads(found[0], linear.input_grads(after), linear.param_grads(after))
 
 
 # Smaller examples would be compiled, too.
