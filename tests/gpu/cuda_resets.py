@@ -32,7 +32,7 @@ def flags_of(rng: np.random.Generator, x: Any) -> Any:
     return rng.random(x.shape[:2]) < rng.choice([0.2, 0.5, 1.0], p=[0.5, 0.4, 0.1])
 
 
-@settings(max_examples=examples(40) if IN_PYTHON else 2)
+@settings(max_examples=examples(40) if IN_PYTHON else 1)
 @given(
     networks(units=7, inputs=5, layers=2),
     *(st.integers(1, 6), st.integers(1, 5), st.booleans(), st.integers(0, 1 << 30)),
