@@ -41,7 +41,7 @@ AUTOGRAD, REVERSED, SCAN = "PyTorch autograd", "autograd, batches reversed", "sp
 
 _RATE, _MOMENTUM = 0.001, 0.9
 # Epochs, and the samples of a batch, as in the paper but for a quick run.
-_FULL, _QUICK = (60, 256), (2, 128)
+_FULL, _QUICK = (60, 256), (2, 32)
 _STYLES: dict[str, dict[str, Any]] = {
     AUTOGRAD: {"color": SKY, "lw": 5, "alpha": 0.6},
     SCAN: {"color": ORANGE, "lw": 1.3},

@@ -92,9 +92,9 @@ def test_with_and_without_by_turns(cupy: Any, monkeypatch: pytest.MonkeyPatch, k
 
 @simulated
 def test_memory_is_what_is_said(cupy: Any) -> None:
-    net = LSTM(12, 3, 2, dtype=F4, rng=0)
+    net = GRU(12, 3, 2, dtype=F8, rng=0)
     put(cupy, net)
-    step, x = net.training_step(), cupy.asarray(np.zeros((90, 4, 12), F4))
+    step, x = net.training_step(), cupy.asarray(np.zeros((90, 4, 12)))
     resets = np.ones((90, 4), bool)
     before = fake_cupy.state.used[0]
     step.forward(x, resets=resets)
