@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
@@ -16,15 +17,24 @@ from ..chains.solve import SolveStep
 from ..errors import SparseScanError
 from ..execution.threads import thread_count
 from ..symbolic.implicit import Step, factors_of
+from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
 from .choice import InputKind, PlanChoice
 from .choose import choose_schedule
 from .scan_plan import ScanPlan, ScanSlot
 
-# Choices of "auto" by the keys of their patterns; by the form of what they scanned, plans, with the
-# bytes that they take.
+
+class _Kept(NamedTuple):
+    """A plan, the workspaces that wait in it for the next run, and the bytes that all take."""
+
+    plan: ScanPlan
+    waiting: list[tuple[Program, InputKind]]
+    nbytes: int
+
+
+# Choices of "auto" by the keys of their patterns, and plans by the form of what they scanned.
 _choices: dict[Any, PlanChoice] = {}
-_plans: dict[Any, tuple[ScanPlan, int]] = {}
+_plans: dict[Any, _Kept] = {}
 _KEPT = 64
 # Bytes that all kept plans may take.
 _BYTES = 16 << 20
@@ -86,9 +96,8 @@ def lend(
     known = _plans.get(form)
     if known is None:
         return None
-    plan, _ = known
     try:
-        return plan, *plan.lend(grad, jacobians, local_grads)
+        return known.plan, *known.plan.lend(grad, jacobians, local_grads)
     except SparseScanError:
         return None
 
@@ -98,15 +107,19 @@ def keep(form: Hashable, plan: ScanPlan) -> None:
     if form is None:
         return
     known = _plans.get(form)
-    if known is not None and known[0] is plan:
-        return
-    held = plan.workspace_bytes + sum(map(pattern_bytes, set(plan.patterns)))
+    if known is not None and known.plan is plan:
+        waiting = plan.waiting()
+        if waiting == known.waiting or Counter(waiting) <= Counter(known.waiting):
+            return
+    patterns = sum(map(pattern_bytes, set(plan.patterns)))
+    waiting, nbytes = plan.hold(_BYTES - patterns)
+    nbytes += patterns
     _plans.pop(form, None)
-    if held > _BYTES:
+    if nbytes > _BYTES:
         return
-    while len(_plans) >= _KEPT or held + sum(each for _, each in [*_plans.values()]) > _BYTES:
+    while len(_plans) >= _KEPT or nbytes + sum(each.nbytes for each in [*_plans.values()]) > _BYTES:
         _plans.pop(next(iter([*_plans]), None), None)
-    _plans[form] = plan, held
+    _plans[form] = _Kept(plan, waiting, nbytes)
 
 
 def pattern_bytes(step: Step) -> int:

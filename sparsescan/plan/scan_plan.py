@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
@@ -419,6 +419,27 @@ class ScanPlan(Frozen):
         """Keep a slot that was lent for the next run."""
         slot.chain.release()
         self._idle.append(slot)
+
+    def waiting(self) -> list[tuple[Program, InputKind]]:
+        """Return what each workspace ran that waits for the next run."""
+        slots = [*self._idle]
+        return [(program, kind) for slot in slots for program, kind, *_ in [*slot.workspaces]]
+
+    def hold(self, most: int) -> tuple[list[tuple[Program, InputKind]], int]:
+        """Return what :meth:`waiting` does, and bytes of all these and of all programs, at most.
+
+        While it is more than `most`, slots are given up, those that have waited longest first.
+        """
+        choices = [self._first, *[*self._others.values()]]
+        chosen = Counter({(each.program, each.kind) for each in choices if each.program})
+        while True:
+            waiting = self.waiting()
+            held = chosen | Counter(waiting)
+            nbytes = sum(n * kind.needed_bytes(program) for (program, kind), n in held.items())
+            if nbytes <= most or not self._idle:
+                return waiting, nbytes
+            with suppress(IndexError):  # another thread may have taken the last
+                self._idle.popleft()
 
     def run(
         self, slot: ScanSlot, first: Any, local_grads: Any, *, inclusive: bool, stream: Any = None

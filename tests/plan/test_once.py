@@ -6,6 +6,8 @@ import gc
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from sparsescan import (
     ImplicitStep,
     Pattern,
     PeriodicChain,
+    ScanPlan,
     SolveStep,
     SparseScanError,
 )
@@ -166,20 +169,53 @@ def test_few_plans_are_kept(plans: dict[Any, Any], monkeypatch: pytest.MonkeyPat
     for count in range(1, once._KEPT + 5):
         sparsescan.exclusive_scan(np.ones(6), csr(count=count), schedule="linear")
     assert len(plans) == once._KEPT
-    assert min(plan.n for plan, _ in plans.values()) == 5
-    held = {plan.n: bytes_ for plan, bytes_ in plans.values()}
-    assert all(plan.workspace_bytes <= held[plan.n] for plan, _ in plans.values())
+    assert min(each.plan.n for each in plans.values()) == 5
+    held = {each.plan.n: each.nbytes for each in plans.values()}
+    assert all(each.plan.workspace_bytes <= each.nbytes for each in plans.values())
     # The oldest go where there is no room for all.
     monkeypatch.setattr(once, "_BYTES", held[5] + held[6] + held[7])
     for count in (5, 6, 7, 6, 7):
         sparsescan.exclusive_scan(np.ones(6), csr(count=count)[:], schedule="truncated:0")
-        assert sum(bytes_ for _, bytes_ in plans.values()) <= once._BYTES
+        assert sum(each.nbytes for each in plans.values()) <= once._BYTES
     sparsescan.exclusive_scan(np.ones(12), np.zeros((300, 12, 12)), schedule="blelloch")
-    assert max(plan.n for plan, _ in plans.values()) == 7
+    assert max(each.plan.n for each in plans.values()) == 7
     monkeypatch.setattr(once, "_BYTES", held[5])
     one = sp.eye_array(50_000, format="csr")
     sparsescan.exclusive_scan(np.ones(50_000), [one])
-    assert min(plan.n for plan, _ in plans.values()) > 1
+    assert min(each.plan.n for each in plans.values()) > 1
+
+
+def taken(plans: dict[Any, Any]) -> int:
+    """Return the bytes of arrays that the workspaces of all kept plans hold."""
+    slots = [slot for each in plans.values() for slot in each.plan._idle]
+    spaces = [space for slot in slots for space in slot.workspaces.values()]
+    return sum(array.nbytes for space in spaces for array in space._arrays.values())
+
+
+def test_workspaces_of_other_input_and_of_threads_count(
+    plans: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet, run = Barrier(4), ScanPlan.run
+
+    def together(self: ScanPlan, *arguments: Any, **options: Any) -> Any:
+        meet.wait()
+        return run(self, *arguments, **options)
+
+    steps = np.zeros((50, 24, 24))
+    scan = partial(sparsescan.exclusive_scan, np.ones(24), steps, schedule="blelloch")
+    for terms in (None, np.ones((50, 24), np.float32)):
+        scan(local_grads=terms)
+    (one,) = plans.values()
+    assert max(taken(plans), 2 * one.plan.workspace_bytes) <= one.nbytes
+    monkeypatch.setattr(once, "_BYTES", 2 * one.nbytes)
+    monkeypatch.setattr(ScanPlan, "run", together)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            done = [pool.submit(scan) for _ in range(4)]
+            assert all(len(each.result()) == 50 for each in done)
+            (one,) = plans.values()
+            assert one.plan._idle
+            assert taken(plans) <= one.nbytes <= once._BYTES
 
 
 def test_what_was_scanned_is_not_kept() -> None:
