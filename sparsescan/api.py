@@ -333,9 +333,7 @@ def _plan_once(
     size = patterns[0].shape[1] if patterns else None
     period = chain.period if chain.starts is None else 0
     first = grad_or_zeros(grad, local_grads, size, chain.batch, period)
-    batch = len(first) if first.ndim == 2 else 1
-    dtype = np.result_type(chain.dtype, first.dtype)
-    kind = InputKind(max(batch, 1), dtype, on_device, chain.differs() if batch > 1 else None)
+    kind = once.kind_of(chain, first, on_device)
     options = PlanOptions(
         device="cuda" if on_device else device, reverse=reverse, auto=asked is None
     )

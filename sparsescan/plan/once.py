@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy.sparse as sp
 
+from ..chains.chain import Chain
 from ..chains.containers import BatchedCSR, CSRChain, PeriodicChain
 from ..chains.grads import placed
 from ..chains.implicit import ImplicitChain, ImplicitStep
@@ -91,15 +92,28 @@ def lend(
 ) -> tuple[ScanPlan, ScanSlot, Any] | None:
     """Return the plan that is kept for a form, with what :meth:`.ScanPlan.lend` returns.
 
-    None if there is none, or if these Jacobians are not of its patterns: reading tells.
+    None if there is none, or if these Jacobians are not of its patterns, or of another kind than
+    those that a named schedule stores its products for: reading tells.
     """
     known = _plans.get(form)
     if known is None:
         return None
+    plan = known.plan
     try:
-        return known.plan, *known.plan.lend(grad, jacobians, local_grads)
+        slot, first = plan.lend(grad, jacobians, local_grads)
     except SparseScanError:
         return None
+    if plan.auto or plan.kind == kind_of(slot.chain, first):
+        return plan, slot, first
+    plan.take_back(slot)
+    return None
+
+
+def kind_of(chain: Chain, first: Any, on_device: bool = False) -> InputKind:
+    """Return the kind of input that a scan is planned for, without local gradients."""
+    batch = len(first) if first.ndim == 2 else 1
+    dtype = np.result_type(chain.dtype, first.dtype)
+    return InputKind(max(batch, 1), dtype, on_device, chain.differs() if batch > 1 else None)
 
 
 def keep(form: Hashable, plan: ScanPlan) -> None:

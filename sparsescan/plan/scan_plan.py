@@ -149,6 +149,11 @@ class ScanPlan(Frozen):
         return self._latest.alternatives
 
     @property
+    def kind(self) -> InputKind:
+        """The input that the plan was made for, and the forms of its products were chosen for."""
+        return self._first.kind
+
+    @property
     def workspace_bytes(self) -> int:
         """Bytes that the plan and a run take beside Jacobians and gradients, at most.
 

@@ -30,7 +30,7 @@ from sparsescan import (
     SolveStep,
     SparseScanError,
 )
-from sparsescan.plan import once
+from sparsescan.plan import once, search
 from sparsescan.symbolic.program import Program
 
 
@@ -117,6 +117,33 @@ def test_nor_with_losses_at_steps_alone(as_one: bool, programs: list[int]) -> No
         expected = sparsescan.plan(steps).exclusive_scan(None, steps, local_grads=terms)
         assert same_bits(actual, expected)
     assert len(programs) == 4
+
+
+def test_a_named_schedule_has_the_same_bits_whatever_was_scanned_before(
+    plans: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In which form products are stored depends on the dtype, and on what samples share."""
+
+    def by_kind(program: Program, model: Any) -> frozenset[tuple[int, int]]:
+        is_large = model.dtype == np.float64 or model.differs is not None
+        return frozenset({(2, 4)} if is_large else ())
+
+    monkeypatch.setattr(search, "choose_forms", by_kind)
+    single = [step.astype(np.float32) for step in csr(size=8)]
+    mixed = [single[0], csr(1, size=8)[1], *single[2:]]
+    pattern = ImplicitPattern([Pattern(step) for step in single[:2]])
+    each, shared = ([np.ones((*batch, 12), np.float32)] * 2 for batch in ((2,), ()))
+    whole = [ImplicitStep(each, pattern)] * 4
+    partly = [whole[0], ImplicitStep(shared, pattern), *whole[2:]]
+    for first, second in ((single, mixed), (whole, partly)):
+        grad = np.ones((2, 8) if first is whole else 8, np.float32)
+        forms = []
+        for steps in (first, second, second, first):
+            sparsescan.exclusive_scan(grad, steps, schedule="blelloch")
+            (kept,) = plans.values()
+            forms.append(len(kept.plan.dense))
+        assert forms == [0, 1, 1, 0]
+        plans.clear()
 
 
 def test_values_and_indices_are_read_each_time() -> None:
