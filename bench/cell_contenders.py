@@ -79,14 +79,7 @@ class Case:
             cell = make(self.inputs)
         except ValueError:
             cell = make(self.hidden)
-        rng = np.random.default_rng(0)
-        lead = self.steps, self.batch
-        return Given(
-            cell,
-            rng.standard_normal((*lead, cell.input_size), np.float32),
-            np.zeros((self.batch, cell.state_size), np.float32),
-            rng.standard_normal((*lead, self.hidden), np.float32),
-        )
+        return given_of(cell, self.steps, self.batch)
 
 
 @dataclass(frozen=True)
@@ -106,6 +99,17 @@ class Given:
     def first(self, count: int) -> Given:
         """Return the first steps."""
         return replace(self, x=self.x[:count], grad=self.grad[:count])
+
+
+def given_of(cell: Cell, steps: int, batch: int) -> Given:
+    """Return what a cell computes with."""
+    rng, lead = np.random.default_rng(0), (steps, batch)
+    return Given(
+        cell,
+        rng.standard_normal((*lead, cell.input_size), np.float32),
+        np.zeros((batch, cell.state_size), np.float32),
+        rng.standard_normal((*lead, cell.hidden_size), np.float32),
+    )
 
 
 # -- Ours -----------------------------------------------------------------------------------------

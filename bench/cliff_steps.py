@@ -42,17 +42,14 @@ class Numbers(NamedTuple):
         Inputs and initial state, or offsets and initial state; a scan of Jacobians has none.
     grads : ndarray
         Gradients of a loss in the results of a network, or in every state.
-    weights : dict of str to ndarray
-        Weights of a network, or values of Jacobians and matrices.
-    biases : dict of str to ndarray
-        Biases of a network.
+    params : dict of str to ndarray
+        Weights and biases of a network, or values of Jacobians and matrices.
     """
 
     x: Array | None
     initial: Array | None
     grads: Array
-    weights: dict[str, Array]
-    biases: dict[str, Array]
+    params: dict[str, Array]
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -105,15 +102,14 @@ Change = Callable[[Array], Array]
 
 
 def _changed(numbers: Numbers, change: Change, *names: str) -> Numbers:
-    """Change some arrays, as far as they are there."""
-    made: dict[str, Any] = {}
-    for name in names:
-        given = getattr(numbers, name)
-        if isinstance(given, dict):
-            made[name] = {key: change(array) for key, array in given.items()}
-        elif given is not None:
-            made[name] = change(given)
-    return numbers._replace(**made)
+    """Change some arrays, as far as they are there; of parameters "weights" or "biases"."""
+    params = {
+        key: change(array) if ("biases" if "bias" in key else "weights") in names else array
+        for key, array in numbers.params.items()
+    }
+    others = {name: getattr(numbers, name) for name in ("x", "initial", "grads") if name in names}
+    made = {name: change(array) for name, array in others.items() if array is not None}
+    return numbers._replace(params=params, **made)
 
 
 def _times(factor: float) -> Change:
@@ -237,7 +233,10 @@ SPECIAL: dict[str, tuple[Callable[[Step, Numbers], bool], Callable[[Step, Number
     "infinite gradients": (_always, lambda s, n: _changed(n, _set(lambda _: -1, np.inf), "grads")),
     "zeros": (_always, lambda s, n: _changed(n, _filled(0), "x", "initial", "grads", "biases")),
     "zero weights": (_always, lambda s, n: _changed(n, _filled(0), "weights", "biases")),
-    "ones": (_always, lambda s, n: _changed(n, _filled(1), *Numbers._fields)),
+    "ones": (
+        _always,
+        lambda s, n: _changed(n, _filled(1), "x", "initial", "grads", "weights", "biases"),
+    ),
 }
 
 
@@ -284,14 +283,12 @@ class _Recurrent(Step):
             (1, self.batch, net.state_size),
             (self.steps, self.batch, self.hidden),
         )
-        x, initial, grads = (rng.standard_normal(shape).astype(self.dtype) for shape in shapes)
-        weights = {name: array for name, array in params.items() if name.startswith("weight")}
-        biases = {name: array for name, array in params.items() if name.startswith("bias")}
-        return Numbers(x, initial, grads, weights, biases)
+        arrays = (rng.standard_normal(shape).astype(self.dtype) for shape in shapes)
+        return Numbers(*arrays, params)
 
     def passes(self, numbers: Numbers) -> Passes:
         net = self.network()
-        for name, array in (numbers.weights | numbers.biases).items():
+        for name, array in numbers.params.items():
             setattr(net, name, array)
         step = net.training_step()
         return Passes(
@@ -304,17 +301,16 @@ class _Recurrent(Step):
 
     def decaying(self, numbers: Numbers, rate: float) -> Numbers:
         """Let a gate, or the weights of an RNN, take `rate` of the state in each step."""
-        weights = {name: array.copy() for name, array in numbers.weights.items()}
-        biases = {name: array.copy() for name, array in numbers.biases.items()}
-        gates = weights["weight_hh_l0"].reshape(_GATES[self.kind], self.hidden, self.hidden)
-        bias = biases["bias_ih_l0"].reshape(_GATES[self.kind], self.hidden)
+        params = {name: array.copy() for name, array in numbers.params.items()}
+        gates = params["weight_hh_l0"].reshape(_GATES[self.kind], self.hidden, self.hidden)
+        bias = params["bias_ih_l0"].reshape(_GATES[self.kind], self.hidden)
         if self.kind == "RNN":
             gates[0] = rate * np.eye(self.hidden)
         else:
             # What is new is 0: the third gate of both; the second one keeps the state.
             gates[2] = 0
             bias[1] = np.log(rate / (1 - rate))
-        return numbers._replace(weights=weights, biases=biases)
+        return numbers._replace(params=params)
 
 
 # -- Networks of layers ----------------------------------------------------------------------------
@@ -341,16 +337,14 @@ class _Layers(Step):
             for part in _parts(net.parts)
             for own, array in part.op.params.items()
         }
-        weights = {name: array for name, array in params.items() if name.endswith("weight")}
-        biases = {name: array for name, array in params.items() if name.endswith("bias")}
-        return Numbers(x, None, grads, weights, biases)
+        return Numbers(x, None, grads, params)
 
     def passes(self, numbers: Numbers) -> Passes:
         net, step = _training(self.make)
         known = {part.name: part.op for part in _parts(net.parts)}
 
         def ready() -> None:
-            for name, array in (numbers.weights | numbers.biases).items():
+            for name, array in numbers.params.items():
                 layer, _, own = name.rpartition(".")
                 setattr(known[layer], own, array)
 
@@ -444,11 +438,11 @@ class _Affine(Step):
         shape = self.steps, self.batch, self.size
         x, grads = (rng.standard_normal(shape).astype(self.dtype) for _ in range(2))
         initial = rng.standard_normal(shape[1:]).astype(self.dtype)
-        return Numbers(x, initial, grads, {"matrices": matrices.astype(self.dtype)}, {})
+        return Numbers(x, initial, grads, {"matrices": matrices.astype(self.dtype)})
 
     def passes(self, numbers: Numbers) -> Passes:
         pattern = Pattern.diagonal(self.size) if self.is_diagonal else None
-        matrices, initial, states = numbers.weights["matrices"], numbers.initial, np.empty(0)
+        matrices, initial, states = numbers.params["matrices"], numbers.initial, np.empty(0)
 
         def forward() -> None:
             nonlocal states
@@ -463,9 +457,9 @@ class _Affine(Step):
 
     def decaying(self, numbers: Numbers, rate: float) -> Numbers:
         step = np.ones(self.size) if self.is_diagonal else np.eye(self.size)
-        matrices = np.empty_like(numbers.weights["matrices"])
+        matrices = np.empty_like(numbers.params["matrices"])
         matrices[:] = rate * step
-        return numbers._replace(weights={"matrices": matrices})
+        return numbers._replace(params={"matrices": matrices})
 
 
 # -- Chains of Jacobians ---------------------------------------------------------------------------
@@ -494,21 +488,21 @@ class _Chain(Step):
         rng = np.random.default_rng(0)
         if self.kind == "stencils":
             chain = workloads.stencil(self.steps, round(self.size**0.5), self.dtype).chain
-            weights = {"values": np.asarray(chain.data)}
+            params = {"values": np.asarray(chain.data)}
         elif self.kind == "dense steps":
             values = workloads.tanh_rnn(self.steps, self.batch, self.size, self.dtype).jacobians
-            weights = {"values": values}
+            params = {"values": values}
         else:
             slopes = workloads.tanh_rnn_slopes(self.steps, self.batch, self.size)
-            weights = {
+            params = {
                 "values": slopes.slopes.astype(self.dtype),
                 "shared": slopes.weights.astype(self.dtype),
             }
         grads = rng.standard_normal((self.steps, self.batch, self.size)).astype(self.dtype)
-        return Numbers(None, None, grads, weights, {})
+        return Numbers(None, None, grads, params)
 
     def passes(self, numbers: Numbers) -> Passes:
-        chain = self._chain(numbers.weights)
+        chain = self._chain(numbers.params)
         if self.schedule is None:
             scan: Any = partial(sparsescan.exclusive_scan, reverse=True)
         else:
@@ -522,8 +516,8 @@ class _Chain(Step):
         """A chain of stencils with the pattern."""
         return workloads.stencil(1, round(self.size**0.5), self.dtype).chain
 
-    def _chain(self, weights: dict[str, Array]) -> Any:
-        values = weights["values"]
+    def _chain(self, params: dict[str, Array]) -> Any:
+        values = params["values"]
         if self.kind == "stencils":
             like = self._like
             return CSRChain(values, like.indices, like.indptr, like.shape)
@@ -532,25 +526,25 @@ class _Chain(Step):
         pattern = ImplicitPattern(
             [Pattern.diagonal(self.size), Pattern.dense((self.size, self.size))], shared=[1]
         )
-        return ImplicitChain([values, weights["shared"].ravel()], pattern)
+        return ImplicitChain([values, params["shared"].ravel()], pattern)
+
+    def _times(self, numbers: Numbers, factor: Any) -> Numbers:
+        """Multiply Jacobians, or what all steps share of them."""
+        *_, name = numbers.params
+        made = (numbers.params[name] * factor).astype(numbers.dtype)
+        return numbers._replace(params=numbers.params | {name: made})
 
     def decaying(self, numbers: Numbers, rate: float) -> Numbers:
-        weights = dict(numbers.weights)
-        name = "shared" if "shared" in weights else "values"
-        weights[name] = weights[name] * numbers.dtype.type(rate)
-        return numbers._replace(weights=weights)
+        return self._times(numbers, numbers.dtype.type(rate))
 
     def rebased(self, numbers: Numbers, by: Array) -> Numbers:
         """Multiply rows of each Jacobian, and divide columns."""
-        weights = dict(numbers.weights)
-        name = "shared" if "shared" in weights else "values"
         if self.kind == "stencils":
             like = self._like
             factor = np.repeat(by, np.diff(like.indptr)) / by[like.indices]
         else:
             factor = by[:, None] / by
-        weights[name] = (weights[name] * factor).astype(numbers.dtype)
-        return numbers._replace(weights=weights)
+        return self._times(numbers, factor)
 
 
 # -- All -------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ Array = NDArray[Any]
 NUMPY = "sparsescan, NumPy calls"
 MAMBAPY = "mambapy.pscan"
 ASSOCIATIVE, DOUBLING = "jax.lax.associative_scan", "PyTorch, by doubling"
+_IN_JAX = OURS, JAX, ASSOCIATIVE
 # A jitted call may take 1.15 times as long as calls with NumPy's arrays.
 _AS_NUMPY = 1 / 1.15
 
@@ -205,7 +206,15 @@ class Recurrence:
         }
         if self.is_diagonal:
             makers[DOUBLING] = self.doubling
-        return races.timed(makers, self.wanted, quick)
+        return races.timed(makers, self.wanted, quick, self._differences)
+
+    def _differences(self, calls: dict[str, Call]) -> dict[str, float]:
+        # JAX has the loss before its gradients.
+        found = {who: call()[1] if who in _IN_JAX else call() for who, call in calls.items()}
+        names = "matrices", "offsets", "initial"
+        return races.apart_from_ours(
+            {who: dict(zip(names, grads, strict=True)) for who, grads in found.items()}
+        )
 
     def ours(self) -> dict[str, Call]:
         peers.load_jax()
@@ -226,7 +235,8 @@ class Recurrence:
 
         def call() -> Any:
             y = affine_scan(a, b, y0, pattern=self._pattern)
-            return affine_scan_vjp(a, initial=y0, states=y, grads=loss, pattern=self._pattern)
+            grads = affine_scan_vjp(a, initial=y0, states=y, grads=loss, pattern=self._pattern)
+            return grads.matrices, grads.offsets, grads.initial
 
         return {"NumPy": call}
 
@@ -334,7 +344,16 @@ class Selective:
     def measure(self, quick: bool) -> Results:
         """Return the times of forward and backward passes."""
         makers = {OURS: self.ours, PYTORCH: self.loops, MAMBAPY: self.mambapy}
-        return races.timed(makers, self.wanted, quick, few=True)
+        return races.timed(makers, self.wanted, quick, self._differences, few=True)
+
+    def _differences(self, calls: dict[str, Call]) -> dict[str, float]:
+        found: dict[str, dict[str, Any]] = {}
+        for who, call in calls.items():
+            grads = dict(zip(["u", "delta", "A", "B", "C", "D"], call(), strict=True))
+            if who == MAMBAPY:
+                grads |= {name: grads[name].mT for name in ("u", "delta", "B", "C")}
+            found[who] = grads
+        return races.apart_from_ours(found)
 
     def _passes(self, scan: Callable[..., torch.Tensor], last: bool = False) -> dict[str, Call]:
         given, loss = self.tensors(channels_last=last)

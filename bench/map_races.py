@@ -25,7 +25,7 @@ from sparsescan import Pattern
 from sparsescan.torch import affine_scan
 
 from . import cell_scan, peers
-from .cell_contenders import ONE_CORE, Given, on_one_core
+from .cell_contenders import ONE_CORE, given_of, on_one_core
 from .networks import prune_smallest
 from .step import CELLS
 from .timing import THREADS, Call
@@ -322,15 +322,8 @@ class InJax(Recurrent):
         jax = peers.load_jax()
         from sparsescan.jax import recurrent
 
-        rng = np.random.default_rng(0)
         cell = CELLS[self.kind](INPUTS, self.hidden, rng=0)
-        lead = self.steps, self.batch
-        given = Given(
-            cell,
-            rng.standard_normal((*lead, INPUTS), np.float32),
-            np.zeros((self.batch, cell.state_size), np.float32),
-            rng.standard_normal((*lead, self.hidden), np.float32),
-        )
+        given = given_of(cell, self.steps, self.batch)
         arrays = jax.device_put((dict(cell.params), given.x, given.state, given.grad))
 
         def outputs(params: Any, x: Any, state: Any) -> Any:

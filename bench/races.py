@@ -87,6 +87,18 @@ def apart(
     return found
 
 
+def apart_from_ours(
+    results: Mapping[str, Mapping[str, Any]], bound: float = BOUND
+) -> dict[str, float]:
+    """Return how far arrays of ours are from those of each other contender."""
+    return {
+        f"{what}, {who}": each
+        for who, theirs in results.items()
+        if who != OURS
+        for what, each in apart(results[OURS], theirs, bound).items()
+    }
+
+
 # -- What is shown --------------------------------------------------------------------------------
 
 

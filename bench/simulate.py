@@ -504,12 +504,7 @@ class Race:
                     passes[name].append(found[name].pop("seconds"))
 
         used = take_rounds(take, 1 if quick else self.rounds)
-        differences = {
-            f"{what}, {name}": apart
-            for name, each in found.items()
-            if name != OURS
-            for what, apart in races.apart(found[OURS], each).items()
-        }
+        differences = races.apart_from_ours(found)
         about = {"wanted": self.wanted, "differences": differences, "cores_others_used": used}
         return {"samples": samples, "passes": passes, **chosen, **about}
 

@@ -199,12 +199,11 @@ def measure(case: Case | NetworkCase, quick: bool) -> Results:
     race = case.race()
 
     def differences(calls: dict[str, Call]) -> dict[str, float]:
-        ours, found = calls[OURS](), {}
-        for peer in calls.keys() - {OURS}:
-            theirs = {k: np.asarray(g) * race.masks.get(k, 1) for k, g in calls[peer]().items()}
-            apart = races.apart(ours, theirs, case.bound)
-            found |= {f"{name}, {peer}": each for name, each in apart.items()}
-        return found
+        found = {
+            who: {name: np.asarray(g) * race.masks.get(name, 1) for name, g in call().items()}
+            for who, call in calls.items()
+        }
+        return races.apart_from_ours(found, case.bound)
 
     return races.timed(race.makers(), case.wanted, quick, differences)
 
