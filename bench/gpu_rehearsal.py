@@ -29,7 +29,6 @@ class StandIn(Cpu):
     """
 
     device = "cuda"
-    cache = 0
 
     def __init__(self, cupy: Any) -> None:
         self.about = {"device": {"gpu": "stand-in"}, "versions": {}}
@@ -63,12 +62,6 @@ class StandIn(Cpu):
 
     def samples(self, call: Call, times: int, clock: str, cold: bool) -> list[float]:
         return seconds(call, 1)
-
-    def waits_inside(self, call: Call) -> bool:
-        return False
-
-    def free(self) -> None:
-        pass
 
     def ceilings(self, moved: int = 0, dtype: Any = None) -> Ceilings:
         return Ceilings(1e9, 1e10)

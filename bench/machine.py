@@ -152,11 +152,17 @@ class Cpu:
     xp = np
     device = None
     torch_name = "cpu"
+    cache = 0
 
     put = get = staticmethod(np.asarray)
 
     def synchronize(self) -> None:
         pass
+
+    free = synchronize
+
+    def waits_inside(self, call: Call) -> bool:
+        return False
 
     def samples(self, call: Call, times: int, clock: str, cold: bool) -> list[float]:
         return seconds(call, times)

@@ -82,8 +82,8 @@ class _Race:
         if case.kept is not None:
             prune_smallest(self.module, 1 - case.kept)
         # Normalised by the statistics of a batch, a network is one of whole batches.
-        whole = any(isinstance(layer, nn.BatchNorm2d) for layer in self.module.modules())
-        lead = (case.batch,) if whole else ()
+        self.whole = any(isinstance(layer, nn.BatchNorm2d) for layer in self.module.modules())
+        lead = (case.batch,) if self.whole else ()
         self.net = Sequential(_layers(self.module, (*lead, *shape), len(lead)))
         self.x = rng.standard_normal((case.batch, *shape), np.float32)
         outputs = self.module(torch.tensor(self.x)).shape
@@ -128,10 +128,8 @@ class _Race:
     def _forms(self) -> tuple[torch.memory_format, ...]:
         """Return the orders of axes that PyTorch is given."""
         # Images that are channels_last it normalises so that gradients are off by 1e-2.
-        images = self.x.ndim == 4
-        whole = any(isinstance(layer, nn.BatchNorm2d) for layer in self.module.modules())
         first = (torch.contiguous_format,)
-        return (*first, torch.channels_last) if images and not whole else first
+        return (*first, torch.channels_last) if self.x.ndim == 4 and not self.whole else first
 
     def _torch_step(self, module: nn.Module, form: Any) -> dict[str, Array]:
         x = torch.from_numpy(self.x)

@@ -115,10 +115,8 @@ def _overview(titles: dict[str, str], of: dict[str, list[File]]) -> Html:
 
 
 def _not_yet(kind: str) -> Html:
-    if kind == "gpu":
-        command, where = _ON_GPU, " on a machine that has a GPU"
-    else:
-        command, where = f"python -m bench {kind}", ""
+    where = " on a machine that has a GPU" if kind == "gpu" else ""
+    command = _ON_GPU if kind == "gpu" else f"python -m bench {kind}"
     return tag("p", "Not run yet: ", tag("code", command), f" measures it{where}.")
 
 

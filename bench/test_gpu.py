@@ -41,8 +41,6 @@ class Host(Cpu):
 
     csr = staticmethod(lambda given: given)
     spgemm = spmv = staticmethod(operator.matmul)
-    free = Cpu.synchronize
-    waits_inside = staticmethod(lambda call: False)
 
     def ceilings(self, moved: int = 0, dtype: Any = None) -> Ceilings:
         return CEILINGS
