@@ -386,7 +386,8 @@ class Selective:
         }
 
     def mambapy(self) -> dict[str, Call]:
-        pscan = peers.load_mambapy()
+        hint = "pip install --no-deps mambapy==1.2.0"
+        pscan = peers.require("mambapy.pscan", hint).pscan
 
         def scan(u: Any, delta: Any, a: Any, b: Any, c: Any, d: Any) -> torch.Tensor:
             added = (delta * u).unsqueeze(-1) * b.unsqueeze(2)

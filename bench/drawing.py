@@ -54,19 +54,12 @@ def rows_of_bars(axes: Axes) -> None:
     plain(axes, "x", ("top", "right", "left"))
 
 
-def numbers(axis: Any, text: str = "{:,.10g}") -> None:
-    """Write the numbers at the ticks of a logarithmic axis out."""
-    from matplotlib.ticker import FuncFormatter
-
-    axis.set_major_formatter(FuncFormatter(lambda value, _: text.format(value)))
-
-
 def decades(axis: Any, text: str, digits: tuple[int, ...] = (1, 2, 5)) -> None:
     """Write numbers at the ticks that begin with these digits, and nowhere else."""
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=digits))
-    numbers(axis, text)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text.format(value)))
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -74,12 +67,6 @@ def quartiles(samples: ArrayLike, unit: float = 1) -> Spread:
     """Return the quartiles of samples in multiples of a unit, the median in the middle."""
     low, middle, high = np.quantile(samples, (0.25, 0.5, 0.75)) / unit
     return float(low), float(middle), float(high)
-
-
-def ratio(theirs: Spread, ours: Spread) -> Spread:
-    """Return the ratio of the medians; how low and how high it may be, by the quartiles."""
-    low, middle, high = (x / y for x, y in zip(theirs, ours[::-1], strict=True))
-    return low, middle, high
 
 
 def plot_with_spread(axes: Axes, points: Mapping[Any, Spread], **style: Any) -> None:

@@ -17,7 +17,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -115,8 +114,10 @@ def _build_one(capability: Capability, folder: Path, number: int) -> Built:
     kernel, count = _missing[number]
     begin = sum(os.times()[:4])  # with ptxas
     error = ""
+    # Let Numba compile for a capability, as if it was that of the current device.
+    device = SimpleNamespace(compute_capability=capability)
     try:
-        with without_device(capability):
+        with mock.patch("numba.cuda.dispatcher.get_current_device", return_value=device):
             code = assemble(compile_to_ptx(kernel, count, capability))
         save(kernel, count, capability, folder, code)
     except Exception as raised:
@@ -126,14 +127,6 @@ def _build_one(capability: Capability, folder: Path, number: int) -> Built:
 
 def _is_there(kernel: Kernel, capability: Capability, folder: Path) -> bool:
     return read(*kernel, capability, folder) is not None
-
-
-@contextmanager
-def without_device(capability: Capability) -> Iterator[None]:
-    """Let Numba compile for a capability, as if it was that of the current device."""
-    device = SimpleNamespace(compute_capability=capability)
-    with mock.patch("numba.cuda.dispatcher.get_current_device", return_value=device):
-        yield
 
 
 # -- Which kernels --------------------------------------------------------------------------------

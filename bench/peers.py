@@ -320,11 +320,6 @@ def load_jax() -> Any:
     return require("jax", "pip install jax")
 
 
-def load_mambapy() -> Any:
-    """Return its function of parallel scans."""
-    return require("mambapy.pscan", "pip install --no-deps mambapy==1.2.0").pscan
-
-
 def load_torch() -> Any:
     torch = require("torch", "pip install torch")
     torch.set_num_threads(THREADS)
