@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import tracemalloc
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -70,21 +69,6 @@ def test_samples_are_lanes_where_they_fill_the_machine(
     for name, array in autograd(net, *arguments, "float64").items():
         bound = 1e4 * float(np.finfo(F4).eps) * np.max(np.abs(array))
         assert np.max(np.abs(actual[name] - array)) <= bound, name
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_number_of_threads_gives_the_same_bits(
-    kind: str, with_threads: Callable[[int], None]
-) -> None:
-    net = KINDS[kind](7, 33, 2, bidirectional=True, dtype=F4, rng=0)
-    arguments = arguments_of(np.random.default_rng(0), net, 300, 40, F4, shorter=True)
-    results = []
-    for count in (1, 2, 5):
-        with_threads(count)
-        results.append(gradients_of(net.training_step(), *arguments))
-    for other in results[1:]:
-        for name, array in results[0].items():
-            assert array.tobytes() == other[name].tobytes(), name
 
 
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
