@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import OPERATORS
-from test_network_step import close, masked, random_mask, run_torch
-from torch import nn
+from test_network_step import RANDOM_NETS, close, random_mask, run_torch
 
 import sparsescan
 from sparsescan import (
@@ -103,49 +101,12 @@ def check(module: Any, input_shape: tuple[int, ...], batch: int, rng: np.random.
 # ---------------------------------------------------------------------------------------------
 
 
+@RANDOM_NETS
 @given(SEEDS)
-def test_any_convolution(seed: int) -> None:
-    """Any strides, dilations, groups, paddings and masks, with empty rows and whole channels."""
+def test_any_network(made: Any, seed: int) -> None:
+    """Of convolutions of any strides, dilations, groups, paddings and masks, and others."""
     rng = np.random.default_rng(seed)
-    groups = int(rng.choice([1, 2]))
-    channels, after = (groups * int(n) for n in rng.integers(1, 4, 2))
-    sizes = tuple(int(n) for n in rng.integers(3, 9, 2))
-    kernel, stride, dilation = (tuple(int(n) for n in rng.integers(1, 3, 2)) for _ in range(3))
-    padding = tuple(int(n) for n in rng.integers(0, 3, 2))
-    kind = nn.ConvTranspose2d if rng.random() < 0.3 else nn.Conv2d
-    module = kind(channels, after, kernel, stride, padding, dilation=dilation, groups=groups)
-    if min(module(torch.zeros(1, channels, *(s + 9 for s in sizes))).shape) < 1:
-        return
-    try:
-        module(torch.zeros(1, channels, *sizes))
-    except RuntimeError:  # no place of the output is left
-        return
-    layers = [masked(module, rng), nn.Tanh()]
-    check(nn.Sequential(*layers), (channels, *sizes), int(rng.integers(1, 20)), rng)
-
-
-@given(SEEDS)
-def test_any_network(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    channels, size = int(rng.integers(1, 4)), int(rng.integers(4, 9))
-    shape, layers = (channels, size, size), list[nn.Module]()
-    for _ in range(int(rng.integers(1, 3))):
-        width = int(rng.integers(1, 7))
-        layers.append(masked(nn.Conv2d(channels, width, 3, padding=1), rng))
-        layers += [
-            [nn.ReLU()],
-            [nn.Tanh(), nn.LayerNorm((size, size))],
-            [nn.BatchNorm2d(width).eval(), nn.ReLU()],
-            [nn.Softmax(1)],
-        ][rng.integers(4)]
-        if size >= 4 and rng.random() < 0.7:
-            layers.append([nn.MaxPool2d(2), nn.AvgPool2d(2)][rng.integers(2)])
-            size //= 2
-        channels = width
-    layers += [nn.Flatten(), masked(nn.Linear(channels * size * size, 9), rng)]
-    if rng.random() < 0.5:
-        layers += [nn.LayerNorm(9), nn.Softmax(-1)]
-    check(nn.Sequential(*layers), shape, int(rng.integers(1, 20)), rng)
+    check(*made(rng), int(rng.integers(1, 20)), rng)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -327,22 +288,6 @@ def test_a_normalised_batch_is_planned_without_its_jacobian() -> None:
     told = plan.to_dict()["implicit"]
     assert told["explicit_bytes"] == 4 * (norm.nnz + conv.nnz)
     assert told["bytes"] < told["explicit_bytes"] / 500
-
-
-@pytest.mark.parametrize("schedule", ["auto", "linear", "blelloch"])
-def test_plans_are_saved_and_loaded(schedule: str, tmp_path: Path) -> None:
-    net = a_net(F8)
-    xs, grad = drawn(net, F8)
-    plan = sparsescan.plan(net.implicit_patterns, schedule=schedule)
-    expected = plan.exclusive_scan(grad, net.implicit(xs))
-    plan.save(tmp_path / "plan.npz")
-    loaded = ScanPlan.load(tmp_path / "plan.npz")
-    assert loaded.patterns == plan.patterns
-    assert str(loaded) == str(plan)
-    for gradient, array in zip(
-        loaded.exclusive_scan(grad, net.implicit(xs)), expected, strict=True
-    ):
-        np.testing.assert_array_equal(gradient, array)
 
 
 def test_steps_stay_explicit_where_factors_save_nothing() -> None:

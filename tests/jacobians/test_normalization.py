@@ -25,19 +25,23 @@ epsilons = st.sampled_from([1e-5, 1e-2, 3.0])
 seeds = st.integers(0, 2**32 - 1)
 
 
-class Joint(nn.BatchNorm2d):
-    """A batch norm whose sample is a whole batch, as it is for a layer in training."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert len(x) == 1
-        return super().forward(x[0])[None]
+def kinds_of(sample: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return our batch norm of such samples, and PyTorch's."""
+    return (BatchNorm2d, nn.BatchNorm2d) if len(sample) == 3 else (BatchNorm1d, nn.BatchNorm1d)
 
 
-class Flat(nn.BatchNorm2d):
-    """A batch norm that accepts more axes before the channels."""
+def joint(module: Any) -> Any:
+    """Let a sample of a module be a whole batch, as it is for a layer in training."""
+    forward = module.forward
+    module.forward = lambda x: forward(x[0])[None]
+    return module
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.flatten(0, -4)).reshape(x.shape)
+
+def flat(module: Any, axes: int) -> Any:
+    """Let a module accept more axes before those of a sample."""
+    forward = module.forward
+    module.forward = lambda x: forward(x.reshape(-1, *x.shape[x.ndim - axes :])).reshape(x.shape)
+    return module
 
 
 def with_statistics(op: Any, module: Any, rng: np.random.Generator) -> None:
@@ -119,20 +123,22 @@ def test_layer_norm_of_extreme_input(dtype):
         np.testing.assert_allclose(op.forward(x), y, atol=tolerance, rtol=tolerance)
 
 
-# -- BatchNorm2d in evaluation ------------------------------------------------------------------
+# -- Batch norms in evaluation ------------------------------------------------------------------
 
 
 @given(
     before=st.lists(sizes, max_size=2).map(tuple),
-    shape=st.tuples(sizes, sizes, sizes),
+    shape=shapes,
     eps=epsilons,
     affine=st.booleans(),
     seed=seeds,
 )
-def test_batch_norm_in_evaluation_is_that_of_pytorch(before, shape, eps, affine, seed):
+def test_batch_norms_in_evaluation_are_those_of_pytorch(before, shape, eps, affine, seed):
     rng = np.random.default_rng(seed)
-    op = BatchNorm2d(shape[0], eps, affine=affine, input_shape=(*before, *shape))
-    module = Flat(shape[0], eps, affine=affine).eval()
+    ours, theirs = kinds_of(shape)
+    more = {} if ours is BatchNorm2d else {"axes": len(shape)}
+    op = ours(shape[0], eps, affine=affine, input_shape=(*before, *shape), **more)
+    module = flat(theirs(shape[0], eps, affine=affine).eval(), len(shape))
     with_statistics(op, module, rng)
     assert op.pattern is Pattern.diagonal(math.prod(op.input_shape))
     check_operator(op, module, rng)
@@ -150,18 +156,21 @@ def test_slope_without_spread_or_eps_is_infinite_as_in_pytorch():
     np.testing.assert_array_equal(op.values(), [np.nan, 0])
 
 
-# -- BatchNorm2d in training --------------------------------------------------------------------
+# -- Batch norms in training --------------------------------------------------------------------
 
-batches = st.tuples(sizes, sizes, sizes, sizes).filter(lambda s: s[0] * s[2] * s[3] > 1)
+of_any_kind = st.tuples(sizes, shapes).map(lambda s: (s[0], *s[1]))
+of_any_kind = of_any_kind.filter(lambda s: s[0] * math.prod(s[2:]) > 1)
+batches = of_any_kind.filter(lambda s: len(s) == 4)
+few = of_any_kind.filter(lambda s: len(s) < 4).map(lambda s: (s[0], s[1:]))
 
 
-@given(shape=batches, eps=epsilons, affine=st.booleans(), track=st.booleans(), seed=seeds)
-def test_batch_norm_in_training_is_that_of_pytorch(shape, eps, affine, track, seed):
+@given(shape=of_any_kind, eps=epsilons, affine=st.booleans(), track=st.booleans(), seed=seeds)
+def test_batch_norms_in_training_are_those_of_pytorch(shape, eps, affine, track, seed):
     rng = np.random.default_rng(seed)
-    op = BatchNorm2d(
-        shape[1], eps, affine=affine, track_running_stats=track, input_shape=shape, training=True
-    )
-    check_operator(op, Joint(shape[1], eps, affine=affine, track_running_stats=track), rng, batch=2)
+    ours, theirs = kinds_of(shape[1:])
+    options = {"affine": affine, "track_running_stats": track}
+    op = ours(shape[1], eps, **options, input_shape=shape, training=True)
+    check_operator(op, joint(theirs(shape[1], eps, **options)), rng, batch=2)
 
 
 @given(shape=batches)
@@ -194,17 +203,16 @@ def test_pattern_and_values_of_a_few_thousand_elements_are_quick():
 
 
 @given(
-    shape=batches,
+    shape=of_any_kind,
     momentum=st.none() | st.floats(0, 1),
     steps=st.integers(1, 4),
     seed=seeds,
 )
 def test_running_statistics_are_those_of_pytorch(shape, momentum, steps, seed):
     rng = np.random.default_rng(seed)
-    op = BatchNorm2d(
-        shape[1], momentum=momentum, input_shape=shape, training=True, dtype=np.float64
-    )
-    module = nn.BatchNorm2d(shape[1], momentum=momentum).double()
+    ours, theirs = kinds_of(shape[1:])
+    op = ours(shape[1], momentum=momentum, input_shape=shape, training=True, dtype=np.float64)
+    module = theirs(shape[1], momentum=momentum).double()
     mean, variance = op.running_mean, op.running_var
     x = rng.normal(2, 3, (steps, *shape))
     together = copy.deepcopy(op)
@@ -261,72 +269,6 @@ def test_running_statistics_are_no_parameters():
         bare.update_running_stats(np.ones((2, 3, 1, 1)))
     with pytest.raises(InputError, match="needs a layer made with training=True and track"):
         op.update_running_stats(np.ones((3, 1, 1)))
-
-
-# -- BatchNorm1d ----------------------------------------------------------------------------------
-
-
-class Joint1d(nn.BatchNorm1d):
-    """One whose sample is a whole batch, as it is for a layer in training."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert len(x) == 1
-        return super().forward(x[0])[None]
-
-
-class Flat1d(nn.BatchNorm1d):
-    """One that accepts more axes before the channels."""
-
-    axes: int
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.reshape(-1, *x.shape[x.ndim - self.axes :])).reshape(x.shape)
-
-
-samples = st.lists(sizes, min_size=1, max_size=2).map(tuple)
-few = st.tuples(sizes, samples).filter(lambda s: s[0] * math.prod(s[1][1:]) > 1)
-
-
-@given(
-    before=st.lists(sizes, max_size=2).map(tuple),
-    shape=samples,
-    eps=epsilons,
-    affine=st.booleans(),
-    seed=seeds,
-)
-def test_batch_norm_1d_in_evaluation_is_that_of_pytorch(before, shape, eps, affine, seed):
-    rng = np.random.default_rng(seed)
-    op = BatchNorm1d(shape[0], eps, affine=affine, input_shape=(*before, *shape), axes=len(shape))
-    module = Flat1d(shape[0], eps, affine=affine).eval()
-    module.axes = len(shape)
-    with_statistics(op, module, rng)
-    assert op.pattern is Pattern.diagonal(math.prod(op.input_shape))
-    check_operator(op, module, rng)
-
-
-@given(shape=few, eps=epsilons, affine=st.booleans(), track=st.booleans(), seed=seeds)
-def test_batch_norm_1d_in_training_is_that_of_pytorch(shape, eps, affine, track, seed):
-    rng = np.random.default_rng(seed)
-    batch, sample = shape
-    options = {"affine": affine, "track_running_stats": track}
-    op = BatchNorm1d(sample[0], eps, **options, input_shape=(batch, *sample), training=True)
-    check_operator(op, Joint1d(sample[0], eps, **options), rng, batch=2)
-
-
-@given(shape=few, momentum=st.none() | st.floats(0, 1), seed=seeds)
-def test_running_statistics_of_batch_norm_1d_are_those_of_pytorch(shape, momentum, seed):
-    rng = np.random.default_rng(seed)
-    batch, sample = shape
-    op = BatchNorm1d(
-        sample[0], momentum=momentum, input_shape=(batch, *sample), training=True, dtype=np.float64
-    )
-    module = nn.BatchNorm1d(sample[0], momentum=momentum).double()
-    for x in rng.normal(2, 3, (3, batch, *sample)):
-        op.update_running_stats(x)
-        module(torch.tensor(x))
-        close(op.running_mean, module.running_mean.numpy())
-        close(op.running_var, module.running_var.numpy())
-    assert op.num_batches_tracked == 3
 
 
 @given(shape=few, training=st.booleans(), seed=seeds)
