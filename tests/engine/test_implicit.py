@@ -22,6 +22,7 @@ from oracles import (
     schedules,
     sequential,
 )
+from refusals import check_refusals
 from trees import letters, random_levels
 
 import sparsescan
@@ -357,51 +358,47 @@ def test_the_pattern_of_the_jacobian_is_the_product() -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: ImplicitPattern([DENSE]), "factors has 1 patterns; expected at least two"),
-        (lambda: ImplicitPattern([DENSE, 3]), r"factors\[1\] is 3; expected a Pattern"),
-        (lambda: ImplicitPattern(3), "factors is 3; expected a sequence"),
-        (
-            lambda: ImplicitPattern([DENSE, Pattern.dense((2, 3))]),
-            r"factors\[1\] has shape \(2, 3\); expected \(·, 2\)",
-        ),
-        (lambda: ImplicitPattern([DENSE, DENSE], [2]), "shared has 2; expected positions from 0"),
-        (lambda: ImplicitPattern([DENSE, DENSE], ["a"]), "shared has 'a'; expected positions"),
-        (lambda: ImplicitPattern([DENSE, DENSE], [[1]]), r"shared has \[1\]; expected positions"),
-        (lambda: ImplicitPattern([DENSE, DENSE], np.array([[1]])), "shared has array.*; expected"),
-        (lambda: ImplicitPattern([DENSE, DENSE], itertools.count()), "shared has more than 10,000"),
-        (lambda: ImplicitPattern([], [0]), "shared has 0; expected none"),
-        (lambda: ImplicitStep([np.ones(2)], STEP), "values has 1 arrays; expected 2, one for each"),
-        (lambda: ImplicitStep([np.ones(3), np.ones(4)], STEP), r"values\[0\] has shape \(3,\)"),
-        (
-            lambda: ImplicitStep([np.ones((3, 2)), np.ones((3, 4))], STEP),
-            r"values\[1\] has shape \(3, 4\); expected no batch axis",
-        ),
-        (
-            lambda: ImplicitStep(
-                [np.ones((3, 2)), np.ones((2, 4))], ImplicitPattern([DIAGONAL, DENSE])
+def test_bad_steps_are_refused() -> None:
+    pattern, step, chain = ImplicitPattern, ImplicitStep, ImplicitChain
+    both, wide, narrow = [DENSE, DENSE], np.ones((3, 2)), np.ones(2)
+    check_refusals(
+        {
+            "InputError: factors has 1 patterns; expected at least two": lambda: pattern([DENSE]),
+            "InputTypeError: factors[1] is 3; expected a Pattern": lambda: pattern([DENSE, 3]),
+            "InputTypeError: factors is 3; expected a sequence": lambda: pattern(3),
+            "InputError: factors[1] has shape (2, 3); expected (·, 2)": (
+                lambda: pattern([DENSE, Pattern.dense((2, 3))])
             ),
-            r"values\[1\] has shape \(2, 4\); expected a batch of 3",
-        ),
-        (lambda: ImplicitStep([np.ones(2), np.ones(4)], DENSE), "pattern is Pattern"),
-        (lambda: ImplicitChain([np.ones(2), np.ones(4)], STEP), "values has no steps"),
-        (lambda: ImplicitChain([np.ones((3, 2))], STEP), "values has 1 arrays"),
-        (
-            lambda: ImplicitChain([], ImplicitPattern([DENSE, Pattern.dense((3, 2))])),
-            r"pattern is of Jacobians of shape \(3, 2\); expected square ones",
-        ),
-        (
-            lambda: ImplicitChain([np.ones((3, 2)), np.ones((3, 5, 4))], STEP),
-            r"values\[1\] has shape \(3, 5, 4\); expected no batch axis",
-        ),
-        (lambda: ImplicitChain([np.ones((3, 2), int), np.ones(4)], STEP), r"values\[0\] has dtype"),
-    ],
-)
-def test_bad_steps_are_refused(make: Any, words: str) -> None:
-    with pytest.raises((InputError, InputTypeError), match=words):
-        make()
+            "InputError: shared has 2; expected positions from 0": lambda: pattern(both, [2]),
+            "InputTypeError: shared has 'a'; expected positions": lambda: pattern(both, ["a"]),
+            "InputTypeError: shared has [1]; expected positions": lambda: pattern(both, [[1]]),
+            "InputTypeError: shared has array … expected": lambda: pattern(both, np.array([[1]])),
+            "InputError: shared has more than 10,000": lambda: pattern(both, itertools.count()),
+            "InputError: shared has 0; expected none": lambda: pattern([], [0]),
+            "InputError: values has 1 arrays; expected 2, one for each": (
+                lambda: step([narrow], STEP)
+            ),
+            "InputError: values[0] has shape (3,)": lambda: step([np.ones(3), np.ones(4)], STEP),
+            "InputError: values[1] has shape (3, 4); expected no batch axis": (
+                lambda: step([wide, np.ones((3, 4))], STEP)
+            ),
+            "InputError: values[1] has shape (2, 4); expected a batch of 3": (
+                lambda: step([wide, np.ones((2, 4))], pattern([DIAGONAL, DENSE]))
+            ),
+            "InputTypeError: pattern is Pattern": lambda: step([narrow, np.ones(4)], DENSE),
+            "InputError: values has no steps": lambda: chain([narrow, np.ones(4)], STEP),
+            "InputError: values has 1 arrays": lambda: chain([wide], STEP),
+            "InputError: pattern is of Jacobians of shape (3, 2); expected square ones": (
+                lambda: chain([], pattern([DENSE, Pattern.dense((3, 2))]))
+            ),
+            "InputError: values[1] has shape (3, 5, 4); expected no batch axis": (
+                lambda: chain([wide, np.ones((3, 5, 4))], STEP)
+            ),
+            "InputTypeError: values[0] has dtype": (
+                lambda: chain([np.ones((3, 2), int), np.ones(4)], STEP)
+            ),
+        }
+    )
 
 
 def test_chains_of_other_steps_are_refused_by_a_plan() -> None:

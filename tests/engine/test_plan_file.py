@@ -17,7 +17,6 @@ from oracles import (
     Chain,
     assert_within,
     chains,
-    every_schedule,
     patterns_of,
     same_bits,
     schedules,
@@ -91,21 +90,6 @@ def test_a_plan_comes_back_and_gives_the_same_bits(folder: Path, data: Any) -> N
         result = run(loaded, chain)
         assert same_bits(result, run(plan, chain))
         assert_within(result, chain.oracle(), chain.dtype)
-
-
-@pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 8, 9, 300])
-def test_every_schedule_comes_back(tmp_path: Path, n: int) -> None:
-    tree = Schedule.from_levels(n, random_levels(np.random.default_rng(n), n))
-    for schedule in [*every_schedule(n), tree]:
-        plan = sparsescan.plan([Pattern.dense((2, 2))] * n, schedule=schedule)
-        loaded = reloaded(plan, tmp_path)
-        assert_same(loaded, plan)
-        assert repr(loaded.schedule) == repr(schedule)
-        levels = zip(loaded.schedule.levels, schedule.levels, strict=True)
-        for actual, level in levels:
-            assert actual.name == level.name
-            assert actual.ops.tolist() == level.ops.tolist()
-            assert actual.runs.tolist() == level.runs.tolist()
 
 
 TIMES = st.none() | st.floats(0, 1e12)

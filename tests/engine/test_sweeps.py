@@ -191,29 +191,3 @@ def test_one_array_is_read_once_in_a_run(sweeps: list[Sweeps]) -> None:
     alone = sparsescan.inclusive_scan(np.ones((1, 10)), [a] * 4)
     for x, y in zip(result, alone, strict=True):
         assert same_bits(x, np.repeat(y, 3, axis=0))
-
-
-def test_forms_of_all_methods_in_one_chain() -> None:
-    """Matrices of several sizes and methods, sparse ones too, with Jacobians between them."""
-    rng = np.random.default_rng(4)
-    chain: list[Any] = []
-    x = np.ones(20)
-    expected = [x]
-    for method, size in (("dense", 20), ("tridiagonal", 35), ("sparse", 150), ("banded", 20)) * 2:
-        if method == "sparse":
-            entries = np.eye(150, dtype=bool)
-            entries[np.arange(150), rng.permutation(150)] = True
-            assert factorisation_of(of_mask(entries)).method == "sparse"
-        else:
-            entries = pattern_of(method, size)[1]
-        matrix = np.zeros(entries.shape)
-        matrix[entries] = dominant(rng, (), entries)
-        link = rng.standard_normal((size, len(x)))
-        pattern = of_mask(entries)
-        chain += [link, SolveStep(BatchedCSR.from_pattern(matrix[entries][None], pattern))]
-        expected.append(link @ expected[-1])
-        expected.append(np.linalg.solve(matrix, expected[-1]))
-        x = expected[-1]
-    result = sparsescan.inclusive_scan(expected[0][None], chain)
-    for one, exact in zip(result, expected, strict=True):
-        assert np.abs(one[0] - exact).max() <= 1e-10 * np.abs(exact).max()

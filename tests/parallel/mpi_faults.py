@@ -31,40 +31,29 @@ def compiled() -> None:
 
 
 def test_input() -> None:
+    csc, batch = [sp.eye_array(D).tocsc()], np.ones((5, 3, D, D))
     for schedule in SCHEDULES:
-        fails(
-            lambda s=schedule: scan(s, on(0, np.ones(D + 1), GRAD)),
-            InputError, "rank 0: grad has shape (5,); expected (4,)",
-        )  # fmt: skip
-        fails(lambda s=schedule: scan(s, None), InputError, "rank 0: grad is None")
-        fails(
-            lambda s=schedule: scan(s, on(LAST, np.ones(D), GRAD)),
-            InputError, f"rank {LAST}: grad is given",
-        )  # fmt: skip
-        fails(
-            lambda s=schedule: scan(s, steps=on(MIDDLE, [sp.eye_array(D).tocsc()], STEPS)),
-            InputTypeError, f"rank {MIDDLE}: jacobians[0] is a csc_array",
-        )  # fmt: skip
-        fails(
-            lambda s=schedule: scan(s, local_grads=on(MIDDLE, [None] * 4, None)),
-            InputError, f"rank {MIDDLE}: local_grads has 4 entries; expected 5",
-        )  # fmt: skip
-        fails(
-            lambda s=schedule: scan(s, local_grads=on(MIDDLE, [np.ones(D + 1)] * 5, None)),
-            InputError, f"rank {MIDDLE}: local_grads[0] has shape (5,)",
-        )  # fmt: skip
-        fails(
-            lambda s=schedule: scan(s, steps=on(LAST, np.ones((5, 3, D, D)), STEPS)),
-            InputError, "different batches, from no batch axis to a batch of 3",
-        )  # fmt: skip
-        fails(
-            lambda s=schedule: scan(s, local_grads=on(MIDDLE, 5, None)),
-            InputTypeError, f"rank {MIDDLE}: local_grads is a int",
-        )  # fmt: skip
-        fails(
-            lambda s=schedule: scan(s, local_grads=on(LAST, np.ones((5, D), complex), None)),
-            InputTypeError, f"rank {LAST}: local_grads[0] has dtype complex128",
-        )  # fmt: skip
+        for given, error, text in (
+            ({"grad": on(0, np.ones(D + 1), GRAD)}, InputError, "rank 0: grad has shape (5,); exp"),
+            ({"grad": None}, InputError, "rank 0: grad is None"),
+            ({"grad": on(LAST, np.ones(D), GRAD)}, InputError, f"rank {LAST}: grad is given"),
+            (
+                {"steps": on(MIDDLE, csc, STEPS)},
+                InputTypeError,
+                f"rank {MIDDLE}: jacobians[0] is a",
+            ),
+            ({"steps": on(LAST, batch, STEPS)}, InputError, "from no batch axis to a batch of 3"),
+        ):
+            fails(lambda s=schedule, g=given: scan(s, **g), error, text)
+        for where, local, error, text in (
+            (MIDDLE, [None] * 4, InputError, " has 4 entries; expected 5"),
+            (MIDDLE, [np.ones(D + 1)] * 5, InputError, "[0] has shape (5,)"),
+            (MIDDLE, 5, InputTypeError, " is a int"),
+            (LAST, np.ones((5, D), complex), InputTypeError, "[0] has dtype complex128"),
+        ):
+            own = on(where, local, None)
+            said = f"rank {where}: local_grads{text}"
+            fails(lambda s=schedule, g=own: scan(s, local_grads=g), error, said)
         # The lowest rank that has failed is the one that is heard of.
         fails(lambda s=schedule: scan(s, local_grads=[None]), InputError, "rank 0: local_grads")
 

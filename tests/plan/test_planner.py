@@ -258,17 +258,6 @@ def test_products_that_are_given_up_hide_no_others(small_grains: None) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_same_choice_every_time(small_grains: None) -> None:
-    for seed in range(30):
-        rng = np.random.default_rng(seed)
-        patterns, model = draw_case(rng, int(rng.integers(5, 60)), 4, 60)
-        first, second = (Search(patterns, model, anything_fits).choose() for _ in range(2))
-        assert (first.schedule, first.dense, first.reason, first.alternatives) == (
-            *(second.schedule, second.dense, second.reason, second.alternatives),
-        )
-
-
 PLANS = """
     import json, numpy as np, sparsescan
     from oracles import heterogeneous, random_patterns
