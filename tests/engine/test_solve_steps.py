@@ -16,6 +16,7 @@ import pickle
 import threading
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -720,19 +721,13 @@ def test_threads_share_a_plan() -> None:
     grad = rng.standard_normal((1, 120))
     chains = [solve_steps(values * scale, pattern) for scale in (1, 2, 3, 4)]
     expected = [sparsescan.inclusive_scan(grad, chain) for chain in chains]
-    wrong = []
 
-    def scan(k: int) -> None:
-        for _ in range(10):
-            if not same_bits(plan.inclusive_scan(grad, chains[k]), expected[k]):
-                wrong.append(k)
+    def is_right(k: int) -> bool:
+        grads = [plan.inclusive_scan(grad, chains[k]) for _ in range(10)]
+        return all(same_bits(each, expected[k]) for each in grads)
 
-    threads = [threading.Thread(target=scan, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(is_right, range(4)))
 
 
 def test_values_that_another_thread_changes_do_no_harm() -> None:

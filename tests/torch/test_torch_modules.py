@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -217,21 +217,16 @@ def test_arguments_are_pytorchs() -> None:
 
 
 def test_threads() -> None:
-    net, results = sparsescan.torch.GRU(3, 4), {}
-    x = torch.randn(8, 30, 2, 3)
+    net, x = sparsescan.torch.GRU(3, 4), torch.randn(8, 30, 2, 3)
 
-    def run(k: int) -> None:
+    def run(k: int) -> torch.Tensor:
         for _ in range(10):
-            results[k] = torch.autograd.grad(net(x[k])[0].square().sum(), net.weight_hh_l0)[0]
+            (grad,) = torch.autograd.grad(net(x[k])[0].square().sum(), net.weight_hh_l0)
+        return grad
 
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for k in range(8):
-        alone = torch.autograd.grad(net(x[k])[0].square().sum(), net.weight_hh_l0)[0]
-        assert torch.equal(results[k], alone)
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(run, range(8)))
+    assert all(map(torch.equal, results, map(run, range(8))))
 
 
 class Encoded(torch.utils.data.Dataset):  # type: ignore[type-arg]
