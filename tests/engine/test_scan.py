@@ -277,11 +277,6 @@ def test_the_second_run_of_a_plan_allocates_only_its_result(form, local, schedul
 # ---------------------------------------------------------------------------------------------
 
 
-def banded_plan(**options):
-    pattern = Pattern([0, 2, 4], [0, 1, 1, 2], (2, 3))
-    return sparsescan.plan([pattern, Pattern.dense((4, 2)), Pattern.diagonal(4)], **options)
-
-
 @pytest.mark.parametrize(
     ("step", "other"),
     [
@@ -305,7 +300,8 @@ def test_another_pattern_is_refused_by_step(step, other):
         np.ones((4, 2)),
         sp.csr_array(np.eye(4)),
     ]
-    plan = banded_plan()
+    banded = Pattern([0, 2, 4], [0, 1, 1, 2], (2, 3))
+    plan = sparsescan.plan([banded, Pattern.dense((4, 2)), Pattern.diagonal(4)])
     expected = plan.inclusive_scan(np.ones(3), good)
     wrong = [*good]
     wrong[step] = other

@@ -144,19 +144,15 @@ def test_sections_as_scipy(sections: int, seed: int) -> None:
 @given(st.integers(0, 2**32), st.sampled_from([8, 16, 64]))
 def test_values_and_gradients(seed: int, tile: int) -> None:
     """Over one tile of steps, or several."""
+    case, results = Case(seed), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filters, "_TILE", tile)
         patch.setattr(filters, "_TILE_OF_CHANGES", tile)
-        assert_as_a_loop(Case(seed), seed)
-
-
-def assert_as_a_loop(case: Case, seed: int) -> None:
-    results = []
-    for call in (case.run, case.loop):
-        y = call()
-        torch.manual_seed(seed)
-        loss = (torch.randn(y.shape, dtype=y.dtype) * y).sum()
-        results.append([y, *torch.autograd.grad(loss, case.inputs)])
+        for call in (case.run, case.loop):
+            y = call()
+            torch.manual_seed(seed)
+            loss = (torch.randn(y.shape, dtype=y.dtype) * y).sum()
+            results.append([y, *torch.autograd.grad(loss, case.inputs)])
     close(*results)
 
 
