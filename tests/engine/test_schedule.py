@@ -216,6 +216,14 @@ def test_every_schedule_can_be_made_from_its_levels(family):
                 assert np.array_equal(actual.runs, level.runs)
 
 
+def test_trees_of_other_products_are_other_schedules():
+    sweep = "sweep", [[(0, k, k + 1) for k in range(1, 4)]]
+    one, other = (
+        Schedule.from_levels(4, [("product", [[(k, k + 1, k + 2)]]), sweep]) for k in (1, 2)
+    )
+    assert one != other
+
+
 @given(st.integers(0, 2**32 - 1), st.integers(0, 40))
 def test_any_tree_gives_the_prefixes(seed, n):
     levels = random_levels(np.random.default_rng(seed), n)
