@@ -30,12 +30,12 @@ SCAN = """
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         import numpy as np, sparsescan
-        from sparsescan.recurrent import GRU
+        from sparsescan.recurrent import RNN
         jacobians = [np.eye(3) / 2] * 4
         print(str(sparsescan.plan(jacobians)).partition("(")[0])
         if {whole}:
             print(sparsescan.exclusive_scan(np.ones(3), jacobians)[-1])
-            step = GRU(3, 4).training_step()
+            step = RNN(3, 4).training_step()
             output, _ = step.forward(np.ones((5, 2, 3)))
             print(step.backward(np.ones_like(output)).input.shape)
     for each in warned:
