@@ -54,7 +54,13 @@ MakeWork = Callable[[bool], "Work"]  # from whether it is reduced
 Op = tuple[int, int, int]
 
 OURS = "sparsescan"
-ONE_SHOT = "sparsescan, one-shot"
+NO_PLAN = "sparsescan, no plan asked for"
+# In which form the steps of a stencil come, and what scans them.
+PLAN, LIST, NEW_PLAN = (
+    "CSRChain, plan reused",
+    "list of csr_array, no plan asked for",
+    "list of csr_array, a new plan",
+)
 _WARM_UP, _SECONDS_A_TURN = 0.2, 0.1
 # How many rounds to try for one that nobody disturbs.
 _PATIENCE = 4
@@ -257,25 +263,27 @@ def spgemm(reduced: bool) -> Work:
     )
 
 
-def stencil(n: int, side: int, dtype: DTypeLike, *, one_shot: bool = False) -> MakeWork:
-    """Make steps of one pattern: a :class:`CSRChain` and a plan, or a list of matrices alone.
+def stencil(n: int, side: int, dtype: DTypeLike, form: str = PLAN) -> MakeWork:
+    """Make steps of one pattern: a :class:`CSRChain` and a plan, or a list of matrices.
 
     The matrices of the list have index arrays of their own; those of the chain's peer share them.
     """
 
     def make(reduced: bool) -> Work:
         grad, chain = data = workloads.stencil(20 if reduced else n, 8 if reduced else side, dtype)
-        matrices = data.matrices(shared=not one_shot)
+        matrices = data.matrices(shared=form == PLAN)
         pattern_bytes = chain.indices.nbytes + chain.indptr.nbytes
-        if one_shot:
-            ours = {"exclusive_scan": lambda: sparsescan.exclusive_scan(grad, matrices)}
+        if form != PLAN:
             pattern_bytes *= 1 + len(chain)
-        else:
-            plan = sparsescan.plan(chain)
-            ours = {"plan": lambda: plan.exclusive_scan(grad, chain)}
+        plan = sparsescan.plan(chain)
+        ours = {
+            PLAN: lambda: plan.exclusive_scan(grad, chain),
+            LIST: lambda: sparsescan.exclusive_scan(grad, matrices),
+            NEW_PLAN: lambda: sparsescan.plan(matrices).exclusive_scan(grad, matrices),
+        }
         return Work(
             contenders={
-                OURS: lambda: ours,
+                OURS: lambda: {form: ours[form]},
                 "SciPy loop": lambda: {"csr_array @ ndarray": scipy_loop(grad, matrices)},
             },
             bytes=chain.data[:-1].nbytes + len(chain) * grad.nbytes + pattern_bytes,
@@ -295,9 +303,7 @@ def rnn(reduced: bool) -> Work:
     return Work(
         contenders={
             OURS: lambda: {"plan": lambda: plan.exclusive_scan(grad, jacobians)},
-            ONE_SHOT: lambda: {
-                "exclusive_scan": lambda: sparsescan.exclusive_scan(grad, jacobians)
-            },
+            NO_PLAN: lambda: {"exclusive_scan": lambda: sparsescan.exclusive_scan(grad, jacobians)},
             "NumPy loop": lambda: numpy_loops(*data),
             "jax.lax.scan": lambda: jax_scans(*data),
             "jax.lax.associative_scan": lambda: jax_associative_scans(*data),
@@ -361,13 +367,13 @@ def vgg11(batch: int) -> MakeWork:
 
 
 def _stencil_contest(
-    n: int, side: int, dtype: str, ratio: float, *, one_shot: bool = False
+    n: int, side: int, dtype: str, ratio: float | None, form: str = PLAN
 ) -> Contest:
-    form = "list of csr_array, one-shot" if one_shot else "CSRChain, plan reused"
+    key = {PLAN: "plan", LIST: "list", NEW_PLAN: "new-plan"}[form]
     return Contest(
-        f"stencil-n={n}-unknowns={side**2}-{dtype}-{'list' if one_shot else 'plan'}",
+        f"stencil-n={n}-unknowns={side**2}-{dtype}-{key}",
         f"n={n:,}, {side**2:,} unknowns (5-point stencil), {form}, {dtype}",
-        stencil(n, side, dtype, one_shot=one_shot),
+        stencil(n, side, dtype, form),
         {"SciPy loop": ratio},
     )
 
@@ -380,14 +386,15 @@ CONTESTS = (
         {"SciPy @": 4, "MKL": 2},
     ),
     _stencil_contest(1000, 16, "float64", 4),
-    _stencil_contest(1000, 16, "float64", 1, one_shot=True),
+    _stencil_contest(1000, 16, "float64", 1, LIST),
+    _stencil_contest(1000, 16, "float64", None, NEW_PLAN),
     _stencil_contest(100, 256, "float32", 1.4),
     _stencil_contest(100, 256, "float64", 1.4),
     Contest(
         "rnn-T=1000-B=16-H=20-float32",
         "T=1,000, B=16, H=20 dense, plan reused, float32",
         rnn,
-        {ONE_SHOT: None, "NumPy loop": 2, "jax.lax.associative_scan": 30, "jax.lax.scan": 1.3},
+        {NO_PLAN: None, "NumPy loop": 2, "jax.lax.associative_scan": 30, "jax.lax.scan": 1.3},
     ),
     *(
         Contest(
