@@ -17,7 +17,6 @@ _FORMER = {
     "chains": ("grid", ""),
     "cases": ("memory", "chain"),
     "intrinsics": ("intrinsics", "name"),
-    "engine": ("engine", "name"),
 }
 # The calls that a run on a GPU may be cut into: together they have all of its parts.
 GPU_CALLS = ("first", "second")
@@ -140,7 +139,6 @@ def _as_experiment(results: Results) -> Results:
         if key in results:
             pieces = results[key]
             if name:
-                pieces = [*pieces, *results.get("startup", ())]
                 pieces = {f"{one[name]}{k * ' '}": one for k, one in enumerate(pieces)}
             form = {"experiment": kind, "about": {}, "pieces": pieces}
             return results | form | {"done": "--only" not in results.get("command", "")}

@@ -90,11 +90,11 @@ def apart(
 def apart_from_ours(
     results: Mapping[str, Mapping[str, Any]], bound: float = BOUND
 ) -> dict[str, float]:
-    """Return how far arrays of ours are from those of each other contender."""
+    """Return how far arrays of ours are from those of each other contender, if ours is there."""
     return {
         f"{what}, {who}": each
         for who, theirs in results.items()
-        if who != OURS
+        if who != OURS and OURS in results
         for what, each in apart(results[OURS], theirs, bound).items()
     }
 
