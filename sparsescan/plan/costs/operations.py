@@ -119,16 +119,18 @@ class Operations:
         csr, diagonal = m.kind == Kind.CSR, m.kind == Kind.DIAGONAL
         shared = vector & m.jacobian[right] & ~diagonal[right] & ~m.differs[right] & (batch > 2)
         both = csr[right] & csr[left]
-        family = np.select(
-            [shared & csr[right], shared, vector, diagonal[right], diagonal[left]],
-            [_SHARED, _SHARED_DENSE, m.kind[right], _BY_DIAGONAL, _OF_DIAGONAL],
-            _PRODUCTS + 2 * csr[right] + csr[left] + (both & (m.kind[out] == Kind.DENSE)),
-        )
+        # Small arrays: np.select, np.stack take as long as all the rest.
+        family = _PRODUCTS + 2 * csr[right] + csr[left] + (both & (m.kind[out] == Kind.DENSE))
+        family = np.where(diagonal[left], _OF_DIAGONAL, family)
+        family = np.where(diagonal[right], _BY_DIAGONAL, family)
+        family = np.where(vector, m.kind[right], family)
+        family = np.where(shared, np.where(csr[right], _SHARED, _SHARED_DENSE), family)
         times = np.where(vector | m.differs[out], batch, 1)
         passes = np.where(shared, math.ceil(batch / LANES), times)
         looked_at = m.nnz[left] * m.jacobian[left] + m.nnz[right] * m.jacobian[right]
         entries = np.where(vector, m.rows[right], m.nnz[out] + looked_at)
-        counts = np.stack([work * passes, entries * times, times], axis=1).astype(np.float64)
+        counts = np.empty((len(ops), 3))
+        counts[:, 0], counts[:, 1], counts[:, 2] = work * passes, entries * times, times
         size = np.where(m.differs, batch, 1) * m.nnz * itemsize + m.index_bytes
         moved = np.where(
             vector, (m.rows + m.cols)[right] * batch * itemsize, size[left] + size[out]
