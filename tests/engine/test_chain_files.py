@@ -1,6 +1,7 @@
 """A chain comes back from its file as it was, and a damaged file is called one."""
 
 import contextlib
+import os
 import time
 import tracemalloc
 
@@ -469,6 +470,14 @@ def test_a_pattern_too_large_for_its_file_is_refused(tmp_path, saved):
 def test_other_files_are_refused(tmp_path):
     for name, (contents, match) in other_files().items():
         assert_refused(tmp_path / name, contents, match)
+
+
+def test_paths_of_all_kinds_name_one_file(tmp_path):
+    path = tmp_path / "steps of ∇.npz"
+    grad, stack = np.ones(3), np.ones((2, 3, 3))
+    save_chain(os.fsencode(path), grad, stack)
+    for name in (path, str(path), os.fsencode(path)):
+        assert_same_array(load_chain(name)[1], stack)
 
 
 def test_nothing_is_unpickled(tmp_path, saved):

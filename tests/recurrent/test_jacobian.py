@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import types
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -385,6 +386,19 @@ def test_patterns_of_steps() -> None:
         assert cell.nnz == nnz
     masked = catalogue.MGU(3, 4, weight_hh_mask=np.tile(np.eye(4, dtype=bool), (2, 1)))
     assert masked.pattern is sparsescan.Pattern.diagonal(4)
+
+
+def test_values_are_not_written_over_what_they_are_made_of() -> None:
+    cell = catalogue.MGU(20, 4, dtype=np.float64, rng=0)
+    x, state = np.zeros((1, 20)), np.zeros((1, 4))
+    steps = cell.linearize(x, state)
+    weights = cell.params["weight_ih"]
+    calls = (x, partial(cell.values, x, state)), (weights, steps.values)
+    for used, call in calls:
+        kept = used.copy()
+        with pytest.raises(sparsescan.InputError, match="out shares memory"):
+            call(out=used.reshape(-1)[: cell.nnz].reshape(1, -1))
+        np.testing.assert_array_equal(used, kept)
 
 
 @pytest.mark.parametrize("size", [1, 5, 9])
