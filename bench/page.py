@@ -21,7 +21,7 @@ from .experiment import Drawing
 
 # Bytes of an SVG above which a picture of its pixels is the smaller one.
 _LARGE = 1_000_000
-# Lines of a table that a page shows; a longer one is unfolded.
+# Lines of a table that stands open; a longer one opens at a click.
 _LINES = 40
 
 _STYLE = "\n" + (Path(__file__).parent / "page.css").read_text()

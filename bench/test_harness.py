@@ -246,6 +246,8 @@ def test_rows_of_the_same_work_stand_below_it_and_empty_columns_are_left_out() -
     texts = [re.sub("<.*?>", " ", row).split() for row in re.findall("<tr[ >].*?</tr>", table)]
     assert texts == [["against", "ms"], ["a"], ["x", "1"], ["y", "2"], ["b"], ["x", "3"]]
     assert page.table(heads, []) == ""
+    assert "<details>" not in page.table(heads, rows * 13)
+    assert page.table(heads, rows * 14).startswith("<details><summary>All 42 lines</summary>")
     lines = as_text([Table(heads, rows, ["ms"])]).splitlines()
     assert [line.split() for line in lines[1:4]] == [["a", "x", "1"], ["y", "2"], ["b", "x", "3"]]
 
