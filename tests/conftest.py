@@ -115,8 +115,9 @@ class Scheduling(LoadFileScheduling):
         return child_tests.scope_of(nodeid)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
-    return Scheduling(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
+    # Where tests are shared out one by one, pytest-xdist does it by itself.
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

@@ -7,8 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
+import fake_cupy
 import pytest
 
 TESTS = Path(__file__).parent
@@ -105,13 +108,25 @@ def test_cases(case):
     note("case", case)
 """
 
+# Which notes the worker that runs it, and whether CUDA kernels run in the simulator there.
+CUDA = """
+import os
+import pytest
 
-def run_pytest(folder: Path, *options: str) -> str:
+@pytest.mark.parametrize("case", range(8))
+def test_where(case):
+    names = "PYTEST_XDIST_WORKER", "NUMBA_ENABLE_CUDASIM"
+    with open("noted", "a") as file:
+        print(*(os.environ.get(name, "no") for name in names), file=file)
+"""
+
+
+def run_pytest(folder: Path, *options: str, tests: str = ".") -> str:
     """Return what is printed by pytest, with this folder's tests and these helpers."""
     shutil.copy(TESTS / "conftest.py", folder)
     path = os.pathsep.join([str(TESTS / "support"), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-c", os.devnull, "--rootdir=.", "."],
+        [sys.executable, "-m", "pytest", *options, "-c", os.devnull, "--rootdir=.", tests],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": path, "PYTEST_ADDOPTS": "--color=no"},
         capture_output=True,
@@ -169,6 +184,33 @@ def test_the_rest_repeats_no_seeds_and_cases(tmp_path: Path) -> None:
         lines = [f"{ranks} ranks: {line}" for ranks in expected for line in expected[ranks]]
         assert sorted(noted) == sorted(lines), printed
         (tmp_path / "noted").unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("numba_cuda"), reason="numba-cuda is not installed")
+def test_workers_and_no_children_run_tests_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU they fail there: in the simulator they would pass, and tell nothing."""
+    (tmp_path / "cuda_probe.py").write_text(CUDA)
+
+    def noted(*options: str) -> set[str]:
+        printed = run_pytest(tmp_path, "-q", "-n", "2", *options, tests="cuda_probe.py")
+        assert "1 passed" in printed or "8 passed" in printed, printed
+        lines = (tmp_path / "noted").read_text().splitlines()
+        (tmp_path / "noted").unlink()
+        return {*lines}
+
+    assert {line.split()[1] for line in noted("--dist", "loadfile")} == {"1"}
+    monkeypatch.setenv("SPARSESCAN_ON_GPU", "1")
+    assert noted("--dist", "load") == {"gw0 no", "gw1 no"}
+    assert len(noted("--dist", "loadfile")) == 1
+    cupy = ModuleType("cupy")
+    cupy.cuda = SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=lambda: 0))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert fake_cupy.real() is cupy  # which raises what is wrong
+    monkeypatch.delenv("SPARSESCAN_ON_GPU")
+    assert fake_cupy.real() is None
 
 
 @pytest.mark.slow

@@ -63,9 +63,14 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Any:
 
 
 def is_run_in_a_child(path: Path, parent: pytest.Collector) -> bool:
-    """Return False for what this process runs itself: as the child, or on a GPU."""
+    """Return False for what this process runs itself: as the child, or on a GPU.
+
+    With ``SPARSESCAN_ON_GPU`` tests of CUDA kernels run on the GPU, or fail.
+    """
     is_cuda = path.match("cuda_*.py")
     if parent.config.getoption("--reports") or not (is_cuda or path.match("mpi_*.py")):
+        return False
+    if is_cuda and "SPARSESCAN_ON_GPU" in os.environ:
         return False
     return not (is_cuda and parent.session.isinitpath(path) and cuda_is_here())
 
