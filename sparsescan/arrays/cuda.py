@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,12 +136,25 @@ def _assembled(ptx: str, target: str) -> tuple[bytes, int]:
 
 @cache
 def _ptxas() -> str:
-    """Return the path of the assembler of the wheel, or of a CUDA toolkit."""
-    from cuda.pathfinder import find_nvidia_binary_utility
+    """Return the path of the assembler of the wheel, or of a CUDA toolkit.
 
-    path = find_nvidia_binary_utility("ptxas") or shutil.which("ptxas")
+    Raises
+    ------
+    RuntimeError
+        If there is none.
+    """
+    path = None
+    # It raises an error if it does not know the name, as before version 1.8.1.
+    with suppress(Exception):
+        from cuda.pathfinder import find_nvidia_binary_utility
+
+        path = find_nvidia_binary_utility("ptxas")
     if path is None:
-        raise RuntimeError("there is no ptxas (the nvidia-cuda-nvcc wheel)")
+        toolkits = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+        folders = [os.path.join(toolkit, "bin") for toolkit in toolkits if toolkit]
+        path = shutil.which("ptxas") or shutil.which("ptxas", path=os.pathsep.join(folders))
+    if path is None:
+        raise RuntimeError("there is no ptxas (the nvidia-cuda-nvcc wheel, or a CUDA toolkit)")
     return str(path)
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -268,6 +268,64 @@ def test_code_that_a_driver_refuses_is_compiled_there(
     check(cupy)
     assert (origins(), numba.calls) == ({"compiled": 1}, 1)
     assert machine_code.origins().errors == ["CUDADriverError: CUDA_ERROR_INVALID_IMAGE"]
+
+
+def test_code_that_fails_to_load_once_is_loaded_later(
+    cupy: Any, numba: Numba, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever made it: no other compiler has a kernel for the rest of the process."""
+    machine_code.save(KERNEL, COUNT, CAPABILITY, tmp_path, numba.code)
+    monkeypatch.setenv(machine_code.FOLDER, str(tmp_path))
+    load = fake_cupy.Module.load
+
+    def fail(module: Any, cubin: bytes) -> None:
+        raise fake_cupy.CUDADriverError("CUDA_ERROR_OUT_OF_MEMORY: out of memory")
+
+    monkeypatch.setattr(fake_cupy.Module, "load", fail)
+    assert machine_code.load(KERNEL, COUNT) is None
+    assert (origins(), numba.calls) == ({"to Numba": 1}, 0)
+    assert "OUT_OF_MEMORY" in machine_code.origins().errors[0]
+    monkeypatch.setattr(fake_cupy.Module, "load", load)
+    check(cupy)
+    assert (origins(), numba.calls) == ({"to Numba": 1, "built ahead": 1}, 0)
+
+
+def test_ptxas_is_found_where_the_finder_does_not_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before version 1.8.1 of cuda-pathfinder, which raises an error of its own."""
+
+    def unknown(name: str) -> None:
+        raise LookupError(name)
+
+    pathfinder = ModuleType("cuda.pathfinder")
+    for finder in (unknown, lambda name: None, None):
+        pathfinder.find_nvidia_binary_utility = finder  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "cuda.pathfinder", finder and pathfinder)
+        for variable, folder in (("PATH", "."), ("CUDA_HOME", "bin"), ("CUDA_PATH", "bin")):
+            place = tmp_path / variable
+            (place / folder).mkdir(parents=True, exist_ok=True)
+            program = place / folder / "ptxas"
+            program.touch(0o755)
+            with monkeypatch.context() as patch:
+                for name in ("PATH", "CUDA_HOME", "CUDA_PATH"):
+                    patch.setenv(name, str(place) if name == variable else "")
+                door._ptxas.cache_clear()
+                assert Path(door._ptxas()) == program
+    door._ptxas.cache_clear()
+
+
+def test_kernels_are_not_kept_where_no_ptxas_is_found(
+    cupy: Any, numba: Numba, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> str:
+        raise RuntimeError("there is no ptxas")
+
+    check(cupy)
+    monkeypatch.setattr(machine_code, "compilers", missing)
+    machine_code.forget()
+    check(cupy)
+    assert (origins(), numba.calls) == ({"compiled": 1}, 2)
 
 
 def test_a_full_disk_costs_time_only(

@@ -39,6 +39,11 @@ from ..compile import cache_folder, read_checked, with_checksum
 FOLDER = "SPARSESCAN_KERNELS"
 _ROOT = Path(__file__).parents[2]
 _ERRORS = 20
+# What drivers say of code that is not for them, or not for a device. Whatever else they say may
+# hold at the moment only.
+_REFUSALS = "INVALID_IMAGE", "NO_BINARY_FOR_GPU", "INVALID_PTX", "UNSUPPORTED_PTX", "INVALID_SOURCE"
+# What is raised where no file can be written or read, or where a compiler is missing.
+_NOT_KEPT = OSError, RuntimeError, ImportError
 
 
 class Origins(NamedTuple):
@@ -89,8 +94,18 @@ def load(kernel: Any, count: int) -> Callable[..., None] | None:
         return _left_to_numba(error)
     with _lock:
         if key not in _functions:
-            _functions[key] = _load(kernel, count)
+            try:
+                _functions[key] = _load(kernel, count)
+            except _FailedLoadError as failed:
+                return _left_to_numba(failed.error)  # this time
         return _functions[key]
+
+
+class _FailedLoadError(Exception):
+    """A driver has not loaded code that may be fit for it, for want of memory for example."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 def _load(kernel: Any, count: int) -> Callable[..., None] | None:
@@ -100,19 +115,19 @@ def _load(kernel: Any, count: int) -> Callable[..., None] | None:
         capability = int(digits[:-1]), int(digits[-1])
         for origin, folder in _folders(kernel):
             code = read(kernel, count, capability, folder, any_compilers=origin == "built ahead")
-            if code is not None:
-                try:
-                    return _loaded(cupy, code, origin)
-                except Exception as error:  # code for another driver, for example
-                    _note(error)
+            function = None if code is None else _loaded(cupy, code, origin)
+            if function is not None:
+                return function
         # Numba compiles functions that kernels call for the device that is current for it.
         with door.current(_device()()):
             code = assemble(compile_to_ptx(kernel, count, capability))
         function = _loaded(cupy, code, "compiled")
         for origin, folder in _folders(kernel):
-            if origin == "kept":
-                with suppress(OSError):  # a full disk takes time, and nothing else
+            if origin == "kept" and function is not None:
+                with suppress(*_NOT_KEPT):  # a full disk takes time, and nothing else
                     save(kernel, count, capability, folder, code)
+    except _FailedLoadError:
+        raise
     except Exception as error:
         return _left_to_numba(error)
     return function
@@ -129,10 +144,16 @@ def _note(error: Exception) -> None:
         _origins.errors.append(f"{type(error).__name__}: {error}")
 
 
-def _loaded(cupy: Any, code: MachineCode, origin: str) -> Callable[..., None]:
+def _loaded(cupy: Any, code: MachineCode, origin: str) -> Callable[..., None] | None:
+    """Return the function of machine code; None, after a note, if the driver refuses it."""
     module = cupy.cuda.function.Module()
-    module.load(code.cubin)
-    function: Callable[..., None] = module.get_function(code.name)
+    try:
+        module.load(code.cubin)
+        function: Callable[..., None] = module.get_function(code.name)
+    except Exception as error:
+        if not any(words in str(error) for words in _REFUSALS):
+            raise _FailedLoadError(error) from error
+        return _note(error)
     _origins.counts[origin] += 1
     return function
 
@@ -169,7 +190,7 @@ def read(
         if not any_compilers and about["compilers"] != compilers():
             return None
         return MachineCode(content[: -4 - size], about["kernel"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (*_NOT_KEPT, ValueError, KeyError, TypeError):
         return None
 
 
