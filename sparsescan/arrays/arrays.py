@@ -80,6 +80,8 @@ def on_device(array: Any, name: str = "an array") -> Any:
             f"{name} is a {kind} on a CUDA device, but CuPy cannot be imported: {_INSTALL}"
         ) from None
     try:
+        if getattr(array, "is_neg", bool)():
+            raise ValueError("numbers in memory have the other sign; .resolve_neg() copies them")
         # CuPy copies what lies on another device than the current one.
         with _device_under(cupy, array.__cuda_array_interface__["data"][0]):
             return cupy.asarray(array)

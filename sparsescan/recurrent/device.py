@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..arrays.arrays import Mirrored, device_of, load_cupy
+from ..arrays.arrays import Mirrored, device_of, is_same_stream, load_cupy
 from ..arrays.cuda import current
 from ..arrays.streams import place
 from ..errors import InputError
@@ -413,26 +413,30 @@ class DeviceMemory(Memory):
         (self._ones,) = arrays["ones"]  # whose products with rows add them up
         self._ones.fill(1)
         self._firsts, self._lasts = self._state_places(last=False), self._state_places(last=True)
+        # The stream that this memory is made on, that of the latest call, and when that is done.
         self._home = self._latest = self._xp.cuda.get_current_stream()
+        self._done = self._xp.cuda.Event(disable_timing=True)
+        self._done.record(self._home)
 
     @contextmanager
     def here(self) -> Iterator[None]:
         """Let the block work on this memory, on the current stream of its device."""
         device: int = self._carry.data.device_id
         with place("the states", self._carry, None, None) as stream, current(device):
-            others = [self._home]
-            if self._latest != self._home:
-                others.append(self._latest)
-            others = [other for other in others if other != stream]
-            for other in others:
-                stream.wait_event(other.record())
+            if not is_same_stream(stream, self._latest):
+                stream.wait_event(self._done)
             try:
                 yield
             finally:
+                self._done.record(stream)
                 # CuPy gives freed memory to others on the stream that it was made on: all of this
                 # on the first, weights on that of the forward pass.
+                others = [self._home]
+                if not is_same_stream(self._latest, self._home):
+                    others.append(self._latest)
                 for other in others:
-                    other.wait_event(stream.record())
+                    if not (is_same_stream(other, stream) or other.is_capturing()):
+                        other.wait_event(self._done)
                 self._latest = stream
 
     # -- Input and results ------------------------------------------------------------------------

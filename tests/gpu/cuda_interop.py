@@ -553,15 +553,19 @@ def test_bad_chains(cupy: Any, name: str) -> None:
 
 
 @simulated
-def test_what_cupy_cannot_read(cupy: Any) -> None:
-    tensor = Tensor(draw(3, 3), requires_grad=True)
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [("requires_grad", "requires grad"), ("negated", r"the other sign; \.resolve_neg\(\) copies")],
+)
+def test_what_cupy_cannot_read(cupy: Any, option: str, why: str) -> None:
+    tensor = Tensor(draw(3, 3), **{option: True})
     for call in (
         lambda: Chain(1).read([tensor]),
         lambda: length(tensor),
         lambda: read_grad(tensor, 3, None),
         lambda: LocalGrads(tensor, 1, [3], ()),
     ):
-        with pytest.raises(InputTypeError, match=r"Tensor that CuPy cannot read: .*requires grad"):
+        with pytest.raises(InputTypeError, match=f"Tensor that CuPy cannot read: .*{why}"):
             call()
 
 

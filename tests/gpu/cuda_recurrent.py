@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from collections import OrderedDict
 from typing import Any
@@ -196,8 +197,29 @@ def test_weights_wait_for_the_stream_of_the_backward_pass(cupy: Any) -> None:
     fake_cupy.state.waited.clear()
     with back:
         step.backward(needs_input_grad=False)
-    assert set(fake_cupy.state.waited[-2:]) == {(0, home.ptr), (0, forward.ptr)}
-    assert fake_cupy.state.waited[:2] == [(0, back.ptr)] * 2
+    first, *others = fake_cupy.state.waited
+    assert first == (0, back.ptr)
+    assert sorted(others) == sorted([(0, home.ptr), (0, forward.ptr)])
+
+
+@simulated
+def test_a_step_waits_for_what_it_did_in_another_thread(cupy: Any) -> None:
+    """Both work on the default stream of their thread: two streams with one handle."""
+    net = RNN(3, 3, dtype=F8, rng=0)
+    put(cupy, net)
+    step, x = net.training_step(), cupy.asarray(np.ones((3, 2, 3)))
+
+    def forward() -> None:
+        with cupy.cuda.Stream(ptds=True):
+            step.forward(x)
+
+    for _ in range(2):
+        forward()
+        fake_cupy.state.waited.clear()
+        thread = threading.Thread(target=forward)
+        thread.start()
+        thread.join()
+        assert fake_cupy.state.waited[:1] == [(0, 2)]
 
 
 @simulated

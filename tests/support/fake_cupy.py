@@ -1061,10 +1061,18 @@ class coo_matrix:  # noqa: N801
 class Tensor:
     """An array of another library, such as PyTorch, on a device."""
 
-    def __init__(self, array: np.ndarray, device: int = 0, requires_grad: bool = False) -> None:
+    def __init__(
+        self,
+        array: np.ndarray,
+        device: int = 0,
+        requires_grad: bool = False,
+        negated: bool = False,
+    ) -> None:
         self._array = array
         self._device = device
         self._requires_grad = requires_grad
+        # As PyTorch calls it: whether numbers are those in memory times -1.
+        self.is_neg = lambda: negated
         state.remember(array, array, device)
 
     @property
