@@ -82,6 +82,14 @@ class Params:
         """What :meth:`of` depends on."""
         return self._own.kind, tuple(self._names), tuple(self._shapes), tuple(self._is_number)
 
+    @property
+    def told(self) -> str:
+        """The parameters as a message ends with them; nothing where there are none."""
+        if not len(self.vector):
+            return ""
+        leaves = [leaf.tolist() for leaf in self._cut(self.vector)]
+        return f", params={short(self._own.joined(leaves))}"
+
     def slice_of(self, name: Any) -> slice:
         """Return where the numbers of a parameter are in the vector."""
         if name not in self._names:

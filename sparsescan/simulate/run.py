@@ -167,7 +167,7 @@ class Run:
         """Return an error that says which step has no solution."""
         return NewtonError(
             f"step {k} has no solution that was found, from t={self.times[k]:.6g} with "
-            f"dt={self._dt[k]:.6g}: {error.why}"
+            f"dt={self._dt[k]:.6g}{self._params.told}: {error.why}"
         )
 
     def _place(self, k: int, ends: int) -> Place:

@@ -324,7 +324,7 @@ class _Simulation:
         problem = self._problem(u0, params, t0, rtol, atol, memory_limit)
         end = None if until is None else self._read_until(until, t0, steps, dt, error)
         lengths, has_one = _read_dt(steps if end is None else 1, dt)
-        if check:
+        if check and len(lengths):
             self._check(problem, float(lengths[0]))
         with _watching(progress, None if end is not None else len(lengths)) as watch:
             if end is not None:
@@ -426,7 +426,8 @@ class _Simulation:
                 run.newton[:] = solve_at_once(whole, patterns, states, *about)
         except NotSolved as failure:
             raise NewtonError(
-                f"all steps at once have no solution that was found: {failure.why}"
+                f"all steps at once have no solution that was found{problem.params.told}: "
+                f"{failure.why}"
             ) from None
         run.restore([np.concatenate([states[:1], states]), run.kept[1]])
         return run
@@ -534,7 +535,9 @@ def _march_until(
             )
     except BaseException as failure:
         # As those of a march by given lengths have.
-        told = NewtonError(failure.why) if isinstance(failure, NotSolved) else failure
+        told = failure
+        if isinstance(failure, NotSolved):
+            told = NewtonError(f"{failure.why}{problem.params.told}")
         if keeps_states:
             told.run = run()  # type: ignore[attr-defined]
         raise told from None

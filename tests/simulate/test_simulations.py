@@ -484,6 +484,21 @@ def test_newton_at_its_end_says_why(rate: Any, why: str) -> None:
         TimeSteps(rate, np.eye(2)).forward([1.0, 2.0], steps=3, dt=0.1)
 
 
+@pytest.mark.parametrize(
+    ("call", "about"),
+    [
+        ("forward", {"steps": 2, "dt": 3.0}),
+        ("forward", {"until": 3.0, "dt": 0.5}),
+        ("forward_at_once", {"steps": 2, "dt": 3.0}),
+    ],
+)
+def test_errors_of_newton_print_the_parameters(call: str, about: dict[str, Any]) -> None:
+    sim = TimeSteps(lambda u, t, p: u * u + p["gain"] * p["field"].sum(), np.eye(1))
+    params = {"field": np.array([1.0, 2.0]), "gain": 7.5}
+    with pytest.raises(NewtonError, match=r"params={'field': \[1.0, 2.0\], 'gain': 7.5}"):
+        getattr(sim, call)([1.0], params, **about)
+
+
 def test_newton_finds_what_is_far() -> None:
     """Where full steps overshoot, they are halved."""
     sim = ImplicitSteps(lambda u, u_old, t, dt, p: np.arctan(u - p), np.eye(2))
@@ -807,7 +822,8 @@ def test_threads_share_a_run() -> None:
 
 
 def test_no_steps_are_the_identity() -> None:
-    run = TimeSteps(lambda u, t, p: -u, np.eye(2)).forward([1.0, 2.0], steps=0, dt=0.1)
+    sim = TimeSteps(lambda u, t, p: -u, np.eye(2))
+    run = sim.forward([1.0, 2.0], steps=0, dt=0.1, check=True)
     assert run.states is not None
     assert run.states.tolist() == [[1, 2]]
     grads = run.backward(grad_last=[3.0, 4.0])
