@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from .arrays.arrays import flat
 from .errors import Allocating, InputError, InputTypeError, short
 from .execution.calls import Calls
 from .execution.recording import Recorder, Space
@@ -87,8 +88,8 @@ def filter_samples(b: Array, a: Array, x: Array, start: Array | None = None) -> 
         sizes = _sizes(b.shape, a.shape, x.shape, starts)
         with np.errstate(all="ignore"):
             own = factors_of(b, a, sizes.before)
-        given = *own, x.ravel(), np.empty(0, x.dtype) if start is None else start.ravel()
-        _write(Calls(), sizes, given, y.ravel())
+        given = *own, x, np.empty(0, x.dtype) if start is None else start
+        _write(Calls(), sizes, [flat(each) for each in given], flat(y))
         return y
 
 
@@ -128,8 +129,8 @@ def filter_samples_vjp(
         sizes = _sizes(b.shape, a.shape, x.shape, starts)
         with np.errstate(all="ignore"):
             own = factors_of(b, a, sizes.before)
-        given = grads.ravel(), *own, x.ravel(), y.ravel()
-        _write_gradients(Calls(), sizes, needs, given, [each.ravel() for each in into])
+        given = [flat(each) for each in (grads, *own, x, y)]
+        _write_gradients(Calls(), sizes, needs, given, [flat(each) for each in into])
         for k, to in enumerate((b, a)):
             # Of each sample and tap, or of each block, step and tap, if it is not of all three.
             if needs[k] and len(into[k]) > len(to):
@@ -144,7 +145,7 @@ def _found(needs: Sequence[bool], *gradients: Array) -> FilterGrads:
 
 
 def factors_of(b: Any, a: Any, before: int, library: Any = np) -> tuple[Any, Any]:
-    """Return coefficients as kernels read them, flat.
+    """Return coefficients as kernels read them, once each is one piece of memory.
 
     Those that samples share are normalised in `a`, and have zeros behind the last of many steps.
 
@@ -161,14 +162,14 @@ def factors_of(b: Any, a: Any, before: int, library: Any = np) -> tuple[Any, Any
     if len(a) == 1:
         first = a[..., :1]
         divided = library.concatenate([1 / first, a[..., 1:] / -first], -1)
-    flat = []
+    factors = []
     for each in (b, divided):
         own = each
         if len(each) == 1 < each.shape[1]:
             zeros = library.zeros((1, before, each.shape[2]), each.dtype)
             own = library.concatenate([each, zeros], 1)
-        flat.append(own.reshape(-1))
-    return flat[0], flat[1]
+        factors.append(own)
+    return factors[0], factors[1]
 
 
 # -- Kernel calls ----------------------------------------------------------------------------------

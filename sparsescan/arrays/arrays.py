@@ -138,13 +138,19 @@ def beside(array: Any) -> AbstractContextManager[Any]:
 
 
 def contiguous(array: Any, dtype: np.dtype[Any]) -> Any:
-    """Return `array` if it is C-contiguous and of this dtype, else a copy beside it."""
+    """Return `array` if it is C-contiguous, aligned and of this dtype, else a copy beside it."""
     if type(array) is np.ndarray:
-        return np.ascontiguousarray(array, dtype)
+        array = np.ascontiguousarray(array, dtype)
+        return array if array.flags.aligned else array.copy()
     if array.dtype == dtype and array.flags.c_contiguous:
         return array
     with beside(array):
         return namespace(array).ascontiguousarray(array, dtype)
+
+
+def flat(array: Any) -> Any:
+    """Return the numbers of an array end to end: its memory, if :func:`contiguous` leaves it."""
+    return contiguous(array, array.dtype).reshape(-1)
 
 
 def for_kernels(array: Any, dtype: np.dtype[Any]) -> Any:

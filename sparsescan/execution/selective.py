@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ..arrays.arrays import flat
 from ..errors import InputError
 from ..kernels.cpu import selective as kernels
 from ..kernels.cpu.lanes import lanes
@@ -118,8 +119,8 @@ def selective_scan_vjp(
         Which are needed.
     """
     u, dtype = inputs.u, inputs.u.dtype
-    above = np.zeros(u.size, dtype) if grads is None else _flat(grads)
-    final = np.empty(0, dtype) if grads_final is None else _flat(grads_final.swapaxes(1, 2))
+    above = np.zeros(u.size, dtype) if grads is None else flat(grads)
+    final = np.empty(0, dtype) if grads_final is None else flat(grads_final.swapaxes(1, 2))
     found: list[Any] = _write_gradients(Calls(), inputs, kept.reshape(-1), above, final, needs)
     for k, like in enumerate((inputs.b, inputs.c), start=3):
         if needs[k] and like.ndim > 2:
@@ -263,14 +264,14 @@ def _scan(inputs: Inputs) -> SelectiveScan:
         b_cells=cells // b_groups if b_groups else 0,
         c_cells=cells // c_groups if c_groups else 0,
         softplus=int(inputs.softplus),
-        u=_flat(u),
-        delta=_flat(inputs.delta),
-        z=none if inputs.z is None else _flat(inputs.z),
-        rates=_flat(inputs.a.T),
-        b=_flat(inputs.b if b_groups else inputs.b.T),
-        c=_flat(inputs.c if c_groups else inputs.c.T),
-        skip=zeros if inputs.skip is None else _flat(inputs.skip),
-        bias=zeros if inputs.bias is None else _flat(inputs.bias),
+        u=flat(u),
+        delta=flat(inputs.delta),
+        z=none if inputs.z is None else flat(inputs.z),
+        rates=flat(inputs.a.T),
+        b=flat(inputs.b if b_groups else inputs.b.T),
+        c=flat(inputs.c if c_groups else inputs.c.T),
+        skip=zeros if inputs.skip is None else flat(inputs.skip),
+        bias=zeros if inputs.bias is None else flat(inputs.bias),
     )
 
 
@@ -279,10 +280,6 @@ def _groups(factor: Array) -> int:
     if factor.ndim == 4:
         return int(factor.shape[1])
     return factor.ndim - 2
-
-
-def _flat(array: Array) -> Array:
-    return np.ascontiguousarray(array).reshape(-1)
 
 
 def _room(calls: Calls, scan: SelectiveScan, tiles: int) -> Array:

@@ -283,5 +283,5 @@ def _array(name: str, tensor: Any) -> Any:
             f"{name} is on the device {tensor.device}; expected float32 or float64 on a CPU or a "
             "CUDA device"
         )
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_neg()
     return on_device(tensor) if tensor.is_cuda else tensor.numpy()

@@ -20,6 +20,7 @@ from ..errors import SparseScanError
 from ..jacobians import Operator, from_torch
 from ..jacobians.training.bound import BoundStep, without_arrays
 from ..recurrent.step_pool import StepPool
+from .calls.arrays import array_of, tensor_of
 from .calls.direct import is_direct, is_watched
 from .calls.once import Once
 from .calls.team import pytorchs_threads
@@ -431,9 +432,9 @@ class _Call(NamedTuple):
 def _forward(
     step: BoundStep, x: Tensor, names: Sequence[tuple[int, str]], tensors: Sequence[Tensor]
 ) -> Tensor:
-    arrays = {name: each.detach().numpy() for name, each in zip(names, tensors, strict=True)}
+    arrays = dict(zip(names, map(array_of, tensors), strict=True))
     with pytorchs_threads():
-        return torch.from_numpy(step.forward(x.detach().numpy(), arrays))
+        return tensor_of(step.forward(array_of(x), arrays))
 
 
 def _known_of(stack: nn.Module) -> _Stack:
@@ -552,7 +553,7 @@ class _Step(torch.autograd.Function):
             step = pool.take()
             _forward(step, x, ctx.names, tensors)
         with pytorchs_threads():
-            grads = step.backward(above.detach().numpy(), needs_input_grad=ctx.needs_input_grad[1])
+            grads = step.backward(array_of(above), needs_input_grad=ctx.needs_input_grad[1])
         _give_back(pool, step)
         below = None if grads.input is None else torch.from_numpy(grads.input)
         found = [

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from ..errors import DeviceError, InputTypeError, short
 from ..simulate import ImplicitSteps, Run, TimeSteps
 from ..simulate.params import Leaves
+from .calls.arrays import array_of
 
 
 def simulate(
@@ -89,7 +90,7 @@ def _array(leaf: Any) -> Any:
     """Return a leaf for the simulation: an array of a tensor, a number as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
-    array = leaf.detach().numpy()
+    array = array_of(leaf)
     return array if array.ndim else array[()]
 
 
@@ -111,7 +112,7 @@ class _Simulate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, above: Tensor) -> Any:
-        numbers = above.detach().numpy()
+        numbers = array_of(above)
         grads = ctx.run.backward(**{"grad_last" if ctx.last else "grad_states": numbers})
         own = [grads.u0, grads.dt, *Leaves.of(grads.params).leaves]
         found = [
