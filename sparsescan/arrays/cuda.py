@@ -20,11 +20,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from numba import config, cuda, int64, void
 
 from ..errors import DeviceError
 
 SIMULATED = bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
+
+if not (SIMULATED or hasattr(np, "row_stack")):
+    # numba-cuda, of which no later version is to come, asks NumPy for it before it compiles
+    # anything. NumPy 2.5 has it no more.
+    np.row_stack = np.vstack  # type: ignore[attr-defined, unused-ignore]
+    try:
+        with suppress(ImportError):  # Numba's own CUDA target, which does not ask
+            import numba.cuda.np.arrayobj
+    finally:
+        del np.row_stack  # type: ignore[attr-defined, unused-ignore]
 
 # From this compute capability on Numba compiles for that very one.
 _OWN_CODE = (9, 0)

@@ -290,6 +290,26 @@ def test_code_that_fails_to_load_once_is_loaded_later(
     assert (origins(), numba.calls) == ({"to Numba": 1, "built ahead": 1}, 0)
 
 
+COMPILED = """
+    from types import SimpleNamespace
+    from unittest import mock
+    import numpy as np
+    import sparsescan  # and all else that asks NumPy for it
+    vars(np).pop("row_stack", None)
+    from sparsescan.arrays.cuda import compile_to_ptx
+    from sparsescan.kernels.cuda.checks import check_kernel
+    assert not hasattr(np, "row_stack")
+    device = SimpleNamespace(compute_capability=(9, 0))
+    with mock.patch("numba.cuda.dispatcher.get_current_device", return_value=device):
+        print(".entry" in compile_to_ptx(check_kernel(np.dtype(np.int32)), 6, (9, 0)))
+"""
+
+
+def test_kernels_are_compiled_with_a_numpy_that_numba_cuda_does_not_know(tmp_path: Path) -> None:
+    """NumPy 2.5 has no `row_stack`, for which numba-cuda asks."""
+    assert run_python(COMPILED, tmp_path).strip() == "True"
+
+
 def test_ptxas_is_found_where_the_finder_does_not_know_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
