@@ -14,9 +14,9 @@ from ..arrays.arrays import namespace, special
 from ..errors import InputError, short
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, trusted
-from ..symbolic.schedule import check_choice
+from ..symbolic.schedule import check_choice, check_number
 from .kernels import values as kernels
-from .shared.checks import check_dim, check_number
+from .shared.checks import check_dim
 from .shared.coupled import Coupled, grouped
 from .shared.operator import Operator
 

@@ -16,8 +16,8 @@ from ..execution.sharing import quiet
 from ..parameters.parametrised import Initial, Parameter, Parametrised
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, trusted
-from ..symbolic.schedule import check_count, check_flag
-from .shared.checks import check_number, check_sizes
+from ..symbolic.schedule import check_count, check_flag, check_number
+from .shared.checks import check_sizes
 from .shared.coupled import Coupled, grouped
 from .shared.operator import Operator
 

@@ -10,7 +10,8 @@ import numpy as np
 from ..arrays.arrays import check_no_mask, host_array, is_cupy, namespace
 from ..errors import InputError, InputTypeError, short
 from ..symbolic.pattern import Pattern, index_dtype, trusted
-from .shared.checks import Shape, batched, check_dim, check_number, check_sizes
+from ..symbolic.schedule import check_number
+from .shared.checks import Shape, batched, check_dim, check_sizes
 from .shared.operator import Operator
 
 Array = Any

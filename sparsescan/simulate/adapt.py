@@ -11,10 +11,11 @@ from .factors import Vector
 from .newton import NotSolved, Solver, Tolerance
 from .schemes import Place, Scheme
 
-# The next length is this share of what the estimate allows, and changes by no more than these.
-_SAFE, _LEAST, _MOST = 0.9, 0.2, 5.0
-# Lengths below this share of the whole time are given up.
-_TINY = 1e-12
+# The next length is this share of what the estimate allows, and no less than this of the last one.
+_SAFE, _LEAST = 0.9, 0.2
+# A step is given up below so many distances of floating-point numbers at its time, which it would
+# hardly change, and below this share of the time to go, where its time is 0.
+_DISTANCES, _TINY = 10, 1e-30
 
 
 class March(NamedTuple):
@@ -22,8 +23,10 @@ class March(NamedTuple):
 
     Attributes
     ----------
+    times : list of float
+        The times of all states.
     lengths : list of float
-        Their lengths.
+        The lengths of steps.
     states : list of ndarray
         The initial state, and that behind each step; the last two if not all are kept.
     inner : list of ndarray
@@ -32,69 +35,136 @@ class March(NamedTuple):
         Newton's iterations of each step.
     """
 
+    times: list[float]
     lengths: list[float]
     states: list[Vector]
     inner: list[Vector]
     newton: list[int]
+
+    @classmethod
+    def of(cls, t0: float, u0: Vector) -> March:
+        """Return that of no steps."""
+        return cls([t0], [], [u0], [], [])
+
+
+class End(NamedTuple):
+    """Where a march ends, and what it meets on the way.
+
+    Attributes
+    ----------
+    stops : list of float
+        Times that steps end at, one after the other; the last one is the end.
+    error : Tolerance
+        The error that a step may have.
+    max_dt : float
+        The greatest length of a step.
+    """
+
+    stops: list[float]
+    error: Tolerance
+    max_dt: float
 
 
 def march_until(
     scheme: Scheme,
     solver: Solver,
     params: Vector,
+    end: End,
     *,
-    t0: float,
-    until: float,
     dt: float,
-    error: Tolerance,
     keeps_states: bool,
     found: March,
     watch: Callable[[int], object] | None,
+    name: Callable[[str, int], str],
 ) -> None:
     """March to a time, with steps as long as the error of each allows; note them in `found`.
 
-    After each step `watch` is called with their number.
+    After each step `watch` is called with their number. `name` returns what errors call an equation
+    or an unknown.
 
-    A step whose error is too large is taken again, shorter; so is one that is not solved. After
-    Hairer, Nørsett and Wanner, "Solving Ordinary Differential Equations I", section II.4.
+    A step whose error is too large, or is not a number, is taken again, shorter; so is one that is
+    not solved. After Hairer, Nørsett and Wanner, "Solving Ordinary Differential Equations I",
+    section II.4.
     """
-    time, n = t0, len(found.states[0])
-    while time < until:
-        length = min(dt, until - time)
-        # No rest that is shorter than half a step.
-        if until - time - length < 0.5 * length and length < until - time:
-            length = (until - time) / 2
-        before = found.lengths[-1] if found.lengths else None
-        states, inner = np.stack(found.states[-2:]), np.empty((scheme.stages, n))
-        place = Place(states, params, inner, time, length, before)
-        solver.turn_to(len(found.lengths))
-        try:
-            state, iterations = scheme.advance(solver, place)
-            taken = place._replace(states=np.stack([*states, state]))
-            off = error.size(scheme.error(solver, taken), state)
-        except NotSolved as failure:
-            if length < _TINY * (until - t0):
-                raise NotSolved(f"{failure.why} (t={time:.6g}, dt={length:.3g})") from None
-            solver.forget()
-            dt = length / 4
-            continue
-        change = _SAFE * off ** (-1 / scheme.error_order) if off > 0 else _MOST
-        dt = length * min(max(change, _LEAST), _MOST) if np.isfinite(change) else _LEAST * length
-        if not off <= 1:
-            if length < _TINY * (until - t0):
-                raise NotSolved(
-                    f"no step is short enough for the error that is asked for (t={time:.6g}, "
-                    f"dt={length:.3g})"
-                )
-            continue
-        found.lengths.append(length)
-        found.newton.append(iterations)
-        found.states.append(state)
-        if keeps_states:
-            found.inner.append(inner)
-        else:
-            del found.states[:-2]
-        is_last = until - time <= length * (1 + 1e-12)
-        time = until if is_last else time + length
-        if watch is not None:
-            watch(len(found.lengths))
+    n, size, ahead = len(found.states[0]), abs(dt), np.sign(dt)
+    cause: Vector | NotSolved | None = None  # of a step that is taken again
+    for stop in end.stops:
+        while (time := found.times[-1]) != stop:
+            rest = abs(stop - time)
+            least = max(_DISTANCES * float(np.spacing(abs(time))), _TINY * rest)
+            length = min(max(min(size, end.max_dt), least), rest)
+            # No rest that is shorter than half a step.
+            if 0 < rest - length < 0.5 * length:
+                length = rest / 2
+            before = found.lengths[-1] if found.lengths else None
+            states, inner = np.stack(found.states[-2:]), np.empty((scheme.stages, n))
+            place = Place(states, params, inner, time, ahead * length, before)
+            solver.turn_to(len(found.lengths))
+            off = np.inf
+            try:
+                state, iterations = scheme.advance(solver, place)
+                place = place._replace(states=np.stack([*states, state]))
+                error = scheme.error(solver, place)
+                if np.isfinite(state).all() and np.isfinite(error).all():
+                    off = end.error.size(error, state)
+                cause = error if off > 1 else None
+            except NotSolved as failure:
+                solver.forget()
+                # Very short steps may not be solved for their rounding errors.
+                if cause is None or failure.equation is not None:
+                    cause = failure
+            change = _SAFE * off ** (-1 / scheme.error_order) if off > 0 else np.inf
+            size = length * min(max(change, _LEAST), scheme.growth)
+            if off > 1:
+                if length <= least:
+                    assert cause is not None
+                    why = _reason(scheme, place, states[-1], cause, end.error, name)
+                    raise NotSolved(f"{why} (t={time:.6g}, dt={place.dt:.3g})")
+                continue
+            found.times.append(stop if length == rest else time + place.dt)
+            found.lengths.append(place.dt)
+            found.newton.append(iterations)
+            found.states.append(state)
+            if keeps_states:
+                found.inner.append(inner)
+            else:
+                del found.states[:-2]
+            if watch is not None:
+                watch(len(found.lengths))
+
+
+def _reason(
+    scheme: Scheme,
+    place: Place,
+    old: Vector,
+    cause: Vector | NotSolved,
+    allowed: Tolerance,
+    name: Callable[[str, int], str],
+) -> str:
+    """Return why no step is short enough."""
+    new = place.states[-1]
+    for time, state in ((place.time, old), (place.end, old), (place.end, new)):
+        for values in (state, scheme.equations(place, state, time)):
+            wrong = np.flatnonzero(~np.isfinite(values))
+            if len(wrong):
+                k = int(wrong[0])
+                return f"{name('equation', k)} becomes {values[k]} at t={time:.6g}"
+    if isinstance(cause, NotSolved):
+        if cause.equation is None:
+            return cause.why
+        return f"{name('equation', cause.equation)} has no finite value within a step"
+    rows = scheme.algebraic
+    if place.before is None and len(rows):
+        rest = scheme.equations(place, old, place.time)
+        k = int(rows[np.argmax(np.abs(rest[rows]))])
+        if rest[k]:
+            return (
+                f"u0 does not satisfy {name('equation', k)}, which is algebraic, since its row of "
+                f"mass is zero: its rate is {rest[k]:.6g} there; expected 0"
+            )
+    off = np.abs(cause) / (allowed.atol + allowed.rtol * np.abs(new))
+    k = int(np.argmax(off))
+    return (
+        f"no step is short enough for the error that is asked for: that of {name('unknown', k)} is "
+        f"{off[k]:.3g} times as large"
+    )

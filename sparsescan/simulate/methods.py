@@ -22,8 +22,9 @@ class Tableau(NamedTuple):
     order : int
         Errors over a fixed time shrink as ``Δ^order``.
     estimate : tuple of float
-        What the rates of stages are multiplied by to estimate the error of a step, the difference
-        to a method of a lower order; empty where half the change of the rate over a step is.
+        What the rates at the beginning of a step and in its stages are multiplied by to estimate
+        its error, the difference to a method of a lower order; empty where half the change of the
+        rate over a step is.
     """
 
     a: Vector
@@ -60,9 +61,10 @@ def _sdirk3() -> Tableau:
     roots = np.roots([1.0, -3.0, 1.5, -1 / 6])
     x = float(next(root.real for root in roots if 1 / 6 < root.real < 1 / 2))
     b1, b2 = -(6 * x * x - 16 * x + 1) / 4, (6 * x * x - 20 * x + 5) / 4
-    # A method of order two has no weight of the last stage.
-    second = (0.5 - x) / ((1 - x) / 2)
-    estimate = b1 - (1 - second), b2 - second, x
+    # The other method, of order two, weighs the beginning and not the last stage. So a jump of the
+    # rate moves the estimate by at least its error, wherever within the step it is.
+    middle = 2 * x / (1 - x)
+    estimate = -x, middle, -middle, x
     return _tableau(3, [x], [(1 - x) / 2, x], [b1, b2, x])._replace(estimate=estimate)
 
 

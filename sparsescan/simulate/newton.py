@@ -47,11 +47,11 @@ def is_enough(size: float, rate: float) -> bool:
 
 
 class NotSolved(Exception):  # noqa: N818
-    """No solution was found; `why` says so."""
+    """No solution was found; `why` says so, and `equation` is one that has no value, if any."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, equation: int | None = None) -> None:
         super().__init__(why)
-        self.why = why
+        self.why, self.equation = why, equation
 
 
 class Solver:
@@ -164,6 +164,10 @@ class Solver:
         """
         state, rest = guess, residual(guess)
         norm, before = _norm(rest), np.inf
+        if not norm < np.inf:
+            wrong = np.flatnonzero(~np.isfinite(rest))
+            if len(wrong):
+                raise NotSolved("the equations have values that are not finite", int(wrong[0]))
         is_own, size = False, np.inf
         for iteration in range(1, _MOST + 1):
             is_new = self._solve is None
@@ -194,9 +198,13 @@ class Solver:
             f"after {_MOST} iterations the correction is {size:.3g} times what the tolerances allow"
         )
 
-    def solve_near(self, right: Vector) -> Vector:
-        """Return ``A⁻¹ right`` by the factors that are there, of a matrix near ``A``."""
-        return right if self._solve is None else self._solve(right, False)
+    def solve_near(self, right: Vector, values: Callable[[], Vector]) -> Vector:
+        """Return ``A⁻¹ right`` by the factors that are there, of a matrix near ``A``.
+
+        `values` returns those of ``A``, if there are none.
+        """
+        solve = self._factorise(values()) if self._solve is None else self._solve
+        return solve(right, False)
 
     def transposed(self, values: Vector, right: Vector, stage: int = 0) -> Vector:
         """Return ``A⁻ᵀ right``, for the matrix ``A`` with these values; a column for each.

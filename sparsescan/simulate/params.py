@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import InputError, InputTypeError, short
 from .factors import Vector
@@ -135,11 +136,16 @@ class Params:
         return np.concatenate(rows or [np.empty(0)])
 
 
-def _array(name: str, leaf: Any) -> Vector:
+def read_array(name: str, given: Any) -> NDArray[Any]:
+    """Return a copy of numbers as an array, which may be of any dtype."""
     try:
-        array = np.array(leaf, dtype=None)
-    except ValueError as error:
-        raise InputTypeError(f"{name} is {short(leaf)}; expected numbers") from error
+        return np.array(given)
+    except Exception as error:  # ragged, or what a class of the caller raises
+        raise InputTypeError(f"{name} is {short(given)}; expected numbers") from error
+
+
+def _array(name: str, leaf: Any) -> Vector:
+    array = read_array(name, leaf)
     if array.dtype.kind not in "fiub":
         raise InputTypeError(f"{name} has dtype {array.dtype}; expected real numbers")
     return array.astype(np.float64)

@@ -83,6 +83,9 @@ class Run:
         The last state.
     times : ndarray, shape (steps + 1,)
         The times of states.
+    evaluated : ndarray of int64, or None
+        The numbers of the states at the times of `t_eval`, if it was given: these states are
+        ``run.states[run.evaluated]``.
     newton : ndarray of int64, shape (steps,)
         Newton's iterations of each step.
     factorisations : int
@@ -105,6 +108,12 @@ class Run:
         self._left: tuple[Any, ...] | None = None
         self._n, self._count, self._shape = len(u0), len(dt), problem.shape
         self.times = problem.t0 + np.concatenate([[0.0], np.cumsum(dt)])
+        if march is not None:
+            self.times = np.array(march.times)
+        self.evaluated: NDArray[np.int64] | None = None
+        still = np.flatnonzero(np.diff(self.times) == 0)
+        if len(still):
+            raise InputError(too_short(float(dt[still[0]]), float(self.times[still[0]])))
         self.newton = np.zeros(len(dt), np.int64)
         self._length, room = self._segment(problem.memory_limit)
         self._solver = solver or Solver(scheme.matrices, problem.tolerance, room)
@@ -117,7 +126,7 @@ class Run:
         self._begin, self._done, self._last = 0, 0, u0
         self._states[0] = self._states[1] = u0
         self._marks[0] = u0
-        if march is not None:
+        if march is not None and solver is not None:
             self._states[1:] = march.states
             if march.inner:
                 self._inner[:] = march.inner
@@ -144,6 +153,12 @@ class Run:
                 f"{format_bytes(limit)}"
             )
         return fitting[-1], limit - needed(fitting[-1])
+
+    def note_evaluated(self, t_eval: NDArray[np.float64]) -> None:
+        """Note which states are those at times that steps have met, of those that were to be."""
+        ahead = np.sign(self.times[-1] - self.times[0])
+        reached = t_eval[ahead * t_eval <= ahead * self.times[-1]]
+        self.evaluated = np.searchsorted(ahead * self.times, ahead * reached)
 
     # -- Forward ----------------------------------------------------------------------------------
 
@@ -394,6 +409,14 @@ class Run:
             return _added(given.reshape(-1, self._n).T, found)
 
         return own, losses
+
+
+def too_short(dt: float, time: float) -> str:
+    """Return what an error says of a step that does not change the time."""
+    return (
+        f"dt is {dt:.6g} at t={time:.6g}, where numbers are {np.spacing(abs(time)):.3g} apart; "
+        "expected one that changes the time"
+    )
 
 
 def _added(x: Vector, more: Vector | None) -> Vector:

@@ -7,12 +7,16 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import scipy.sparse as sp
+from numpy.typing import NDArray
 
 from ..symbolic.pattern import Pattern, rows_of
 from .derivatives import Arguments, Coloured, Source
 from .factors import Matrices, Vector
 from .methods import Differentiation, Tableau
 from .newton import NotSolved, Solver
+
+# The share of a first step of the user's own by which the slope before it is found.
+_SHORT = 1e-6
 
 
 class Place(NamedTuple):
@@ -94,8 +98,19 @@ class Scheme(Protocol):
     def error_order(self) -> int:
         """The power of a step's length by which the estimate of its error shrinks."""
 
+    @property
+    def growth(self) -> float:
+        """How many times as long as the step before a step may be."""
+
     def error(self, solver: Solver, place: Place) -> Vector:
         """Estimate the error of a step that was taken."""
+
+    def equations(self, place: Place, state: Vector, time: float) -> Vector:
+        """Return what the user's function returns at a state that a step comes to."""
+
+    @property
+    def algebraic(self) -> NDArray[np.int64]:
+        """The equations that hold at each time, without a rate of change."""
 
     def pull_back(self, solver: Solver, place: Place, above: Vector, grads: Grads) -> None:
         """Add gradients of all that a step has read, given that in its end."""
@@ -105,7 +120,8 @@ class ResidualScheme:
     """Steps ``F(u, u_old, t, dt, p) = 0``, of which `t` is the end."""
 
     stages = 0
-    error_order = 2
+    error_order, growth = 2, 5.0
+    algebraic = np.empty(0, np.int64)  # which these are is not known
 
     def __init__(self, source: Source, new: Coloured, old: Coloured) -> None:
         self.source, self.matrices = source, Matrices(new.pattern)
@@ -136,14 +152,29 @@ class ResidualScheme:
         )
         return source.value(arguments), in_new, in_old
 
+    def equations(self, place: Place, state: Vector, time: float) -> Vector:
+        return self.source.value((state, place.states[0], time, place.dt, place.params))
+
     def error(self, solver: Solver, place: Place) -> Vector:
-        """Return half the second difference of states; nothing is known of the first step."""
-        states = place.states
-        if len(states) < 3 or place.before is None:
-            return np.zeros_like(states[-1])
-        ratio = place.dt / place.before
-        change = states[-1] - states[-2] - ratio * (states[-2] - states[-3])
-        return np.asarray(ratio / (1 + ratio) * change)
+        """Return half the change of the slope over a step, as the step hands on an error before it.
+
+        That is nothing in unknowns that follow from the others. The slope before the first step is
+        that of a step so short that one iteration of Newton's method solves it.
+        """
+        *older, old, new = place.states
+        source, rest = self.source, (place.end, place.dt, place.params)
+        if place.before is None:
+            dt = _SHORT * place.dt
+            first = old, old, place.time + dt, dt, place.params
+            solve = self.matrices.factorise(source.jacobian(first, 0, self._new))
+            if solve is None:
+                raise NotSolved("the Jacobian of a first short step is singular")
+            change = -solve(source.value(first), False) / _SHORT
+        else:
+            change = place.dt / place.before * (old - older[-1])
+        change = (new - old - change) / 2
+        moved = source.value((new, old + change, *rest)) - source.value((new, old, *rest))
+        return -solver.solve_near(moved, lambda: source.jacobian((new, old, *rest), 0, self._new))
 
     def pull_back(self, solver: Solver, place: Place, above: Vector, grads: Grads) -> None:
         source = self.source
@@ -161,7 +192,7 @@ class ResidualScheme:
 class _Rated:
     """What steps of ``M u' = f(u, t, p)`` have in common."""
 
-    error_order = 2
+    error_order, growth = 2, 5.0
 
     def __init__(self, source: Source, coloured: Coloured, mass: sp.csr_array | None) -> None:
         self.source = source
@@ -180,15 +211,23 @@ class _Rated:
             self._into = slice(None)  # faster than places
         self._own = np.zeros(len(keys))
         self._own[np.searchsorted(keys, mass_keys)] = own.data
+        self.algebraic = np.flatnonzero(np.bincount(mass_rows, own.data != 0, n) == 0)
+
+    def equations(self, place: Place, state: Vector, time: float) -> Vector:
+        return self.source.value((state, time, place.params))
 
     def error(self, solver: Solver, place: Place) -> Vector:
         ends = zip(place.states[-2:], (place.time, place.end), strict=True)
-        old, new = (self.source.value((state, time, place.params)) for state, time in ends)
-        return self._filtered(solver, place.dt / 2 * (new - old))
+        old, new = (self.equations(place, *each) for each in ends)
+        return self._filtered(solver, place, place.dt / 2 * (new - old))
 
-    def _filtered(self, solver: Solver, error: Vector) -> Vector:
+    def _filtered(self, solver: Solver, place: Place, error: Vector) -> Vector:
         """Return what an error in the rate moves the state by, which stiff unknowns damp."""
-        return solver.solve_near(error)
+        return solver.solve_near(error, lambda: self._last_matrix(place))
+
+    def _last_matrix(self, place: Place) -> Vector:
+        """Return the values of the matrix by which the end of a step was solved for."""
+        raise NotImplementedError
 
     def _weighed(self, x: Vector, *, transposed: bool = False) -> Vector:
         """Return ``M x`` or ``Mᵀ x``."""
@@ -225,14 +264,17 @@ class RungeKutta(_Rated):
         estimate = self._tableau.estimate
         if not estimate:
             return super().error(solver, place)
-        stages = [*place.inner, place.states[-1]]
-        rates = (
-            self.source.value(self._arguments(state, place, i)) for i, state in enumerate(stages)
-        )
-        return self._filtered(solver, place.dt * _sum(zip(estimate, rates, strict=True)))
+        times = place.time, *(place.time + float(c) * place.dt for c in self._c)
+        states = place.states[-2], *place.inner, place.states[-1]
+        rates = (self.equations(place, *each) for each in zip(states, times, strict=True))
+        return self._filtered(solver, place, place.dt * _sum(zip(estimate, rates, strict=True)))
 
-    def _filtered(self, solver: Solver, error: Vector) -> Vector:
-        return super()._filtered(solver, error) if self._tableau.is_implicit else error
+    def _filtered(self, solver: Solver, place: Place, error: Vector) -> Vector:
+        return super()._filtered(solver, place, error) if self._tableau.is_implicit else error
+
+    def _last_matrix(self, place: Place) -> Vector:
+        arguments = place.states[-1], place.end, place.params
+        return self._values(arguments, 1.0, place.dt * self._a[-1, -1])
 
     def _arguments(self, state: Vector, place: Place, stage: int) -> Arguments:
         return state, place.time + float(self._c[stage]) * place.dt, place.params
@@ -320,9 +362,14 @@ class BackwardDifferences(_Rated):
     """Steps of BDF2, the first of which is one of backward Euler."""
 
     stages = 0
+    growth = 2.0  # errors would grow without bound in steps of 1 + √2 times the length each
 
     def _coefficients(self, place: Place) -> Differentiation:
         return Differentiation.of(None if place.before is None else place.dt / place.before)
+
+    def _last_matrix(self, place: Place) -> Vector:
+        arguments = place.states[-1], place.end, place.params
+        return self._values(arguments, self._coefficients(place).values[0], place.dt)
 
     def _older(self, states: Vector, behind: int) -> Vector:
         return states[-behind] if len(states) >= behind else np.zeros_like(states[-1])

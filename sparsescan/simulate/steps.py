@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import GradientError, InputError, InputTypeError, NewtonError, short
 from ..symbolic.pattern import Pattern
-from ..symbolic.schedule import check_count
-from .adapt import March, march_until
+from ..symbolic.schedule import check_count, check_number
+from .adapt import End, March, march_until
 from .at_once import Linear, solve_at_once
 from .derivatives import (
     Arguments,
@@ -27,8 +27,8 @@ from .derivatives import (
 from .factors import Vector
 from .methods import TABLEAUS, check_method
 from .newton import NotSolved, Solver, Tolerance
-from .params import Params
-from .run import ROOM, Problem, Run
+from .params import Params, read_array
+from .run import ROOM, Problem, Run, too_short
 from .schemes import BackwardDifferences, ResidualScheme, RungeKutta, Scheme
 
 How = Literal["complex", "forward", "jax"]
@@ -259,6 +259,8 @@ class _Simulation:
         t0: float = 0.0,
         until: float | None = None,
         error: tuple[float, float] = (1e-3, 1e-6),
+        max_dt: float | None = None,
+        t_eval: ArrayLike | None = None,
         rtol: float = 1e-8,
         atol: float = 1e-10,
         memory_limit: int | None = None,
@@ -280,18 +282,26 @@ class _Simulation:
         steps : int, optional
             How many steps; by default as many as `dt` has lengths.
         dt : float or array_like, shape (steps,)
-            The length of all steps, or of each.
+            The length of all steps, or of each. All are positive, or all negative: then the march
+            is backward in time.
         t0 : float, default 0
             The time of `u0`.
         until : float, optional
             The time to march to, with steps that are as long as their errors allow; `dt` is then
-            the length that is tried first, and `steps` is not given. Gradients are those of the
-            steps that were taken, whose lengths do not change with anything.
+            the length that is tried first, negative if `until` is before `t0`, and `steps` is not
+            given. Gradients are those of the steps that were taken, whose lengths do not change
+            with anything.
         error : tuple of float, default (1e-3, 1e-6)
             The error of a step that `until` allows, relative and absolute: ``abs + rel |u|`` in
             each unknown. It is estimated by a method of a lower order, ``"sdirk3"``'s by one of
-            order two and all others by half the change of the rate, or of residuals of one's own by
-            the second difference of states; ``"rk4"`` has no estimate.
+            order two and all others by half the change of the rate, which for residuals of one's
+            own is that of the slope of states; ``"rk4"`` has no estimate. It sees a jump of the
+            rate wherever it is, but not a pulse that is over before the step ends: see `max_dt`.
+        max_dt : float, optional
+            The greatest length of a step that `until` allows.
+        t_eval : array_like, shape (k,), optional
+            Times from `t0` to `until`, one after the other, that steps end at exactly. States there
+            are ``run.states[run.evaluated]``.
         rtol, atol : float
             Newton's corrections are to leave an error of a tenth of ``atol + rtol |u|`` in each
             unknown. Gradients are those of the exact solution of each step up to that.
@@ -314,23 +324,29 @@ class _Simulation:
         InputError, InputTypeError
             If an argument is wrong, or a function returns a wrong shape.
         NewtonError
-            If a step was not solved: its attribute `run` has the states before. So has
-            :class:`KeyboardInterrupt`.
+            If a step was not solved, or no step to `until` is short enough for its error: its
+            attribute `run` has the states before. So has :class:`KeyboardInterrupt`.
         GradientError
             With `check`, if a Jacobian is wrong or its pattern lacks an entry.
         MemoryLimitError
             If `memory_limit` is too low even for segments.
         """
         problem = self._problem(u0, params, t0, rtol, atol, memory_limit)
-        end = None if until is None else self._read_until(until, t0, steps, dt, error)
+        end, times = None, None
+        if until is not None:
+            end, times = self._read_end(problem.t0, until, steps, dt, error, max_dt, t_eval)
+        elif max_dt is not None or t_eval is not None:
+            name = "t_eval" if max_dt is None else "max_dt"
+            raise InputError(f"{name} is given without until; expected both, or dt for each step")
         lengths, has_one = _read_dt(steps if end is None else 1, dt)
         if check and len(lengths):
             self._check(problem, float(lengths[0]))
         with _watching(progress, None if end is not None else len(lengths)) as watch:
-            if end is not None:
-                return _march_until(problem, float(lengths[0]), end, error, watch)
-            run = Run(problem, lengths, has_one)
-            run.march(watch)
+            if end is None:
+                run = Run(problem, lengths, has_one)
+                run.march(watch)
+            else:
+                run = _march_until(problem, float(lengths[0]), end, times, watch)
         return run
 
     def forward_at_once(
@@ -462,39 +478,61 @@ class _Simulation:
     ) -> Problem:
         """Return what is solved, of checked copies."""
         n = self.pattern.shape[0]
-        first = np.array(u0)
+        first = read_array("u0", u0)
         is_state = first.ndim in (1, 2) and first.shape[-1] == n and len(first)
         if first.dtype.kind not in "fiub" or not is_state:
             raise InputError(
                 f"u0 has shape {first.shape} and dtype {first.dtype}; expected {n} real numbers, "
                 "or those of each sample"
             )
-        for name, number in (("rtol", rtol), ("atol", atol)):
-            if not 0 < number < np.inf:
-                raise InputError(f"{name} is {short(number)}; expected a positive number")
         if memory_limit is not None:
             memory_limit = check_count("memory_limit", memory_limit, 0)
         structure = Params(params)
         for name in self._param_patterns:
             structure.slice_of(name)
-        tolerance = Tolerance(float(rtol), float(atol))
+        tolerance = Tolerance(_positive("rtol", rtol), _positive("atol", atol))
         scheme = self._scheme_for(_Form(structure, None if first.ndim == 1 else len(first)))
         state = first.astype(np.float64).reshape(-1)
-        return Problem(scheme, state, first.shape, structure, float(t0), tolerance, memory_limit)
+        return Problem(
+            scheme, state, first.shape, structure, _number("t0", t0), tolerance, memory_limit
+        )
 
-    def _read_until(self, until: Any, t0: float, steps: Any, dt: Any, error: Any) -> float:
-        """Return the time to march to, having checked what goes with it."""
-        if not isinstance(until, int | float | np.number) or not t0 < until < np.inf:
-            raise InputError(f"until is {short(until)}; expected a time after t0, {t0}")
+    def _read_end(
+        self, t0: float, until: Any, steps: Any, dt: Any, error: Any, max_dt: Any, t_eval: Any
+    ) -> tuple[End, Vector | None]:
+        """Return the time to march to, and times to meet, having checked what goes with them."""
+        until = _number("until", until)
         if steps is not None or np.ndim(dt):
             raise InputError("until is given with the number or the lengths of steps; expected dt")
+        first, ahead = _number("dt", dt), float(np.sign(until - t0))
+        if ahead * first < 0:
+            raise InputError(
+                f"dt is {first} and until, {until}, is {'after' if ahead > 0 else 'before'} t0, "
+                f"{t0}; expected a dt that leads there"
+            )
+        longest = np.inf if max_dt is None else _positive("max_dt", max_dt)
+        if ahead and t0 + ahead * min(abs(first), longest) == t0 and first:
+            raise InputError(too_short(ahead * min(abs(first), longest), t0))
         try:
-            is_right = len(error) == 2 and all(0 < each < np.inf for each in error)
-        except TypeError:
-            is_right = False
-        if not is_right:
-            raise InputError(f"error is {short(error)}; expected two positive numbers")
-        return float(until)
+            relative, absolute = error
+        except (TypeError, ValueError):
+            raise InputError(f"error is {short(error)}; expected two positive numbers") from None
+        allowed = Tolerance(_positive("error[0]", relative), _positive("error[1]", absolute))
+        stops, times = [until] if ahead else [], None
+        if t_eval is not None:
+            times = read_array("t_eval", t_eval)
+            if times.ndim != 1 or times.dtype.kind not in "fiu":
+                raise InputError(f"t_eval is {short(t_eval)}; expected a vector of times")
+            times = times.astype(np.float64)
+            first, last = sorted((t0, until))
+            if not ((first <= times) & (times <= last)).all():
+                raise InputError(
+                    f"t_eval is {short(t_eval)}; expected times from t0, {t0}, to until, {until}"
+                )
+            if not (np.diff(times) * (ahead or 1.0) > 0).all():
+                raise InputError(f"t_eval is {short(t_eval)}; expected times one after the other")
+            stops = [*times[(times != t0) & (times != until)].tolist(), *stops]
+        return End(stops, allowed, longest), times
 
     def _check(self, problem: Problem, dt: float) -> None:
         """Compare Jacobians with central differences along a random direction."""
@@ -507,17 +545,22 @@ class _Simulation:
         return [(0, self._coloured.blocks(batch), "pattern")]
 
 
-def _march_until(
-    problem: Problem, dt: float, until: float, error: tuple[float, float], watch: Watch
-) -> Run:
+def _march_until(problem: Problem, dt: float, end: End, t_eval: Vector | None, watch: Watch) -> Run:
     """March by lengths that are chosen; within a memory limit they are marched once more."""
     solver = Solver(problem.scheme.matrices, problem.tolerance, ROOM)
     keeps_states = problem.memory_limit is None
-    march = March([], [problem.u0], [], [])
+    march = March.of(problem.t0, problem.u0)
 
     def run() -> Run:
-        kept = (march, solver) if keeps_states else ()
-        return Run(problem, np.array(march.lengths), False, *kept)
+        kept = solver if keeps_states else None
+        found = Run(problem, np.array(march.lengths), False, march, kept)
+        if t_eval is not None:
+            found.note_evaluated(t_eval)
+        return found
+
+    def name(what: str, k: int) -> str:
+        sample, number = divmod(k, problem.shape[-1])
+        return f"{what} {number}" + (f" of sample {sample}" if len(problem.shape) > 1 else "")
 
     try:
         with np.errstate(all="ignore"):
@@ -525,13 +568,12 @@ def _march_until(
                 problem.scheme,
                 solver,
                 problem.params.vector,
-                t0=problem.t0,
-                until=until,
+                end,
                 dt=dt,
-                error=Tolerance(*map(float, error)),
                 keeps_states=keeps_states,
                 found=march,
                 watch=watch,
+                name=name,
             )
     except BaseException as failure:
         # As those of a march by given lengths have.
@@ -603,22 +645,44 @@ def _check_jacobian(
 
 def _read_dt(steps: Any, dt: Any) -> tuple[NDArray[np.float64], bool]:
     """Return the length of each step, and whether one was given for all."""
-    lengths = np.array(dt)
+    lengths = read_array("dt", dt)
     if lengths.dtype.kind not in "fiu" or lengths.ndim > 1:
-        raise InputError(f"dt is {short(dt)}; expected a positive number, or one for each step")
+        raise InputError(f"dt is {short(dt)}; expected a number, or one for each step")
     if lengths.ndim == 0:
         if steps is None:
             raise InputError("steps is None; expected a number of steps, or dt for each")
+        _check_dt(lengths.reshape(1))
         lengths, has_one = np.full(check_count("steps", steps, 0), float(lengths)), True
     else:
         has_one = False
         if steps is not None and check_count("steps", steps, 0) != len(lengths):
             raise InputError(f"dt has {len(lengths)} lengths; expected {steps}, one for each step")
-    lengths = lengths.astype(np.float64)
-    bad = np.flatnonzero(~((lengths > 0) & (lengths < np.inf)))
+        _check_dt(lengths)
+    return lengths.astype(np.float64), has_one
+
+
+def _check_dt(lengths: NDArray[Any]) -> None:
+    """Raise unless all steps lead forward in time, or all backward."""
+    with np.errstate(invalid="ignore"):
+        ahead = np.sign(lengths)
+        bad = np.flatnonzero(~np.isfinite(lengths) | (ahead == 0) | (ahead != ahead[:1]))
     if len(bad):
-        raise InputError(f"dt is {lengths[bad[0]]} in step {bad[0]}; expected positive numbers")
-    return lengths, has_one
+        raise InputError(
+            f"dt is {lengths[bad[0]]} in step {bad[0]}; expected positive numbers, or all negative"
+        )
+
+
+def _number(name: str, given: Any) -> float:
+    """Return a finite number, which may be an array or a tensor without axes."""
+    return check_number(name, given.item() if getattr(given, "shape", None) == () else given)
+
+
+def _positive(name: str, given: Any) -> float:
+    """Return a positive number."""
+    number = _number(name, given)
+    if number <= 0:
+        raise InputError(f"{name} is {short(given)}; expected a positive number")
+    return number
 
 
 class ImplicitSteps(_Simulation):
@@ -837,10 +901,10 @@ class TimeSteps(_Simulation):
                 "an explicit one has nothing to solve with"
             )
 
-    def _read_until(self, until: Any, t0: float, steps: Any, dt: Any, error: Any) -> float:
+    def _read_end(self, t0: float, until: Any, *others: Any) -> tuple[End, Vector | None]:
         if self.method == "rk4":
             raise InputError(f"until is {short(until)}; expected None: rk4 has no error estimate")
-        return super()._read_until(until, t0, steps, dt, error)
+        return super()._read_end(t0, until, *others)
 
     def _scheme(self, source: Source, batch: int) -> Scheme:
         mass = self._mass

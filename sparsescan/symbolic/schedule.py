@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -444,6 +446,19 @@ def check_count(name: str, value: int, least: int, most: int | None = None) -> i
     if count.bit_length() > _BITS:
         raise InputError(f"{name} is {short(count)}; expected at most 2**{_BITS}")
     return count
+
+
+def check_number(name: str, value: Any, *, finite: bool = True) -> float:
+    """Return `value` as a float, or raise an error that names it."""
+    if not isinstance(value, Real):
+        raise InputTypeError(f"{name} is {short(value)}; expected a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if math.isnan(number) or (finite and math.isinf(number)):
+        raise InputError(f"{name} is {short(value)}; expected a{' finite' * finite} number")
+    return number
 
 
 def check_choice(name: str, value: Any, *choices: str) -> str:

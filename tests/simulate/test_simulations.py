@@ -716,6 +716,22 @@ GOOD: dict[str, Any] = {"u0": [1.0, 2.0], "steps": 3, "dt": 0.1}
         ({"steps": -1}, "steps is -1"),
         ({"dt": [0.1, 0.1]}, "dt has 2 lengths; expected 3"),
         ({"dt": 0.0}, "dt is 0.0 in step 0; expected positive"),
+        ({"dt": 0.0, "steps": 0}, "dt is 0.0 in step 0; expected positive"),
+        ({"dt": [[0.1], [0.1, 0.1]]}, r"dt is \[\[0.1\], .*; expected numbers"),
+        ({"dt": None}, "dt is None"),
+        ({"dt": 1j}, "dt is 1j"),
+        ({"u0": [[1.0, 2.0], [1.0]]}, r"u0 is \[\[1.0, 2.0\], .*; expected numbers"),
+        ({"u0": None}, "u0 has shape"),
+        ({"u0": "ab"}, "u0 has shape"),
+        ({"t0": np.nan}, "t0 is nan; expected a finite number"),
+        ({"t0": np.inf}, "t0 is inf; expected a finite number"),
+        ({"t0": "now"}, "t0 is 'now'; expected a number"),
+        ({"t0": None}, "t0 is None; expected a number"),
+        ({"t0": [0.0]}, "t0 is .*; expected a number"),
+        ({"t0": 1j}, "t0 is 1j; expected a number"),
+        ({"rtol": None}, "rtol is None; expected a number"),
+        ({"atol": "small"}, "atol is 'small'; expected a number"),
+        ({"atol": [1e-9, 1e-9]}, "atol is .*; expected a number"),
         ({"dt": [0.1, -1.0, 0.1]}, "dt is -1.0 in step 1"),
         ({"dt": "fast"}, "dt is 'fast'"),
         ({"rtol": 0.0}, "rtol is 0.0"),
@@ -951,17 +967,20 @@ def test_chosen_lengths_end_where_no_step_is_solved() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"until": 0.0}, "until is 0.0; expected a time after t0, 0.0"),
-        ({"until": "end"}, "until is 'end'"),
+        ({"until": "end"}, "until is 'end'; expected a number"),
+        ({"until": np.nan}, "until is nan"),
+        ({"until": np.inf}, "until is inf"),
         ({"until": 1.0, "steps": 3}, "until is given with the number"),
         ({"until": 1.0, "dt": [0.1, 0.2]}, "until is given with the number or the lengths"),
         ({"until": 1.0, "error": 1e-3}, "error is 0.001; expected two positive numbers"),
-        ({"until": 1.0, "error": (1e-3, 0.0)}, "expected two positive numbers"),
+        ({"until": 1.0, "error": (1e-3,)}, "error is .*; expected two positive numbers"),
+        ({"until": 1.0, "error": (1e-3, 0.0)}, r"error\[1\] is 0.0; expected a positive number"),
+        ({"until": 1.0, "error": ("a", 1.0)}, r"error\[0\] is 'a'; expected a number"),
     ],
 )
 def test_bad_ends_are_named(changed: dict[str, Any], message: str) -> None:
     sim = TimeSteps(lambda u, t, p: -u, np.eye(2))
-    with pytest.raises(InputError, match=message):
+    with pytest.raises((InputError, InputTypeError), match=message):
         sim.forward(**({"u0": [1.0, 2.0], "dt": 0.1} | changed))
     with pytest.raises(InputError, match="rk4 has no error estimate"):
         TimeSteps(lambda u, t, p: -u, np.eye(2), "rk4").forward([1.0, 2.0], dt=0.1, until=1.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -46,19 +45,6 @@ def check_sizes(name: str, value: Any, count: int | None = None, least: int = 1)
     if math.prod(sizes) > _MOST:
         raise InputError(f"{name} is {shown}; expected a product of at most {_MOST}")
     return sizes
-
-
-def check_number(name: str, value: Any, *, finite: bool = True) -> float:
-    """Return `value` as a float, or raise an error that names it."""
-    if not isinstance(value, Real):
-        raise InputTypeError(f"{name} is {short(value)}; expected a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if math.isnan(number) or (finite and math.isinf(number)):
-        raise InputError(f"{name} is {short(value)}; expected a{' finite' * finite} number")
-    return number
 
 
 def check_dim(name: str, dim: Any, shape: tuple[int, ...]) -> int:
