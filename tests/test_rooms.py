@@ -136,7 +136,13 @@ def test_no_two_files_import_each_other() -> None:
 NUMBA = {"_cache", "_cache_file", "_cache_path", "_data_path", "_impl", "_index_path", "_version"}
 TORCH = {
     *("_backward_hooks", "_forward_hooks", "_forward_pre_hooks", "_modules", "_tensor_name"),
-    *("_C", "_are_functorch_transforms_active", "_get_tracing_state", "_len_torch_dispatch_stack"),
+    *(
+        "_C",
+        "_dynamo",
+        "_are_functorch_transforms_active",
+        "_get_tracing_state",
+        "_len_torch_dispatch_stack",
+    ),
     *("_autograd", "_buffers", "_current_level", "_has_any_global_hook"),
     *("_len_torch_function_stack", "_top_saved_tensors_default_hooks", "_will_engine_execute_node"),
     *("_functorch", "_vmapmode_increment_nesting", "_vmapmode_decrement_nesting"),

@@ -18,7 +18,7 @@ from .calls.times import INPUTS, TimeTable, name_of, save_table
 from .recurrent import GRU, LSTM, RNN
 
 _HIDDEN, _BATCH, _STEPS = [16, 32, 64, 128, 256, 512], [1, 4, 16, 64, 256], [1, 4, 16, 64, 256]
-_MODULES = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
+_MODULES: dict[str, Any] = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
 _KERNELS = {"ours": "sparsescan", "theirs": "pytorch"}
 # Rounds, calls of a round before those that are timed, seconds of these, and of a call beside which
 # longer sequences are not measured.

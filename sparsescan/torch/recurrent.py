@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+import torch
+from torch import _VF, Tensor, nn  # noqa: F401, for PyTorch's source: see `_in_place_of`
+from torch.nn.utils.rnn import PackedSequence  # noqa: F401
 
 from ..errors import InputError
 from .calls.sequences import Sequences
+from .conversion.kinds import Kind
 
 
 def _signature() -> inspect.Signature:
@@ -21,34 +25,60 @@ def _signature() -> inspect.Signature:
     )
 
 
-class _Recurrent(Sequences, nn.RNNBase):
-    """The forward pass of all three, in place of PyTorch's.
+# What compiles each function that is called next; None outside of ``torch.compile``.
+_compiler_of_frames: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
-    They are no subclasses of PyTorch's modules, since ``torch.compile`` leaves those out.
+
+@functools.cache
+def _uncompiled() -> Any:
+    """Return the forward pass for calls that a compiled model makes outside of its graphs.
+
+    Unless `allow_rnn` is set, PyTorch leaves recurrent modules out of these, and would compile each
+    of the functions that a call goes through by itself.
+    """
+    return torch.compiler.disable(Sequences.forward)
+
+
+def _in_place_of(theirs: Any) -> Any:
+    """Return the forward pass in place of that of a class of PyTorch.
+
+    ``torch.jit.script`` compiles the source, and exporters read the signature, of what a function
+    wraps: PyTorch's. It finds the names in it among those of this file.
     """
 
-    _theirs: ClassVar[Any]
+    def forward(self: Any, input: Any, hx: Any = None, *, resets: Any = None) -> Any:  # noqa: A002
+        if not torch.compiler.is_compiling() and _compiler_of_frames() is not None:
+            return _uncompiled()(self, input, hx, resets=resets)
+        return Sequences.forward(self, input, hx, resets=resets)
+
+    forward.__wrapped__ = theirs.forward  # type: ignore[attr-defined]
+    forward.__module__ = theirs.forward.__module__
+    forward.__doc__ = Sequences.forward.__doc__
+    return forward
+
+
+class _Recurrent(Sequences, metaclass=Kind):
+    """What all three have beside the attributes of PyTorch's."""
 
     # For `torch.nn.utils.skip_init`, which looks for `device`.
     __signature__: ClassVar[Any] = _signature()
+    # What `torch.jit.script` goes by.
+    __annotations__ = nn.RNNBase.__annotations__
+    __jit_unused_properties__: ClassVar[Any] = [
+        *("all_weights", "memory_limit", "truncate", "return_states", "is_usual", "_returns_others")
+    ]
 
     def __init__(
         self,
-        mode: str,
         *arguments: Any,
         memory_limit: int | None = None,
         truncate: int | None = None,
         return_states: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(mode, *arguments, **options)
+        super().__init__(*arguments, **options)
         self.memory_limit, self.truncate = memory_limit, truncate
         self.return_states = return_states
-
-    @property
-    def states(self) -> int:  # type: ignore[override]
-        """How many states a cell has."""
-        return 1 + (self.mode == "LSTM")
 
     def _without_kernels(
         self, given: Any, hx: Any, weights: list[Tensor], resets: Any = None
@@ -65,7 +95,7 @@ class _Recurrent(Sequences, nn.RNNBase):
         return self._differentiably(given, hx, weights, resets)
 
 
-class RNN(_Recurrent):
+class RNN(_Recurrent, nn.RNN):
     """Run a simple recurrent network, in place of :class:`torch.nn.RNN`.
 
     Arguments, attributes, parameters and results are those of PyTorch's module, and so are its
@@ -77,8 +107,13 @@ class RNN(_Recurrent):
 
     Tensors on a CUDA device take the kernels of a GPU, on PyTorch's current stream, where CuPy is
     installed. PyTorch computes all that has no kernel: tensors on other devices, more units than a
-    GPU's kernels take, dtypes other than float32 and float64, autocast, `proj_size` and
-    ``torch.jit.trace``.
+    GPU's kernels take, dtypes other than float32 and float64, autocast, `proj_size`,
+    ``torch.jit.trace`` and ``torch.jit.script``.
+
+    A module is an instance of PyTorch's, and its class equals PyTorch's, so that it is found where
+    others look for that: by ``type(module)`` in a table, too, as of
+    ``torch.ao.quantization.quantize_dynamic``. Like PyTorch's, it stands outside of the graphs of
+    ``torch.compile`` unless ``torch._dynamo.config.allow_rnn`` is set; then it is one operator.
 
     The forward pass keeps what the backward pass needs. `memory_limit`, an attribute and an
     argument by name, bounds the bytes of it, beside input and output: gates that do not fit are
@@ -125,44 +160,22 @@ class RNN(_Recurrent):
     torch.Size([20, 20])
     """
 
-    _theirs = nn.RNN
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        _refuse_projections(options)
-        if len(arguments) > 3:
-            self.nonlinearity = arguments[3]
-            arguments = *arguments[:3], *arguments[4:]
-        else:
-            self.nonlinearity = options.pop("nonlinearity", "tanh")
-        if self.nonlinearity not in ("tanh", "relu"):
-            raise ValueError(
-                f"Unknown nonlinearity '{self.nonlinearity}'. Select from 'tanh' or 'relu'."
-            )
-        super().__init__(f"RNN_{self.nonlinearity.upper()}", *arguments, **options)
+    _plain = _theirs = nn.RNN
+    states = 1
+    forward = _in_place_of(nn.RNN)
 
 
-class GRU(_Recurrent):
+class GRU(_Recurrent, nn.GRU):
     """Run a GRU network, in place of :class:`torch.nn.GRU`; see :class:`RNN`."""
 
-    _theirs = nn.GRU
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        _refuse_projections(options)
-        super().__init__("GRU", *arguments, **options)
+    _plain = _theirs = nn.GRU
+    states = 1
+    forward = _in_place_of(nn.GRU)
 
 
-class LSTM(_Recurrent):
+class LSTM(_Recurrent, nn.LSTM):
     """Run an LSTM network, in place of :class:`torch.nn.LSTM`; see :class:`RNN`."""
 
-    _theirs = nn.LSTM
-    check_forward_args: Any = nn.LSTM.check_forward_args
-    get_expected_cell_size = nn.LSTM.get_expected_cell_size
-    permute_hidden: Any = nn.LSTM.permute_hidden
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__("LSTM", *arguments, **options)
-
-
-def _refuse_projections(options: dict[str, Any]) -> None:
-    if "proj_size" in options:
-        raise ValueError("proj_size argument is only supported for LSTM, not RNN or GRU")
+    _plain = _theirs = nn.LSTM
+    states = 2
+    forward = _in_place_of(nn.LSTM)

@@ -25,6 +25,7 @@ from .calls.direct import is_direct, is_watched
 from .calls.once import Once
 from .calls.team import pytorchs_threads
 from .calls.times import Seconds
+from .conversion.kinds import Kind
 from .conversion.masked import Values, is_untouched, masked_weight
 from .conversion.masks import Kept, kept_now
 from .conversion.probe import asks_for_some, is_looked_at, probe
@@ -34,7 +35,6 @@ from .conversion.structure import (
     STATISTICS,
     StackLayer,
     StackStructure,
-    add_container,
     has_operator,
     is_container,
     is_pruning,
@@ -68,7 +68,7 @@ _THEIRS = (
 )
 
 
-class Sequential(nn.Sequential):
+class Sequential(nn.Sequential, metaclass=Kind):
     """:class:`torch.nn.Sequential`, whose pruned weights take no time.
 
     Where :func:`sparsescan.jacobians.from_torch` has operators for all layers, a call runs as one
@@ -110,12 +110,17 @@ class Sequential(nn.Sequential):
     tensor(True)
     """
 
+    _plain = nn.Sequential
+
     def forward(self, input: Any) -> Any:  # noqa: A002, PyTorch's name
         """Return the output of the last layer."""
         if torch.compiler.is_compiling():
             return super().forward(input)
         output = run(self, input)
         return super().forward(input) if output is None else output
+
+    # Whose source `torch.jit.script` compiles.
+    forward.__wrapped__ = nn.Sequential.forward  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sequential:
         """Return a copy, in which masked weights have no graph: PyTorch copies none that has."""
@@ -127,15 +132,6 @@ class Sequential(nn.Sequential):
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(vars(self), memo))
         return copied
-
-    def __prepare_scriptable__(self) -> nn.Sequential:
-        """Return the stack as ``torch.jit.script`` compiles it."""
-        plain = nn.Sequential()
-        vars(plain).update(vars(self))
-        return plain
-
-
-add_container(Sequential)
 
 
 def run(stack: nn.Module, given: Any) -> Tensor | None:

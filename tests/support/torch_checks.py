@@ -40,9 +40,13 @@ def close(actual: Any, expected: Any, terms: float = 1.0, *, factor: float = 1e4
 def check_compiled(
     loss: Callable[..., Tensor], given: Sequence[Any], leaves: Sequence[Tensor], **options: Any
 ) -> None:
-    """Check that a function has one graph, without a break, which gives its own results."""
+    """Check that a function has one graph, without a break, which gives its own results.
+
+    PyTorch breaks it at recurrent modules if `allow_rnn` is not set.
+    """
     torch._dynamo.reset()  # else many forms of one function are too many
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", **options)
+    compiled = torch._dynamo.config.patch(allow_rnn=True)(compiled)
     for _ in range(2):
         results = []
         for call in (loss, compiled):

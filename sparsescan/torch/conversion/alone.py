@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn.utils import prune
 
 from ..sequential import Sequential, is_sparse, run, why_dense
-from .structure import add_layer, is_pruning, without_kernels
+from .kinds import Kind
+from .structure import is_pruning, without_kernels
 
 
-class _Alone:
+class _Alone(metaclass=Kind):
     """The call of a pruned layer that stands in no stack: one of a stack of this layer alone.
 
     PyTorch's hook would compute the product of mask and weight first.
@@ -38,10 +39,6 @@ class _Alone:
         return super().__call__(*given, **named)  # type: ignore[misc]
 
     __deepcopy__ = Sequential.__deepcopy__
-
-    def __prepare_scriptable__(self: Any) -> nn.Module:
-        """Return the layer as ``torch.jit.script`` compiles it."""
-        return _plain(self, dict(vars(self)))
 
 
 class Linear(_Alone, nn.Linear):
@@ -71,8 +68,6 @@ class ConvTranspose2d(_Alone, nn.ConvTranspose2d):
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {
     each._plain: each for each in (Linear, Conv1d, Conv2d, ConvTranspose2d)
 }
-for _kind in _KINDS.values():
-    add_layer(_kind)
 # A stack of each layer alone, which holds a plain layer with the same attributes.
 _stacks: weakref.WeakKeyDictionary[nn.Module, nn.Sequential] = weakref.WeakKeyDictionary()
 
@@ -101,11 +96,6 @@ def replacement_of(layer: nn.Module) -> type[nn.Module]:
 def is_replacement(layer: nn.Module) -> bool:
     """Return whether a layer has been replaced."""
     return isinstance(layer, _Alone)
-
-
-def plain_class(layer: nn.Module) -> type[nn.Module]:
-    """Return the class of PyTorch of a layer that has been replaced; that of any other one."""
-    return layer._plain if isinstance(layer, _Alone) else type(layer)
 
 
 def why_not(layer: nn.Module) -> str | None:

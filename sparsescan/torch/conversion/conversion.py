@@ -13,6 +13,7 @@ from ..calls.sequences import Sequences
 from ..recurrent import GRU, LSTM, RNN
 from ..sequential import Sequential, why_not
 from . import alone, torchrecurrent
+from .kinds import plain_class
 from .structure import is_container, modules_of, without_kernels
 
 _KINDS: dict[type[nn.Module], type[nn.RNNBase]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
@@ -123,7 +124,7 @@ def convert(
             replaced.append(name)
         if type(module) is Sequential:
             for each in modules_of(module):
-                each.__class__ = alone.plain_class(each)
+                each.__class__ = plain_class(type(each))
             inside.update(modules_of(module))
         elif type(module) is nn.Sequential and why:
             # It is said of the layers, too; a stack within this one may be replaced.

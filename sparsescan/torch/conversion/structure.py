@@ -74,8 +74,6 @@ _ALL = _KINDS | _IDENTITY
 _SETTINGS = frozenset((bool, int, float, str, tuple, type(None)))
 _BasePruning = prune.BasePruningMethod
 _pruning = _PRUNING(_BasePruning)
-# Layers of this package, which stacks hold as PyTorch's.
-_MORE: set[type[nn.Module]] = set()
 # Sequences that call their modules one after the other.
 _CONTAINERS: dict[type[nn.Module], _Kind] = {nn.Sequential: _Kind(nn.Sequential)}
 
@@ -123,16 +121,6 @@ class StackStructure(NamedTuple):
     joint: bool
 
 
-def add_layer(kind: type[nn.Module]) -> None:
-    """Let layers of a class be taken into a stack, where they become what they were before."""
-    _MORE.add(kind)
-
-
-def add_container(kind: type[nn.Module]) -> None:
-    """Let a class be one whose modules are called one after the other."""
-    _CONTAINERS[kind] = _Kind(kind)
-
-
 def is_container(module: nn.Module) -> bool:
     """Return whether a module calls those in it one after the other."""
     return type(module) in _CONTAINERS
@@ -140,7 +128,7 @@ def is_container(module: nn.Module) -> bool:
 
 def has_operator(layer: nn.Module) -> bool:
     """Return whether there is an operator for layers of a class, or none is needed."""
-    return type(layer) in _ALL or type(layer) in _MORE
+    return type(layer) in _ALL
 
 
 def modules_of(stack: nn.Module) -> Iterator[nn.Module]:

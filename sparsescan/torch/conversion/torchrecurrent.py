@@ -23,6 +23,7 @@ from ..calls.recurrent_op import has_kernels, run
 from ..calls.resets import check_resets
 from ..calls.shapes import kind_of, register
 from ..calls.times import Seconds
+from .kinds import Kind
 from .structure import is_pruning
 
 _VERSION = "0.2.5"
@@ -158,7 +159,7 @@ def _function_of(act: Any) -> str | None:
     return name
 
 
-class _Layer:
+class _Layer(metaclass=Kind):
     """The forward pass of a layer, in place of torchrecurrent's."""
 
     kind: _Kind
@@ -515,5 +516,5 @@ def _class_of(layer: Any) -> Any:
     kind = _kind_of(layer)
     if kind is None:
         raise InputError(f"{layer.__name__} is no layer of torchrecurrent {_VERSION}")
-    about = {"kind": kind, "__doc__": layer.__doc__, "__module__": __name__}
+    about = {"kind": kind, "_plain": layer, "__doc__": layer.__doc__, "__module__": __name__}
     return type(layer.__name__, (_Layer, layer), about)
