@@ -12,9 +12,13 @@ import numpy as np
 
 from ..errors import InputError, InputTypeError, short
 from ..simulate import ImplicitSteps, Run, TimeSteps
-from ..simulate.params import Leaves
+from ..simulate.arguments import refuse_unknown
+from ..simulate.params import Leaves, read_array
 from .ffi.calls import FLOATS, check_platform
 from .ffi.host import call_host
+
+# Keywords of ``sim.forward`` that a compiled program may have.
+_OPTIONS = "t0", "rtol", "atol", "memory_limit"
 
 
 def simulate(
@@ -32,7 +36,8 @@ def simulate(
     As :meth:`sparsescan.simulate.TimeSteps.forward`, under ``jax.jit``, ``jax.grad`` (once, in
     reverse mode) and ``jax.vmap``, which runs one simulation after the other. States are computed
     in float64 on the host, whether or not JAX has float64. Numbers of Python and arrays of NumPy
-    keep all their digits.
+    keep all their digits. There are no second derivatives and no forward mode, and `until` is not
+    taken: a program of JAX has as many steps whatever its numbers are.
 
     The functions of the simulation are of NumPy. Those of JAX, with ``derivatives="jax"``, work
     outside of ``jax.jit`` and ``jax.vmap`` alone: a compiled program waits for them on the threads
@@ -64,7 +69,8 @@ def simulate(
     Raises
     ------
     InputError, InputTypeError
-        If an argument is wrong, or a simulation with a function of JAX is compiled or mapped.
+        If an argument is wrong, or a simulation with a function of JAX is compiled or mapped, or
+        gradients are differentiated once more.
     DeviceError
         If JAX computes on another device than the CPU.
     NewtonError, MemoryLimitError
@@ -87,14 +93,26 @@ def simulate(
     """
     if not isinstance(sim, ImplicitSteps | TimeSteps):
         raise InputTypeError(f"sim is {short(sim)}; expected ImplicitSteps or TimeSteps")
+    if "until" in options:
+        raise InputError(
+            "until is given, which chooses the number of steps; expected steps and dt, or dt of "
+            "each step, such as np.diff(sim.forward(..., until=...).times)"
+        )
+    refuse_unknown("simulate", options, ["steps", "dt", "last", *_OPTIONS])
+    for name, option in options.items():
+        if isinstance(option, jax.core.Tracer):
+            raise InputTypeError(f"{name} is traced; expected a number known at compilation")
+    if not isinstance(u0, jax.Array) and read_array("u0", u0).dtype.kind not in "fiub":
+        raise InputTypeError(f"u0 is {short(u0)}; expected real numbers")
     check_platform()
     own = Leaves.of(params)
     leaves = [u0, dt, *own.leaves]
     traced = {}
     for k, (name, leaf) in enumerate(zip(["u0", "dt", *own.titles], leaves, strict=True)):
         if not isinstance(leaf, jax.Array):
-            if leaf is not None and np.ndim(leaf):
-                leaves[k] = np.array(leaf)
+            if leaf is not None:
+                array = read_array(name, leaf)
+                leaves[k] = array if array.ndim else leaf
             continue
         if leaf.dtype not in FLOATS:
             raise InputTypeError(f"{name} has dtype {leaf.dtype}; expected {' or '.join(FLOATS)}")
@@ -126,7 +144,7 @@ class _Call:
 
     Attributes
     ----------
-    kinds : list of jax.ShapeDtypeStruct
+    kinds : tuple of jax.ShapeDtypeStruct
         What the states are, and what is kept of them.
     uses_jax : bool
         Whether the simulation has functions of JAX.
@@ -145,20 +163,19 @@ class _Call:
     ) -> None:
         self.uses_jax = sim.uses_jax
         self._sim, self._structure, self._leaves, self._places = sim, structure, leaves, places
-        self._steps, self._last, self._options = steps, last, options
+        self._steps, self._last, self._options = steps, last, dict(options)
         self._key = (
             *(sim, structure.kind, tuple(structure.names), tuple(places), steps, last, dtype),
-            *(tuple(sorted(options.items())), tuple(map(_identity, leaves))),
+            *(tuple(sorted(options)), tuple(map(_identity, [*options.values(), *leaves]))),
         )
         # A run for shapes, and for errors before there are numbers.
         run = self._prepare(())
         if run.states is None and not last:
             raise InputError("last is False; expected True: memory_limit keeps no other state")
         shape = run.last.shape if last else (run.planned + 1, *run.last.shape)
-        self.kinds = [jax.ShapeDtypeStruct(shape, dtype)]
-        for each in run.kept:
-            *lead, size = each.shape
-            self.kinds.append(jax.ShapeDtypeStruct((*lead, 2 * size), np.uint32))
+        words = (((*each.shape[:-1], 2 * each.shape[-1]), np.uint32) for each in run.kept)
+        kinds = (shape, dtype), *words
+        self.kinds = tuple(jax.ShapeDtypeStruct(*each) for each in kinds)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Call) and self._key == other._key
@@ -212,7 +229,8 @@ def _same(call: _Call) -> _Call:
     return call
 
 
-def _computed(call: _Call, name: str, arrays: Sequence[Any], kinds: list[Any]) -> list[Any]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _computed(call: _Call, name: str, kinds: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     """Return what a method of a call returns: at once, or in a program of JAX."""
     if any(isinstance(each, jax.core.Tracer) for each in arrays):
         if call.uses_jax:
@@ -224,20 +242,28 @@ def _computed(call: _Call, name: str, arrays: Sequence[Any], kinds: list[Any]) -
     return [jnp.asarray(each, kind.dtype) for each, kind in zip(found, kinds, strict=True)]
 
 
+@_computed.defjvp
+def _differentiated(*_: Any) -> Any:
+    raise InputError(
+        "gradients of a simulation of sparsescan were differentiated once more; expected jax.grad, "
+        "jax.vjp or jax.jacrev once: differences of gradients have second derivatives"
+    )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _simulate(call: _Call, arrays: Sequence[Any]) -> Any:
-    return _computed(call, "states", arrays, call.kinds[:1])[0]
+    return _computed(call, "states", call.kinds[:1], arrays)[0]
 
 
 def _forward(call: _Call, arrays: Sequence[Any]) -> Any:
-    states, *kept = _computed(call, "passed", arrays, call.kinds)
+    states, *kept = _computed(call, "passed", call.kinds, arrays)
     return states, (arrays, kept)
 
 
 def _backward(call: _Call, held: Any, above: Any) -> Any:
     arrays, kept = held
-    kinds = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrays]
-    return (_computed(call, "grads", [above, *arrays, *kept], kinds),)
+    kinds = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrays)
+    return (_computed(call, "grads", kinds, [above, *arrays, *kept]),)
 
 
 _simulate.defvjp(_forward, _backward)

@@ -15,6 +15,7 @@ from ..errors import GradientError, InputError, InputTypeError, NewtonError, sho
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import check_count, check_number
 from .adapt import End, March, march_until
+from .arguments import check_form, check_order, names_unknown
 from .at_once import Linear, solve_at_once
 from .derivatives import (
     Arguments,
@@ -161,6 +162,7 @@ class _Simulation:
     """What both kinds of simulations have in common."""
 
     _name: str  # of the function, in errors
+    _form: tuple[str, ...]  # of its arguments
 
     def __init__(
         self,
@@ -185,6 +187,7 @@ class _Simulation:
         n = self.pattern.shape[0]
         if self.pattern.shape != (n, n) or n == 0:
             raise InputError(f"pattern has shape {self.pattern.shape}; expected a square one")
+        check_form(self._name, function, self._form)
         self._coloured = Coloured(self.pattern)
         self._schemes: dict[Any, Scheme] = {}
         self._function, self._jacobians, self._vjp = function, jacobians, vjp
@@ -213,7 +216,7 @@ class _Simulation:
             return known
 
         def function(*arguments: Any) -> Any:
-            return form.flat(self._name, self._function(*form.of(arguments)), arguments)
+            return form.flat(self._name, self._called(form.of(arguments)), arguments)
 
         source: Source
         if self.uses_jax:
@@ -225,6 +228,17 @@ class _Simulation:
         if given or self._vjp is not None:
             source = _Given(source, given, self._vjp, form)
         return self._schemes.setdefault(form.structure, self._scheme(source, form.batch or 1))
+
+    def _called(self, arguments: Arguments) -> Any:
+        """Return what the function returns, or say what is wrong with the order that it takes."""
+        try:
+            found = self._function(*arguments)
+        except Exception:
+            check_order(self._name, self._function, self._form, arguments)
+            raise
+        if np.shape(found) != arguments[0].shape:
+            check_order(self._name, self._function, self._form, arguments)
+        return found
 
     def _pattern_of_params(self, form: _Form) -> Pattern:
         """Return where parameters take part: everywhere, but for those with a pattern."""
@@ -249,6 +263,7 @@ class _Simulation:
             blocks[int(column)] = sp.csr_array(np.ones((n, 1)))
         return Pattern(sp.csr_array(sp.hstack([blocks[k] for k in sorted(blocks)])))
 
+    @names_unknown
     def forward(
         self,
         u0: ArrayLike,
@@ -349,6 +364,7 @@ class _Simulation:
                 run = _march_until(problem, float(lengths[0]), end, times, watch)
         return run
 
+    @names_unknown
     def forward_at_once(
         self,
         u0: ArrayLike,
@@ -760,7 +776,7 @@ class ImplicitSteps(_Simulation):
     True
     """
 
-    _name = "residual"
+    _name, _form = "residual", ("u", "u_old", "t", "dt", "p")
 
     def __init__(
         self,
@@ -867,7 +883,7 @@ class TimeSteps(_Simulation):
     (2,)
     """
 
-    _name = "rate"
+    _name, _form = "rate", ("u", "t", "p")
 
     def __init__(
         self,

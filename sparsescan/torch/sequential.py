@@ -527,7 +527,8 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, above: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             saved = (each for each in ctx.saved_tensors if each is not None)
-            grads = list(Once.apply(_Step.run, (ctx, above), "a stack", above, probe, *saved))
+            about = "a stack", "modules of torch.nn"
+            grads = list(Once.apply(_Step.run, (ctx, above), *about, above, probe, *saved))
         else:
             grads = _Step.run(ctx, above)
         return None, *grads

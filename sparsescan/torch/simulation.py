@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
-from ..errors import DeviceError, InputTypeError, short
+from ..errors import DeviceError, InputError, InputTypeError, short
 from ..simulate import ImplicitSteps, Run, TimeSteps
 from ..simulate.params import Leaves
-from .calls.arrays import array_of
+from .calls.direct import is_mapped
+from .calls.once import Once, as_batch
+
+_REVERSE = (
+    "expected a backward pass of torch.autograd (backward, grad, functional.jacobian), or "
+    "sparsescan.jax.simulate, which has vmap"
+)
 
 
 def simulate(
@@ -30,6 +36,10 @@ def simulate(
     As :meth:`sparsescan.simulate.TimeSteps.forward`, for tensors of PyTorch in host memory. The
     function of the simulation stays one of NumPy or of JAX. States are computed in float64.
 
+    There are first derivatives, by ``backward`` and ``torch.autograd.grad``, also of several losses
+    at once (``is_grads_batched=True``). Second ones, transforms of ``torch.func`` and forward mode
+    are refused. In a compiled program the call runs as it stands, between two graphs.
+
     Parameters
     ----------
     sim : ImplicitSteps or TimeSteps
@@ -41,24 +51,27 @@ def simulate(
     steps : int, optional
         How many steps; by default as many as `dt` has lengths.
     dt : float or Tensor, shape () or (steps,)
-        The length of all steps, or of each.
+        The length of all steps, or of each. With ``until=`` it is the first that is tried, and has
+        gradients of zero.
     last : bool, default False
         Whether to return the last state alone, which `memory_limit` asks for.
     **options
-        As those of ``sim.forward``.
+        As those of ``sim.forward``. With ``t_eval=`` states at these times alone are returned.
 
     Returns
     -------
     Tensor, shape (steps + 1, n) or (n,)
-        The states, the initial one first; or the last one; with an axis of samples before the last
-        if `u0` has one. It has the dtype of `u0`.
+        The states, the initial one first, or those at `t_eval`; or the last one; with an axis of
+        samples before the last if `u0` has one. It has the dtype of `u0`.
 
     Raises
     ------
     InputTypeError, DeviceError
-        If `u0` is no tensor of real numbers in host memory.
+        If `u0` is no dense tensor of real numbers in host memory.
     InputError, NewtonError, MemoryLimitError
-        As ``sim.forward``.
+        As ``sim.forward``; InputError also under a transform of ``torch.func`` or in forward mode.
+    RuntimeError
+        In the backward pass, if gradients are differentiated once more.
 
     Examples
     --------
@@ -72,25 +85,40 @@ def simulate(
     >>> bool(torch.isclose(decay.grad, torch.tensor(-2 * 1.05**-11, dtype=torch.float64)))
     True
     """
+    if torch.compiler.is_compiling():
+        states = _uncompiled(sim, u0, params, steps=steps, dt=dt, last=last, **options)
+        return cast(Tensor, states)
     if not isinstance(sim, ImplicitSteps | TimeSteps):
         raise InputTypeError(f"sim is {short(sim)}; expected ImplicitSteps or TimeSteps")
     if not isinstance(u0, Tensor):
         raise InputTypeError(f"u0 is {short(u0)}; expected a tensor")
+    if torch._C._are_functorch_transforms_active():
+        raise InputError(f"simulate is called under a transform of torch.func; {_REVERSE}")
     own = Leaves.of(params)
     leaves = [u0, dt, *own.leaves]
     for name, leaf in zip(["u0", "dt", *own.titles], leaves, strict=True):
-        if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.device.type != "cpu":
             raise DeviceError(f"{name} is on {leaf.device}; expected a tensor on the CPU")
+        if leaf.layout is not torch.strided:
+            raise InputTypeError(f"{name} has layout {leaf.layout}; expected a dense tensor")
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(leaf).tangent is not None:
+            raise InputError(f"{name} has a tangent of forward mode; {_REVERSE}")
     structure = own._replace(leaves=[])
-    states: Tensor = _Simulate.apply(sim, structure, steps, last, options, *leaves)
-    return states
+    found: Tensor = _Simulate.apply(sim, structure, steps, last, options, *leaves)
+    return found
+
+
+_uncompiled = torch.compiler.disable(simulate)
 
 
 def _array(leaf: Any) -> Any:
     """Return a leaf for the simulation: an array of a tensor, a number as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
-    array = array_of(leaf)
+    leaf = leaf.detach().resolve_neg().resolve_conj()
+    array = (leaf.double() if leaf.is_floating_point() else leaf).numpy()
     return array if array.ndim else array[()]
 
 
@@ -107,18 +135,41 @@ class _Simulate(torch.autograd.Function):
         found = run.last if last else run.states
         if found is None:
             raise InputTypeError("last is False; expected True: memory_limit keeps no other state")
+        if not last and run.evaluated is not None:
+            found = found[run.evaluated]
         return torch.from_numpy(np.array(found)).to(leaves[0].dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, above: Tensor) -> Any:
-        numbers = array_of(above)
-        grads = ctx.run.backward(**{"grad_last" if ctx.last else "grad_states": numbers})
-        own = [grads.u0, grads.dt, *Leaves.of(grads.params).leaves]
-        found = [
-            torch.as_tensor(np.asarray(grad)).to(leaf.dtype).reshape(leaf.shape)
-            if isinstance(leaf, Tensor)
-            else None
-            for leaf, grad in zip(ctx.leaves, own, strict=True)
-        ]
+        def call(above: Tensor) -> list[Tensor | None]:
+            return _grads(ctx.run, ctx.last, ctx.leaves, above)
+
+        if is_mapped(above):
+            found = as_batch(call, above)
+        elif torch.is_grad_enabled():
+            about = "a simulation", "differences of gradients"
+            tensors = (leaf for leaf in ctx.leaves if isinstance(leaf, Tensor))
+            found = list(Once.apply(call, (above,), *about, above, *tensors))
+        else:
+            found = call(above)
         return None, None, None, None, None, *found
+
+
+def _grads(run: Run, last: bool, leaves: tuple[Any, ...], above: Tensor) -> list[Tensor | None]:
+    """Return gradients in tensors, None in numbers; with an axis of losses if `above` has one."""
+    numbers, shape = _array(above), run.last.shape
+    lead = numbers.shape[: numbers.ndim - len(shape) - (not last)]
+    if not last and run.evaluated is not None:
+        some, numbers = numbers, np.zeros((*lead, run.steps + 1, *shape))
+        np.moveaxis(numbers, len(lead), 0)[run.evaluated] = np.moveaxis(some, len(lead), 0)
+    grads = run.backward(**{"grad_last" if last else "grad_states": numbers})
+    in_dt = grads.dt
+    if isinstance(leaves[1], Tensor) and np.ndim(in_dt) > len(lead) + leaves[1].ndim:
+        in_dt = np.zeros(lead)  # in the length that was tried first
+    arrays = [grads.u0, in_dt, *Leaves.of(grads.params).leaves]
+    return [
+        torch.as_tensor(np.asarray(grad)).to(leaf.dtype).reshape((*lead, *leaf.shape))
+        if isinstance(leaf, Tensor)
+        else None
+        for leaf, grad in zip(leaves, arrays, strict=True)
+    ]

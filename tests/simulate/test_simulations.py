@@ -704,6 +704,23 @@ def test_a_function_may_return_one_array_each_time() -> None:
         assert_close(run.backward(grad_last=u0).u0, expected.backward(grad_last=u0).u0)
 
 
+@pytest.mark.parametrize(
+    ("unknown", "instead"),
+    [
+        ("events", "no events are looked for; t_eval takes times"),
+        ("max_step", "max_dt takes the greatest length"),
+        ("tolerance", r"check, progress\b"),
+    ],
+)
+def test_keywords_of_others_are_named(unknown: str, instead: str) -> None:
+    sim = TimeSteps(good, np.eye(2))
+    pattern = f"^{unknown} is no argument of forward; expected some of u0, params, .*{instead}"
+    with pytest.raises(InputTypeError, match=pattern):
+        sim.forward([1.0, 2.0], steps=1, dt=0.1, **{unknown: 1.0})  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match=f"{unknown} is no argument of forward_at_once"):
+        sim.forward_at_once([1.0, 2.0], steps=1, dt=0.1, **{unknown: 1.0})  # type: ignore[arg-type]
+
+
 GOOD: dict[str, Any] = {"u0": [1.0, 2.0], "steps": 3, "dt": 0.1}
 
 
@@ -746,21 +763,39 @@ def test_bad_arguments_are_named(changed: dict[str, Any], message: str) -> None:
         sim.forward(**(GOOD | changed))
 
 
+def good(u: Any, t: Any, p: Any) -> Any:
+    return -u
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: TimeSteps(3, np.eye(2)), "rate is 3; expected a function"),
-        (lambda: TimeSteps(abs, np.ones((2, 3))), r"pattern has shape \(2, 3\)"),
-        (lambda: TimeSteps(abs, "all"), "pattern is 'all'"),
-        (lambda: TimeSteps(abs, np.eye(2), "leapfrog"), "method is 'leapfrog'.*backward_euler"),
+        (lambda: TimeSteps(good, np.ones((2, 3))), r"pattern has shape \(2, 3\)"),
+        (lambda: TimeSteps(good, "all"), "pattern is 'all'"),
+        (lambda: TimeSteps(good, np.eye(2), "leapfrog"), "method is 'leapfrog'.*backward_euler"),
         (
-            lambda: TimeSteps(abs, np.eye(2), "rk4", mass=np.eye(2)),
+            lambda: TimeSteps(good, np.eye(2), "rk4", mass=np.eye(2)),
             "mass is given for method 'rk4'",
         ),
-        (lambda: TimeSteps(abs, np.eye(2), mass=np.eye(3)), r"mass has shape \(3, 3\)"),
-        (lambda: TimeSteps(abs, np.eye(2), derivatives="exact"), "derivatives is 'exact'"),
-        (lambda: TimeSteps(abs, np.eye(2), vjp=1), "vjp is 1; expected a function"),
-        (lambda: ImplicitSteps(abs, np.eye(2), np.eye(3)), r"pattern_old has shape \(3, 3\)"),
+        (lambda: TimeSteps(good, np.eye(2), mass=np.eye(3)), r"mass has shape \(3, 3\)"),
+        (lambda: TimeSteps(good, np.eye(2), derivatives="exact"), "derivatives is 'exact'"),
+        (lambda: TimeSteps(good, np.eye(2), vjp=1), "vjp is 1; expected a function"),
+        (
+            lambda: TimeSteps(abs, np.eye(2)),
+            r"rate takes \(x\); expected rate\(u, t, p\), the",
+        ),
+        (
+            lambda: TimeSteps(lambda t, u: -u, np.eye(2)),
+            r"rate takes \(t, u\); expected rate",
+        ),
+        (lambda: TimeSteps(lambda t, u, p: -u, np.eye(2)), r"rate takes \(t, u, p\); .* SciPy's"),
+        (lambda: TimeSteps(lambda time, u, p: -u, np.eye(2)), r"rate takes \(time, u, p\)"),
+        (lambda: ImplicitSteps(good, np.eye(2)), r"takes \(u, t, p\); expected residual\(u, u_old"),
+        (
+            lambda: ImplicitSteps(lambda *_: 0, np.eye(2), np.eye(3)),
+            r"pattern_old has shape \(3, 3\)",
+        ),
     ],
 )
 def test_bad_simulations_are_refused(make: Callable[[], Any], message: str) -> None:
@@ -774,6 +809,8 @@ def test_bad_simulations_are_refused(make: Callable[[], Any], message: str) -> N
         (lambda u, t, p: u[:1], r"rate returned .* of shape \(1,\).*expected 2 real numbers"),
         (lambda u, t, p: u + 1j, "rate returned .*complex128"),
         (lambda u, t, p: None, "rate returned None"),
+        (lambda x, y, p: -y, "rate takes the time before the state; expected rate.u, t, p., the"),
+        (lambda x, y, p: [-y[1], y[0]], "rate takes the time before the state"),
     ],
 )
 def test_bad_results_are_named(function: Any, message: str) -> None:

@@ -210,6 +210,14 @@ def test_a_step_without_a_solution() -> None:
         ({"params": {"a": jnp.ones(2, bool)}}, InputTypeError, "params.'a'. has dtype bool"),
         ({"dt": jnp.ones(3)}, InputError, "dt has 3 lengths; expected 2"),
         ({"memory_limit": 3000, "steps": 200}, InputError, "last is False; expected True"),
+        ({"until": 1.0}, InputError, "until is given, .*; expected steps and dt"),
+        ({"events": abs}, InputTypeError, "events is no argument of simulate; expected some of st"),
+        ({"check": True}, InputTypeError, "check is no argument of simulate"),
+        ({"t0": np.nan}, InputError, "t0 is nan; expected a finite number"),
+        ({"t0": np.ones(1)}, InputTypeError, "t0 is array.*; expected a number"),
+        ({"rtol": "small"}, InputTypeError, "rtol is 'small'; expected a number"),
+        ({"dt": None}, InputError, "dt is None; expected a number"),
+        ({"dt": [[0.1], [0.1, 0.2]]}, InputTypeError, "dt is .*; expected numbers"),
     ],
 )
 def test_bad_arguments_are_named_when_traced(
@@ -220,6 +228,66 @@ def test_bad_arguments_are_named_when_traced(
     sim, u0 = given.pop("sim"), given.pop("u0")
     with pytest.raises(error, match=message):
         jax.eval_shape(lambda u: simulate(sim, u, **given), u0)
+
+
+def test_bad_arguments_are_named() -> None:
+    sim = TimeSteps(lambda u, t, p: -u, np.eye(2))
+    for u0, message in ((None, "u0 is None"), ([[1.0], [1.0, 2.0]], "u0 is .*; expected numbers")):
+        with pytest.raises(InputTypeError, match=message):
+            simulate(sim, u0, steps=1, dt=0.1)
+    with pytest.raises(InputTypeError, match="t0 is traced; expected a number"):
+        jax.jit(lambda t0: simulate(sim, jnp.ones(2), steps=1, dt=0.1, t0=t0))(1.0)
+    found = jax.jit(lambda u: simulate(sim, u, steps=1, dt=0.1, t0=np.array(1.0)))(jnp.ones(2))
+    np.testing.assert_allclose(found[1], 1 / 1.1, rtol=1e-6)
+
+
+def test_maps_over_all_arguments_and_backward_in_time() -> None:
+    line = Line(11)
+    sim = TimeSteps(line.rate, line.matrix)
+    rng = np.random.default_rng()
+    u0, gain = rng.standard_normal((3, line.n)), rng.uniform(0.5, 1.5, (3, line.n))
+    decay, dt = rng.uniform(0.5, 1, 3), rng.uniform(-0.05, -0.02, 3)
+
+    def loss(u0: Any, decay: Any, gain: Any, dt: Any) -> Any:
+        return (simulate(sim, u0, (decay, gain), steps=3, dt=dt, t0=0.5) ** 2).sum()
+
+    with jax.enable_x64(True):
+        graded = jax.jit(jax.vmap(jax.value_and_grad(loss, argnums=(0, 1, 2, 3))))
+        values, found = graded(*map(jnp.asarray, (u0, decay, gain, dt)))
+    for k in range(3):
+        run = sim.forward(u0[k], (decay[k], gain[k]), steps=3, dt=dt[k], t0=0.5)
+        grads = run.backward(2 * run.states)
+        np.testing.assert_allclose(values[k], (run.states**2).sum(), rtol=1e-9)
+        expected = [grads.u0, *grads.params, grads.dt]
+        for one, right in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one[k], right, rtol=1e-7, atol=1e-9)
+
+
+def test_no_steps_are_the_identity() -> None:
+    sim = TimeSteps(lambda u, t, p: -p * u, np.eye(2))
+
+    def loss(u0: Any, p: Any) -> Any:
+        return (simulate(sim, u0, p, steps=0, dt=0.1)[-1] ** 2).sum()
+
+    in_u0, in_p = jax.jit(jax.grad(loss, argnums=(0, 1)))(jnp.asarray([1.0, 2.0]), 0.5)
+    assert in_u0.tolist() == [2, 4]
+    assert in_p == 0
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit])
+def test_other_derivatives_are_refused(mode: Any) -> None:
+    sim = TimeSteps(lambda u, t, p: -p * u * u, np.eye(2))
+
+    def loss(p: Any) -> Any:
+        return simulate(sim, jnp.ones(2), p, steps=3, dt=0.1, last=True).sum()
+
+    for again in (jax.grad(jax.grad(loss)), jax.hessian(loss), jax.jacrev(jax.grad(loss))):
+        with pytest.raises(InputError, match=r"were differentiated once more; expected jax.grad"):
+            mode(again)(0.5)
+    # JAX says so itself: what makes gradients of a function makes no tangents.
+    for ahead in (jax.jacfwd(loss), lambda p: jax.jvp(loss, (p,), (p,))):
+        with pytest.raises(TypeError, match="can't apply forward-mode autodiff"):
+            mode(ahead)(0.5)
 
 
 def test_large_buffers_on_one_core_do_not_wait_for_each_other() -> None:

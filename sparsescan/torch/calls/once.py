@@ -16,16 +16,16 @@ class Once(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Callable[..., Any], arguments: Any, what: str, *tensors: Any
+        ctx: Any, call: Callable[..., Any], arguments: Any, what: str, more: str, *tensors: Any
     ) -> tuple[Tensor, ...]:
-        ctx.what = what
+        ctx.what, ctx.more = what, more
         return tuple(call(*arguments))
 
     @staticmethod
     def backward(ctx: Any, *above: Any) -> Any:
         raise RuntimeError(
             f"gradients of {ctx.what} of sparsescan were differentiated once more; expected one "
-            "backward pass: modules of torch.nn have second derivatives"
+            f"backward pass: {ctx.more} have second derivatives"
         )
 
 
@@ -106,8 +106,7 @@ def gradients_of(
 
 def over_maps(call: Callable[..., list[Tensor]], tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """Return the results of a call with tensors, some of which are batches of gradients."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
+    level = _level_of_maps()
     flags = list(map(is_mapped, tensors))
     plain = [
         torch._remove_batch_dim(each, level, 1, 0) if each is not None and flag else each
@@ -115,6 +114,19 @@ def over_maps(call: Callable[..., list[Tensor]], tensors: Sequence[Tensor | None
     ]
     results = torch.func.vmap(call, tuple(0 if flag else None for flag in flags))(*plain)
     return [torch._add_batch_dim(each, 0, level) for each in results]
+
+
+def as_batch(call: Callable[[Tensor], list[Tensor | None]], tensor: Tensor) -> list[Any]:
+    """Return the results of a call with a batch of gradients, along the first axis of a tensor."""
+    level = _level_of_maps()
+    results = call(torch._remove_batch_dim(tensor, level, 1, 0))
+    return [None if each is None else torch._add_batch_dim(each, 0, level) for each in results]
+
+
+def _level_of_maps() -> int:
+    level: int = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return level
 
 
 def _apart(tensor: Tensor | None) -> Any:
