@@ -204,7 +204,7 @@ def _shared(each: Tensor, own: int, batch: tuple[int, ...]) -> Tensor:
 
 
 def _unfolded(samples: Tensor, axis: int, batch: tuple[int, ...]) -> Tensor:
-    return samples.reshape(*batch, samples.shape[-1]).movedim(-1, axis)
+    return samples.reshape(*batch, samples.shape[-1]).movedim(-1, axis).contiguous()
 
 
 def _with_delays(b: Tensor, a: Tensor, x: Tensor, zi: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ from .direct import has_saving_hooks, is_direct, is_transformed
 from .recorded import ResultTensor, Room, give_scratch, run, take_scratch
 from .recurrent_op import forget_steps, gradients
 from .shapes import network_of
+from .states import apart, joined
 from .times import Key, predict
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
@@ -251,7 +252,7 @@ class Prepared:
         below = [self._by_steps(grads.pop(), back=True)] if needs_x else []
         first, *rest = grads
         own = first if len(self.key.x) == 3 else first.squeeze(1)
-        return [*below, *(own.chunk(count, -1) if count else ()), *rest]
+        return [*below, *(apart(own, count) if count else ()), *rest]
 
     def _no_grad(self) -> Tensor:
         """Return zeros for the gradient in a state."""
@@ -264,7 +265,7 @@ class Prepared:
         return x.transpose(0, 1) if self.key.is_batch_first else x
 
     def _joined(self, states: Sequence[Tensor]) -> Tensor:
-        state = torch.cat(list(states), -1)
+        state = joined(states)
         return state if len(self.key.x) == 3 else state.unsqueeze(1)
 
     def in_order(self, x: Tensor) -> Tensor:

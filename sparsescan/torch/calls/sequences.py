@@ -18,6 +18,7 @@ from .prepared import find, is_left, key_of, leave, left_key, prepare
 from .recurrent_op import has_kernels, run
 from .resets import check_resets
 from .shapes import Shape, names_of
+from .states import apart, joined
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -195,14 +196,15 @@ class Sequences:
         if state is not None and not is_batched:
             state = state.unsqueeze(1)
         output, last = run(x, state, None, weights, flags)
+        outputs = apart(output, self.states) if self._returns_others else (output,)
         if not is_batched:
-            output, last = output.squeeze(1), last.squeeze(1)
+            outputs, last = tuple(each.squeeze(1) for each in outputs), last.squeeze(1)
         elif self.batch_first:
-            output = output.transpose(0, 1)
+            # In place: views cannot be detached in place.
+            outputs = tuple(each.transpose_(0, 1) for each in outputs)
         if not self.return_states:
-            return output, self._parted(last)
-        states = self._parted(output)
-        return states[0] if self.states > 1 else states, self._parted(last), states
+            return outputs[0], self._parted(last)
+        return outputs[0], self._parted(last), outputs if self.states > 1 else outputs[0]
 
     def _check_truncated(self, *, has_kernels: bool) -> None:
         """Raise unless gradients can be truncated."""
@@ -255,7 +257,7 @@ class Sequences:
 
     def _parted(self, last: Tensor) -> Any:
         """Return the last states as PyTorch does: several as a tuple."""
-        return last.chunk(self.states, -1) if self.states > 1 else last
+        return apart(last, self.states) if self.states > 1 else last
 
     def _packed(
         self, given: PackedSequence, hx: Any, weights: list[Tensor], run: Run, resets: Any
@@ -276,7 +278,7 @@ class Sequences:
         states = self.permute_hidden(self._parted(last), back)
         if not self.return_states:
             return PackedSequence(rows, sizes, order, back), states
-        parts = rows.chunk(self.states, -1)
+        parts = apart(rows, self.states)
         every = tuple(PackedSequence(each, sizes, order, back) for each in parts)
         return every[0], states, every if self.states > 1 else every[0]
 
@@ -378,9 +380,3 @@ class Sequences:
             state = x.new_zeros((rows, x.shape[1], shape.state_size))
         dropout = self.dropout if self.training else 0.0
         return run_differentiable(shape, x, state, weights, lengths, resets, dropout)
-
-
-def joined(hx: Any) -> Tensor:
-    """Return initial states as the kernels take them: ``[h, c]`` of an LSTM."""
-    state: Tensor = torch.cat(hx, -1) if isinstance(hx, tuple) else hx
-    return state

@@ -22,6 +22,7 @@ from ..calls.prepared import run_often
 from ..calls.recurrent_op import has_kernels, run
 from ..calls.resets import check_resets
 from ..calls.shapes import kind_of, register
+from ..calls.states import apart, joined
 from ..calls.times import Seconds
 from .kinds import Kind
 from .structure import is_pruning
@@ -311,8 +312,8 @@ class _Sequence(NamedTuple):
             if kept and call + 1 < calls:
                 x = x * kept[call]
         whole = lasts[0] if calls == 1 else torch.cat(lasts)
-        parts = whole.split(units, -1) if self.states > 1 else (whole,)
-        ends = tuple(parts[k].contiguous() for k in form.states)
+        parts = apart(whole, self.states)
+        ends = tuple(parts[k] for k in form.states)
         if form.keeps_input:
             return x, (ends[0], tuple(inputs))
         return x, ends if len(ends) > 1 else ends[0]
@@ -329,7 +330,7 @@ class _Sequence(NamedTuple):
             weight = self.params[at][self.kind.names.index("weight_hh")]
             products = functional.linear(states[1][at], weight)
             parts[form.states[0] + 1 :] = products[None].chunk(3, -1)
-        return torch.cat(parts, -1)
+        return joined(parts)
 
     def _dropout(self, x: Tensor) -> list[Tensor]:
         """Return what the outputs between layers are multiplied by, drawn as for single steps."""

@@ -1,0 +1,26 @@
+"""States of a cell, which kernels have side by side, and modules apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def joined(states: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return initial states side by side: ``[h, c]`` of an LSTM.
+
+    Gradients in them are arrays of their own: those in what is only concatenated are views of one.
+    """
+    if isinstance(states, Tensor):
+        return states
+    return torch.cat([1 * each for each in states], -1) if len(states) > 1 else states[0]
+
+
+def apart(joint: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Return states that are side by side, each as an array of its own, which may be written to."""
+    if count == 1:
+        return (joint,)
+    parts = joint.chunk(count, -1)
+    return tuple(each.clone(memory_format=torch.contiguous_format) for each in parts)
