@@ -100,10 +100,10 @@ class HostSizes:
             self.padded, self.lot = groups * self.group, max(1, -(-groups // lots)) * self.group
             self._samples = max(1, -(-self.padded // (parts * self.lot))) * self.lot
         else:
-            # A product takes half a tile at least; all of it where weights fill a core's cache.
+            # A group is half a tile at least; all of it where weights fill a core's cache.
             weights = max(one.products, one.units) * (one.cols + one.units) * self.dtype.itemsize
             fewest = TILE_ROWS if weights > _WIDE else TILE_ROWS // 2
-            self._samples = max(1, -(-batch // (parts * fewest))) * fewest
+            self._samples = max(1, -(-batch // min(parts, max(1, -(-batch // fewest)))))
             self.padded, self.group, self.lot = batch, self._samples, max(1, batch)
         # Threads without samples of their own share the products of those who have some.
         leaders = self.per_layer * len(self._spans())

@@ -24,16 +24,33 @@ from .loops import callers
 from .loops.pauses import STRICT
 from .loops.products import Products
 from .operations import node
-from .program import INPUT, Slot, Term
+from .program import INPUT, CellProgram, Slot, Term
 
 Array = NDArray[Any]
 Order = NDArray[np.int64]
 _SPARSE = 0.25  # share of the weights that are kept, below which only those are stored
+# Samples are lanes for so many vectors of products of a step, and fewer, if so much of their groups
+# is full.
+_FEW_VECTORS, _FULL = 8, 0.75
 
 
 def is_sparse(kept: NDArray[np.bool_]) -> bool:
     """Return whether only the entries of a matrix are stored."""
     return bool(kept.sum() < _SPARSE * kept.size)
+
+
+def sample_rows(program: CellProgram, units: int, dtype: np.dtype[Any], batch: int) -> int:
+    """Return how many rows' samples are the lanes of a vector; 0 if lanes are units.
+
+    Lanes are samples where a step has few products, of which vectors of units are not full or wait
+    for each other, and where samples nearly fill their groups, as many for each of two threads.
+    """
+    lanes, group = lanes_of(dtype), sample_lanes(dtype)
+    # Without AVX-512 there are too few registers for a tile, and units fill the shorter vectors.
+    if lanes == group or len(program.slots) * units > _FEW_VECTORS * lanes:
+        return 0
+    whole = -(-batch // (2 * group)) * 2 * group
+    return 2 - units % 2 if 0 < _FULL * whole <= batch else 0
 
 
 class Packing:

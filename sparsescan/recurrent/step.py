@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -25,21 +24,16 @@ from ..errors import Allocating, InputError, InputTypeError, MemoryLimitError, s
 from ..execution.calls import Calls
 from ..execution.sharing import quiet
 from ..formatting import exact_bytes, format_bytes
-from ..kernels.cpu.lanes import lanes as lanes_of
-from ..kernels.cpu.lanes import sample_lanes
 from ..symbolic.schedule import check_count, check_flag
 from .definition import CellLike
 from .host import HostMemory
 from .host_sizes import Extent, Layers
 from .memory import Memory
-from .packing import Direction, is_sparse
+from .packing import Direction, is_sparse, sample_rows
 from .truncated import TruncatedMemory
 
 Array = NDArray[Any]
 
-# Units up to which samples are lanes where vectors of units would be no faster: in any case, and
-# where there is a group of samples for each core of the machine.
-_FEW_UNITS, _MOST_UNITS = 32, 128
 _SEGMENT = 256  # the fewest steps whose gates are computed at once where not all are kept
 
 
@@ -542,23 +536,13 @@ def _directions_of(network: Layers, x: Array) -> list[Any]:
 def _sample_rows(network: Layers, x: Array) -> int:
     """Return how many rows' samples are the lanes of a vector; 0 if lanes are units.
 
-    Lanes are samples where these fill vectors that do not leave threads without work, or where
-    weights are sparse.
+    Where weights are sparse they are samples in any case.
     """
     cells = [cell for layer in network.cells for cell in layer]
     masks = [mask for cell in cells for mask in cell.masks.values()]
     if any(mask is not None and is_sparse(mask.on(np)) for mask in masks):
         return 1
-    # Without AVX-512 there are too few registers for a tile, and units fill the shorter vectors.
-    lanes, batch, units = sample_lanes(x.dtype), x.shape[1], cells[0].hidden_size
-    if batch <= lanes or lanes_of(x.dtype) == lanes:
-        return 0
-    if units % 2:
-        # Vectors of units are twice as wide, and faster unless many of their lanes are empty.
-        return int(units <= lanes_of(x.dtype) * 5 // 4)
-    # Not the cores that this process may use: the bits of results would depend on their number.
-    fills_machine = -(-batch // lanes) >= (os.cpu_count() or 1)
-    return 2 if units <= (_MOST_UNITS if fills_machine else _FEW_UNITS) else 0
+    return sample_rows(cells[0].program, cells[0].hidden_size, x.dtype, x.shape[1])
 
 
 def _memory_for(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sampling import examples
 
 from sparsescan.kernels.compile import entry_for_c
-from sparsescan.kernels.cpu import flushing, functions, gathers, lanes
+from sparsescan.kernels.cpu import flushing, functions, gathers, lanes, tiles
 
 Array = NDArray[Any]
 
@@ -278,3 +278,33 @@ def test_pointers_give_what_arrays_give(dtype: Any) -> None:
     written = fill(x, places, of_arrays)
     assert call(fill, x, places, of_pointers) == written
     np.testing.assert_array_equal(of_pointers, of_arrays)
+
+
+# -- Tiles -----------------------------------------------------------------------------------------
+
+
+@numba.njit
+def write_tile(out: Array, vectors: Array, numbers: Array, width: int, height: int) -> None:
+    size, count = tiles.TILE_VECTORS * lanes.lane_count(out), numbers.shape[1]
+    flat, start = numbers.reshape(-1), np.zeros(size, out.dtype)
+    tiles.add_tile(
+        *(out.reshape(-1), 0, size, start, 0, 0, vectors.reshape(-1), 0),
+        *(flat, 0, count, 1, 0, 1, count, 5, width, height),
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_tiles_have_as_many_rows_as_there_are(dtype: Any) -> None:
+    rng, lane = np.random.default_rng(), lanes.lanes(dtype)
+    for height in range(1, tiles.TILE_ROWS + 3):
+        for width in range(1, tiles.TILE_VECTORS + 1):
+            vectors = rng.standard_normal((13, tiles.TILE_VECTORS * lane)).astype(dtype)
+            numbers = rng.standard_normal((tiles.TILE_ROWS + 3, 13)).astype(dtype)
+            out = np.full((tiles.TILE_ROWS + 3, vectors.shape[1]), np.nan, dtype)
+            write_tile(out, vectors, numbers, width, height)
+            rows, columns = min(height, tiles.TILE_ROWS), width * lane
+            right = numbers[:rows].astype(float) @ vectors[:, :columns]
+            found = out[:rows, :columns]
+            np.testing.assert_allclose(found, right, 0, 100 * np.finfo(dtype).eps)
+            out[:rows, :columns] = np.nan
+            assert np.isnan(out).all()

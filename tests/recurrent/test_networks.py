@@ -49,26 +49,45 @@ def test_gradients_are_those_of_autograd(
         assert array is None or np.array_equal(array, old)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("units", "cores", "rows"),
-    [(40, 1, 2), (40, 3, 2), (40, None, 2), (40, 4, 0), (32, 4, 2), (19, 1, 1), (39, 1, 0)],
+    ("kind", "units", "batch", "rows"),
+    [
+        # Few products, and samples that nearly fill groups of eight for two threads.
+        *(("RNN", 40, 16, 2), ("RNN", 127, 12, 1), ("GRU", 32, 40, 2), ("LSTM", 19, 31, 1)),
+        *(("RNN", 40, 8, 0), ("RNN", 40, 11, 0), ("GRU", 32, 17, 0), ("LSTM", 19, 35, 0)),
+        *(("RNN", 129, 16, 0), ("GRU", 34, 16, 0), ("LSTM", 33, 16, 0)),
+    ],
 )
-def test_samples_are_lanes_where_they_fill_the_machine(
-    kind: str, units: int, cores: int | None, rows: int, monkeypatch: pytest.MonkeyPatch
+def test_samples_are_lanes_where_they_fill_these(
+    kind: str, units: int, batch: int, rows: int
 ) -> None:
     if sample_lanes(F4) == lanes(F4):
         pytest.skip("vectors are those of AVX2")
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
     rng = np.random.default_rng()
     net = KINDS[kind](3, units, 2, dtype=F4, rng=rng)
-    arguments = arguments_of(rng, net, 35, 19, F4, shorter=True)
+    arguments = arguments_of(rng, net, 35, batch, F4, shorter=True)
     step = net.training_step()
     actual = gradients_of(step, *arguments)
     assert step._directions[0].sample_rows == rows
     for name, array in autograd(net, *arguments, "float64").items():
         bound = 1e4 * float(np.finfo(F4).eps) * np.max(np.abs(array))
         assert np.max(np.abs(actual[name] - array)) <= bound, name
+
+
+@pytest.mark.parametrize("dtype", [F4, F8], ids=str)
+@pytest.mark.parametrize(("kind", "units"), [("RNN", 130), ("GRU", 50), ("LSTM", 41)])
+def test_no_sample_depends_on_how_many_there_are(kind: str, units: int, dtype: Any) -> None:
+    rng = np.random.default_rng()
+    net = KINDS[kind](3, units, dtype=dtype, bidirectional=True, rng=rng)
+    x, state, _, above, carry = arguments_of(rng, net, 9, 19, dtype)
+    step = net.training_step()
+    for batch in (19, 13, 10, 9, 8, 7, 6, 5, 3, 2, 1):
+        given = [np.ascontiguousarray(each[:, :batch]) for each in (x, state, above, carry)]
+        found = gradients_of(step, *given[:2], None, *given[2:])
+        if batch == 19:
+            expected = found
+        for name in ("output", "last", "input", "state"):
+            assert np.array_equal(found[name], expected[name][:, :batch]), (name, batch)
 
 
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
@@ -105,7 +124,7 @@ def test_memory_is_used_again() -> None:
     rng = np.random.default_rng(0)
     results = []
     for _ in range(2):
-        for steps, batch in ((9, 17), (4, 3), (9, 17)):
+        for steps, batch in ((9, 14), (4, 3), (9, 14)):
             arguments = arguments_of(np.random.default_rng(steps), net, steps, batch, F4)
             results.append((steps, gradients_of(step, *arguments)))
             # Parameters are read again, and what was returned stays.
@@ -113,7 +132,7 @@ def test_memory_is_used_again() -> None:
         same = next(other for number, other in results if number == steps)
         assert all(np.array_equal(result[name], same[name]) for name in result)
     net.weight_hh_l0 = rng.standard_normal((20, 5)).astype(F4)
-    arguments = arguments_of(np.random.default_rng(9), net, 9, 17, F4)
+    arguments = arguments_of(np.random.default_rng(9), net, 9, 14, F4)
     changed = gradients_of(step, *arguments)
     assert not np.array_equal(changed["output"], results[0][1]["output"])
     expected = autograd(net, *arguments, "float64")
@@ -238,7 +257,7 @@ def test_arguments_of_networks(options: Any, error: type[Exception], said: str) 
 
 def test_input_of_any_layout_is_read() -> None:
     net = GRU(3, 4, rng=0)
-    arguments = arguments_of(np.random.default_rng(0), net, 6, 18, F4)
+    arguments = arguments_of(np.random.default_rng(0), net, 6, 14, F4)
     expected = gradients_of(net.training_step(), *arguments)
     strided = [None if each is None else np.asfortranarray(each)[::1] for each in arguments]
     actual = gradients_of(net.training_step(), *strided)

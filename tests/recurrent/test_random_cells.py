@@ -85,7 +85,7 @@ class Example:
 @given(
     random_cells(),
     seeds,
-    st.sampled_from([1, 3, 19]),
+    st.sampled_from([1, 3, 14]),
     st.sampled_from([None, 5, 17]),
     st.booleans(),
 )
@@ -110,7 +110,7 @@ HARD = {
 }
 
 
-@pytest.mark.parametrize("batch", [1, 19])
+@pytest.mark.parametrize("batch", [1, 14])
 @pytest.mark.parametrize("name", HARD)
 def test_hard_compiled_steps(name: str, batch: int) -> None:
     line, pruned = HARD[name]

@@ -58,7 +58,7 @@ def test_what_numpy_has(seed: int) -> None:
     rng = np.random.default_rng(seed)
     kind, dtype = KINDS[rng.integers(len(KINDS))], (np.float32, np.float64)[rng.integers(2)]
     steps, inputs, hidden = (int(rng.integers(1, most)) for most in (40, 6, 24))
-    batch = int(rng.choice([1, 2, 5, 16, 17, 40]))
+    batch = int(rng.choice([1, 2, 5, 14, 17, 40]))
     layers = int(rng.integers(1, 3))
     inputs, layers = (hidden, 1) if kind in READ_UNITS else (inputs, layers)
     shape = getattr(kind(inputs, hidden).params.get("weight_hh_l0"), "shape", None)
@@ -107,7 +107,7 @@ def test_samples_that_are_kept_have_no_gradient_in_steps_that_are_left_out(seed:
     rng = np.random.default_rng(seed)
     kind, dtype = KINDS[rng.integers(len(KINDS))], (np.float32, np.float64)[rng.integers(2)]
     inputs, hidden, layers = (int(rng.integers(1, most)) for most in (6, 24, 3))
-    steps, batch = int(rng.integers(1, 60)), int(rng.choice([1, 2, 5, 16, 17, 40]))
+    steps, batch = int(rng.integers(1, 60)), int(rng.choice([1, 2, 5, 14, 17, 40]))
     inputs, layers = (hidden, 1) if kind in READ_UNITS else (inputs, layers)
     net: Any = kind(inputs, hidden, layers, bidirectional=bool(rng.random() < 0.5), rng=rng)
     for name, param in net.params.items():

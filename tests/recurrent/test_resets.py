@@ -151,7 +151,7 @@ def test_no_reset_changes_no_bit(kind: str) -> None:
     """Nor are results other ones in memory that has just run with resets."""
     net = KINDS[kind](3, 6, 2, bidirectional=True, dtype=F4, rng=0)
     rng = np.random.default_rng()
-    (x, state, _, resets), grads = arguments_of(rng, net, 20, 17, F4)
+    (x, state, _, resets), grads = arguments_of(rng, net, 20, 14, F4)
     step = net.training_step()
     expected = results_of(step, (x, state), grads)
     none = np.zeros_like(resets)

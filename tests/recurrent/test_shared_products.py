@@ -13,7 +13,7 @@ from sampling import times
 
 from sparsescan.execution import recording
 from sparsescan.execution.threads import lent
-from sparsescan.recurrent import GRU, GRUCell, LSTMCell, Recurrent, RNNCell, host, host_sizes
+from sparsescan.recurrent import GRU, LSTM, GRUCell, LSTMCell, Recurrent, RNNCell, host, host_sizes
 from sparsescan.recurrent.catalogue import MGU
 
 
@@ -73,6 +73,22 @@ def test_bits_are_those_of_one_thread(seed: int) -> None:
             expected = passes(net.training_step(), x, state, loss)
             patch.setattr(host, "_DIRECT", 0)
             assert all(each == expected for each in found)
+
+
+@pytest.mark.parametrize(
+    ("batch", "threads", "expected"),
+    [(9, 2, [5, 4]), (17, 2, [9, 8]), (5, 2, [3, 2]), (4, 2, [4]), (40, 3, [14, 14, 12])],
+)
+def test_threads_have_as_many_samples(batch: int, threads: int, expected: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_sizes, "_SMALL", 1)
+        for module in (host, host_sizes):
+            patch.setattr(module, "thread_count", lambda: threads)
+        step = LSTM(3, 100, rng=0).training_step()
+        step.forward(np.zeros((2, batch, 3), np.float32))
+    assert isinstance(step._memory, host.HostMemory)
+    if host_sizes.TILE_ROWS == 8:  # with AVX-512
+        assert [samples for _, samples in step._memory._spans()] == expected
 
 
 def test_large_batches_have_no_helpers() -> None:

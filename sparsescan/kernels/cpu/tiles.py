@@ -65,8 +65,7 @@ def add_tile(
         The `k` are `blocks` blocks of `count`. `part` of a block are summed up before they are
         added to the others, since rounding is least where sums are short.
     width, height : int
-        Vectors and rows of the tile; if there are more, only as many as a tile has are taken. The
-        rows are filled up to 1, half a tile or a tile.
+        Vectors and rows of the tile; if there are more, only as many as a tile has are taken.
     """
 
     def codegen(context, builder, signature, args):
@@ -92,7 +91,7 @@ def _tiles(module, vector, size):
         _tile(builder, vector, columns, rows, args[:4], steps)
 
     kinds = [*[vector.element.as_pointer()] * 4, *[size] * 8]
-    widths, heights = range(TILE_VECTORS, 0, -1), (TILE_ROWS, TILE_ROWS // 2, 1)
+    widths, heights = range(TILE_VECTORS, 0, -1), range(TILE_ROWS, 0, -1)
     return _by_shape(module, f"sparsescan.tile.{vector}", kinds, size, widths, heights, write)
 
 

@@ -11,10 +11,11 @@ that are neighbours, ``[group][step][pair][sample][2]``: twice the samples would
 threads without work. Steps are copied from and to the caller's arrays, and summed up, `STEPS` at a
 time, while they are in the cache.
 
-A batch that is too small for that has units as lanes, and states ``[step][sample][unit]``, as in
-the caller's arrays. A product takes 16 units of float32 at once, so a step has rows of all its
-products, filled up; what is computed unit by unit takes them gate by gate instead, as
-``[gate][sample][unit]``, so that no lane is empty where `units` is no multiple of 16.
+Where a step has many products, or samples would leave groups half empty, units are lanes, and
+states are ``[step][sample][unit]``, as in the caller's arrays. A product takes 16 units of float32
+at once, so a step has rows of all its products, filled up; what is computed unit by unit takes them
+gate by gate instead, as ``[gate][sample][unit]``, so that no lane is empty where `units` is no
+multiple of 16.
 
 What a cell computes with a unit is in a function of its own, of each pass, which these loops call
 for every stage of a step: see :mod:`..render.cpu`.

@@ -81,20 +81,22 @@ def _multiply(about, out, stride, samples, first, end):
     """Compute some tiles of a product."""
     values, vectors, cols, blocks, block, x, step, jump, bias, begins = about
     lanes = lane_count(x)
+    # As many tiles as are needed, of the same height: one with few rows waits for its sums.
+    height = -(-samples // -(-samples // TILE_ROWS))
     for tile in range(first, end):
         v = tile * TILE_VECTORS
         width = min(TILE_VECTORS, vectors - v)
         b = 0
         while b < samples:
             place, at = b * stride + v * lanes, v * lanes * cols
-            start, start_at, start_step = out, place, stride
+            start, start_at, start_step, rows = out, place, stride, min(height, samples - b)
             if begins:
                 start, start_at, start_step = bias, v * lanes, 0
             add_tile(
                 *(out, place, stride, start, start_at, start_step, values, at),
-                *(x, b * step, step, 1, jump, blocks, block, _PART, width, samples - b),
+                *(x, b * step, step, 1, jump, blocks, block, _PART, width, rows),
             )
-            b += TILE_ROWS
+            b += height
 
 
 @_kernel
