@@ -18,8 +18,6 @@ _FORMER = {
     "cases": ("memory", "chain"),
     "intrinsics": ("intrinsics", "name"),
 }
-# The calls that a run on a GPU may be cut into: together they have all of its parts.
-GPU_CALLS = ("first", "second")
 _COME_FROM = ("commit", "dirty", "date", "command", "device", "versions")
 
 
@@ -53,13 +51,13 @@ class File:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """The parts of a run on a GPU that were asked for."""
+        """The parts of a run on a GPU that were asked for; none where all were."""
         return tuple(self.results.get("asked", {}).get("parts", ()))
 
     @property
     def only(self) -> str:
         """The option that some parts of a run on a GPU were asked for by; "" if all were."""
-        return f"--only {' '.join(self.asked)}" if self.asked and not has_all_parts([self]) else ""
+        return f"--only {' '.join(self.asked)}" if self.asked else ""
 
     @property
     def commit(self) -> str:
@@ -96,8 +94,8 @@ def ended(part: Results) -> str:
 
 
 def has_all_parts(files: Iterable[File]) -> bool:
-    """Whether files of runs on a GPU have all of its parts together."""
-    return {*GPU_CALLS} <= {part for file in files for part in file.asked}
+    """Whether one of the files of runs on a GPU has all parts."""
+    return any(not file.asked for file in files)
 
 
 def together(files: Iterable[File]) -> list[list[File]]:

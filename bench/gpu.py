@@ -24,11 +24,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from . import gpu_parts, gpu_table, machine
+# Nothing of the package, nor what imports that: if something of that fails, the file says so.
+from . import machine
 from .experiment import as_text
 from .files import ended
+from .gpu_environment import environment
 from .gpu_processes import ROOT, WORKERS, Job, run_part, run_sanitizer, run_tests, stop_all
-from .gpu_races import RACES
 
 Report = dict[str, Any]
 
@@ -54,32 +55,28 @@ class Part(NamedTuple):
     informs: bool = False
 
 
-# What a machine that is lent for minutes runs first, in 150 seconds; then, if that has gone well,
-# in 400 seconds, the rest. Limits are for parts that hang.
-FIRST = (
-    Part("environment", 10),
-    Part("preflight", 90),
-    Part("families", 60, "first checks"),
-    Part("chained", 60, "first checks"),
-    Part("rnn", 60),
-    Part("pair", 30),
-)
-SECOND = (
-    Part("tests", 200, "checks"),
-    Part("memcheck", 200, "checks"),
-    Part("repeat", 200, "checks"),
-    Part("steps", 60),
-    Part("affine", 30),
-    Part("sweeps", 40),
-    Part("level", 30),
-    Part("sizes", 90),
+# What a machine that is lent for ten minutes runs, in the order of what it tells. A part that hangs
+# is stopped so early that those behind it have their limits.
+PARTS = (
+    Part("environment", 30),
+    Part("preflight", 45),
+    Part("families", 130, "first checks"),
+    Part("chained", 130, "first checks"),
+    Part("memcheck", 130, "first checks"),
+    Part("rnn", 40),
+    Part("steps", 75),
+    Part("pair", 20),
+    Part("tests", 130, "checks"),
+    Part("repeat", 130, "checks"),
     # The compiler may leave out barriers of a warp, and be right: what it finds need be no race.
-    Part("racecheck", 60, informs=True),
+    Part("racecheck", 130, "checks", informs=True),
+    Part("affine", 15),
+    Part("sweeps", 20),
+    Part("level", 15),
+    Part("sizes", 45),
 )
-PARTS = (*FIRST, *SECOND)
-CALLS = {"first": FIRST, "second": SECOND}
 # Seconds of a run, unless others are given, and those for plots and tables at its end.
-TOTAL, END = 540, 5
+TOTAL, END = 570, 5
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,21 +85,31 @@ def main(arguments: list[str] | None = None) -> int:
     run_parser = commands.add_parser("run", help="all parts, or some")
     run_parser.add_argument("folder", type=Path, metavar="OUTDIR")
     run_parser.add_argument("--seconds", type=float, default=TOTAL, help=f"default {TOTAL}")
-    names = [*CALLS, *(part.name for part in PARTS)]
+    names = [part.name for part in PARTS]
     run_parser.add_argument(
         "--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}"
     )
     part_parser = commands.add_parser("part", help="one part, into a file")
-    part_parser.add_argument("name", choices=gpu_parts.NAMES)
+    part_parser.add_argument("name")
     part_parser.add_argument("file", type=Path)
     for each in (run_parser, part_parser):
         each.add_argument("--rehearse", action="store_true", help="small, on a stand-in for a GPU")
     options = parser.parse_args(arguments)
     if options.command == "part":
-        gpu_parts.run(options.name, options.file, options.rehearse)
+        run_here(options.name, options.file, options.rehearse)
         return 0
     signal.signal(signal.SIGTERM, _stop)
-    return run(options.folder, options.seconds, options.only or list(CALLS), options.rehearse)
+    return run(options.folder, options.seconds, options.only or [], options.rehearse)
+
+
+def run_here(name: str, file: Path, rehearsed: bool) -> None:
+    """Run a part in this process, into a file."""
+    if name == "environment":
+        machine.save(file, environment())
+        return
+    from . import gpu_parts
+
+    gpu_parts.run(name, file, rehearsed)
 
 
 def _stop(*_: Any) -> None:
@@ -159,7 +166,8 @@ class Record:
             for what, each in self.reports.items()
         }
         races = all_races(self.reports)
-        results = self._about | {"parts": parts, "wanted": gpu_table.wanted(races), "races": races}
+        wanted = _table().wanted(races) if races else []
+        results = self._about | {"parts": parts, "wanted": wanted, "races": races}
         before = self.path
         prefix = "gpu-rehearsal" if self._about["rehearsal"] else "gpu"
         self.path = machine.write(self._folder, prefix, "bench.gpu", self._commit, results, gpu)
@@ -190,30 +198,46 @@ def _commit() -> tuple[str, bool]:
 
 def all_races(reports: dict[str, Report]) -> list[Report]:
     """Return the races of all parts."""
-    return [race for part in RACES for race in reports.get(part, {}).get("races", [])]
+    return [race for report in reports.values() for race in report.get("races", [])]
+
+
+def _table() -> Any:
+    """Return the module of tables, which imports the package."""
+    from . import gpu_table
+
+    return gpu_table
 
 
 # -- The run --------------------------------------------------------------------------------------
 
 
 def run(folder: Path, seconds: float, only: list[str], rehearsed: bool = False) -> int:
-    """Run parts, into the folder, until the time is up."""
+    """Run parts, all of them by default, into the folder, until the time is up."""
     end = time.monotonic() + seconds - END
-    chosen = {part.name for name in only for part in CALLS.get(name, ())} | {*only}
-    parts = [each for part in PARTS if part.name in chosen for each in _files_of(part, rehearsed)]
+    chosen = [part for part in PARTS if not only or part.name in only]
+    parts = [each for part in chosen for each in _files_of(part, rehearsed)]
     about = {"asked": {"seconds": seconds, "parts": only}, "rehearsal": rehearsed}
     with (
         closing(Record(folder, about, parts)) as record,
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name,
     ):
-        scratch = Path(name)
-        for together, some in groupby(parts, lambda part: part.together or part.name):
-            print(f"-- {together}", flush=True)
-            group = list(some)
+        scratch, groups = Path(name), groups_of(parts)
+        left = sum(seconds for seconds, _ in groups)
+        for limit, group in groups:
+            print(f"-- {', '.join(part.name for part in group)}", flush=True)
+            left -= limit
+            # What those before have left over is at its disposal, but not what is for those behind.
+            stop = min(max(end - left, time.monotonic() + limit), end)
             with ThreadPoolExecutor(len(group)) as pool:
-                for _ in pool.map(partial(_start, record, scratch, end, rehearsed), group):
+                for _ in pool.map(partial(_start, record, scratch, stop, rehearsed), group):
                     pass
     return _finish(record)
+
+
+def groups_of(parts: Iterable[Part]) -> list[tuple[float, list[Part]]]:
+    """Return parts that run at once, and their limit."""
+    groups = [list(some) for _, some in groupby(parts, lambda part: part.together or part.name)]
+    return [(max(part.seconds for part in group), group) for group in groups]
 
 
 def _files_of(part: Part, rehearsed: bool) -> list[Part]:
@@ -228,14 +252,15 @@ def _files_of(part: Part, rehearsed: bool) -> list[Part]:
     return [part._replace(name=str(test.relative_to(ROOT))) for test in tests]
 
 
-def _start(record: Record, scratch: Path, end: float, rehearsed: bool, part: Part) -> None:
+def _start(record: Record, scratch: Path, stop: float, rehearsed: bool, part: Part) -> None:
     """Run a part, if there is time, and note how it went."""
     begin = time.monotonic()
-    seconds = min(part.seconds, end - begin)
+    seconds = stop - begin
     if seconds <= 1:
         record.tell(part.name, {"summary": "no time left"})
     else:
-        record.tell(part.name, {"state": "running", "began": time.time()})
+        known = {"state": "running", "began": time.time(), "limit_seconds": round(seconds)}
+        record.tell(part.name, known)
         job = Job(
             scratch,
             seconds,
@@ -268,11 +293,11 @@ def _finish(record: Record) -> int:
     races = all_races(reports)
     bad = [what for what, report in reports.items() if not (report["ok"] or report["informs"])]
     try:
-        for drawing in gpu_table.drawings(races):
+        print(as_text(_table().tables(races, reports)))
+        for drawing in _table().drawings(races):
             drawing.figure.savefig(path.with_suffix(".png"), dpi=120)
     except Exception as error:
-        bad.append(f"plots ({type(error).__name__}: {error})")
-    print(as_text(gpu_table.tables(races, reports)))
+        bad.append(f"tables or plots ({type(error).__name__}: {error})")
     print(f"Written to {path}; " + (f"FAILED: {', '.join(bad)}" if bad else "nothing failed"))
     return int(bool(bad))
 

@@ -1,9 +1,7 @@
 #!/usr/bin/env bash
 # All that needs an NVIDIA GPU, in parts: tests, compute-sanitizer, repeated runs, benchmarks.
 #   bench/gpu.sh OUTDIR [--seconds N] [--only PART…] [--rehearse]
-# On a machine that is lent for minutes, first the one call, then the other:
-#   bench/gpu.sh OUTDIR --seconds 150 --only first
-#   bench/gpu.sh OUTDIR --seconds 400 --only second
+# One call, of 570 seconds unless others are given, has all parts, those first that tell most.
 # PYTHON=… names the interpreter, COMMIT=… the commit of a copy without git, and SPARSESCAN_KERNELS=… a folder that
 # `python -m bench.gpu_kernels FOLDER` has filled elsewhere: those kernels need not be compiled.
 set -euo pipefail

@@ -24,6 +24,7 @@ from sparsescan import BatchedCSR, CSRChain, ImplicitChain, ImplicitPattern, Pat
 from sparsescan import recurrent as cells
 
 from . import workloads
+from .peers import load_torch
 
 Array = NDArray[Any]
 Report = dict[str, Any]
@@ -42,6 +43,10 @@ STEPS = (
     ("LSTM", 64, np.float32),
     ("LSTM", 130, np.float32),
 )
+# Networks, with weights in registers and not, of whose samples a block of an H100 has several where
+# there are so many: it has 132 multiprocessors, which fewer would not fill.
+SHARED = (("LSTM", 64), ("GRU", 130))
+_MANY = 2, 600  # steps and samples
 # Cells, steps, and into how many chunks these are cut: in one launch, whose blocks wait for each
 # other, and in three.
 IMPLICIT = (("RNN", 64, 4), ("LSTM", 13, 3))
@@ -310,16 +315,22 @@ def family_cases(gpu: Any) -> dict[str, Case]:
     for kind in ("RNN", "GRU", "LSTM"):
         cases[f"implicit steps of {kind}"] = chain(partial(_implicit, kind, 97, 4, 4))
         cases[f"training step of {kind}"] = partial(_step_fault, gpu, kind, _UNITS, np.float32)
+    for kind, units in SHARED:
+        step = partial(_step_fault, gpu, kind, units, np.float32, *_MANY)
+        cases[f"training step of {kind}, several samples in a block"] = step
     return cases
 
 
 def _implicit(kind: str, steps: int, batch: int, chunks: int) -> RandomChain:
-    """Return implicit steps of a cell that has read noise."""
-    rng = np.random.default_rng(steps)
-    cell = getattr(cells, f"{kind}Cell")(_INPUTS, _UNITS, rng=rng)
-    x = rng.standard_normal((steps, batch, _INPUTS), np.float32)
-    chain = cell.linearize(x, cell.unroll(x)[:-1]).implicit()
-    grad = rng.standard_normal((batch, cell.state_size), np.float32)
+    """Return implicit steps of the form that a cell has, with random slopes and weights."""
+    draw = _Values(np.random.default_rng(steps), np.float32, positive=False)
+    pattern = getattr(cells, f"{kind}Cell")(_INPUTS, _UNITS).implicit_pattern
+    slopes, weights = pattern.factors
+    values = [
+        draw((*lead, factor.nnz), factor.nnz / factor.shape[0])
+        for lead, factor in (((steps, batch), slopes), ((), weights))
+    ]
+    grad, chain = draw((batch, slopes.shape[1])), ImplicitChain(values, pattern)
     return RandomChain(grad, chain, None, Schedule.chunked(steps, chunks))
 
 
@@ -380,28 +391,55 @@ def sanitizer_cases(gpu: Any) -> dict[str, Case]:
     for kind, units, dtype in STEPS:
         name = f"training step of {kind} with {units} units in {np.dtype(dtype)}"
         cases[name] = partial(_step_fault, gpu, kind, units, dtype)
+    for kind, units in SHARED:
+        step = partial(_step_fault, gpu, kind, units, np.float32, *_MANY)
+        cases[f"training step of {kind} with {units} units, several samples in a block"] = step
     return cases
 
 
-def _step_fault(gpu: Any, kind: str, units: int, dtype: Any) -> str | None:
-    """Return why a training step on samples of different lengths is not what float64 gives."""
+def _step_fault(
+    gpu: Any, kind: str, units: int, dtype: Any, steps: int = 6, batch: int = 5
+) -> str | None:
+    """Return why a training step on samples of different lengths is not what PyTorch gives."""
     rng = np.random.default_rng(units)
-    make = partial(getattr(cells, kind), _INPUTS, units, bidirectional=True)
-    net, wide = make(dtype=dtype, rng=rng), make(dtype=np.float64)
-    given = dict(net.params)
-    x = rng.standard_normal((6, 5, _INPUTS)).astype(dtype)
-    above = rng.standard_normal((6, 5, 2 * units)).astype(dtype)
+    net = getattr(cells, kind)(_INPUTS, units, bidirectional=True, dtype=dtype, rng=rng)
+    params = dict(net.params)
+    x = rng.standard_normal((steps, batch, _INPUTS)).astype(dtype)
+    above = rng.standard_normal((steps, batch, 2 * units)).astype(dtype)
+    lengths = np.arange(batch) * (steps - 1) % (steps + 1)  # none, a few steps, or all
+    exact = _by_pytorch(kind, params, x, above, lengths)
 
-    def run(net: Any, put: Callable[[Array], Any]) -> list[Any]:
-        for name, array in given.items():
-            setattr(net, name, put(array))
-        step = net.training_step()
-        output, last = step.forward(put(x), lengths=[6, 1, 4, 0, 6])
-        grads = step.backward(put(above))
-        return [output, last, grads.input, grads.state, *grads.params.values()]
+    for name, array in params.items():
+        setattr(net, name, gpu.put(array))
+    step = net.training_step()
+    output, last = step.forward(gpu.put(x), lengths=lengths)
+    grads = step.backward(gpu.put(above))
+    results = output, last, grads.input, grads.state, *grads.params.values()
+    return _differs(map(gpu.get, results), exact, dtype)
 
-    exact = run(wide, lambda array: array.astype(np.float64))
-    return _differs(map(gpu.get, run(net, gpu.put)), exact, dtype)
+
+def _by_pytorch(
+    kind: str, params: Mapping[str, Array], x: Array, above: Array, lengths: Array
+) -> list[Array]:
+    """Return outputs, last states and gradients of both directions on the CPU, in float64."""
+    torch, units = load_torch(), above.shape[2] // 2
+    module = getattr(torch.nn, kind)(_INPUTS, units, bidirectional=True, dtype=torch.float64)
+    own = dict(module.named_parameters())
+    for name, array in params.items():
+        own[name].data[...] = torch.as_tensor(array)
+    inputs = torch.as_tensor(x).double().requires_grad_()
+    parts = 1 + (kind == "LSTM")
+    start = torch.zeros(2, x.shape[1], parts * units, dtype=torch.float64, requires_grad=True)
+    output, last = torch.zeros(above.shape, dtype=torch.float64), start.clone()
+    for length in set(lengths.tolist()) - {0}:
+        which = torch.as_tensor(np.flatnonzero(lengths == length))
+        state = [part.contiguous() for part in start[:, which].split(units, dim=2)]
+        rows, after = module(inputs[:length, which], tuple(state) if parts > 1 else state[0])
+        output[:length, which] = rows
+        last[:, which] = torch.cat(after, dim=2) if parts > 1 else after
+    sources = inputs, start, *(own[name] for name in params)
+    grads = torch.autograd.grad((output * torch.as_tensor(above)).sum(), sources)
+    return [each.detach().numpy() for each in (output, last, *grads)]
 
 
 # -- Scans and what they should give --------------------------------------------------------------
@@ -468,17 +506,43 @@ def changed(jacobians: Any, change: Callable[[Array], Any], csr: Any = None) -> 
     return [step(jacobian) for jacobian in jacobians]
 
 
-def _linear(chain: RandomChain, change: Callable[[Array], Array]) -> Any:
-    local = chain.local_grads
-    if local is not None:
-        local = [None if array is None else change(array) for array in local]
-    return sparsescan.exclusive_scan(
-        change(chain.grad),
-        changed(chain.jacobians, change),
-        local_grads=local,
-        schedule="linear",
-        device="cpu",
-    )
+def _linear(chain: RandomChain, change: Callable[[Array], Array]) -> list[Array]:
+    """Return the gradients by NumPy and SciPy, one after the other.
+
+    Nothing of the package is used, which would compile kernels for the CPU first.
+    """
+    jacobians, local = changed(chain.jacobians, change), chain.local_grads or []
+    grad, grads = change(chain.grad), list[Array]()
+    for k in range(len(jacobians)):
+        grad = _applied(jacobians, k - 1, grad) if k else grad
+        if k < len(local) and local[k] is not None:
+            grad = grad + change(local[k])
+        grads.append(grad)
+    return grads
+
+
+def _applied(jacobians: Any, k: int, grad: Array) -> Array:
+    """Return a step of a chain times a gradient."""
+    if isinstance(jacobians, ImplicitChain):
+        for values, pattern in zip(jacobians.values, jacobians.pattern.factors, strict=True):
+            grad = _product(values if values.ndim == 1 else values[k], pattern, grad)
+        return grad
+    if isinstance(jacobians, CSRChain):
+        return _product(jacobians.data[k], jacobians.pattern, grad)
+    step = jacobians[k]
+    if isinstance(step, np.ndarray):
+        product: Array = (step @ grad[..., None])[..., 0]
+        return product
+    return _product(step.data, step, grad)
+
+
+def _product(values: Array, pattern: Any, grad: Array) -> Array:
+    """Return a sparse matrix, which samples share or not, times a gradient."""
+    terms, rows = values * grad[..., pattern.indices], pattern.shape[0]
+    count = terms.shape[-1]
+    ones = sp.csr_array((np.ones(count), np.arange(count), pattern.indptr), shape=(rows, count))
+    sums: Array = (ones @ terms.reshape(-1, count).T).T
+    return sums.reshape(*terms.shape[:-1], rows)
 
 
 @dataclass(frozen=True)

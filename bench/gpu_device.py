@@ -114,7 +114,8 @@ class Cuda:
         clock : {"call", "device"}
             By device events: "call" from an idle device until the work is done, so it has what
             Python and the launches cost. "device" is the work alone: it is queued up behind a
-            kernel that waits until all of it has been launched.
+            kernel that waits until all of it has been launched, but no longer than 20 ms: the time
+            of a call with more launches has the rest of these, too.
         cold : bool
             Whether the L2 cache holds nothing of use when the call begins.
         """
@@ -145,7 +146,7 @@ class Cuda:
         return samples
 
     def waits_inside(self, call: Call) -> bool:
-        """Whether a call waits for the device before it returns.
+        """Whether a call waits for the device before it returns, or launches for more than 20 ms.
 
         Its work then cannot be queued up behind a kernel that waits, and its device time has what
         Python and the launches cost.

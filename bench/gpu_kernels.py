@@ -37,15 +37,13 @@ from sparsescan.recurrent.loops.cuda.layout import layout_of, samples_of
 from sparsescan.recurrent.render.cuda import cuda_program
 
 from .gpu_chains import SIZES, family_cases, sanitizer_cases
-from .gpu_races import HIDDEN
+from .gpu_races import HIDDEN, NETWORKS
 from .gpu_rehearsal import stand_in
 
 _FLOATS = np.dtype(np.float32), np.dtype(np.float64)
 _INDICES = np.dtype(np.int32), np.dtype(np.int64)
 # Rows of slopes of a unit, and unknowns, by kind of cell.
 _CELLS = (1, 1), (4, 1), (5, 2)
-# Units of the networks whose training steps are races, and the samples of each.
-_UNITS, _BATCH = (HIDDEN, 128), 16
 # Multiprocessors of an H100, or an H200: blocks of fewer samples fill more of them.
 _MULTIPROCESSORS = 132
 
@@ -146,10 +144,10 @@ def forms() -> Iterator[Kernel]:
         levels = level_kernels(dtype, index_dtype)
         yield from map(_kernel, (levels.vectors, levels.level, levels.rescale, levels.sweep_steps))
     yield from map(_kernel, map(check_kernel, _INDICES))
-    for cell, units in product((RNNCell, GRUCell, LSTMCell), _UNITS):
+    for cell, (units, _, batch) in product((RNNCell, GRUCell, LSTMCell), NETWORKS):
         code = cuda_program(cell(1, 1).program)
         layout = layout_of(len(code.blocks), units, _FLOATS[0])
-        samples = samples_of(code, layout, _FLOATS[0], _BATCH, 1, _MULTIPROCESSORS)
+        samples = samples_of(code, layout, _FLOATS[0], batch, 1, _MULTIPROCESSORS)
         sequence = sequence_kernels(code, layout, _FLOATS[0], samples)
         yield from map(_kernel, (sequence.run, sequence.back))
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import shutil
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import distributions
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +19,6 @@ from sparsescan.kernels.cuda.checks import check_kernel, is_safe
 from . import machine
 from .gpu_chains import chained, family_cases, repeat, run_cases, sanitizer_cases
 from .gpu_measure import measure
-from .gpu_processes import find_sanitizer, toolkit_variables
 from .gpu_races import RACES, reduced
 from .peers import MissingPeerError
 
@@ -35,9 +28,6 @@ Save = Callable[[Report], None]
 
 def run(name: str, file: Path, rehearsed: bool = False) -> None:
     """Run a part; whatever it has found is in the file, even if it is stopped."""
-    if name == "environment":
-        machine.save(file, environment())
-        return
     if rehearsed:
         from .gpu_rehearsal import stand_in
 
@@ -71,37 +61,7 @@ def _run(name: str, file: Path, gpu: Any, about: Report, rehearsed: bool) -> Non
         race(name, gpu, save, rehearsed)
 
 
-# -- What is there --------------------------------------------------------------------------------
-
-
-def environment() -> Report:
-    """Return what a machine has, without a library for GPUs, which may be what fails."""
-    packages = {each.metadata["Name"]: each.version for each in distributions()}
-    built = [*Path(os.environ.get(machine_code.FOLDER) or os.devnull).glob("*")]
-    wanted = "numba", "cuda", "cupy", "nvidia", "torch", "jax", "numpy", "scipy", "pytest", "mpi"
-    return {
-        "ok": True,
-        "summary": f"{os.cpu_count()} CPUs, Python {platform.python_version()}",
-        "python": sys.version,
-        "packages": {
-            name: version
-            for name, version in sorted(packages.items())
-            if name and any(part in name.lower() for part in wanted)
-        },
-        "nvidia-smi": _said_by("nvidia-smi"),
-        "toolkit": toolkit_variables(),
-        "sanitizer": find_sanitizer(),
-        "kernels built ahead": len(built),
-        "disk bytes": shutil.disk_usage("/tmp").free,
-    }
-
-
-def _said_by(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{type(error).__name__}: {error}"
-    return done.stdout + done.stderr
+# -- The smallest run ------------------------------------------------------------------------------
 
 
 def preflight() -> str:
@@ -164,7 +124,7 @@ CHECKS: dict[str, tuple[Callable[..., Any], str, dict[str, int]]] = {
     "repeat": (repeat, "random chains, again and again", {"chains": 2, "repetitions": 2}),
     "sanitize": (_sanitize, "scans and training steps", {"most": 2}),
 }
-NAMES = ("environment", "preflight", *CHECKS, *RACES)
+NAMES = ("preflight", *CHECKS, *RACES)
 
 
 # -- Races ----------------------------------------------------------------------------------------

@@ -169,7 +169,10 @@ def notes(every: Sequence[Report]) -> list[str]:
     """Say what the marks mean, and what contenders do beside the work."""
     said = [f"{name} {note}." for race in every for name, note in race.get("notes", {}).items()]
     marked = any(race.get("waits_inside") for race in every)
-    star = ["* waits for the device inside, so that its device time has its launches too."] * marked
+    star = [
+        "* waits for the device inside, or launches for more than 20 ms, so that its device time "
+        "has launches too."
+    ] * marked
     return [*star, *dict.fromkeys(said)]
 
 

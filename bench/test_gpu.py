@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fresh_python import run_python
 
 from sparsescan.execution.cuda.chunks import H100, ChunkForm, chunk_count, in_one_launch
 
-from . import files, gpu, gpu_chains, gpu_device, gpu_parts, gpu_processes, gpu_races, gpu_table
+from . import gpu, gpu_chains, gpu_device, gpu_parts, gpu_processes, gpu_races, gpu_table
 from .contests import OURS
 from .experiment import as_text
 from .gpu_measure import Race, Ratio, measure
@@ -369,7 +370,7 @@ def test_a_run_writes_all_that_parts_say_and_nothing_ends_it(
 
     monkeypatch.setenv("COMMIT", "89abcdef0123-dirty")
     monkeypatch.setattr(gpu, "_job_of", job_of)
-    assert gpu.run(tmp_path, 540, ["first", "second"]) == 1
+    assert gpu.run(tmp_path, gpu.TOTAL, []) == 1
     results = written()
     assert (results["device"]["gpu"], results["dirty"]) == ("Made-up GPU 1", True)
     assert len(results["races"]) == 1
@@ -383,19 +384,67 @@ def test_a_run_writes_all_that_parts_say_and_nothing_ends_it(
     assert "===== preflight\npreflight runs\n" in (tmp_path / "gpu.log").read_text()
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".log", ".png"}
     assert "FAILED: memcheck, level" in capsys.readouterr().out.splitlines()[-1]
-    assert gpu.run(tmp_path / "late", gpu.END, ["first"]) == 1
-    assert capsys.readouterr().out.count("no time left") >= len(gpu.FIRST)
+    assert gpu.run(tmp_path / "late", gpu.END, ["preflight", "rnn"]) == 1
+    assert capsys.readouterr().out.count("no time left") >= 2
 
 
 def test_every_race_check_and_file_of_tests_is_a_part():
     names = {part.name for part in gpu.PARTS}
-    assert names >= {*gpu_parts.NAMES} - {"sanitize"}
-    assert tuple(gpu.CALLS) == files.GPU_CALLS
+    assert names >= {"environment", *gpu_parts.NAMES} - {"sanitize"}
     (tests,) = [part for part in gpu.PARTS if part.name == "tests"]
     paths = [Path(part.name).stem for part in gpu._files_of(tests, False)]
     # It takes longest, so it starts first, by several processes.
     assert paths[0] == "cuda_chunks"
     assert {*gpu_processes.WORKERS, "cuda_scan", "test_device"} <= {*paths}
+
+
+def test_no_part_takes_time_from_those_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its limit at least, and what those before have left over."""
+    parts = gpu.Part("a", 4), gpu.Part("b", 1, "at once"), gpu.Part("c", 2, "at once")
+    monkeypatch.setattr(gpu, "PARTS", (*parts, gpu.Part("d", 3)))
+    limits = dict[str, float]()
+
+    def job_of(part: gpu.Part) -> Any:
+        def job(job: Job) -> dict[str, Any]:
+            limits[part.name] = job.seconds
+            return {"ok": True, "summary": ""}
+
+        return job
+
+    monkeypatch.setattr(gpu, "_job_of", job_of)
+    gpu.run(tmp_path, 10 + gpu.END, [])
+    assert limits == pytest.approx({"a": 5, "b": 7, "c": 7, "d": 10}, abs=0.9)
+    gpu.run(tmp_path, 6 + gpu.END, [])
+    assert limits == pytest.approx({"a": 4, "b": 3, "c": 3, "d": 6}, abs=0.9)
+
+
+def test_all_parts_have_their_limits_in_one_call() -> None:
+    assert sum(limit for limit, _ in gpu.groups_of(gpu.PARTS)) <= gpu.TOTAL - gpu.END
+    assert gpu.TOTAL <= 570
+
+
+LIGHT = """
+    import sys
+    for name in ("sparsescan", "numba.cuda", "cupy"):
+        sys.modules[name] = None  # as if it could not be imported
+    from pathlib import Path
+    from bench import gpu
+    gpu.run_here("environment", Path("found.json"), False)
+    sys.exit(gpu.run(Path("out"), 9 + gpu.END, ["environment", "preflight"]) - 1)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_machine_has_is_told_where_nothing_can_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_python(LIGHT, tmp_path)
+    assert json.loads((tmp_path / "found.json").read_text())["packages"]["numba"]
+    (file,) = (tmp_path / "out").glob("gpu-*.json")
+    assert json.loads(file.read_text())["parts"]["environment"]["ok"]
 
 
 def test_the_script_is_sound(tmp_path: Path):
@@ -404,7 +453,7 @@ def test_the_script_is_sound(tmp_path: Path):
     fake = tmp_path / "python"
     fake.write_text('#!/bin/sh\necho "$PYTHONPATH" "$@"\n')
     fake.chmod(0o755)
-    asked = ["--seconds", "150", "--only", "first"]
+    asked = ["--seconds", "150", "--only", "rnn"]
     env = {"PYTHON": str(fake), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([script, "out", *asked], cwd=tmp_path, env=env, stdout=subprocess.PIPE)
     said = [str(script.parent.parent), "-m", "bench.gpu", "run", str(tmp_path / "out"), *asked]
@@ -417,7 +466,9 @@ def test_the_script_is_sound(tmp_path: Path):
 def test_a_rehearsal(tmp_path: Path, killed: int | None):
     """Whole, or killed halfway."""
     pytest.importorskip("numba_cuda")
-    script, more = Path(gpu.__file__).with_suffix(".sh"), ["--only", "first"] if killed else []
+    script = Path(gpu.__file__).with_suffix(".sh")
+    some = ["environment", "preflight", "families", "chained", "rnn", "pair"]
+    more = ["--only", *some] if killed else []
     process = subprocess.Popen(
         [script, tmp_path, "--rehearse", *more],
         env={**os.environ, "PYTHON": sys.executable},

@@ -334,9 +334,9 @@ def test_what_cannot_be_shown_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_claim_about_gpus_is_open_until_a_full_run(tmp_path: Path) -> None:
     parts = {"families": {"ok": True, "summary": "fine", "cases": [{"name": "a", "ok": True}]}}
-    for name, open_ in (("first", True), ("second", False)):
+    for name, asked, open_ in (("some", ["families"], True), ("all", [], False)):
         gpu = {"device": {"gpu": "Made-up GPU", "cpu": "a"}, "races": [], "parts": parts}
-        about = {"experiment": None, "asked": {"parts": [name]}, **gpu}
+        about = {"experiment": None, "asked": {"parts": asked}, **gpu}
         save(tmp_path, name, **about)
         text = report.write(tmp_path, tmp_path / "page.html").read_text()
         assert ("cuBLAS" in text) == open_

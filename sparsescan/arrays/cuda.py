@@ -9,6 +9,7 @@ twice as many for 7.5, where some spill. Numba launches so only where ptxas is n
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import re
@@ -30,12 +31,12 @@ SIMULATED = bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 if not (SIMULATED or hasattr(np, "row_stack")):
     # numba-cuda, of which no later version is to come, asks NumPy for it before it compiles
     # anything. NumPy 2.5 has it no more.
-    np.row_stack = np.vstack  # type: ignore[attr-defined, unused-ignore]
+    vars(np)["row_stack"] = np.vstack
     try:
         with suppress(ImportError):  # Numba's own CUDA target, which does not ask
-            import numba.cuda.np.arrayobj
+            importlib.import_module("numba.cuda.np.arrayobj")
     finally:
-        del np.row_stack  # type: ignore[attr-defined, unused-ignore]
+        del vars(np)["row_stack"]
 
 # From this compute capability on Numba compiles for that very one.
 _OWN_CODE = (9, 0)

@@ -53,7 +53,9 @@ import scipy.special
 from cubin import resources_of
 
 DEVICES = 2
-MULTIPROCESSORS = 4
+# Few, so that small data are several blocks' work; where machine code is made of the kernels that
+# tests launch, as many as an H100, or an H200, has: it is to be loaded there.
+MULTIPROCESSORS = 132 if "SPARSESCAN_BUILD_KERNELS" in os.environ else 4
 # CuPy's memory pool gives multiples of so many bytes, which start at one.
 UNIT = 512
 
