@@ -1,12 +1,13 @@
 """Front door for PyTorch: modules that take the place of its own, and linear recurrences.
 
 PyTorch is imported when this is. ``from sparsescan.torch import GRU`` in place of ``from torch.nn
-import GRU``, or :func:`convert` for a model that is there; :func:`module` for any cell.
+import GRU``, or :func:`convert` for a model that is there, which :func:`revert` undoes;
+:func:`module` for any cell.
 """
 
 from .affine import affine_scan
 from .cells import module
-from .conversion.conversion import Conversion, convert
+from .conversion.conversion import Conversion, convert, revert
 from .conversion.explain import Explanation, explain
 from .filters import lfilter, sosfilt
 from .recurrent import GRU, LSTM, RNN
@@ -26,6 +27,7 @@ __all__ = [
     "explain",
     "lfilter",
     "module",
+    "revert",
     "selective_scan",
     "simulate",
     "sosfilt",

@@ -29,8 +29,10 @@ import torch
 import torchrecurrent
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.ao.quantization import quantize_dynamic
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
+from torch.onnx._internal.exporter import _flags
 from torch.optim.swa_utils import update_bn
 from torch.utils.checkpoint import checkpoint
 
@@ -58,10 +60,12 @@ class Model:
         Hooks that can be removed again.
     second : Module or None
         Another model, which shares layers with it.
+    kind : str
+        One of `KINDS`.
     """
 
-    def __init__(self, net: nn.Module, x: Tensor, ours: bool) -> None:
-        self.net, self.x, self.ours = net, x, ours
+    def __init__(self, net: nn.Module, x: Tensor, ours: bool, kind: str) -> None:
+        self.net, self.x, self.ours, self.kind = net, x, ours, kind
         self.handles: list[Any] = []
         self.second: nn.Module | None = None
 
@@ -185,6 +189,34 @@ def recurrent(rng: Rng) -> tuple[nn.Module, Tensor]:
         if rng.random() < 0.8:
             prune.random_unstructured(net, name, float(rng.choice([0.3, 0.8])))
     return net, torch.randn(int(rng.integers(1, 6)), 2, size, dtype=torch.float64)
+
+
+class OwnRNN(nn.RNN):
+    """A class of a user, with another scale of the input."""
+
+    def forward(self, input: Any, hx: Any = None) -> Any:  # noqa: A002, PyTorch's name
+        return super().forward(0.5 * input, hx)
+
+
+class OwnGRU(nn.GRU):
+    """A class of a user that computes as PyTorch's."""
+
+
+class OwnLSTM(nn.LSTM):
+    """A class of a user, with other initial states."""
+
+    def forward(self, input: Any, hx: Any = None) -> Any:  # noqa: A002, PyTorch's name
+        size = self.num_layers * (1 + self.bidirectional), input.shape[1], self.hidden_size
+        begin = (input.new_ones(size), input.new_zeros(size)) if hx is None else hx
+        return super().forward(input, hx=begin)
+
+
+def derived(rng: Rng) -> tuple[nn.Module, Tensor]:
+    """Return a module of a class that a user has derived from PyTorch's, and an input."""
+    net, x = recurrent(rng)
+    own = {nn.RNN: OwnRNN, nn.GRU: OwnGRU, nn.LSTM: OwnLSTM}[type(net)]  # type: ignore[index]
+    net.__class__ = own
+    return net, x
 
 
 def layers(rng: Rng) -> tuple[nn.Module, Tensor]:
@@ -460,6 +492,81 @@ def load(model: Model, rng: Rng) -> None:
     model.net.load_state_dict(state)
 
 
+def load_plain(model: Model, rng: Rng) -> None:
+    """Load what a file has of a model that is not converted."""
+    file = io.BytesIO()
+    torch.save({name: 0.9 * each for name, each in model.net.state_dict().items()}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    if model.kind in ("recurrent", "derived"):
+        assert not any("sparsescan" in str(type(each)) for each in state.values())
+    model.net.load_state_dict(state)
+
+
+def instances(model: Model, rng: Rng) -> Tensor:
+    """Count modules by their classes."""
+    kinds = (nn.RNN, nn.GRU, nn.LSTM, nn.RNNBase, nn.Linear, nn.Conv2d, nn.Sequential)
+    exact = [[type(each) for each in model.net.modules()].count(kind) for kind in kinds]
+    return torch.tensor([*exact, *(len(model.layers(kind)) for kind in kinds)])
+
+
+def initialise(model: Model, rng: Rng) -> None:
+    """Change parameters of some kinds of layers."""
+
+    def change(module: nn.Module) -> None:
+        if isinstance(module, (nn.RNNBase, nn.Linear, nn.Conv2d)):
+            for param in module.parameters(recurse=False):
+                param.data.mul_(1.2)
+
+    model.net.apply(change)
+
+
+def reverted(model: Model, rng: Rng) -> Tensor:
+    """Put PyTorch's modules back, compute, and convert again."""
+    if not model.ours:
+        return model.out()
+    sparsescan.torch.revert(model.net)
+    try:
+        if model.kind != "cells":
+            assert "sparsescan" not in str([type(each) for each in model.net.modules()])
+        return model.out()
+    finally:
+        replace(model.kind, model.net)
+
+
+def scripted(model: Model, rng: Rng) -> Tensor:
+    classes = [type(each) for each in model.net.modules()]
+    with torch.no_grad():
+        result: Any = torch.jit.script(model.net)(2 * model.x)
+    assert all(type(each) is kind for each, kind in zip(model.net.modules(), classes, strict=True))
+    return result if isinstance(result, Tensor) else result[0]
+
+
+def exported(model: Model, rng: Rng) -> Tensor:
+    """Compute by what an exporter to ONNX sees."""
+    if rng.random() < 0.7 or (model.net.training and model.layers(nn.BatchNorm1d, nn.BatchNorm2d)):
+        raise SkippedError  # it takes long
+    _flags._is_onnx_exporting = True
+    try:
+        with torch.no_grad():
+            program = torch.export.export(model.net, (model.x,))
+    finally:
+        _flags._is_onnx_exporting = False
+    assert "sparsescan" not in str(program.graph)
+    with torch.no_grad():
+        return model.out(net=program.module())
+
+
+def quantised(model: Model, rng: Rng) -> Tensor:
+    with torch.no_grad():
+        model.out()
+    if model.handles:
+        raise SkippedError
+    net = quantize_dynamic(copy.deepcopy(model.net).float())
+    with torch.no_grad():
+        return model.out(model.x.float(), net)
+
+
 def switch(model: Model, rng: Rng) -> None:
     model.net.train(not model.net.training)
 
@@ -651,6 +758,7 @@ COMMON: tuple[Event, ...] = (
     *(bool_mask, write_masked, load, switch, copied, pickled, require, to_half_and_back, single),
     *(masked_gradients, masked_gradients, twice, late, infer, other_size, checkpointed),
     *(traced_fx, traced_jit, functional, faked),
+    *(load_plain, instances, initialise, reverted, scripted, exported, quantised),
 )
 OF_STACKS: tuple[Event, ...] = (
     *(prune_bias, change_setting, change_setting, change_dilation, replace_layer, swap, insert),
@@ -660,9 +768,11 @@ KINDS: dict[str, tuple[Callable[[Rng], tuple[nn.Module, Tensor]], tuple[Event, .
     "stack": (stack, COMMON + OF_STACKS),
     "alone": (alone, COMMON + OF_STACKS),
     "recurrent": (recurrent, COMMON),
+    "derived": (derived, COMMON),
     "cells": (cells, COMMON),
-    # A masked weight is what the last step has made of it, whose gradient is that of this step.
-    "layers": (layers, tuple(each for each in COMMON if each is not masked_gradients)),
+    # A masked weight is what the last step has made of it, whose gradient is that of this step, and
+    # PyTorch scripts no layer of torchrecurrent.
+    "layers": (layers, tuple(each for each in COMMON if each not in (masked_gradients, scripted))),
 }
 
 
@@ -740,17 +850,8 @@ def _live(kind: str, seed: int, names: Sequence[str] | None, talks: bool) -> int
     with torch.no_grad():
         net(x)
     twin = copy.deepcopy(net)
-    if kind == "stack":
-        twin.__class__ = sparsescan.torch.Sequential
-    elif kind == "alone":
-        for layer in twin.modules():
-            if type(layer) in (nn.Linear, nn.Conv2d):
-                layer.__class__ = lone_layers.replacement_of(layer)
-    elif kind == "cells":
-        twin.__class__ = sparsescan.torch.module(twin.cell)  # type: ignore[arg-type]
-    else:
-        sparsescan.torch.convert(twin)
-    theirs, ours = Model(net, x, False), Model(twin, x, True)
+    replace(kind, twin)
+    theirs, ours = Model(net, x, False, kind), Model(twin, x, True, kind)
     by_name = {event.__name__: event for event in events}
     if names is None:
         names = [events[int(rng.integers(len(events)))].__name__ for _ in range(8)]
@@ -784,8 +885,24 @@ def _live(kind: str, seed: int, names: Sequence[str] | None, talks: bool) -> int
     return count
 
 
+def replace(kind: str, net: nn.Module) -> None:
+    """Convert a model, whatever is faster."""
+    if kind == "stack":
+        net.__class__ = sparsescan.torch.Sequential
+    elif kind == "alone":
+        for layer in net.modules():
+            if type(layer) in (nn.Linear, nn.Conv2d):
+                layer.__class__ = lone_layers.replacement_of(layer)
+    elif kind == "cells":
+        net.__class__ = sparsescan.torch.module(net.cell)  # type: ignore[arg-type]
+    else:
+        sparsescan.torch.convert(net)
+
+
 def _kind_of_life(i: int) -> str:
-    return "stack" if i % 3 else ("recurrent", "layers", "cells", "alone")[i // 3 % 4]
+    if i % 3:
+        return "stack"
+    return ("recurrent", "layers", "cells", "alone", "derived")[i // 3 % 5]
 
 
 def run(seed: int, numbers: Sequence[int], *, most: int = 10) -> collections.Counter[str]:

@@ -45,6 +45,13 @@ def test_lives_of_recurrent_modules(seed: int, names: list[str]) -> None:
         fuzz_lives.live("recurrent", seed, names)
 
 
+@given(SEEDS, events("derived"))
+def test_lives_of_classes_of_users(seed: int, names: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fuzz_lives.live("derived", seed, names)
+
+
 @given(SEEDS, events("layers"))
 def test_lives_of_layers_of_torchrecurrent(seed: int, names: list[str]) -> None:
     with warnings.catch_warnings():

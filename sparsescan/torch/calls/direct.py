@@ -70,6 +70,11 @@ def is_recorded() -> bool:
     return is_transformed() or torch._C._get_tracing_state() is not None
 
 
+def is_exported_to_onnx() -> bool:
+    """Return whether ``torch.onnx.export`` is at work, which cannot translate operators of ours."""
+    return torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export()
+
+
 def is_watched() -> bool:
     """Return whether something else wants to see each call of a module or a function.
 

@@ -13,7 +13,7 @@ from ...errors import InputError, InputTypeError, short
 from ...symbolic.schedule import check_count, check_flag
 from ..conversion.structure import is_pruning
 from .derivatives import run_differentiable
-from .direct import is_recorded, is_transformed
+from .direct import is_exported_to_onnx, is_recorded, is_transformed
 from .prepared import find, is_left, key_of, leave, left_key, prepare
 from .recurrent_op import has_kernels, run
 from .resets import check_resets
@@ -157,7 +157,7 @@ class Sequences:
             self._check_truncated(has_kernels=(is_taken or is_empty) and not is_recorded())
         if is_taken and is_transformed() and weights[0].is_cpu:
             return self._differentiably(input, hx, weights, resets)
-        if is_recorded() or not is_taken:
+        if is_recorded() or not is_taken or is_exported_to_onnx():
             return self._without_kernels(input, hx, weights, resets)
         if resets is not None:
             check_resets(resets, input)

@@ -1,22 +1,23 @@
-"""Replace the modules of a model that are computed faster here."""
+"""Replace the modules of a model that are computed faster here, and put PyTorch's back."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ...errors import InputTypeError, short
 from ...symbolic.schedule import check_count
 from ..calls.recurrent_op import has_kernels
 from ..calls.sequences import Sequences
-from ..recurrent import GRU, LSTM, RNN
 from ..sequential import Sequential, why_not
 from . import alone, torchrecurrent
+from .derived import KINDS, behind
 from .kinds import plain_class
+from .masked import settle
 from .structure import is_container, modules_of, without_kernels
 
-_KINDS: dict[type[nn.Module], type[nn.RNNBase]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
 # Devices whose tensors recurrent modules have kernels for.
 _DEVICES = ("cpu", "cuda")
 
@@ -62,7 +63,10 @@ def convert(
 
     Modules stay the same objects, with their parameters, buffers and hooks, so an optimiser that
     has been made, and a `state_dict` that has been saved, fit as before. Later changes of a module
-    take effect at its next call.
+    take effect at its next call. Modules stay instances of their classes, too. Of a class derived
+    from PyTorch's ``RNN``, ``GRU`` or ``LSTM``, ``super().forward`` then reaches the kernels; it is
+    left if its `forward` does not call that, or if it changes what PyTorch's goes through. If this
+    function raises, nothing is replaced. :func:`revert` undoes it.
 
     Modules whose parameters no kernel takes, such as those of half precision, are left, since
     PyTorch would run them: convert a model once it has the dtype and the device that it runs with.
@@ -103,35 +107,142 @@ def convert(
     >>> print(convert(model))
     rnn: replaced
     """
-    if not isinstance(model, nn.Module):
-        raise InputTypeError(f"model is {short(model)}; expected a torch.nn.Module")
     if memory_limit is not None:
         check_count("memory_limit", memory_limit, 0)
     if truncate is not None:
         check_count("truncate", truncate, 1)
-    replaced, left = list[str](), dict[str, str]()
-    inside = set[nn.Module]()
-    for name, module in model.named_modules():
-        kind, why = _replacement_of(module, module in inside)
-        if why:
-            left[name] = why
-        elif kind is not None and kind is not type(module):
-            module.__class__ = kind
+    plan = plan_of(model)
+    for module, kind in plan.kinds.items():
+        _become(module, kind)
+        if isinstance(module, nn.RNNBase):
             if memory_limit is not None:
                 module.memory_limit = memory_limit
             if truncate is not None:
                 module.truncate = truncate
+    return Conversion(plan.replaced, plan.left)
+
+
+def revert(model: nn.Module) -> Conversion:
+    """Put PyTorch's modules back into a model, in place: the inverse of :func:`convert`.
+
+    Modules stay the same objects with their parameters, buffers, hooks and mode, so optimisers and
+    a `state_dict` fit as before, and a class that a user has derived from PyTorch's is that again.
+    Layers of torchrecurrent become its own. What has been reverted needs no ``sparsescan`` where it
+    is loaded from a file. `memory_limit` and `truncate` are forgotten.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, or one of its modules.
+
+    Returns
+    -------
+    Conversion
+        Which modules were replaced by PyTorch's, and which of this package were left alone, since
+        PyTorch has none of that kind: those of :func:`module`, those with `return_states`, and
+        those of classes derived from this package's.
+
+    Raises
+    ------
+    InputTypeError
+        If `model` is no module.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sparsescan.torch import convert, revert
+    >>> model = torch.nn.Sequential(torch.nn.GRU(3, 5))
+    >>> _ = convert(model)
+    >>> print(revert(model))
+    0: replaced
+    >>> type(model[0])
+    <class 'torch.nn.modules.rnn.GRU'>
+    """
+    _check_module(model)
+    replaced, left = list[str](), dict[str, str]()
+    for name, module in model.named_modules():
+        kind = type(module)
+        if getattr(module, "return_states", False):
+            left[name] = "PyTorch has no return_states"
+        elif plain_class(kind) is not kind:
+            _become(module, plain_class(kind))
             replaced.append(name)
-        if type(module) is Sequential:
-            for each in modules_of(module):
-                each.__class__ = plain_class(type(each))
+        elif is_replaced(module):
+            left[name] = f"it is a {kind.__name__}, in whose place PyTorch has none"
+        for option in ("_memory_limit", "_truncate", "_return_states"):
+            if name in replaced:
+                vars(module).pop(option, None)
+        settle(vars(module).get("weight"))
+    return Conversion(replaced, left)
+
+
+def _become(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Let a module be of another class, whatever its own does when an attribute is set."""
+    object.__setattr__(module, "__class__", kind)
+
+
+def _check_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputTypeError(f"model is {short(model)}; expected a torch.nn.Module")
+
+
+class Plan(NamedTuple):
+    """What a conversion of a model does.
+
+    Attributes
+    ----------
+    kinds : dict of Module to type
+        The classes that modules are to become.
+    replaced : list of str
+        Names of the modules that are to be replaced.
+    left : dict of str to str
+        Names of those that are left alone, and why.
+    """
+
+    kinds: dict[nn.Module, type[nn.Module]]
+    replaced: list[str]
+    left: dict[str, str]
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """Return what a conversion of a model does, which may raise, and changes nothing yet."""
+    _check_module(model)
+    plan = Plan({}, [], {})
+    inside = set[nn.Module]()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            if module not in inside:
+                plan.left[name] = "torch.jit has compiled it"
+                inside.update(module.modules())
+            continue
+        kind, why = _replacement_of(module, module in inside)
+        if why:
+            plan.left[name] = why
+        elif kind is not None and kind is not type(module):
+            plan.kinds[module] = kind
+            plan.replaced.append(name)
+        if (kind or type(module)) is Sequential:
+            plan.kinds.update(
+                (each, plain_class(type(each)))
+                for each in modules_of(module)
+                if alone.is_replacement(each)
+            )
             inside.update(modules_of(module))
         elif type(module) is nn.Sequential and why:
             # It is said of the layers, too; a stack within this one may be replaced.
             inside.update(each for each in modules_of(module) if not is_container(each))
         elif torchrecurrent.is_layer(module):
             inside.update(module.modules())
-    return Conversion(replaced, left)
+    return plan
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Return whether a module is of this package, such as one that has been replaced."""
+    return (
+        isinstance(module, (Sequences, Sequential))
+        or torchrecurrent.is_replacement(module)
+        or alone.is_replacement(module)
+    )
 
 
 def _replacement_of(module: Any, is_inside: bool) -> tuple[type[nn.Module] | None, str | None]:
@@ -140,20 +251,17 @@ def _replacement_of(module: Any, is_inside: bool) -> tuple[type[nn.Module] | Non
     Both are None for what is none of those that might be replaced, such as a layer inside of a
     stack, for which the stack stands.
     """
-    if (
-        isinstance(module, (Sequences, Sequential))
-        or torchrecurrent.is_replacement(module)
-        or alone.is_replacement(module)
-    ):
+    if is_replaced(module):
         return type(module), None
-    if type(module) in _KINDS:
-        why = _why_not(module)
-        return (None, why) if why else (_KINDS[type(module)], None)
     if torchrecurrent.is_layer(module):
         why = torchrecurrent.why_not(module) or without_kernels(module, _DEVICES)
         return (None, why) if why else (torchrecurrent.replacement_of(module), None)
     if isinstance(module, nn.RNNBase):
-        return None, f"it is a {type(module).__name__}, whose forward may differ"
+        own: Any = type(module)
+        found: Any = KINDS.get(own) or behind(own)
+        why = f"it is a {own.__name__}, {found}" if isinstance(found, str) else ""
+        why = why or _why_not(module)
+        return (None, why) if why else (found, None)
     if is_inside:
         return None, None
     if type(module) is nn.Sequential:

@@ -1,8 +1,8 @@
-"""Explanations of what runs a call of a recurrent module, how long it is to take, and why."""
+"""Explanations of what runs a call of a recurrent module, and of which modules are replaced."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from ..calls.prepared import key_of
 from ..calls.sequences import Sequences
 from ..calls.times import CallPrediction, Key, predict
 from . import torchrecurrent
+from .conversion import Conversion, is_replaced, plan_of
 
 
 class Explanation(NamedTuple):
@@ -39,8 +40,16 @@ class Explanation(NamedTuple):
         return f"{self.kernel}: {self.reason}"
 
 
-def explain(module: nn.Module, input: Any, hx: Any = None) -> Explanation:  # noqa: A002
+@overload
+def explain(module: nn.Module) -> Conversion: ...
+@overload
+def explain(module: nn.Module, input: Any, hx: Any = None) -> Explanation: ...
+def explain(module: nn.Module, input: Any = None, hx: Any = None) -> Any:  # noqa: A002
     """Say which kernel a call of a recurrent module runs, how long it may take, and why.
+
+    Without an input, say which modules of a model are of this package, and which are not, though
+    :func:`convert` would replace them or has a reason not to: a model that a library has loaded,
+    for example, has PyTorch's modules.
 
     Kernels of this package run whole sequences. For an RNN, GRU or LSTM on the CPU, PyTorch's own
     kernel is taken if it is predicted to be faster for that shape. Predicted times, with gradients
@@ -51,20 +60,22 @@ def explain(module: nn.Module, input: Any, hx: Any = None) -> Explanation:  # no
     Parameters
     ----------
     module : torch.nn.Module
-        A module of :mod:`sparsescan.torch`, or one that :func:`convert` has replaced.
-    input, hx
+        A module of :mod:`sparsescan.torch`, or one that :func:`convert` has replaced; without an
+        input any model.
+    input, hx : optional
         What the module would be called with. Whether there will be gradients follows from them,
         the parameters and ``torch.is_grad_enabled()``, as in a call.
 
     Returns
     -------
-    Explanation
-        The kernel, predicted seconds of both, and the reason.
+    Explanation or Conversion
+        The kernel, predicted seconds of both, and the reason. Without an input: the modules that
+        are replaced and those that are not, and why, as :func:`convert` returns them.
 
     Raises
     ------
     InputTypeError
-        If `module` is no recurrent module of this package.
+        If `module` is no recurrent module of this package and there is an input, or no module.
 
     Examples
     --------
@@ -72,7 +83,15 @@ def explain(module: nn.Module, input: Any, hx: Any = None) -> Explanation:  # no
     >>> from sparsescan.torch import GRU, explain
     >>> explain(GRU(12, 20), torch.zeros(1000, 16, 12)).kernel
     'sparsescan'
+    >>> model = torch.nn.Sequential(torch.nn.GRU(3, 5))
+    >>> print(explain(model))
+    0: left alone, convert has not seen it
     """
+    if input is None:
+        plan = plan_of(module)
+        names = [name for name, each in module.named_modules() if is_replaced(each)]
+        unseen = dict.fromkeys(plan.replaced, "convert has not seen it")
+        return Conversion(names, unseen | plan.left)
     if isinstance(module, nn.Module) and torchrecurrent.is_replacement(module):
         return _ours("torchrecurrent would run a loop in Python")
     if not isinstance(module, Sequences) or not isinstance(module, nn.Module):

@@ -27,6 +27,10 @@ class Kind(ABCMeta):
     def __hash__(cls) -> int:
         return type.__hash__(plain_class(cls))
 
+    # An `ABCMeta` remembers answers for classes, and those of equal classes differ here.
+    __instancecheck__ = type.__instancecheck__
+    __subclasscheck__ = type.__subclasscheck__
+
 
 def plain_class(kind: type) -> type[Any]:
     """Return the class in whose place a class stands; that class itself if it stands in none."""

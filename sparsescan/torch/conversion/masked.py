@@ -72,6 +72,12 @@ def is_untouched(weight: Any) -> bool:
     return type(weight) is MaskedWeight
 
 
+def settle(weight: Any) -> None:
+    """Make a plain tensor of a masked weight that nobody has used yet."""
+    if is_untouched(weight):
+        _compute(weight)
+
+
 def _compute(weight: MaskedWeight) -> None:
     """Make a plain tensor of a masked weight, in its place."""
     values = weight.pending

@@ -1,0 +1,108 @@
+"""Classes that users derive from PyTorch's recurrent modules, and what can stand behind them."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import inspect
+import itertools
+from abc import ABC
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+from ..recurrent import GRU, LSTM, RNN
+from .kinds import Kind, plain_class
+
+KINDS: dict[type[nn.RNNBase], type[nn.RNNBase]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
+# Modules whose classes have no say in a forward pass.
+_LIBRARIES = ("abc", "typing", "builtins")
+
+
+@functools.cache
+def behind(kind: Any) -> Any:
+    """Return a class that is derived from one of users, and finds a forward pass of ours in it.
+
+    In its order of methods a module of ours stands between the classes of users and PyTorch's, so
+    that ``super().forward`` reaches it. If that would change more, the reason is returned.
+    """
+    plain = next((each for each in kind.__mro__ if each in KINDS), None)
+    if plain is None:
+        return "whose forward may differ"
+    order = kind.__mro__[: kind.__mro__.index(plain)]
+    theirs = [each for each in order if each.__module__ not in _LIBRARIES]
+    names = set[str]().union(*map(vars, theirs))
+    if "forward" in names and not any({"super", "forward"} <= used for used in _used(theirs)):
+        return "whose forward may differ"
+    for name in sorted(names & (_reached(plain) | {"__init_subclass__"})):
+        return f"whose {name} may differ"
+    ours = KINDS[plain]
+    for name in sorted(names.union(*_used(theirs)) & _added(ours)):
+        return f"which uses the name {name} otherwise"
+    about = {"_plain": kind, "__doc__": kind.__doc__, "__module__": kind.__module__}
+    about["__qualname__"] = kind.__qualname__
+    if "__reduce_ex__" not in names:
+        about["__reduce_ex__"] = _reduced
+    try:
+        return Kind(kind.__name__, (kind, ours), about)
+    except TypeError:
+        return "whose metaclass lets no other class stand behind it"
+
+
+def _used(kinds: list[type]) -> Iterator[set[str]]:
+    """Yield the names, and what could be one, in each function of some classes."""
+    for kind in kinds:
+        for value in vars(kind).values():
+            for each in (value, *(getattr(value, name, None) for name in ("fget", "fset"))):
+                function: Any = inspect.unwrap(getattr(each, "__func__", each))
+                if inspect.isfunction(function):
+                    yield _names_in(function.__code__)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    texts = (each for each in code.co_consts if isinstance(each, str))
+    return {*code.co_names, *code.co_freevars, *texts}.union(*map(_names_in, inner))
+
+
+@functools.cache
+def _reached(plain: Any) -> set[str]:
+    """Return the names of attributes that PyTorch's forward pass goes through, but for `forward`.
+
+    Parameters are laid out for GPUs only.
+    """
+    known = {*dir(plain), *plain.__constants__, "_flat_weights", "_flat_weights_names", "training"}
+    found, left = {"__getattr__", "__getattribute__"}, ["forward"]
+    while left:
+        name = left.pop()
+        found.add(name)
+        code = getattr(getattr(plain, name, None), "__code__", None)
+        left += [] if code is None else (set(code.co_names) & known) - found
+    return found - {"forward", "flatten_parameters"}
+
+
+def _added(ours: type[nn.RNNBase]) -> set[str]:
+    """Return the names that a class of ours has beside those of PyTorch's."""
+    theirs = plain_class(ours)  # to which ours is equal, so that no index finds it
+    before = itertools.takewhile(lambda each: each is not theirs, ours.__mro__)
+    added = set[str]().union(*map(vars, before))
+    return {name for name in added - {*dir(theirs), *dir(ABC)} if not name.startswith("__")}
+
+
+def _reduced(module: Any, protocol: Any) -> Any:
+    """Return what copies and files of a module are made from: the class of the user."""
+    kind = type(module)
+    found: Any = object.__reduce_ex__(module, max(int(protocol), 2))
+    function, arguments, *rest = found
+    if function is copyreg.__newobj__ and arguments == (kind,) and plain_class(kind) is not kind:  # type: ignore[attr-defined]
+        return _without_state, (plain_class(kind),), *rest
+    return function, arguments, *rest
+
+
+def _without_state(kind: Any) -> Any:
+    """Return a module that a copy, or a file, is about to fill."""
+    found = behind(kind)
+    made: Any = kind if isinstance(found, str) else found
+    return made.__new__(made)
