@@ -53,6 +53,12 @@ def sample_rows(program: CellProgram, units: int, dtype: np.dtype[Any], batch: i
     return 2 - units % 2 if 0 < _FULL * whole <= batch else 0
 
 
+def computed_samples(program: CellProgram, units: int, dtype: np.dtype[Any], batch: int) -> int:
+    """Return how many samples kernels compute: where samples are lanes, whole groups."""
+    group = sample_lanes(dtype) if sample_rows(program, units, dtype, batch) else 1
+    return -(-batch // group) * group
+
+
 class Packing:
     """How a matrix is put in the order in which kernels read it.
 

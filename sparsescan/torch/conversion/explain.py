@@ -11,7 +11,7 @@ from ...formatting import format_time, quantity
 from ..calls.direct import is_recorded
 from ..calls.prepared import key_of
 from ..calls.sequences import Sequences
-from ..calls.times import CallPrediction, Key, predict
+from ..calls.times import MARGIN, CallPrediction, Key, predict
 from . import torchrecurrent
 from .conversion import Conversion, is_replaced, plan_of
 
@@ -52,10 +52,10 @@ def explain(module: nn.Module, input: Any = None, hx: Any = None) -> Any:  # noq
     for example, has PyTorch's modules.
 
     Kernels of this package run whole sequences. For an RNN, GRU or LSTM on the CPU, PyTorch's own
-    kernel is taken if it is predicted to be faster for that shape. Predicted times, with gradients
-    or without, are those that ``sparsescan calibrate`` has measured on this machine, or built-in
-    ones of another processor. The kernel is chosen when a shape comes for the first time; results
-    are the same to rounding.
+    kernel is taken unless it is predicted to take 10% longer for that shape. Predicted times, with
+    gradients or without, are those that ``sparsescan calibrate`` has measured on this machine, or
+    built-in ones of another processor. The kernel is chosen when a shape comes for the first time;
+    results are the same to rounding.
 
     Parameters
     ----------
@@ -130,5 +130,7 @@ def _chosen(key: Key, times: CallPrediction) -> Explanation:
         f"samples, {quantity(key.threads, 'thread')}: predicted {ours} here, {theirs} by PyTorch"
     )
     if times.is_theirs:
+        if times.ours < times.theirs:
+            reason += f", which is left if it takes {MARGIN - 1:.0%} longer"
         return Explanation("pytorch", times.theirs, times.ours, reason)
     return Explanation("sparsescan", times.ours, times.theirs, reason)
