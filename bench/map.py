@@ -42,18 +42,24 @@ OURS, THEIRS = "sparsescan", "peer"
 PYTORCH_KERNEL = "pytorch"  # as `explain` calls it
 MODES = TRAINING, INFERENCE
 MAP, JAX, STACKS, AFFINE = "map", "jax", "stacks", "affine"
+ODD, ODD_JAX = "odd", "odd in jax"  # sizes that are no powers of two
 # Ratios below which a point is too slow.
-LIMITS = {MAP: 0.95, JAX: 1.0, STACKS: 0.95, AFFINE: 0.95}
+LIMITS = {MAP: 0.95, ODD: 0.9, JAX: 1.0, ODD_JAX: 1.0, STACKS: 0.95, AFFINE: 0.95}
 _PEERS = {
     MAP: "PyTorch",
+    ODD: "PyTorch, odd sizes",
     JAX: "jax.lax.scan",
+    ODD_JAX: "jax.lax.scan, odd sizes",
     STACKS: "PyTorch, pruned stacks",
     AFFINE: "PyTorch, affine_scan",
 }
 
+# Of parts that are drawn.
 _CAPTIONS = {
     MAP: "The time of torch.nn's modules, and for MGU and LiGRU of torchrecurrent's loops,",
+    ODD: "The time of torch.nn's modules",
     JAX: "The time of a jitted lax.scan",
+    ODD_JAX: "The time of a jitted lax.scan",
 }
 
 
@@ -68,6 +74,10 @@ class Sizes(NamedTuple):
 _GRID = Sizes((16, 32, 64, 128, 256, 512), (1, 16, 64, 256), (1, 4, 16, 64, 256, 1000))
 # JAX compiles for seconds at each point.
 _JAX_GRID = Sizes((16, 64, 256), (1, 16, 64), (1, 16, 256))
+# What calls of clients have, and no tile, vector or thread divides.
+_ODD_GRID = Sizes((25, 50, 70, 100), (3, 9, 10, 13, 17, 40), (24, 30, 50))
+_BOTH_GRID = Sizes((25, 100, 128), (1, 10, 17), (30, 200))
+_ODD_JAX_GRID = Sizes((50,), (9, 17), (30,))
 _AFFINE_GRID = Sizes((4, 16, 64), (1, 16), (1, 16, 256, 1000))
 _STACKS = ((784, 1024, 1024, 10), 0.05), ((784, 1024, 1024, 10), 0.2), ((64, 256, 256, 10), 0.1)
 _STACK_BATCHES = 1, 8, 64
@@ -274,6 +284,13 @@ def groups(quick: bool) -> Iterator[Group]:
         if kind not in TORCHRECURRENT:
             sizes = Sizes((16,), (1,), (1, 4)) if quick else _JAX_GRID
             yield from _of_grid(JAX, f"{kind} in JAX", sizes, partial(InJax, kind))
+            name, few = f"{kind} of odd sizes", Sizes((5,), (3,), (7, 8))
+            make = partial(Recurrent, kind)
+            yield from _of_grid(ODD, name, few if quick else _ODD_GRID, make)
+            make, name = partial(make, both=True), f"{name}, both directions"
+            yield from _of_grid(ODD, name, few if quick else _BOTH_GRID, make)
+            name, own = f"{kind} of odd sizes in JAX", few if quick else _ODD_JAX_GRID
+            yield from _of_grid(ODD_JAX, name, own, partial(InJax, kind))
     for widths, kept in _STACKS[-1:] if quick else _STACKS:
         name = f"stack {'-'.join(map(str, widths))}, pruned by {1 - kept:.0%}"
         for mode in MODES:
@@ -318,7 +335,7 @@ def _about(quick: bool) -> Results:
         "JAX": "jitted lax.scan over the equations of the cell, gates of one vector in one matrix "
         "product; the faster of two forms, the fastest unroll of 1, 4 and 16, "
         "unless 4 is slower by a quarter. Only H = 16, 64, 256, B = 1, 16, 64 and T = 1, "
-        "16, 256: it compiles for seconds at each point",
+        "16, 256, and few odd sizes: it compiles for seconds at each point",
         "threads": "two or one, whichever was faster, of each contender (of lax.scan two cores or "
         "one)",
         "a time": "the median over rounds of the median of a turn; rounds in which others used the "
@@ -409,7 +426,7 @@ def _tables(results: Results) -> list[Table]:
     rows = []
     for part, limit in LIMITS.items():
         own = [each for each in every if each.group.part == part]
-        names = dict.fromkeys(each.group.name for each in own) if part in (MAP, JAX) else {}
+        names = dict.fromkeys(each.group.name for each in own) if part in _CAPTIONS else {}
         for mode in MODES:
             for name in ("all", *names):
                 of = [r for r in own if r.group.mode == mode and name in ("all", r.group.name)]
@@ -435,7 +452,7 @@ def _rows(results: Results) -> list[Row]:
 
 def _drawings(results: Results) -> list[Drawing]:
     drawings = []
-    for part, limit in ((part, LIMITS[part]) for part in (MAP, JAX)):
+    for part, limit in ((part, LIMITS[part]) for part in _CAPTIONS):
         own = [group for group in groups(results["quick"]) if group.part == part]
         cells = [_cell(each.group, each.point, each) for each in ratios(results, own)]
         if not cells:

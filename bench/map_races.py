@@ -193,6 +193,7 @@ class Recurrent:
     hidden: int
     batch: int
     steps: int
+    both: bool = False  # directions
 
     @property
     def name(self) -> str:
@@ -200,7 +201,7 @@ class Recurrent:
 
     @property
     def work(self) -> int:
-        own = self.hidden * (self.hidden + INPUTS) * GATES[self.kind]
+        own = self.hidden * (self.hidden + INPUTS) * GATES[self.kind] * (1 + self.both)
         return _work(self.batch * self.steps * own, self.mode)
 
     def race(self) -> Race:
@@ -209,7 +210,8 @@ class Recurrent:
         if self.kind in TORCHRECURRENT:
             hint = "pip install torchrecurrent==0.2.5"
             package = peers.require("torchrecurrent", hint)
-        theirs = getattr(package, self.kind)(INPUTS, self.hidden)
+        options = {"bidirectional": True} if self.both else {}
+        theirs = getattr(package, self.kind)(INPUTS, self.hidden, **options)
         x = torch.randn(self.steps, self.batch, INPUTS)
         return _of_modules(self.mode, copy.deepcopy(theirs), theirs, x, lambda out: out[0])
 

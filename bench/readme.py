@@ -18,7 +18,7 @@ from typing import Any
 
 from .experiment import NAMES, Row, load
 from .files import File, newest, read
-from .map import JAX, TORCHRECURRENT, groups, ratios
+from .map import JAX, ODD_JAX, TORCHRECURRENT, groups, ratios
 from .onnx import groups as onnx_groups
 from .page import significant
 from .peers import FLUSHING, PYTORCH
@@ -139,7 +139,7 @@ def _points(file: File) -> list[Row]:
 
 
 def _peer(group: Any) -> str:
-    if group.part == JAX:
+    if group.part in (JAX, ODD_JAX):
         return "jax.lax.scan"
     return "torchrecurrent" if group.name in TORCHRECURRENT else PYTORCH
 

@@ -143,6 +143,7 @@ def test_cells_of_peers_compute_what_ours_do(kind: str) -> None:
 
 POINTS = [
     *(Recurrent(kind, mode, 5, 3, 7) for kind in KINDS for mode in (TRAINING, INFERENCE)),
+    Recurrent("LSTM", TRAINING, 5, 3, 7, both=True),
     *(Stack((20, 30, 10), 0.1, mode, 4) for mode in (TRAINING, INFERENCE)),
     *(Affine(is_diagonal, 3, TRAINING, 2, 5) for is_diagonal in (True, False)),
     *(InJax(kind, TRAINING, 5, 3, 7) for kind in ("RNN", "GRU", "LSTM")),
@@ -150,7 +151,9 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize("point", slow_but([POINTS[2], *POINTS[11:14]], POINTS), ids=_named)
+@pytest.mark.parametrize(
+    "point", slow_but([POINTS[2], *POINTS[10:11], *POINTS[12:15]], POINTS), ids=_named
+)
 def test_points_of_the_map_are_races_of_equals(point: Point) -> None:
     results = []
     try:
