@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +18,11 @@ import sparsescan
 from sparsescan import BatchedCSR, CSRChain, Pattern
 from sparsescan import jacobians as layers
 from sparsescan import torch as ours
+from sparsescan.arrays.addresses import kernel_address
+from sparsescan.kernels.addresses import address_of, row_address_of
 from sparsescan.recurrent import GRU, LSTM, RNN, Recurrent
 from sparsescan.simulate import TimeSteps
+from sparsescan.torch.calls.recorded import addresses_of
 
 jax = pytest.importorskip("jax")
 from sparsescan import jax as for_jax  # noqa: E402
@@ -521,3 +525,31 @@ def test_every_argument_in_every_form(name: str) -> None:
                     np.testing.assert_allclose(
                         one, right, rtol=0, atol=bound, err_msg=f"{argument}, {form}, {k}"
                     )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gates_refuse_what_kernels_cannot_follow(form: str) -> None:
+    view, _ = FORMS[form](np.ones((3, 4)))
+    is_whole = view.flags.c_contiguous and view.flags.aligned
+    calls: list[Callable[[Any], Any]] = [kernel_address, address_of]
+    for call in calls:
+        if is_whole:
+            assert call(view) == view.ctypes.data
+        else:
+            with pytest.raises(BufferError, match="a kernel cannot follow"):
+                call(view)
+    by_rows: list[Callable[[Any], Any]] = [partial(kernel_address, strided=1), row_address_of]
+    for call in by_rows:
+        if view.strides[-1] == view.itemsize and view.flags.aligned:
+            assert call(view) == view.ctypes.data
+        else:
+            with pytest.raises(BufferError, match="a kernel cannot follow"):
+                call(view)
+    tensor = _tensor(view)
+    if tensor.is_contiguous():
+        assert addresses_of([tensor]) == [tensor.data_ptr()]
+    else:
+        with pytest.raises(BufferError, match="not contiguous"):
+            addresses_of([tensor])
+    with pytest.raises(BufferError, match="not of dtype float32"):
+        kernel_address(np.ones(3), dtype=np.float32)

@@ -186,3 +186,29 @@ def test_the_face_shows_its_names_and_no_others() -> None:
     assert all(hasattr(sparsescan, name) for name in sparsescan.__all__)
     with pytest.raises(AttributeError, match="module 'sparsescan' has no attribute 'load'"):
         _ = sparsescan.load
+
+
+# What gives the address of an array, or a pointer to its elements.
+ADDRESSES = {
+    *("ctypes", "data_ptr", "__array_interface__", "__cuda_array_interface__"),
+    *("unsafe_buffer_pointer", "make_array", "get_item_pointer"),
+}
+GATES = {
+    Path("arrays/addresses.py"),
+    Path("kernels/addresses.py"),
+    Path("torch/calls/recorded.py"),
+    Path("kernels/cuda/vectors.py"),  # of arrays that kernels make
+}
+
+
+def test_addresses_are_made_by_gates() -> None:
+    """Kernels that follow an address see no strides, so that a gate has to look at them."""
+    taken = [
+        f"{path}:{node.lineno} takes {ast.unparse(node)}"
+        for path in FILES
+        if path not in GATES
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute)
+        if node.attr in ADDRESSES or ast.unparse(node).endswith(".data.ptr")
+    ]
+    assert not taken, "\n".join(taken)

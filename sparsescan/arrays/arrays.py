@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import Allocating, DeviceError, InputError, InputTypeError, MemoryLimitError
 from ..formatting import format_bytes
+from .addresses import is_aligned, place_of, writeable
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _FLOATS = (_FLOAT32, _FLOAT64)
@@ -83,7 +84,7 @@ def on_device(array: Any, name: str = "an array") -> Any:
         if getattr(array, "is_neg", bool)():
             raise ValueError("numbers in memory have the other sign; .resolve_neg() copies them")
         # CuPy copies what lies on another device than the current one.
-        with _device_under(cupy, array.__cuda_array_interface__["data"][0]):
+        with _device_under(cupy, place_of(array)):
             return cupy.asarray(array)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputTypeError(f"{name} is a {kind} that CuPy cannot read: {error}") from None
@@ -102,12 +103,6 @@ def device_of(array: Any) -> int | None:
         return None
     device: int = array.data.device_id
     return device
-
-
-def address_of(array: Any) -> int:
-    """Return the address of the first element of an array of NumPy or CuPy."""
-    address: int = array.data.ptr if is_cupy(array) else array.ctypes.data
-    return address
 
 
 def is_same_stream(stream: Any, other: Any) -> bool:
@@ -161,17 +156,8 @@ def for_kernels(array: Any, dtype: np.dtype[Any]) -> Any:
     """
     array = contiguous(array, dtype)
     if type(array) is np.ndarray and not array.flags.writeable:
-        array = np.asarray(_Writeable(array))
+        array = writeable(array)
     return array
-
-
-class _Writeable:
-    """The memory of an array, as one that can be written."""
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        self._array = array
-        address, _ = array.__array_interface__["data"]
-        self.__array_interface__ = array.__array_interface__ | {"data": (address, False)}
 
 
 def upload(array: Any) -> Any:
@@ -200,7 +186,7 @@ def upload_all(arrays: Sequence[Any], dtype: np.dtype[Any]) -> list[Any]:
 
 def _memory_of(array: NDArray[Any]) -> tuple[Any, ...]:
     """Return what is equal for two arrays that have the same elements of memory."""
-    return array.ctypes.data, array.shape, array.strides, array.dtype
+    return place_of(array), array.shape, array.strides, array.dtype
 
 
 def load_cupy() -> Any:
@@ -309,7 +295,7 @@ def check_array(name: str, array: Any) -> Any:
     array = on_device(array, name)
     if array.dtype not in _FLOATS:
         raise _unsupported(name, array.dtype)
-    if array.data.ptr % array.itemsize or any(step % array.itemsize for step in array.strides):
+    if not is_aligned(array):
         raise InputError(f"{name} is not aligned; expected multiples of {array.itemsize} bytes")
     return array
 

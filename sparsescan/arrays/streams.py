@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DeviceError, InputError, InputTypeError, short
+from .addresses import kernel_address
 from .arrays import device_of, is_on_device, load_cupy, on_device
 
 
@@ -100,7 +101,7 @@ def _new_pinned(size: int) -> _Pinned:
     import cupyx
 
     array: NDArray[np.int64] = cupyx.empty_pinned(size, np.int64)
-    return _Pinned(array, array.ctypes.data, load_cupy().cuda.Event(disable_timing=True))
+    return _Pinned(array, kernel_address(array), load_cupy().cuda.Event(disable_timing=True))
 
 
 @contextmanager

@@ -10,9 +10,10 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from ..arrays import arrays as _arrays
+from ..arrays.addresses import kernel_address, place_of
 from ..arrays.arrays import check_one_place, device_of, read_array
 from ..errors import InputError, InputTypeError
-from ..kernels.addresses import address_of, note_if_equal, note_values
+from ..kernels.addresses import note_if_equal, note_values, row_address_of
 from ..symbolic.indexed import IndexedPattern
 from ..symbolic.pattern import Pattern
 from . import reading
@@ -155,7 +156,7 @@ class Chain:
         patterns_read = read(jacobians, patterns)
         if form and self._stacks:
             array = jacobians[::-1] if self._is_turned else jacobians
-            if self.stacks[0][0] == array.ctypes.data:  # that is no copy
+            if self.stacks[0][0] == place_of(array):  # that is no copy
                 self._alike = patterns, form, self._stacks[0].shape
         if patterns is not None or not chained:
             return patterns_read
@@ -176,7 +177,7 @@ class Chain:
         self.period, self.dtype, self._mixed, self.device = 1, values.dtype, False, None
         self.batch = values.shape[1] if values.ndim == 3 else None
         self._stacks, self._patterns, self._indexed, self.merged = [values], (), {}, {}
-        address, step = values.__array_interface__["data"][0], values.strides[0]
+        address, step = row_address_of(values), values.strides[0]
         sample = values.strides[1] if values.ndim == 3 else 0
         self.stacks = [(address, step, sample)]
         if self.stacks == self._noted:
@@ -349,7 +350,7 @@ class Chain:
         for stack in self._stacks:
             # CuPy has no address for an array without elements, but to kernels 0 says that it is
             # none.
-            address = _arrays.address_of(stack) or stack.itemsize
+            address = kernel_address(stack, stack.ndim - 1) or stack.itemsize
             step = stack.strides[0] if stack.ndim > 1 else 0
             sample = stack.strides[1] if stack.ndim == 3 else 0
             self.stacks.append((address, step, sample))
@@ -499,7 +500,7 @@ class Chain:
         for k, (array, pattern) in enumerate(zip(self.values, self._patterns, strict=True)):
             values = read_array(self.name(k), array)
             # An array that came many times is uploaded once.
-            place = _arrays.address_of(values), values.shape, values.strides, values.dtype
+            place = place_of(values), values.shape, values.strides, values.dtype
             values = views.setdefault(place, values)
             whole = (pattern.nnz,), (self.batch, pattern.nnz)
             if values.shape not in whole and k not in self._indexed:
@@ -516,7 +517,8 @@ class Chain:
             values = reading.copied(self.name(k), values, values.dtype)
         self._forget()
         self.values[k] = values
-        self.leaves[k, 0] = address_of(values) if self.device is None else values.data.ptr
+        is_on_host = self.device is None
+        self.leaves[k, 0] = (row_address_of if is_on_host else kernel_address)(values)
         self.leaves[k, 1] = values.strides[0] if values.ndim == 2 else 0
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import arrays as _arrays
+from ..arrays.addresses import is_aligned, kernel_address
 from ..arrays.arrays import check_one_place, contiguous, device_of, is_on_device, read_array
 from ..errors import InputError, InputTypeError
 from .chain import Chain
@@ -210,7 +211,7 @@ class LocalGrads:
         """
         if not self._stacked or len(self._arrays) != 1:
             return None
-        return _arrays.address_of(self._arrays[0]), self._arrays[0].strides[0]
+        return kernel_address(self._arrays[0], 1), self._arrays[0].strides[0]
 
     def add_first(self, grad: Any, out: Any) -> None:
         """Write the first gradient, with what is added to it, to `out`."""
@@ -243,11 +244,11 @@ class LocalGrads:
         return None if stack is None else stack[step]
 
     def convert(self, dtype: np.dtype[Any]) -> None:
-        """Make all of `dtype`, and each contiguous."""
+        """Make all of `dtype`, and each contiguous and aligned."""
         for k, array in enumerate(self._arrays):
             if array is not None:
                 one = array[:1] if self._stacked else array
-                if array.dtype != dtype or not one.flags.c_contiguous:
+                if array.dtype != dtype or not (one.flags.c_contiguous and is_aligned(array)):
                     self._arrays[k] = contiguous(array, dtype)
 
     def upload(self) -> None:
@@ -270,9 +271,9 @@ class LocalGrads:
                 continue
             if self._stacked:
                 own = addresses[k :: len(self._arrays)][: len(array)]
-                own[:] = _arrays.address_of(array) + array.strides[0] * np.arange(len(array))
+                own[:] = kernel_address(array, 1) + array.strides[0] * np.arange(len(array))
             else:
-                addresses[k] = _arrays.address_of(array)
+                addresses[k] = kernel_address(array)
 
 
 def _read_entries(local_grads: Any, count: int, of: str = "returned gradient") -> list[Any]:

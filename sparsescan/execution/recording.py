@@ -20,6 +20,7 @@ from numba import types
 from numba.core.compiler_lock import global_compiler_lock
 from numpy.typing import DTypeLike, NDArray
 
+from ..arrays.addresses import array_at_address, kernel_address
 from ..kernels.addresses import address_of
 from ..kernels.cpu.copies import fill_with
 from ..kernels.cpu.replay import Control, Header
@@ -59,7 +60,7 @@ class Space:
 
     def take(self, count: int, dtype: DTypeLike) -> Array:
         """Return an array that begins with a cache line."""
-        array = _array_at((self._number + 1) * _SPACE + self._end, (count,), dtype)
+        array = array_at_address((self._number + 1) * _SPACE + self._end, (count,), dtype)
         self._end += -(-array.nbytes // LINE) * LINE
         self.nbytes = max(self.nbytes, self._end + _MARGIN)
         return array
@@ -70,22 +71,6 @@ class Space:
         end = self._end
         yield
         self._end = end
-
-
-class _At:
-    """An address, as NumPy reads it."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "shape": shape,
-            "typestr": dtype.str,
-        }
-
-
-def _array_at(address: int, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    return np.asarray(_At(address, shape, np.dtype(dtype)))
 
 
 class Result(NamedTuple):
@@ -143,7 +128,7 @@ class Recording:
         ]
         self.header = np.zeros(Header.SIZE, np.int64)
         places = Header.STRANDS, Header.CALLS, Header.TABLE, Header.WORDS, Header.PLACES
-        self.header[list(places)] = [table.ctypes.data for table in self._tables]
+        self.header[list(places)] = [kernel_address(table) for table in self._tables]
         self.header[Header.PHASES] = len(phases)
         self.header[Header.WORD_COUNT] = len(words)
         self.header[Header.PLACE_COUNT] = len(where)
@@ -285,7 +270,7 @@ class Recorder(Calls):
 
     def array(self, number: int, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Return what stands for a contiguous array of the caller, which has this number."""
-        return _array_at((number + 1) * _SPACE, shape, dtype)
+        return array_at_address((number + 1) * _SPACE, shape, dtype)
 
     def launch(self, kernel: Callable[..., None], *arguments: Any) -> None:
         """Note the call of a kernel."""
@@ -358,7 +343,7 @@ def _words(value: Any) -> Iterator[int]:
         for part in value:
             yield from _words(part)
     elif isinstance(kind, types.Array):
-        yield from (0, 0, value.size, value.itemsize, value.ctypes.data)
+        yield from (0, 0, value.size, value.itemsize, kernel_address(value, value.ndim))
         yield from value.shape
         yield from value.strides
     elif isinstance(kind, (types.Integer, types.Boolean)):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ..arrays.addresses import kernel_address
 from ..kernels.cpu import complex_recurrence as complex_kernels
 from ..kernels.cpu import recurrence as kernels
 from ..kernels.cpu.copies import copy_into
@@ -208,7 +209,7 @@ def _steps(matrices: Matrices, offsets: Array | None, start: Array, out: Array) 
 
 def _stack(array: Array) -> Stack:
     step, *rest = array.strides[:-1]
-    return Stack(array.__array_interface__["data"][0], step, rest[0] if rest else 0)
+    return Stack(kernel_address(array, array.ndim - 1), step, rest[0] if rest else 0)
 
 
 def _flattened(steps: Steps, samples: int) -> tuple[Steps, int]:

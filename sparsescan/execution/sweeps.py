@@ -10,6 +10,7 @@ import numpy as np
 from numba.extending import get_cython_function_address
 from numpy.typing import NDArray
 
+from ..arrays.addresses import kernel_address
 from ..kernels.cpu.sweep import ARGUMENTS, About, Form, Method, Slot, Sweep, sweep
 from ..kernels.cpu.tables import Tables
 from ..symbolic.factorisation import Factorisation
@@ -130,7 +131,7 @@ def _row(form: Factorisation, dtype: np.dtype[Any]) -> list[int]:
     row[Form.METHOD], row[Form.SIZE] = _METHODS[form.method], form.size
     row[Form.LOWER], row[Form.UPPER] = form.lower, form.upper
     row[Form.HEIGHT], row[Form.ENTRIES] = form.entries // max(form.size, 1), form.entries
-    row[Form.NNZ], row[Form.PLACES] = form.places.size, form.places.ctypes.data
+    row[Form.NNZ], row[Form.PLACES] = form.places.size, kernel_address(form.places)
     if form.method != "tridiagonal":
         row[Form.FACTORISE], row[Form.SOLVE] = _routines(form.method, dtype.char)
     return row

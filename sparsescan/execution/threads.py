@@ -25,6 +25,7 @@ from numba import config
 from numba.core.compiler_lock import global_compiler_lock
 from numpy.typing import NDArray
 
+from ..arrays.addresses import kernel_address
 from ..kernels.compile import entry_for_c
 from ..kernels.cpu import waiting
 from ..kernels.cpu.flushing import flush, mode, set_mode
@@ -189,7 +190,7 @@ def replay(header: Array, arrays: Array, control: Array, parts: int) -> None:
     team: Team | None = getattr(_lent, "team", None)
     if team is not None and parts > 1:
         begin(header, arrays, control)
-        team.call(entry_for_c(help_out), control.ctypes.data)
+        team.call(entry_for_c(help_out), kernel_address(control))
         return
     words = _helpers().look_out(parts - 1) if parts > 1 else _NOBODY
     waiting.replay(words, header, arrays, control)

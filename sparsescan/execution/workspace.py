@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays.addresses import kernel_address
 from ..kernels.addresses import address_of
 from ..kernels.cpu import run, tables
 from ..kernels.cpu.tables import Kind, Node, Op, Run, Stage, Store
@@ -183,7 +184,7 @@ class Workspace:
         for k, index in merged.items():
             starts = index.starts.astype(program.index_dtype, copy=False)
             self._kept.append(starts)
-            nodes[k, Node.STARTS], nodes[k, Node.SINGLE] = starts.ctypes.data, 0
+            nodes[k, Node.STARTS], nodes[k, Node.SINGLE] = kernel_address(starts), 0
         self._run = np.zeros(Run.WIDTH, np.int64)
         # Samples are not interleaved for Jacobians with one entry in every row.
         single = nodes[:n, Node.SINGLE] != 0
@@ -219,7 +220,7 @@ class Workspace:
 
     def _set(self, slot: int, array: NDArray[Any]) -> None:
         """Write the address of an array into the run descriptor, and keep the array."""
-        self._run[slot] = array.ctypes.data
+        self._run[slot] = kernel_address(array)
         self._arrays[slot] = array
 
     def _nodes(self, program: Program) -> NDArray[np.int64]:
@@ -232,7 +233,7 @@ class Workspace:
                 for i, array in enumerate((pattern.indptr, pattern.indices)):
                     array = array.astype(program.index_dtype, copy=False)
                     self._kept.append(array)
-                    address[i] = array.ctypes.data
+                    address[i] = kernel_address(array)
                 single = bool((np.diff(pattern.indptr) == 1).all())
             rows[pattern] = [KINDS[pattern.kind], *pattern.shape, pattern.nnz, *address, single]
         nodes = np.zeros((len(program.patterns), Node.WIDTH), np.int64)

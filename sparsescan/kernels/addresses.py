@@ -1,16 +1,58 @@
-"""Addresses of arrays in host memory, noted in the table that kernels follow."""
+"""Addresses of arrays in host memory: the gate of compiled code, and tables that kernels follow."""
 
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from .compile import njit
 
 
+def data_of(context, builder, kind, array):
+    """Return the pointer to the first element of an array, for code that counts elements from it.
+
+    An array that is not contiguous is refused, when a function is compiled for it.
+    """
+    if kind.layout != "C":
+        raise BufferError(f"a kernel cannot follow {kind}: it is not contiguous")
+    return context.make_array(kind)(context, builder, array).data
+
+
+@intrinsic
+def data_address(typingctx, array):
+    """Return the address of the first element of `array`, in a compiled function."""
+
+    def codegen(context, builder, signature, args):
+        data = data_of(context, builder, signature.args[0], args[0])
+        return builder.ptrtoint(data, ir.IntType(64))
+
+    return types.uintp(array), codegen
+
+
 @njit(nogil=True, cache=True)
 def address_of(array):
-    """Return the address of the first element of `array`."""
-    return array.ctypes.data
+    """Return the address of the first element of `array`, which is contiguous and aligned."""
+    address = data_address(array)
+    if address % array.itemsize:
+        raise BufferError("a kernel cannot follow an array that is not aligned")
+    return address
+
+
+@njit(nogil=True, cache=True)
+def row_address_of(array):
+    """Return the address of the first element of an array for kernels that walk its last axis.
+
+    They are told the strides of all other axes.
+    """
+    address = array.ctypes.data
+    is_aligned = address % array.itemsize == 0
+    for step in array.strides:
+        is_aligned &= step % array.itemsize == 0
+    if not is_aligned or (array.shape[-1] > 1 and array.strides[-1] != array.itemsize):
+        raise BufferError("a kernel cannot follow rows that are not contiguous, or not aligned")
+    return address
 
 
 @njit(nogil=True, cache=True)

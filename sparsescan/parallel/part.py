@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import plan as plan_scan
+from ..arrays.addresses import kernel_address
 from ..arrays.arrays import load_cupy
 from ..chains.chain import Chain
 from ..chains.grads import LocalGrads
@@ -234,7 +235,7 @@ class Reduction:
         return terms.workspace(self._program, self._leaves, batched, thread_count())
 
     def _run(self, workspace: Any, chain: Chain, local: LocalGrads) -> Parts | None:
-        self._leaves[0] = self._ones.ctypes.data, 0
+        self._leaves[0] = kernel_address(self._ones), 0
         self._leaves[1:-1] = chain.leaves
         workspace.local_grads[:] = 0
         # The local gradients of Jacobian `k` of a program are at `k + 1`.
@@ -275,7 +276,7 @@ class _Padded:
     def __init__(self, ones: Any, chain: Chain, local: LocalGrads) -> None:
         self.n = chain.n + 2
         self.leaves = np.zeros((self.n, 2), np.int64)
-        self.leaves[0, 0] = ones.data.ptr
+        self.leaves[0, 0] = kernel_address(ones)
         self.leaves[1:-1] = chain.leaves
         if chain.stack is not None:
             # The addresses of a chain in one array are not in its table.

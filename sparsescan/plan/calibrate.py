@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from ..arrays.addresses import kernel_address
 from ..execution.threads import share, thread_count
 from ..execution.workspace import Workspace
 from ..symbolic.pattern import Pattern, of_mask, trusted
@@ -137,7 +138,7 @@ def _time(chain: Trial, dtype: np.dtype[Any], threads: int) -> float:
     if chain.shared:
         values = [values[patterns.index(pattern)] for pattern in chain.patterns]
     leaves = np.array(
-        [(array.ctypes.data, array.strides[0] * batched[0]) for array in values], np.int64
+        [(kernel_address(array), array.strides[0] * batched[0]) for array in values], np.int64
     )
     workspace = Workspace(program, leaves, dtype, chain.batch, batched, False, threads)
     out = np.ones(chain.batch * int(program.offsets[-1]), dtype)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ..arrays.addresses import kernel_address
 from ..arrays.arrays import Mirrored, device_of, is_same_stream, load_cupy
 from ..arrays.cuda import current
 from ..arrays.streams import place
@@ -619,7 +620,7 @@ class DeviceMemory(Memory):
         _device.launch(
             *(kernel, self._kernels.blocks(self.batch, self.per_layer), self._kernels.threads),
             self._xp.cuda.get_current_stream().ptr,
-            *(int(array.data.ptr) for array in (*arrays, *behind)),
+            *(kernel_address(array) for array in (*arrays, *behind)),
             *counts,
         )
 

@@ -604,8 +604,7 @@ class _Recurrence:
     ) -> list[Tensor]:
         room, scratch = self._rooms.take(), take_scratch(recorded.nbytes)
         tensors = [each.new(room) for each in results]
-        pointers = [each.data_ptr() for each in (*given, *tensors)]
-        run(recorded.recording, [address_of(scratch), *pointers])
+        run(recorded.recording, [address_of(scratch)], given, tensors)
         give_scratch(scratch)
         self._rooms.give_back(room)
         return tensors

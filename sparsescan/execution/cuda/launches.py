@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...arrays.arrays import address_of
+from ...arrays.addresses import kernel_address
 from ...chains.chain import Chain
 from ...kernels.cpu.tables import SLOTS, Op, Store
 from ...kernels.cuda import chunks as cuda_chunks
@@ -285,7 +285,7 @@ class Launches:
             places = memory.place(forms.places_of(steps[0], form))
         columns = memory.room("the products of the chunks", values, self._dtype)
         powers = memory.room("the exponents of the chunks", exponents, np.int32, zeros=one)
-        return _Chunked(form, chunk, one, (places, address_of(columns), address_of(powers)))
+        return _Chunked(form, chunk, one, (places, kernel_address(columns), kernel_address(powers)))
 
     # -- Levels ---------------------------------------------------------------------------------
 
@@ -438,7 +438,7 @@ class Launches:
             *pools, columns, strict=True
         ):
             pool, itemsize = self._memory.room(what, int(size), dtype), np.dtype(dtype).itemsize
-            products[:, column] = address_of(pool) + starts * itemsize
+            products[:, column] = kernel_address(pool) + starts * itemsize
             products[:, column + 1] = np.where(in_scratch, stride, counts) * itemsize
             self._pools.append((pool, np.where(in_scratch, -1, starts), counts))
         widths = np.where(batched, batch, 1)
@@ -451,7 +451,7 @@ class Launches:
                 self._views[program.n + k] = view.reshape(width, *pattern.shape)
         first, total = places(State.WIDTH * widths)
         state = self._memory.room("the state of the products", int(total), np.int32, zeros=True)
-        products[:, Node.STATE] = address_of(state) + 4 * first
+        products[:, Node.STATE] = kernel_address(state) + 4 * first
 
     def _place_terms(self, a: Pattern, x: Pattern, c: Pattern, numbers: list[int]) -> int:
         """Upload the terms of a sparse product, which nodes of these `numbers` are."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.addresses import kernel_address
 from ...arrays.arrays import load_cupy
 from ...errors import MemoryLimitError
 from ...formatting import format_bytes
@@ -42,13 +43,13 @@ class TakenMemory:
         self._homes = [cupy.cuda.get_current_stream()]
         self._kept: list[Any] = []  # what tables and launches point into
         self._run = cupy.empty(words, np.int64)
-        self.run_table = int(self._run.data.ptr)
+        self.run_table = kernel_address(self._run)
 
     def place(self, array: Any) -> int:
         """Keep an array, uploaded if it is NumPy's; its address."""
         array = self._cupy.asarray(array)
         self._kept.append(array)
-        return int(array.data.ptr)
+        return kernel_address(array)
 
     def room(self, what: str, size: int, dtype: Any, *, zeros: bool = False) -> Any:
         """Keep and return a new array of `size` values, or raise an error if there is no room."""
@@ -88,7 +89,7 @@ class TakenMemory:
         self._kept.append(kept)
         self._homes.append(kept.home)
         arrays = kept.indptr, kept.indices, kept.tiles
-        return tuple(0 if array is None else array.data.ptr for array in arrays)
+        return tuple(0 if array is None else kernel_address(array) for array in arrays)
 
 
 class CountedMemory:

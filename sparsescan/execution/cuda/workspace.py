@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ...arrays.addresses import kernel_address
 from ...arrays.arrays import is_same_stream
 from ...arrays.cuda import current
 from ...arrays.streams import send
@@ -140,7 +141,7 @@ class DeviceWorkspace(TakenMemory):
         `stream` is CuPy's current one, for callers that have it.
         """
         told = self._told
-        told[Run.FLAG], told[Run.OUT] = 0, out.data.ptr
+        told[Run.FLAG], told[Run.OUT] = 0, kernel_address(out)
         stack, leaves = chain.stack, chain.leaves
         if self._whole:
             # Slopes and weights take turns.

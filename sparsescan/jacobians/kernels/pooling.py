@@ -19,6 +19,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from ...kernels.addresses import data_of
 from ...kernels.compile import njit
 
 # Bits of a vector of window maxima: one register of AVX-512, two of AVX2.
@@ -128,7 +129,7 @@ def _mark_tiles(typingctx, images, top, bottom, out, top_out, bottom_out, window
         double = ir.VectorType(element, 2 * lanes)
 
         def row(array: int, start: int) -> Any:
-            data = context.make_array(signature.args[array])(context, builder, args[array]).data
+            data = data_of(context, builder, signature.args[array], args[array])
             return builder.gep(data, [args[start]])
 
         rows, outs = (row(0, 1), row(0, 2)), (row(3, 4), row(3, 5))

@@ -15,6 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ...kernels.addresses import data_address
 from ...kernels.compile import njit
 from ...kernels.cpu.flushing import flush, mode, set_mode
 from ...kernels.cpu.memory import array_at, fetch_add
@@ -123,7 +124,7 @@ def _error(api, code, text):
     """Return an error of XLA with a message that ends with 0."""
     call = words_at(_on_stack(4), 4)
     call[0], call[1], call[2], call[3] = 28, 0, text, code
-    return call_at(_word(api + API.CREATE_ERROR), call.ctypes.data)
+    return call_at(_word(api + API.CREATE_ERROR), data_address(call))
 
 
 @njit
@@ -157,7 +158,7 @@ def _wrong_length(api, place, length, steps):
     at = _write_number(out, _write_text(out, at, _B), length)
     at = _write_number(out, _write_text(out, at, _C), steps)
     out[at] = 0
-    return _error(api, _INVALID, out.ctypes.data)
+    return _error(api, _INVALID, data_address(out))
 
 
 UNKNOWN = b"this program of sparsescan.jax was compiled by another process; compile it in this one"
@@ -168,7 +169,7 @@ _FAILED = b"a kernel of sparsescan has failed"
 def _failure(api, text):
     out = array_at(_on_stack(16), 128, _BYTES)
     out[_write_text(out, 0, text)] = 0
-    return _error(api, _MISSING, out.ctypes.data)
+    return _error(api, _MISSING, data_address(out))
 
 
 @njit(nogil=True, cache=True)
@@ -194,12 +195,12 @@ def _call_help(frame, api, address, threads):
     call[3], call[4] = words_at(_root(), Root.SIZE)[Root.HELP], address
     for _ in range(1, threads):
         fetch_add(words_at(address, 1), 0, 1)
-        error = call_at(_word(api + API.SCHEDULE), call.ctypes.data)
+        error = call_at(_word(api + API.SCHEDULE), data_address(call))
         if error != 0:  # there are no threads
             fetch_add(words_at(address, 1), 0, -1)
             destroyed = words_at(_on_stack(3), 3)
             destroyed[0], destroyed[1], destroyed[2] = 24, 0, error
-            call_at(_word(api + API.DESTROY_ERROR), destroyed.ctypes.data)
+            call_at(_word(api + API.DESTROY_ERROR), data_address(destroyed))
             return
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ... import __version__
+from ...arrays.addresses import kernel_address
 from ...execution.recording import Recording
 from ...execution.recurrence import Recorded
 from ...execution.threads import thread_count
@@ -82,16 +83,16 @@ def add(
             return
         _register()
         words, own = np.zeros(Program.SIZE, np.int64), np.array(sources, np.int64)
-        words[Program.HEADER] = recording.header.ctypes.data
+        words[Program.HEADER] = kernel_address(recording.header)
         words[Program.WORDS] = recording.words
-        words[Program.SOURCES], words[Program.ARRAYS] = own.ctypes.data, len(own)
+        words[Program.SOURCES], words[Program.ARRAYS] = kernel_address(own), len(own)
         words[Program.THREADS] = min(recording.width, thread_count())
         large = np.zeros(len(own), np.int64)
         large[0] = nbytes
         for k, each in enumerate(reversed(recording.results), start=1):
             large[-k] = math.prod(each.shape) * each.dtype.itemsize
         large[large < _LARGE] = 0
-        words[Program.LARGE] = large.ctypes.data
+        words[Program.LARGE] = kernel_address(large)
         about = (-1, 0, 0) if lengths is None else lengths
         words[[Program.LENGTHS, Program.LENGTH_COUNT, Program.STEPS]] = about
         _programs[key] = words, own, large, recording
@@ -114,15 +115,15 @@ def _publish() -> None:
         while table[1 + place, 0]:
             place = (place + 1) & (size - 1)
         # The address comes first: a call that finds the key reads it.
-        table[1 + place] = 0, _programs[key][0].ctypes.data
+        table[1 + place] = 0, kernel_address(_programs[key][0])
         table[1 + place, 0] = key
-    _root[Root.TABLE] = table.ctypes.data
+    _root[Root.TABLE] = kernel_address(table)
 
 
 @functools.cache
 def _register() -> None:
     """Compile what XLA calls, and tell XLA."""
-    llvmlite.binding.add_symbol(ROOT, _root.ctypes.data)
+    llvmlite.binding.add_symbol(ROOT, kernel_address(_root))
     _root[Root.HELP] = entry_for_c(help_replay)
     handler = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(entry_for_c(handle))
     jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform="cpu")

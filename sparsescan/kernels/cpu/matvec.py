@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from ..addresses import data_address
 from ..compile import njit
 from .memory import add_fused_term, add_term, array_at, dot_two_rows, eights_at, plus, store, zero
 from .nodes import (
@@ -221,8 +222,8 @@ def apply_jacobian(t, node, first, last, first_sample, last_sample, left, out, t
         interleaved = eights_at(place, lanes, t.values)
         for b in range(first_sample, last_sample, 8):
             samples = min(np.int64(8), last_sample - b)
-            x = array_at(gradient_of(t, left, b).ctypes.data, samples * cols, t.values)
-            y = array_at(gradient_of(t, out, b).ctypes.data, samples * rows, t.values)
+            x = array_at(data_address(gradient_of(t, left, b)), samples * cols, t.values)
+            y = array_at(data_address(gradient_of(t, out, b)), samples * rows, t.values)
             interleave(x, cols, samples, interleaved)
             if dense:
                 dense_matvec_of_eight(first, last, cols, m, interleaved, y, rows, samples)
@@ -237,15 +238,15 @@ def apply_jacobian(t, node, first, last, first_sample, last_sample, left, out, t
         rows = node[Node.ROWS]
         size = (last_sample - first_sample) * rows
         m = array_at(leaf[0] + first_sample * leaf[1], size, t.values)
-        x = array_at(gradient_of(t, left, first_sample).ctypes.data, size, t.values)
-        y = array_at(gradient_of(t, out, first_sample).ctypes.data, size, t.values)
+        x = array_at(data_address(gradient_of(t, left, first_sample)), size, t.values)
+        y = array_at(data_address(gradient_of(t, out, first_sample)), size, t.values)
         for i in range(np.uint64(size)):
             y[i] = m[i] * x[i]
     else:
         rows, cols, nnz = node[Node.ROWS], node[Node.COLS], node[Node.NNZ]
         m_at = leaf[0] + first_sample * leaf[1]
-        x_at = np.int64(gradient_of(t, left, first_sample).ctypes.data)
-        y_at = np.int64(gradient_of(t, out, first_sample).ctypes.data)
+        x_at = np.int64(data_address(gradient_of(t, left, first_sample)))
+        y_at = np.int64(data_address(gradient_of(t, out, first_sample)))
         for _ in range(first_sample, last_sample):
             m = array_at(m_at, nnz, t.values)
             x, y = array_at(x_at, cols, t.values), array_at(y_at, rows, t.values)

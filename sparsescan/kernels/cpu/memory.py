@@ -20,6 +20,7 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ..addresses import data_of
 from ..compile import njit
 from .vector import Lanes, broadcast, load_at, pointer
 
@@ -48,10 +49,7 @@ def eights_at(address, rows, like):
 
 def _element(context, builder, signature, args):
     """Return the pointer to ``array[index]`` from the leading two arguments of an intrinsic."""
-    array = context.make_array(signature.args[0])(context, builder, args[0])
-    return cgutils.get_item_pointer(
-        context, builder, signature.args[0], array, [args[1]], wraparound=False
-    )
+    return pointer(context, builder, signature.args[0], *args[:2])
 
 
 @intrinsic
@@ -107,7 +105,7 @@ def dot_two_rows(typingctx, m, start, cols, x, y, i):
         )
 
         def data(k):
-            return context.make_array(signature.args[k])(context, builder, args[k]).data
+            return data_of(context, builder, signature.args[k], args[k])
 
         first, x_data, y_data = builder.gep(data(0), [args[1]]), data(3), data(4)
         rows = first, builder.gep(first, [args[2]])
@@ -209,7 +207,7 @@ def store(typingctx, y, i, total, stride, count):
 
     def codegen(context, builder, signature, args):
         array, i, value, stride, count = args
-        data = context.make_array(y)(context, builder, array).data
+        data = data_of(context, builder, y, array)
         if not isinstance(total, Lanes):
             builder.store(value, builder.gep(data, [i]))
             return context.get_dummy_value()

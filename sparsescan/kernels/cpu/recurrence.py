@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..addresses import data_address
 from ..compile import njit
 from .matvec import add_rows, csr_matvec, dense_matvec, dense_matvec_of_eight, interleave
 from .memory import add_fused_term, array_at, eights_at, store, zero
@@ -86,7 +87,7 @@ def _before(s, t, b):
 @njit(inline="always")
 def _eight(s, m, p):
     """Return eight elements of an array, from `p` on."""
-    return eights_at(np.uint64(m.ctypes.data) + p * np.uint64(s.like.itemsize), 1, s.like)
+    return eights_at(np.uint64(data_address(m)) + p * np.uint64(s.like.itemsize), 1, s.like)
 
 
 @njit
@@ -99,7 +100,7 @@ def _apply_transposed(s, m, x, y):
         while j < rows:
             j0, j1 = min(j, last), min(j + eight, last)
             j2, j3 = min(j + np.uint64(2) * eight, last), min(j + np.uint64(3) * eight, last)
-            t0 = t1 = t2 = t3 = zero(eights_at(m.ctypes.data, 1, s.like))
+            t0 = t1 = t2 = t3 = zero(eights_at(data_address(m), 1, s.like))
             p = np.uint64(0)
             for i in range(rows):
                 t0 = add_fused_term(t0, x, i, _eight(s, m, p + j0), np.uint64(0))
@@ -175,8 +176,8 @@ def _transposed_of_eight(s, m, x, y):
 def _sweep_eight(s, first, count, room):
     """Make all states of up to eight samples, which share the matrices: each is read once."""
     rows, lanes = s.size, np.uint64(LANES)
-    x = eights_at(room.ctypes.data, rows, s.like)
-    sums = eights_at(room.ctypes.data + rows * LANES * s.like.itemsize, rows, s.like)
+    x = eights_at(data_address(room), rows, s.like)
+    sums = eights_at(data_address(room) + rows * LANES * s.like.itemsize, rows, s.like)
     for t in range(s.count):
         m = _vector(s, s.values, t, ZERO, s.nnz)
         y = _vector(s, s.states, t, first, count * rows)

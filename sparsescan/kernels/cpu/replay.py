@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ..addresses import data_address
 from ..compile import njit
 from ..numbered import numbered
 from .flushing import flush, mode, set_mode
@@ -62,7 +63,7 @@ def fill(header, arrays, control):
     given = words_at(header[Header.WORDS], count)
     for i in range(Control.SIZE):
         control[i] = 0
-    control[Control.HEADER] = header.ctypes.data
+    control[Control.HEADER] = data_address(header)
     for i in range(count):
         control[Control.SIZE + i] = given[i]
     places = words_at(header[Header.PLACES], 3 * header[Header.PLACE_COUNT])
@@ -78,7 +79,7 @@ def work_off(header, control):
     count = strands[phases]
     calls = words_at(header[Header.CALLS], count + 1)
     table = words_at(header[Header.TABLE], 2 * calls[count])
-    words = control.ctypes.data + Control.SIZE * WORD
+    words = data_address(control) + Control.SIZE * WORD
     phase = 0
     while True:
         strand = fetch_add(control, Control.NEXT, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..addresses import data_address
 from ..compile import njit
 from .memory import array_at
 from .nodes import column_of, indices_of, indptr_of, is_stopped, row_bounds
@@ -75,7 +76,7 @@ def multiply(t, a_node, a, b_node, b, c_node, c, c_bits, first, last, thread):
             for p in range(start, stop):
                 c[p] = a[p] * b[column_of(a_node, a_indices, p)]
         elif c_node[Node.KIND] == Kind.DENSE:
-            row = array_at(c.ctypes.data + np.int64(start) * c.itemsize, cols, t.values)
+            row = array_at(data_address(c) + np.int64(start) * c.itemsize, cols, t.values)
             for j in range(np.uint64(cols)):
                 row[j] = 0
             _add_product_row(t, row, i, a_node, a, b_node, b)

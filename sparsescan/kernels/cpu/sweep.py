@@ -19,6 +19,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from ..addresses import data_address
 from ..compile import njit
 from ..numbered import numbered
 from .matvec import add_rows, apply_jacobian
@@ -102,7 +103,7 @@ def _call(typingctx, address, arguments):
 @njit(inline="always")
 def _row(array, k, size):
     """Return the `k`-th row of numbers that lie end to end."""
-    return array_at(array.ctypes.data + k * size * array.itemsize, size, array)
+    return array_at(data_address(array) + k * size * array.itemsize, size, array)
 
 
 @njit(error_model="numpy")
@@ -204,9 +205,9 @@ def _factorise(form, values, f, pivots, arguments):
         regular = _factorise_tridiagonal(f, pivots, form[Form.SIZE])
         return _REGULAR if regular else _SINGULAR
     arguments[_INFO] = 0
-    about, matrix, rows = form.ctypes.data, f.ctypes.data, pivots.ctypes.data
+    about, matrix, rows = data_address(form), data_address(f), data_address(pivots)
     size, height = about + Form.SIZE * WORD, about + Form.HEIGHT * WORD
-    info = arguments.ctypes.data + _INFO * WORD
+    info = data_address(arguments) + _INFO * WORD
     if form[Form.METHOD] == Method.BANDED:
         lower, upper = about + Form.LOWER * WORD, about + Form.UPPER * WORD
         given = size, size, lower, upper, matrix, height, rows, info
@@ -229,9 +230,9 @@ def _solve(form, f, pivots, x, y, count, arguments):
     for i in range(np.uint64(count * n)):
         y[i] = x[i]
     arguments[_COUNT], arguments[_PLAIN] = count, ord("N")
-    about, matrix, rows = form.ctypes.data, f.ctypes.data, pivots.ctypes.data
+    about, matrix, rows = data_address(form), data_address(f), data_address(pivots)
     size, height = about + Form.SIZE * WORD, about + Form.HEIGHT * WORD
-    vectors, more = y.ctypes.data, arguments.ctypes.data
+    vectors, more = data_address(y), data_address(arguments)
     number, plain, info = more + _COUNT * WORD, more + _PLAIN * WORD, more + _INFO * WORD
     if form[Form.METHOD] == Method.BANDED:
         lower, upper = about + Form.LOWER * WORD, about + Form.UPPER * WORD
@@ -280,7 +281,7 @@ def _is_slot_of(t, s, i, k, block, first, stop):
         return True
     nnz = form[Form.NNZ]
     for b in range(first, stop):
-        copy = array_at(_of_sample(s.copies, i, b).ctypes.data, nnz, t.bits)
+        copy = array_at(data_address(_of_sample(s.copies, i, b)), nnz, t.bits)
         if not _equal(array_at(address + b * step, nnz, t.bits), copy):
             return False
     slot[Slot.ADDRESS], slot[Slot.STEP], slot[Slot.RUN] = address, step, run
@@ -327,8 +328,8 @@ def _solve_step(t, s, k, block, first, last, thread):
     b = first
     while b < last:
         count = last - b if shared else 1
-        x = array_at(gradient_of(t, k, b).ctypes.data, count * n, t.values)
-        y = array_at(gradient_of(t, k + 1, b).ctypes.data, count * n, t.values)
+        x = array_at(data_address(gradient_of(t, k, b)), count * n, t.values)
+        y = array_at(data_address(gradient_of(t, k + 1, b)), count * n, t.values)
         if s.states[i, b] == _SINGULAR:
             s.failed[block, 0], s.failed[block, 1] = k, b
             return False

@@ -14,6 +14,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
+from ..addresses import data_of
+
 
 class Lanes(types.Type):
     """A vector of numbers."""
@@ -35,7 +37,7 @@ def pointer(context, builder, array_type, array, index, vector=None):
     if isinstance(array_type, types.CPointer):
         data = array
     else:
-        data = context.make_array(array_type)(context, builder, array).data
+        data = data_of(context, builder, array_type, array)
     place = builder.gep(data, [index])
     return place if vector is None else builder.bitcast(place, vector.as_pointer())
 

@@ -8,6 +8,7 @@ caller at a time opens its replay to them. It leaves when none of them looks at 
 
 from __future__ import annotations
 
+from ..addresses import data_address
 from ..compile import njit
 from .flushing import flush, mode, set_mode
 from .memory import clock, fetch_add, load, relax
@@ -98,7 +99,7 @@ def replay(words, header, arrays, control):
     is_first = fetch_add(words, _CALLERS, 1) == 0
     if is_first:
         words[_COUNT] += 1
-        words[_CONTROL] = control.ctypes.data
+        words[_CONTROL] = data_address(control)
         fetch_add(words, _OPEN, words[_COUNT])
     work_off(header, control)
     wait_for_all(header, control)

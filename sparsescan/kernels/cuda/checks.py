@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.addresses import kernel_address
 from ...arrays.arrays import namespace
 from ...arrays.cuda import cuda, current
 from .device import atomic_max, launch, load
@@ -32,8 +33,8 @@ def is_safe(indptr: Any, indices: Any, cols: int) -> bool:
             min(-(-size // threads), _MAX_BLOCKS),
             threads,
             cupy.cuda.get_current_stream().ptr,
-            *(indptr.data.ptr, indptr.size - 1, indices.data.ptr, indices.size, cols),
-            fault.data.ptr,
+            *(kernel_address(indptr), indptr.size - 1, kernel_address(indices), indices.size, cols),
+            kernel_address(fault),
         )
     return not fault.get()[0]
 

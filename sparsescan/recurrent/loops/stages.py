@@ -9,6 +9,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ...kernels.addresses import data_of
+
 # Pointers and integers of a function, behind the stage: see ``render.cpu.ARGUMENTS``.
 _POINTERS, _COUNTS = 13, 6
 
@@ -25,7 +27,7 @@ def pointer(typingctx, array, index):
     def codegen(context, builder, signature, args):
         data = args[0]
         if not isinstance(signature.args[0], types.CPointer):
-            data = context.make_array(signature.args[0])(context, builder, data).data
+            data = data_of(context, builder, signature.args[0], data)
         return builder.gep(data, [args[1]])
 
     return types.CPointer(array.dtype)(array, types.intp), codegen

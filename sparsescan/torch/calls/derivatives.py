@@ -33,7 +33,7 @@ from ...recurrent.step_pool import StepPool
 from ...recurrent.tangent import Tangent, tangent_of
 from .direct import is_eager, is_forward_twice
 from .plain import run_plain
-from .recorded import Room, give_scratch, take_scratch
+from .recorded import Room, addresses_of, give_scratch, take_scratch
 from .shapes import Shape, kind_of, network_of, register
 from .team import ALONE, pytorchs_threads
 
@@ -390,7 +390,7 @@ class _Rows(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> _Rows:
         """Return where those of a tensor are."""
-        return cls(tensor, tensor.data_ptr(), tensor.stride(0) * tensor.itemsize)
+        return cls(tensor, addresses_of([tensor[0]])[0], tensor.stride(0) * tensor.itemsize)
 
     def address(self, member: int) -> int:
         """Return where a member begins."""

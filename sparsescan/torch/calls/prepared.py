@@ -191,8 +191,7 @@ class Prepared:
         # A copy must be there until the end.
         given = [self.in_order(x), *[each.contiguous() for each in tensors]]
         results = tuple(each.new(room) for each in self._results)
-        pointers = [each.data_ptr() for each in (*given, *results)]
-        run(self._forward, [room.address, *pointers])
+        run(self._forward, [room.address], given, results)
         return results, room
 
     def backward(
@@ -213,8 +212,7 @@ class Prepared:
             none = self._no_grad()
             given += [none if each is None else each.contiguous() for each in carry]
         results, scratch = [each.new(room) for each in own.results], take_scratch(own.nbytes)
-        pointers = [each.data_ptr() for each in (*given, *results)]
-        run(own.recording, [room.address, address_of(scratch), *pointers])
+        run(own.recording, [room.address, address_of(scratch)], given, results)
         give_scratch(scratch)
         return [results[place] for place in own.order]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -86,8 +87,30 @@ class ResultTensor(NamedTuple):
         return torch.from_numpy(np.lib.stride_tricks.as_strided(array, self.shape, steps))
 
 
-def run(recording: Recording, addresses: list[int]) -> None:
-    """Make the calls of a recording with arrays at addresses, on as many threads as PyTorch has."""
+def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the addresses of contiguous tensors for kernels, which see no strides."""
+    if not all([each.is_contiguous() for each in tensors]):  # noqa: C419 (a list takes less time)
+        raise BufferError("a kernel cannot follow a tensor that is not contiguous")
+    return [each.data_ptr() for each in tensors]
+
+
+def run(
+    recording: Recording, rooms: list[int], given: Sequence[Tensor], results: Sequence[Tensor]
+) -> None:
+    """Make the calls of a recording, on as many threads as PyTorch has.
+
+    Parameters
+    ----------
+    recording : Recording
+        The recording.
+    rooms : list of int
+        The addresses of its memory.
+    given : sequence of Tensor
+        Contiguous tensors that it reads.
+    results : sequence of Tensor
+        What :meth:`ResultTensor.new` has made, in the order of the recording's results.
+    """
+    addresses = [*rooms, *addresses_of(given), *[each.data_ptr() for each in results]]
     if recording.threads == 1:
         recording.run_at(addresses)
     else:

@@ -22,6 +22,7 @@ from .arrays import array_of, here, tensor_of
 from .derivatives import run_differentiable
 from .direct import is_direct, is_mapped
 from .once import Twice, gradients_of, over_maps
+from .recorded import addresses_of
 from .shapes import Shape, kind_of, network_of
 
 # Networks whose training steps are kept for the next call; those used last.
@@ -190,7 +191,7 @@ def _forward(
         output, last = map(tensor_of, arrays)
     token = x.new_zeros(1)
     if about[_COUNT]:
-        address = token.data_ptr()
+        (address,) = addresses_of([token])
         _waiting[address] = _Waiting(steps, step, weakref.ref(token, partial(_forget, address)))
     else:
         steps.give_back(step)
@@ -210,7 +211,8 @@ def _backward(
     resets: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the gradients in the initial states, in all parameters, and in the input."""
-    waiting = _waiting.pop(token.data_ptr(), None)
+    (address,) = addresses_of([token])
+    waiting = _waiting.pop(address, None)
     with here(x):
         if waiting is None:
             # Another backward pass has used it, or another tensor stands for it.
