@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torchrecurrent
-from torch import nn
+from torch import fx, nn
 from torch.ao.quantization import quantize_dynamic
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.onnx._internal.exporter import _flags
 
 import sparsescan.torch
@@ -166,6 +166,41 @@ def test_compiled_models() -> None:
             torch.testing.assert_close(compiled(x), plain(x))
         made.append(graphs)
     assert made[0] == made[1]
+
+
+def test_symbolic_traces_have_modules_as_leaves() -> None:
+    plain = Net(nn.LSTM(3, 4))
+    plain.after = pruned(plain.after)
+    ours, x = converted(plain), torch.randn(5, 2, 3)
+    traced = [fx.symbolic_trace(model) for model in (plain, ours)]
+    assert traced[0].code == traced[1].code
+    torch.testing.assert_close(traced[1](x), plain(x))
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_parametrised_modules(is_first: bool) -> None:
+    """A module may be converted before its weights are parametrised, or afterwards."""
+    torch.manual_seed(0)
+    net, x = nn.GRU(3, 4), torch.randn(5, 2, 3)
+    steps: list[Any] = [convert, lambda net: parametrizations.orthogonal(net, "weight_hh_l0")]
+    for step in steps if is_first else reversed(steps):
+        step(net)
+    plain = nn.GRU(3, 4)
+    with torch.no_grad():
+        for name in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"):
+            getattr(plain, name).copy_(getattr(net, name))
+    assert explain(net) == ([""], {})
+    torch.testing.assert_close(net(x), plain(x))
+    loss = net(x)[0].square().sum()
+    loss.backward()
+    assert float(net.parametrizations.weight_hh_l0.original.grad.abs().max()) > 0
+    assert revert(net) == ([""], {})
+    assert parametrize.type_before_parametrizations(net) is nn.GRU
+    torch.testing.assert_close(net(x), plain(x))
+    convert(net)
+    parametrize.remove_parametrizations(net, "weight_hh_l0")
+    assert type(net) is sparsescan.torch.GRU
+    torch.testing.assert_close(net(x), plain(x))
 
 
 def test_copies_and_files() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
+from torch.fx import Proxy
 from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -38,6 +41,17 @@ def is_eager(*tensors: Tensor | None) -> bool:
 def is_mapped(tensor: Tensor | None) -> bool:
     """Return whether a tensor is a batch of gradients, as ``is_grads_batched=True`` makes them."""
     return tensor is not None and torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
+def as_leaf(module: Any, *given: Any) -> Any:
+    """Return a call of a module in a graph of ``torch.fx``, where PyTorch's modules are leaves.
+
+    None is returned if the first of `given` does not stand for a value in such a graph.
+    """
+    if not isinstance(given[0], Proxy):
+        return None
+    tracer: Any = given[0].tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), given, {})
 
 
 def has_saving_hooks() -> bool:

@@ -13,7 +13,7 @@ from ...errors import InputError, InputTypeError, short
 from ...symbolic.schedule import check_count, check_flag
 from ..conversion.structure import is_pruning
 from .derivatives import run_differentiable
-from .direct import is_exported_to_onnx, is_recorded, is_transformed
+from .direct import as_leaf, is_exported_to_onnx, is_recorded, is_transformed
 from .prepared import find, is_left, key_of, leave, left_key, prepare
 from .recurrent_op import has_kernels, run
 from .resets import check_resets
@@ -150,6 +150,8 @@ class Sequences:
             results = self._called(find(key), input, hx, own, left)
             if results is not None:
                 return results
+        elif (leaf := as_leaf(self, input, *([] if hx is None else [hx]))) is not None:
+            return leaf
         weights: list[Tensor] = [weight for each in self.all_weights for weight in each]
         is_taken = self._takes(input, hx, weights)
         if self.truncate is not None and torch.is_grad_enabled():

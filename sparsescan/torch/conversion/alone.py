@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+from ..calls.direct import as_leaf
 from ..sequential import Sequential, is_sparse, run, why_dense
 from .kinds import Kind
 from .structure import is_pruning, without_kernels
@@ -33,7 +34,9 @@ class _Alone(metaclass=Kind):
             and self._compiled_call_impl is None
             and not torch.compiler.is_compiling()
         ):
-            output = run(_stack_of(self), given[0])
+            output = as_leaf(self, *given)
+            if output is None:
+                output = run(_stack_of(self), given[0])
             if output is not None:
                 return output
         return super().__call__(*given, **named)  # type: ignore[misc]

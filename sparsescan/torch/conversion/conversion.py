@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ...errors import InputTypeError, short
 from ...symbolic.schedule import check_count
@@ -161,11 +162,11 @@ def revert(model: nn.Module) -> Conversion:
     _check_module(model)
     replaced, left = list[str](), dict[str, str]()
     for name, module in model.named_modules():
-        kind = type(module)
+        kind, base = type(module), _base_of(module)
         if getattr(module, "return_states", False):
             left[name] = "PyTorch has no return_states"
-        elif plain_class(kind) is not kind:
-            _become(module, plain_class(kind))
+        elif plain_class(base) is not base:
+            _become(module, _with_base(module, plain_class(base)))
             replaced.append(name)
         elif is_replaced(module):
             left[name] = f"it is a {kind.__name__}, in whose place PyTorch has none"
@@ -179,6 +180,23 @@ def revert(model: nn.Module) -> Conversion:
 def _become(module: nn.Module, kind: type[nn.Module]) -> None:
     """Let a module be of another class, whatever its own does when an attribute is set."""
     object.__setattr__(module, "__class__", kind)
+
+
+def _base_of(module: nn.Module) -> Any:
+    """Return the class of a module, as it was before weights were parametrised."""
+    return type(module).__bases__[0] if is_parametrized(module) else type(module)
+
+
+def _with_base(module: nn.Module, base: Any) -> Any:
+    """Return the class that a module has with another base.
+
+    PyTorch makes a class for each parametrised module, whose properties compute weights.
+    """
+    if not is_parametrized(module):
+        return base
+    kind, left_out = type(module), ("__dict__", "__weakref__", "__abstractmethods__", "_abc_impl")
+    about = {name: each for name, each in vars(kind).items() if name not in left_out}
+    return type(base)(kind.__name__, (base,), about)
 
 
 def _check_module(model: Any) -> None:
@@ -257,11 +275,11 @@ def _replacement_of(module: Any, is_inside: bool) -> tuple[type[nn.Module] | Non
         why = torchrecurrent.why_not(module) or without_kernels(module, _DEVICES)
         return (None, why) if why else (torchrecurrent.replacement_of(module), None)
     if isinstance(module, nn.RNNBase):
-        own: Any = type(module)
+        own = _base_of(module)
         found: Any = KINDS.get(own) or behind(own)
         why = f"it is a {own.__name__}, {found}" if isinstance(found, str) else ""
         why = why or _why_not(module)
-        return (None, why) if why else (found, None)
+        return (None, why) if why else (_with_base(module, found), None)
     if is_inside:
         return None, None
     if type(module) is nn.Sequential:
