@@ -17,6 +17,7 @@ ROOT = Path(sparsescan.__file__).parent
 ROOMS = (
     "errors",
     "formatting",
+    "locks",
     "arrays",
     "kernels",
     "symbolic",
@@ -148,10 +149,12 @@ TORCH = {
     *("_functorch", "_vmapmode_increment_nesting", "_vmapmode_decrement_nesting"),
     *("_add_batch_dim", "_remove_batch_dim"),
 }
+# As Python's own modules do after a fork.
+THREADING = {"_at_fork_reinit"}
 TUPLE = {"_asdict", "_fields", "_replace"}
 # Private names of Frozen and of Operator, for classes that are derived from them.
 DERIVED = {"_set", "_set_output", "_set_shapes"}
-FOREIGN = NUMBA | TORCH | TUPLE | DERIVED
+FOREIGN = NUMBA | TORCH | THREADING | TUPLE | DERIVED
 
 
 def test_private_attributes_stay_in_their_room() -> None:
@@ -179,6 +182,32 @@ def test_private_attributes_stay_in_their_room() -> None:
         if not name.startswith("__") and name not in defined[room]
     ]
     assert not taken, "\n".join(taken)
+
+
+# Locks that one thread takes and another one frees: a forked child makes its own crew.
+SIGNALS = {"execution/threads.py": 2}
+
+
+def test_locks_renew_themselves_after_a_fork() -> None:
+    """Only `locks` makes locks, and imports what has some."""
+    kinds = {"Barrier", "BoundedSemaphore", "Condition", "Event", "Lock", "RLock", "Semaphore"}
+    for path in FILES:
+        if path.name == "locks.py":
+            continue
+        made = [
+            f"{path}:{node.lineno}"
+            for node in nodes(path)
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func).removeprefix("threading.") in kinds
+            )
+            or (
+                isinstance(node, ast.ImportFrom)
+                and (node.module, node.level) in (("threading", 0), ("functools", 0))
+                and {each.name for each in node.names} & {*kinds, "cached_property"}
+            )
+        ]
+        assert len(made) == SIGNALS.get(path.as_posix(), 0), made
 
 
 def test_the_face_shows_its_names_and_no_others() -> None:

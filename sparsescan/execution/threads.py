@@ -32,6 +32,7 @@ from ..kernels.cpu.flushing import flush, mode, set_mode
 from ..kernels.cpu.replay import begin, help_out
 from ..kernels.cpu.run import abort
 from ..kernels.cpu.waiting import POSTED, WAITING, WORDS, await_call, await_end
+from ..locks import new_lock
 
 Array = NDArray[Any]
 
@@ -336,7 +337,7 @@ class Crew:
     def __init__(self, most: int) -> None:
         self._most = most
         self._threads: list[threading.Thread] = []
-        self._starting = threading.Lock()
+        self._starting = new_lock()
         self._posted: deque[_PostedCall] = deque()
         self._sleepers: list[threading.Lock] = []
         self._words = np.zeros(WORDS, np.int64)
@@ -423,7 +424,7 @@ class Crew:
 
 
 _crew: Crew | None = None
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def _helpers() -> Crew:
@@ -443,8 +444,8 @@ def _close() -> None:
 
 def _renew() -> None:
     """Start anew in a forked child, where the threads of the parent do not exist."""
-    global _crew, _lock
-    _crew, _lock = None, threading.Lock()
+    global _crew
+    _crew = None
     global_compiler_lock.release()  # type: ignore[no-untyped-call]
 
 

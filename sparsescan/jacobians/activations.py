@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..arrays.arrays import namespace, special
 from ..errors import InputError, short
+from ..locks import cached_property
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, trusted
 from ..symbolic.schedule import check_choice, check_number

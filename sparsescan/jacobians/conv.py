@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..errors import InputError, short
+from ..locks import cached_property
 from ..parameters.parametrised import Weighted
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from ..arrays.arrays import Mirrored
 from ..errors import InputError
+from ..locks import cached_property
 from ..parameters.parametrised import Weighted
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, of_mask, rows_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from ..arrays.arrays import namespace
 from ..chains.containers import check_dtype
 from ..errors import InputError, short
 from ..execution.sharing import quiet
+from ..locks import cached_property
 from ..parameters.parametrised import Initial, Parameter, Parametrised
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, trusted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..arrays.arrays import Mirrored
 from ..errors import InputError, short
+from ..locks import cached_property
 from ..symbolic.pattern import rows_of
 from ..symbolic.schedule import check_count, check_flag
 from .kernels.pooling import Windows, mark_in_tiles, mark_in_windows

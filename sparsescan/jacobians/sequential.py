@@ -6,7 +6,6 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from ..arrays.arrays import Mirrored, check_array, check_memory, namespace, outp
 from ..chains.containers import BatchedCSR, as_matrix
 from ..chains.implicit import ImplicitStep
 from ..errors import InputError, InputTypeError
+from ..locks import cached_property
 from ..parameters.fixed import Fixed
 from ..plan.scan_plan import ScanPlan
 from ..symbolic.implicit import ImplicitPattern, Step

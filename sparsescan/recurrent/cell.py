@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +14,7 @@ from ..arrays.arrays import Mirrored, check_numba_cuda, for_kernels, namespace, 
 from ..chains.containers import BatchedCSR, CSRChain
 from ..errors import Allocating, InputError, InputTypeError
 from ..execution.sharing import quiet
+from ..locks import cached_property
 from ..parameters.fixed import Fixed
 from ..parameters.parametrised import Parametrised, check_mask, initial
 from ..symbolic.implicit import ImplicitPattern

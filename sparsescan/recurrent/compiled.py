@@ -20,12 +20,13 @@ import numba
 import numpy as np
 
 from ..kernels.compile import cache_folder, entry_for_c, njit
+from ..locks import new_lock
 from .loops.sequences import run
 from .loops.stages import signature
 from .program import CellProgram
 from .render.cpu import CPURenderer
 
-_lock = threading.RLock()
+_lock = new_lock()
 
 
 class Code(NamedTuple):
@@ -84,8 +85,8 @@ def code_of(program: CellProgram, name: str, dtype: np.dtype[Any]) -> Code:
             kinds: tuple[Any, ...] = signature(numba.from_dtype(dtype))  # type: ignore[no-untyped-call]
             options: dict[str, Any] = {"nogil": True, "cache": True, "_nrt": False}
             functions = [njit(getattr(module, each), **options) for each in ("forward", "backward")]
-            code = _codes[key] = Code(*(entry_for_c(each, kinds) for each in functions))
             _kept.extend(functions)
+            code = _codes[key] = Code(*(entry_for_c(each, kinds) for each in functions))
         return code
 
 

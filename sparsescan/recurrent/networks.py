@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..errors import InputError, InputTypeError, short
+from ..locks import cached_property
 from ..parameters.fixed import Fixed
 from ..symbolic.schedule import check_count, check_flag
 from .cell import Cell

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ..errors import InputError, InputTypeError, short
+from ..locks import new_lock
 
 # Modules that a step may have called when something is refused.
 _BETWEEN = __name__, f"{__package__}.definition", "numpy.", "torch."
@@ -208,7 +209,7 @@ def tracing() -> Iterator[None]:
 
 _thread = threading.local()
 _interned: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def node(operation: str, *arguments: Node, about: tuple[Any, ...] = ()) -> Node:

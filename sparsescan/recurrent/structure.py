@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays.arrays import Mirrored, check_memory
+from ..locks import cached_property
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, indptr_of, of_mask, product, rows_of, trusted
 from .constants import Known, is_zero, known_of

@@ -8,10 +8,10 @@ cell that is made of it in turn gives third ones.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ..locks import new_lock
 from .cell import Cell
 from .definition import Bias, Hidden, Input, Scalar, Vector, bias_name, declared, shapes_of
 from .operations import OPERATIONS, Node, apply, node, number, where
@@ -81,7 +81,7 @@ class Tangent(NamedTuple):
         return found
 
 
-_lock = threading.Lock()
+_lock = new_lock()
 _tangents: dict[Any, Tangent] = {}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -12,6 +11,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from ..errors import InputError, InputTypeError, short
+from ..locks import cached_property
 from ..symbolic.pattern import Pattern, rows_of
 from .factors import Filled, Vector
 

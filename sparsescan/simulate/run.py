@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, InputTypeError, MemoryLimitError, NewtonError, short
 from ..formatting import format_bytes, quantity
+from ..locks import new_lock
 from .adapt import March
 from .factors import Vector
 from .newton import NotSolved, Solver, Tolerance
@@ -104,7 +104,8 @@ class Run:
         self._scheme, self._params = scheme, problem.params
         self._dt, self._has_one_dt = dt, has_one_dt
         # A backward pass changes factors, and which states are kept.
-        self._lock = threading.Lock()
+        self._lock = new_lock()
+        self._is_half_way = False
         self._left: tuple[Any, ...] | None = None
         self._n, self._count, self._shape = len(u0), len(dt), problem.shape
         self.times = problem.t0 + np.concatenate([[0.0], np.cumsum(dt)])
@@ -327,8 +328,9 @@ class Run:
         in_dt = np.zeros((self._done, columns))
         with self._told():
             for k in reversed(range(self._done)):
-                self._keep(k)
+                # The caller's function may call this method, too, which keeps other states.
                 above = _added(grads.old, own(k + 1))
+                self._keep(k)
                 grads.begin()
                 later = grads.time.copy()
                 self._solver.turn_to(k)
@@ -354,13 +356,16 @@ class Run:
     def _keep(self, k: int) -> None:
         """Compute the states around a step again, if others are kept."""
         number = k // self._length
-        if number * self._length == self._begin:
+        if number * self._length == self._begin and not self._is_half_way:
             return
+        # An interrupt may come, or a fork, which leaves a child with some of the states.
+        self._is_half_way = True
         self._begin = number * self._length
         self._states[:2] = self._marks[number]
         self._solver.forget()
         for step in range(self._begin, min(self._begin + self._length, self._done)):
             self._advance(step)
+        self._is_half_way = False
 
     def _read_grads(
         self, grad_states: Any, grad_last: Any

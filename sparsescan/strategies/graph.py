@@ -6,9 +6,9 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from ..errors import InputError
+from ..locks import cached_property
 
 #: Kinds of layers. A "cell" is one time step of a recurrent network.
 KINDS = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..formatting import quantity
+from ..locks import cached_property
 from ..parallel.api import plan
 from ..parallel.exchange import exscan_messages
 from ..parallel.forecast import CLOSE, OPEN

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from .. import api
 from ..jacobians import Operator, Sequential
+from ..locks import cached_property
 from ..parallel.communicator import Fault
 from .exchanges import descend
 from .networks import Step

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-import os
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -18,6 +16,7 @@ from ..arrays.arrays import check_memory, host_array, is_on_device
 from ..arrays.frozen import Frozen
 from ..errors import Allocating, DeviceError, InputError, InputTypeError, short
 from ..kernels import symbolic as kernels
+from ..locks import new_lock
 
 Kind = Literal["diagonal", "dense", "general"]
 
@@ -31,17 +30,7 @@ _SAMPLE = 64
 _EXACT = 10_000_000
 
 _interned: weakref.WeakValueDictionary[Any, Pattern] = weakref.WeakValueDictionary()
-_lock = threading.RLock()
-
-
-def _renew_lock() -> None:
-    """Replace the lock in a forked child, where a thread of the parent may hold it."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+_lock = new_lock()
 
 
 class Pattern(Frozen):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from .. import affine
 from ..errors import InputTypeError
 from ..execution.recurrence import Recorded, record_gradients, record_states
 from ..kernels.addresses import address_of
+from ..locks import new_lock
 from ..readings import Reading, read_shapes, read_shapes_anew
 from ..recurrent.step_pool import StepPool
 from ..symbolic.pattern import Pattern
@@ -556,7 +556,7 @@ def _differentiable_backward(
 _OFTEN, _MOST = 4, 64
 _recurrences: OrderedDict[Any, _Recurrence | int] = OrderedDict()
 _ONE_STEP = -1  # beside recordings, and counts of calls
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def _is_one_step(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import sys
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from torch.autograd.graph import increment_version
 from ..errors import SparseScanError
 from ..jacobians import Operator, from_torch
 from ..jacobians.training.bound import BoundStep, without_arrays
+from ..locks import new_lock
 from ..recurrent.step_pool import StepPool
 from .calls.arrays import array_of, tensor_of
 from .calls.direct import is_direct, is_watched
@@ -296,7 +296,7 @@ class _Stack:
     def __init__(self) -> None:
         self.runs_here = False  # whether the last call was not PyTorch's
         self.kept: list[Kept] = []
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._known: OrderedDict[Any, _Known] = OrderedDict()
         self._made = 0  # networks that were made since one was used again
         self._passed: OrderedDict[int, None] = OrderedDict()
@@ -352,7 +352,7 @@ def _make(structure: StackStructure) -> _Network | None:
     return network if network.is_right else None
 
 
-_lock = threading.Lock()
+_lock = new_lock()
 _stacks: weakref.WeakKeyDictionary[nn.Module, _Stack] = weakref.WeakKeyDictionary()
 
 

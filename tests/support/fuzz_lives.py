@@ -15,13 +15,16 @@ import argparse
 import collections
 import copy
 import io
+import os
 import pickle
+import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -752,12 +755,51 @@ def other_size(model: Model, rng: Rng) -> Tensor:
     return model.out(torch.cat([model.x, 2 * model.x], axis))
 
 
+def fork(model: Model, rng: Rng) -> Tensor:
+    """Call a model in a forked child, while another thread makes calls of new shapes."""
+    with torch.no_grad():
+        model.out()
+    if model.handles:
+        raise SkippedError
+    other, end = copy.deepcopy(model.net), threading.Event()
+    axis = 0 if model.layers(nn.Linear) else 1
+
+    def call() -> None:
+        count = 1
+        with suppress(Exception):
+            while not end.is_set():
+                count = count % 5 + 1
+                model.out(torch.cat([model.x] * count, axis), other)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    time.sleep(rng.random() * 0.02)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        torch.manual_seed(0)  # the thread has drawn numbers, too
+        try:
+            torch.save(model.out().detach(), found := io.BytesIO())
+            os.write(writer, found.getvalue())
+        finally:
+            os._exit(0)
+    end.set()
+    thread.join()
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        text = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0, "the child hung"
+    result: Tensor = torch.load(io.BytesIO(text))
+    return result
+
+
 COMMON: tuple[Event, ...] = (
     *(train, train, penalise, prune_one, prune_structured, prune_all, remove, hook, unhook),
     *(write_data, write_numpy, new_data, new_mask, mask_data, mask_numpy, scale_mask, whole_mask),
     *(bool_mask, write_masked, load, switch, copied, pickled, require, to_half_and_back, single),
     *(masked_gradients, masked_gradients, twice, late, infer, other_size, checkpointed),
-    *(traced_fx, traced_jit, functional, faked),
+    *(traced_fx, traced_jit, functional, faked, fork),
     *(load_plain, instances, initialise, reverted, scripted, exported, quantised),
 )
 OF_STACKS: tuple[Event, ...] = (

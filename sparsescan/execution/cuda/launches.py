@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from ...kernels.cuda.levels import THREADS
 from ...kernels.cuda.matvec import STAGE
 from ...kernels.cuda.products import DENSE_ROWS, WARP
 from ...kernels.cuda.tables import EVERY, Mode, Node, Plan, State, Sweep, Terms, Unit
+from ...locks import cached_property
 from ...symbolic.pattern import Pattern, index_dtype
 from ...symbolic.program import Program
 from ...symbolic.terms import TermCounts, count_terms, lay_out_terms

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from ...arrays.arrays import Mirrored
 from ...errors import InputError
+from ...locks import cached_property
 from ...symbolic.pattern import Pattern, indptr_of, trusted
 from .checks import check_sizes
 from .operator import Operator

@@ -6,7 +6,6 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from ...chains.containers import as_matrix
 from ...chains.implicit import ImplicitStep
 from ...errors import Allocating, InputError
 from ...execution.sharing import even_slices, map_shared, quiet
+from ...locks import cached_property
 from ...parameters.fixed import Fixed
 from ...symbolic.implicit import ImplicitPattern, Step
 from ...symbolic.indexed import indexed

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...arrays.arrays import Mirrored
+from ...locks import cached_property
 from ...symbolic.pattern import Pattern, index_dtype, trusted
 from ..kernels.stencil import (
     StencilAxis,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from ... import api
 from ...execution.calls import aligned_zeros
 from ...execution.threads import thread_count
 from ...kernels.cpu.lanes import lanes
+from ...locks import cached_property
 from ..activations import Elementwise
 from ..kernels import places as kernels
 from ..normalization import BatchNorm

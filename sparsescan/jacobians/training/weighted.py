@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ...kernels.cpu.gathers import ROWS
 from ...kernels.cpu.lanes import lanes
+from ...locks import cached_property
 from ..conv import ConvTranspose2d
 from ..kernels import places as kernels
 from ..linear import Linear

@@ -6,7 +6,6 @@ import ctypes
 import functools
 import hashlib
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,13 +20,14 @@ from ...execution.recording import Recording
 from ...execution.recurrence import Recorded
 from ...execution.threads import thread_count
 from ...kernels.compile import entry_for_c
+from ...locks import new_lock
 from .calls import vary, varying
 from .handler import ROOT, Program, Root, handle, help_replay
 
 _TARGET = "sparsescan"
 # Bytes from which memory is best in large pages.
 _LARGE = 1 << 22
-_lock = threading.Lock()
+_lock = new_lock()
 _root = np.zeros(Root.SIZE, np.int64)
 _programs: dict[int, Any] = {}
 # Tables that a call may still read.
@@ -95,28 +95,32 @@ def add(
         words[Program.LARGE] = kernel_address(large)
         about = (-1, 0, 0) if lengths is None else lengths
         words[[Program.LENGTHS, Program.LENGTH_COUNT, Program.STEPS]] = about
+        _publish(key, kernel_address(words))
         _programs[key] = words, own, large, recording
-        _publish()
 
 
-def _publish() -> None:
-    """Let the next calls find the latest program, maybe in a larger table."""
+def _publish(key: int, address: int) -> None:
+    """Let the next calls find a program, maybe in a larger table."""
     size = 16
-    while size < 2 * len(_programs):
+    while size < 2 * (len(_programs) + 1):
         size *= 2
-    todo = [next(reversed(_programs))]
+    todo = {key: address}
     if not _tables or len(_tables[-1]) < 1 + size:
-        _tables.append(np.zeros((1 + size, 2), np.int64))
-        _tables[-1][0, 0] = size - 1
-        todo = list(_programs)
-    table = _tables[-1]
-    for key in todo:
-        place = key & (size - 1)
-        while table[1 + place, 0]:
+        table = np.zeros((1 + size, 2), np.int64)
+        table[0, 0] = size - 1
+        todo.update((each, kernel_address(words)) for each, (words, *_) in _programs.items())
+    else:
+        table = _tables[-1]
+    for each, where in todo.items():
+        place = each & (size - 1)
+        # It is there already if that was as far as another thread came before a fork.
+        while table[1 + place, 0] not in (0, each):
             place = (place + 1) & (size - 1)
         # The address comes first: a call that finds the key reads it.
-        table[1 + place] = 0, kernel_address(_programs[key][0])
-        table[1 + place, 0] = key
+        table[1 + place] = 0, where
+        table[1 + place, 0] = each
+    if not _tables or table is not _tables[-1]:
+        _tables.append(table)
     _root[Root.TABLE] = kernel_address(table)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import numpy as np
 from numba import config, types
 
 from ...arrays.cuda import SIMULATED, cuda
+from ...locks import new_lock
 
 if SIMULATED:
     intrinsic: Any = None  # what compiles to instructions of one's own is Python there
@@ -25,7 +25,7 @@ if SIMULATED:
         np.int64: ctypes.c_int64,
         np.uint16: ctypes.c_uint16,
     }
-    _lock = threading.Lock()
+    _lock = new_lock()
 
     def _at(address: int, index: int, kind: type) -> Any:
         return _CTYPES[kind].from_address(int(address) + int(index) * np.dtype(kind).itemsize)
@@ -157,7 +157,7 @@ else:
     except ImportError:  # Numba's own CUDA target
         _settings = config
 
-    _configuring = threading.Lock()
+    _configuring = new_lock()
 
     class _Handle(NamedTuple):
         """A stream, as far as CuPy looks at one in a launch."""

@@ -33,6 +33,7 @@ from numba import types
 from ...arrays import cuda as door
 from ...arrays.arrays import load_cupy
 from ...arrays.cuda import MachineCode, assemble, compile_to_ptx, compilers
+from ...locks import new_lock
 from ..compile import cache_folder, read_checked, with_checksum
 
 # The environment variable that names a folder of kernels that were built ahead.
@@ -55,7 +56,7 @@ class Origins(NamedTuple):
 
 _origins = Origins(Counter(), [])
 _functions: dict[tuple[int, Any, int], Callable[..., None] | None] = {}
-_lock = threading.RLock()
+_lock = new_lock()
 
 
 def origins() -> Origins:

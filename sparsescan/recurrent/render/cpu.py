@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from functools import cached_property
 
+from ...locks import cached_property
 from ..operations import OPERATIONS, Node, node
 from ..program import CellProgram, topological
 from .base import Renderer

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from torch import Tensor
 from ...execution.recording import Recording
 from ...execution.threads import lent, share
 from ...kernels.addresses import address_of
+from ...locks import new_lock
 from ...recurrent.definition import shapes_of
 from ...recurrent.host_sizes import Extent
 from ...recurrent.recorded import Passes
@@ -303,7 +303,7 @@ _modes: dict[tuple[str, bool], tuple[str, Tangent]] = {}
 # -- Passes ----------------------------------------------------------------------------------------
 
 _MOST = 64  # layers whose recordings are kept, those used last
-_lock = Lock()
+_lock = new_lock()
 _passes: OrderedDict[_Key, _MemberPasses] = OrderedDict()
 
 

@@ -9,7 +9,6 @@ parameters is kept: each call reads what they are then.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch.autograd import forward_ad
 
 from ...execution.recording import Recording, Result
 from ...kernels.addresses import address_of
+from ...locks import new_lock
 from ...recurrent.host_sizes import Extent
 from ...recurrent.recorded import Passes
 from ...recurrent.step_pool import StepPool
@@ -309,7 +309,7 @@ def _listed(hx: Any) -> Sequence[Tensor]:
 
 # -- Calls that come often -------------------------------------------------------------------------
 
-_lock = threading.Lock()
+_lock = new_lock()
 # What a call is: prepared, one of PyTorch's kernel (True), or one that has come so many times.
 _calls: OrderedDict[tuple[Any, ...], Prepared | int] = OrderedDict()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import InputError
+from ...locks import new_lock
 from ...recurrent import TrainingStep
 from ...recurrent.step_pool import StepPool, run_forward, runs_on_gpu
 from ..conversion.probe import asks_for_some, is_looked_at, probe
@@ -85,7 +85,7 @@ class _Waiting(NamedTuple):
     token: weakref.ref[Tensor]
 
 
-_lock = threading.Lock()
+_lock = new_lock()
 _steps: OrderedDict[Any, _Steps] = OrderedDict()
 _waiting: dict[int, _Waiting] = {}  # by the address of the token
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...execution.calls import call_all
 from ...kernels.cpu.masks import count_changes
+from ...locks import cached_property
 
 # Entries of a mask that are a task.
 _TASK = 1 << 18
