@@ -26,6 +26,7 @@ from .definition import (
     _Declared,
     _Matrix,
     bias_name,
+    check_uses,
     declared,
     initial_of,
     read_options,
@@ -117,12 +118,16 @@ class Cell(Parametrised, Fixed):
 
     _programs: ClassVar[dict[Any, CellProgram]]
     _codes: ClassVar[dict[Any, ArrayCode]]
+    # Whether a parameter that the step does not use is a mistake.
+    _trains_all: ClassVar[bool] = True
 
     def __init_subclass__(cls, **about: Any) -> None:
         super().__init_subclass__(**about)
         cls._programs, cls._codes = {}, {}
         if cls.step is not Cell.step:
             cls.program_of(read_options(cls, {}))
+            if cls._trains_all:
+                check_uses(cls)
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from ..parameters.parametrised import Parameter
 from ..symbolic.schedule import check_choice
 from . import operations
 from .operations import Node, as_node, node, number, refuse, tracing
-from .program import INPUT, CellProgram, analyse
+from .program import INPUT, CellProgram, analyse, topological
 
 Shape = tuple[int, ...]
 _FUNCTIONS = {
@@ -606,6 +606,45 @@ def trace(cls: Any, options: Mapping[str, Any], bias: bool = True) -> CellProgra
                 "units"
             )
     return analyse([as_node(each) for each in outputs], names)
+
+
+def check_uses(cls: Any) -> None:
+    """Raise if the step never uses something that a class declares, whose gradient would be 0.
+
+    It may do so for another choice among its options.
+    """
+    options = read_options(cls, {})
+    unused = _unused(cls, cls.program_of(options))
+    for name, each in _attributes(cls):
+        for other in each.names if unused and isinstance(each, Choice) else ():
+            also = _unused(cls, cls.program_of({**options, name: other}))
+            unused = [one for one in unused if one in also]
+    if unused:
+        raise InputError(
+            f"{cls.__name__}.step ({_place(cls.step)}) never uses {', '.join(unused)}: the "
+            "gradient would always be 0; expected a step that uses all that the class declares "
+            "(name = None takes back what a base class does; an initial state is an argument of "
+            "each call, and its gradient a result)"
+        )
+
+
+def _unused(cls: Any, program: CellProgram) -> list[str]:
+    """Return what a class declares and a program does not use."""
+    uses = {
+        each.about if each.operation == "product" else (*each.about, False)
+        for each in topological(program.traced)
+        if each.operation in ("product", "scalar", "vector")
+    }
+    unused = []
+    for name, each in declared(cls).items():
+        used = [{(name, k, False), (name, k, True)} & uses for k in range(each.blocks)]
+        if not any(used):
+            unused.append(f"self.{name}")
+            continue
+        unused += [f"self.{name}.{each.gates[k]}" for k, some in enumerate(used) if not some]
+        if any(used[k] == {(name, k, True)} for k in each.biased):
+            unused.append(f"the bias of self.{name}.T (which bias=False leaves out)")
+    return unused
 
 
 def _with_names(step: Callable[..., Any], traced: Any, *given: Any) -> tuple[Any, dict[Node, str]]:

@@ -130,6 +130,7 @@ def _make(cell: type[Cell], program: CellProgram, bias: bool) -> Tangent:
         return _Step(parameters, bias, program, prefix).derivative(states)
 
     about = {"__module__": __name__, "__doc__": None, "states": 2 * program.states, "step": step}
+    about["_trains_all"] = False  # a parameter may have no slope
     kind: type[Cell] = type(f"{cell.__name__}Tangent", (Cell,), {**about, **own})
     return Tangent(kind, names, inputs, reads_units)
 

@@ -84,7 +84,7 @@ class C(Cell):
     u = Vector()
     p = Vector("i", "f")
     alpha = Scalar(1.0)
-    dt = Constant(2.0)
+    dt, _trains_all = Constant(2.0), False
     act = Choice("tanh", "relu")
     reset = Choice("zero", "subtract")
 
@@ -393,6 +393,7 @@ def shapes(cell: Cell) -> dict[str, tuple[int, ...]]:
 
 def test_parameters_are_in_the_order_of_pytorch() -> None:
     class Everything(Cell):
+        _trains_all = False
         weight_ih = Input("r", "z", "n")
         alpha = Scalar(0.25)
         weight_hh = Hidden("r", "z", bias=("z",))
@@ -450,6 +451,39 @@ def test_parameters_are_in_the_order_of_pytorch() -> None:
 def test_wrong_declarations(declaration: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         define(f"class C(Cell):\n    a = {declaration}\n    def step(self, x, h): return h")
+
+
+@pytest.mark.parametrize(
+    ("declarations", "step", "unused"),
+    [
+        ("h0 = Vector()", "return tanh(self.u * h + x)", "self.h0"),
+        ("h0 = Vector()\n    def initial(self): return self.h0", "return self.u * h", "self.h0"),
+        ("s = Scalar(1.0); w = Hidden()", "return self.u * h", "self.s, self.w"),
+        ("b = Bias()", "return self.u * h", "self.b"),
+        ("w = Input('f', 'n')", "return self.u * h + self.w.n(x)", "self.w.f"),
+        ("v = Vector('f', 'n')", "return self.u * h + self.v.f", "self.v.n"),
+        ("w = Hidden()", "return self.u * h + self.w.T(h)", "the bias of self.w.T"),
+        (
+            "k = Choice('a', 'b'); v = Vector(); w = Vector()",
+            "return self.u * h * (self.v if self.k == 'b' else 1)",
+            "self.w",
+        ),
+        ("w = Hidden()", "self.w(h); return self.u * h", "self.w"),
+    ],
+)
+def test_what_a_step_never_uses_is_named(declarations: str, step: str, unused: str) -> None:
+    source = f"""\
+class C(Cell):
+    u = Vector()
+    {declarations}
+
+    def step(self, x, h):
+        {step}
+"""
+    with pytest.raises(
+        InputError, match=rf"C.step \(cells_\d+.py, line \d+\) never uses {unused}( \(|:)"
+    ):
+        define(source)
 
 
 @pytest.mark.parametrize("value", ["'a'", "None", "math.inf", "math.nan", "10**400", "1j", "[1.0]"])

@@ -116,6 +116,7 @@ def test_hard_compiled_steps(name: str, batch: int) -> None:
     line, pruned = HARD[name]
     source = f"""\
 class Drawn(Cell):
+    _trains_all = False
     weight_ih = Input()
     weight_hh = Hidden("a", "b")
 

@@ -113,7 +113,6 @@ _TAMED = (
     "tanh({}) ** 3",
     "(1.5 + sin({})) ** -2",
     "(1.5 + sin({})) ** 0.5",
-    "{} ** 0",
     "{} ** 1",
     "-{}",
     "+{}",
@@ -365,7 +364,8 @@ class _Writer:
         helpers = ["", *self.helpers] if self.helpers else []
         above = "".join(f"    {line}\n" for line in (*self.declarations, *helpers, ""))
         return RandomCell(
-            f"class Drawn(Cell):\n{above}    def step(self, x, {arguments}):\n{body}\n",
+            "class Drawn(Cell):\n    _trains_all = False\n"
+            f"{above}    def step(self, x, {arguments}):\n{body}\n",
             inputs,
             hidden,
             not self.chance(4),
