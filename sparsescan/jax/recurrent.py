@@ -56,7 +56,7 @@ def recurrent(
         The initial states, by default zeros; those of an LSTM are ``[h, c]``. A cell is one layer.
     lengths : array_like of int, shape (batch,), optional
         How many steps each sample has; by default all have T.
-    resets : array_like of bool, shape (T[, batch]), optional
+    resets : array_like of bool, shape (T[, batch][, 1]), optional
         True where the state of a sample is set to zero before a step, such as the first of an
         episode. In a direction that runs backward in time, the state is set to zero on the way from
         such a step to the one before it.
@@ -172,8 +172,10 @@ def _read_lengths(lengths: Any, x: tuple[int, ...]) -> Any:
         known = np.asarray(array)
         if known.size and not (known.min() >= 0 and known.max() <= x[0]):
             raise InputError(f"lengths is {short(known)}; expected integers from 0 to {x[0]}")
-    # Numbers that int32 does not hold stay out of range.
-    return jnp.clip(array, -1, min(x[0] + 1, _MOST)).astype(np.int32)
+    # Numbers that int32 does not hold stay out of range; bounds have to be of the dtype.
+    known_range = jnp.iinfo(array.dtype)
+    low, high = max(-1, int(known_range.min)), min(x[0] + 1, _MOST, int(known_range.max))
+    return jnp.clip(array, low, high).astype(np.int32)
 
 
 def _read_resets(resets: Any, x: tuple[int, ...]) -> Any:
@@ -185,8 +187,7 @@ def _read_resets(resets: Any, x: tuple[int, ...]) -> Any:
         array = jnp.asarray(resets, dtype)
     except Exception as error:  # of a caller's own class
         raise InputTypeError(f"resets is {short(resets)}, no array: {error}") from None
-    check_resets(array, x[:-1])
-    return array
+    return check_resets(array, x[:-1])
 
 
 def _state_shape(network: RecurrentLike, x: tuple[int, ...]) -> tuple[int, ...]:

@@ -205,7 +205,7 @@ class TrainingStep:
             forward in time before the other. The state of an LSTM is ``[h, c]``.
         lengths : array_like of int, shape (batch,), optional
             How many steps each sample has, from 0 to T, in host memory; by default all have T.
-        resets : array_like of bool, shape (T[, batch]), optional
+        resets : array_like of bool, shape (T[, batch][, 1]), optional
             True where the state of a sample is set to zero before a step, such as the first of an
             episode; in host memory, or where the input is. In a direction that runs backward in
             time, the state is set to zero on the way from such a step to the one before it, so that
@@ -422,15 +422,18 @@ def _read_lengths(lengths: Any, steps: int, batch: int) -> NDArray[np.int64] | N
     return None if (array == steps).all() else array.astype(np.int64)
 
 
-def check_resets(resets: Any, shape: tuple[int, ...]) -> None:
-    """Raise unless resets, an array of any package, are bools of this shape."""
+def check_resets(resets: Any, shape: tuple[int, ...]) -> Any:
+    """Return resets, an array of any package, in this shape; they may have one more axis of 1."""
     if resets.dtype != bool:
         raise InputTypeError(
             f"resets has dtype {resets.dtype}; expected bool: resets != 0 makes bools of numbers"
         )
+    if resets.shape == (*shape, 1):
+        return resets.reshape(shape)
     if resets.shape != shape:
         expected = "(T, batch)" if len(shape) == 2 else "(T,)"
         raise InputError(f"resets has shape {resets.shape}; expected {expected}, here {shape}")
+    return resets
 
 
 def _read_resets(resets: Any, x: Array, is_batched: bool) -> NDArray[np.uint8] | None:
@@ -441,10 +444,10 @@ def _read_resets(resets: Any, x: Array, is_batched: bool) -> NDArray[np.uint8] |
     array = resets if is_on_device else host_array("resets", resets)
     if array.size == 0 and isinstance(resets, (list, tuple)):
         array = array.astype(bool)  # NumPy makes float64 of an empty list
-    check_resets(array, shape)
+    array = check_resets(array, shape)
     if is_on_device:
         # Whether any is True only the device knows.
-        whole: NDArray[np.uint8] = resets.reshape(x.shape[:2])
+        whole: NDArray[np.uint8] = array.reshape(x.shape[:2])
         return whole
     # A copy, which is looked at before it is used.
     flags = np.array(array, bool, order="C").view(np.uint8).reshape(x.shape[:2])

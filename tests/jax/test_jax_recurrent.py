@@ -502,3 +502,25 @@ def test_a_loss_without_gradients(kind: Any) -> None:
     for name, grad in jax.vmap(gradients)(x).items():
         assert np.isnan(grad[1]).any(), name
         assert not np.delete(grad, 1, axis=0).any(), name
+
+
+@pytest.mark.parametrize("code", np.typecodes["AllInteger"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_lengths_are_any_integers_and_resets_may_have_an_axis_of_one(code: str, wide: bool) -> None:
+    rng = np.random.default_rng()
+    with jax.enable_x64(wide):
+        net, x = GRU(3, 4, rng=rng), jnp.array(rng.standard_normal((200, 9, 3)), np.float32)
+        lengths, resets = rng.integers(0, 128, 9), rng.random((200, 9)) < 0.1
+        expected, _ = recurrent(net, net.params, x, lengths=lengths, resets=resets)
+        run = partial(recurrent, net, net.params, x)
+        for function in (run, jax.jit(run)):
+            found, _ = function(lengths=lengths.astype(code), resets=resets[:, :, None])
+            assert np.array_equal(found, expected)
+        # Flags are no lengths.
+        with pytest.raises(InputError, match="dtype bool; expected integers"):
+            run(lengths=lengths > 3)
+        with pytest.raises(InputTypeError, match="expected bool: resets != 0"):
+            run(resets=resets.astype(code))
+        if code not in "bB":
+            with pytest.raises(InputError, match="expected integers from 0 to 200"):
+                run(lengths=np.full(9, 201, code))

@@ -333,3 +333,21 @@ FLAGS = np.zeros((5, 2), bool)
 def test_what_is_wrong_is_said(x: Any, resets: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         RNN(3, 4, rng=0).training_step().forward(x, resets=resets)
+
+
+@pytest.mark.parametrize("code", np.typecodes["AllInteger"])
+def test_lengths_are_any_integers_and_resets_may_have_an_axis_of_one(code: str) -> None:
+    rng = np.random.default_rng()
+    net, x = GRU(3, 4, rng=rng), rng.standard_normal((200, 9, 3), F4)
+    lengths, resets = rng.integers(0, 128, 9), rng.random((200, 9)) < 0.1
+    step = net.training_step()
+    expected = step.forward(x, None, lengths, resets)[0].copy()
+    found, _ = step.forward(x, None, lengths.astype(code), resets[:, :, None])
+    assert np.array_equal(found, expected)
+    one = step.forward(x[:, 0], resets=resets[:, 0])[0].copy()
+    assert np.array_equal(step.forward(x[:, 0], resets=resets[:, :1])[0], one)
+    with pytest.raises(InputTypeError, match="expected bool: resets != 0"):
+        step.forward(x, resets=resets.astype(code))
+    for wrong in (lengths > 3, lengths.astype(F4)):
+        with pytest.raises(InputTypeError, match="lengths"):
+            step.forward(x, lengths=wrong)

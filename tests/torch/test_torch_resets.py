@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -329,3 +330,37 @@ def test_on_a_gpu_they_are_computed_step_by_step() -> None:
     expected = net(x, resets=resets)
     actual = net.cuda()(x.cuda(), resets=resets.cuda())
     close([each.cpu() for each in tensors_of(actual)], expected)
+
+
+INTEGERS = (*(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), torch.uint32)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_flags_may_have_an_axis_of_one(batch_first: bool) -> None:
+    """As those of RL libraries, which are masks of states."""
+    x, flags = torch.randn(5, 9, 3), torch.rand(5, 9) < 0.4
+    lengths = torch.tensor([5, 9, 2, 7, 1] if batch_first else [5, 1, 2, 3, 4, 5, 3, 2, 1])
+    pack = partial(pack_padded_sequence, lengths=lengths, batch_first=batch_first)
+    pack = partial(pack, enforce_sorted=False)
+    nets = [
+        sparsescan.torch.GRU(3, 6, 2, batch_first=batch_first),
+        module(catalogue.MGU)(3, 6, batch_first=batch_first),
+        torchrecurrent.MGU(3, 6, batch_first=batch_first),
+    ]
+    convert(nn.Sequential(*nets[2:]))
+    for net in nets:
+        expected, _ = net(x, resets=flags)
+        assert torch.equal(net(x, resets=flags[:, :, None])[0], expected)
+        for integer in INTEGERS:
+            with pytest.raises(InputTypeError, match=r"expected torch.bool: resets != 0"):
+                net(x, resets=flags.to(integer))
+        mapped = torch.func.vmap(lambda one, anew, net=net: net(one, resets=anew)[0])
+        many = x[None], flags[None, :, :, None]
+        close(mapped(*many)[0], expected)
+        with pytest.raises(InputError, match=r"resets has shape \(5, 9, 1, 1\)"):
+            net(x, resets=flags[:, :, None, None])
+    for net in nets[:2]:
+        expected, _ = net(pack(x), resets=pack(flags))
+        assert torch.equal(net(pack(x), resets=pack(flags[:, :, None]))[0].data, expected.data)
+        expected, _ = net(x[0], resets=flags[0])
+        assert torch.equal(net(x[0], resets=flags[0, :, None])[0], expected)

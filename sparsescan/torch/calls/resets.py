@@ -11,23 +11,23 @@ from torch.nn.utils.rnn import PackedSequence
 from ...errors import InputError, InputTypeError, short
 
 
-def check_resets(resets: Any, given: Any) -> None:
-    """Raise unless resets are bools, one for each step and sample of an input."""
+def check_resets(resets: Any, given: Any) -> Any:
+    """Return resets, bools for each step and sample, without a last axis of 1."""
     if isinstance(given, PackedSequence):
-        check_packed(resets, given)
-        return
+        return check_packed(resets, given)
     if not isinstance(resets, Tensor):
         raise InputTypeError(f"resets is {short(resets)}; expected a tensor of bools")
-    _check(resets, given, "as the first axes of input" if given.dim() == 3 else "one for each step")
+    why = "as the first axes of input" if given.dim() == 3 else "one for each step"
+    return _check(resets, given, why)
 
 
-def check_packed(resets: Any, given: PackedSequence) -> None:
-    """Raise unless resets are packed like an input."""
+def check_packed(resets: Any, given: PackedSequence) -> PackedSequence:
+    """Return resets that are packed like an input."""
     if not isinstance(resets, PackedSequence):
         raise InputTypeError(
             f"resets is {short(resets)}; expected a PackedSequence of bools, as input is packed"
         )
-    _check(resets.data, given.data, "as input.data", "resets.data")
+    flags = _check(resets.data, given.data, "as input.data", "resets.data")
     # A compiler that looks on knows no numbers.
     if not torch.compiler.is_compiling() and not (
         _are_equal(resets.batch_sizes, given.batch_sizes)
@@ -37,20 +37,24 @@ def check_packed(resets: Any, given: PackedSequence) -> None:
             "resets has other batch_sizes or sorted_indices than input; expected both packed by "
             "the same lengths"
         )
+    return resets._replace(data=flags)
 
 
-def _check(flags: Tensor, x: Tensor, why: str, name: str = "resets") -> None:
+def _check(flags: Tensor, x: Tensor, why: str, name: str = "resets") -> Tensor:
     if flags.dtype != torch.bool:
         raise InputTypeError(
             f"{name} has dtype {flags.dtype}; expected torch.bool: resets != 0 makes bools of "
             "numbers"
         )
+    if flags.shape == (*x.shape[:-1], 1):
+        flags = flags.squeeze(-1)
     if flags.shape != x.shape[:-1]:
         raise InputError(
             f"{name} has shape {tuple(flags.shape)}; expected {tuple(x.shape[:-1])}, {why}"
         )
     if flags.device != x.device:
         raise InputError(f"{name} is on {flags.device}; expected {x.device}, where input is")
+    return flags
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:

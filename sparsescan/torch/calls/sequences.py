@@ -118,7 +118,7 @@ class Sequences:
             The initial states, by default zeros.
         resets : Tensor of bool or PackedSequence, optional
             True where states are set to zero before a step: of the shape of `input` but for its
-            last axis, or packed like it.
+            last axis, which may be 1, or packed like it.
 
         Returns
         -------
@@ -162,7 +162,7 @@ class Sequences:
         if is_recorded() or not is_taken or is_exported_to_onnx():
             return self._without_kernels(input, hx, weights, resets)
         if resets is not None:
-            check_resets(resets, input)
+            resets = check_resets(resets, input)
         if key is not None:
             call = prepare(key, may_be_theirs=self._theirs is not None)
             results = self._called(call, input, hx, own, left)
@@ -362,7 +362,7 @@ class Sequences:
         """Run all layers by functions that transforms take apart, and know any dtype and device."""
         self._check(given, hx)
         if resets is not None:
-            check_resets(resets, given)
+            resets = check_resets(resets, given)
         return self._whole(given, hx, weights, self._run_differentiable, resets)
 
     def _run_differentiable(

@@ -174,7 +174,7 @@ class _Layer(metaclass=Kind):
         if resets is not None:
             if not isinstance(inp, Tensor) or inp.dim() != 3:
                 raise InputError(f"inp is {short(inp)}; expected a tensor (T, batch, input_size)")
-            check_resets(resets, inp)
+            resets = check_resets(resets, inp)
         if not (torch.compiler.is_compiling() or is_watched() or _is_slower(self, inp, resets)):
             sequence = _sequence_of(self, inp, state)
             if sequence is not None:
