@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,8 @@ from ..readings import Reading, read_shapes, read_shapes_anew
 from ..recurrent.step_pool import StepPool
 from ..symbolic.pattern import Pattern
 from .calls.arrays import array_of, check_tensors, here, tensor_of
-from .calls.direct import is_direct, is_eager, is_forward_twice, is_mapped, is_transformed
-from .calls.once import over_maps
+from .calls.direct import is_direct, is_mapped, is_transformed, takes_rules
+from .calls.once import Mappable, over_maps
 from .calls.recorded import ResultTensor, Room, give_scratch, run, take_scratch
 
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -107,11 +108,9 @@ def affine_scan(
         if whole.is_cpu and type(transposed) is bool:
             call = _recurrence_of(*given, own, said, transposed)
         return _run(call, *given, own, transposed)
-    if is_forward_twice():
-        return _by_steps(*given, _own(reading, pattern), transposed)
-    if is_transformed() and is_eager(*given):
-        transformed: Tensor = _Transformed.apply(*given, _own(reading, pattern), transposed)
-        return transformed
+    if is_transformed():
+        run: Callable[..., Tensor] = _Transformed.apply if takes_rules(*given) else _by_steps
+        return run(*given, _own(reading, pattern), transposed)
     # Compilers do not follow how patterns are made.
     about: _About = reading.kind, None, None, transposed
     if reading.kind == "sparse":
@@ -304,16 +303,16 @@ def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
     about = ctx.kind, indptr, indices, ctx.transposed
     if ctx.kind == "sparse" and indptr is None:
         about = _about(ctx.pattern, ctx.transposed)
+    given = grads, states, matrices, initial
+    pattern = _pattern(about, matrices) if ctx.pattern is None else ctx.pattern
+    backward = partial(_differentiable_backward, pattern, about)
     if is_mapped(grads):
-        backward = partial(_differentiable_backward, _pattern(about, matrices), about)
-        gradients = over_maps(backward, [grads, states, matrices, initial])
-    elif torch.is_grad_enabled():
-        given = grads, states, matrices, initial
-        gradients = _differentiable_backward(ctx.pattern, about, *given)
+        gradients = over_maps(backward, given)
+    elif torch.is_grad_enabled() or is_transformed():
+        gradients = backward(*given)
     else:
-        is_plain = is_direct(grads, states, matrices, initial)
-        call = _backward if is_plain else _affine_scan_backward
-        gradients = call(grads, states, matrices, initial, *about, needs_matrices)
+        call = _backward if is_direct(*given) else _affine_scan_backward
+        gradients = call(*given, *about, needs_matrices)
     in_matrices = gradients[2] if needs_matrices else None
     return (*_shared(ctx, initial, in_matrices, *gradients[:2]), None, None, None, None)
 
@@ -360,7 +359,7 @@ class _Scan(torch.autograd.Function):
         return _differentiate(ctx, grads)[:6]
 
 
-class _Transformed(torch.autograd.Function):
+class _Transformed(Mappable):
     """The states, for transforms of ``torch.func`` and forward mode: a map makes more samples."""
 
     @staticmethod

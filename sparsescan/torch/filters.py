@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch.nn.functional import pad
 
 from .. import filters
 from .calls.arrays import array_of, check_tensors, here, tensor_of
-from .calls.direct import is_direct, is_eager, is_forward_twice, is_mapped, is_transformed
-from .calls.once import over_maps
+from .calls.direct import is_direct, is_mapped, is_transformed, takes_rules
+from .calls.once import Mappable, over_maps
 
 
 def lfilter(
@@ -222,7 +223,8 @@ def _with_delays(b: Tensor, a: Tensor, x: Tensor, zi: Tensor) -> tuple[Tensor, T
     reaches = (k <= size).to(x.dtype)
     for factors, given, sign in ((b, x, 1), (a, y, -1)):
         padded = pad(factors[:, 0] / first, (0, size + 1 - factors.shape[-1]))
-        table = padded[:, k.clamp(max=size)] * (sign * reaches)
+        chosen = padded.index_select(1, k.clamp(max=size).flatten())
+        table = chosen.unflatten(1, k.shape) * (sign * reaches)
         last = pad(given, (size, 0))[:, steps:]
         final = final + torch.matmul(last[:, None], table)[:, 0]
     return y, final
@@ -243,11 +245,9 @@ _filter_backward_op = torch.ops.sparsescan.filter_backward.default
 def _filter(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
     """Return filtered samples, as :func:`sparsescan.filters.filter_samples` does."""
     given = b, a, x, start
-    if is_forward_twice():
-        return _by_steps(*given)
-    if is_transformed() and is_eager(*given):
-        transformed: Tensor = _TransformedFilter.apply(*given)
-        return transformed
+    if is_transformed():
+        run: Callable[..., Tensor] = _TransformedFilter.apply if takes_rules(*given) else _by_steps
+        return run(*given)
     if is_direct(*given):
         direct: Tensor = _Filter.apply(*given)
         return direct
@@ -292,7 +292,7 @@ def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
     needs, starts = list(ctx.needs_input_grad[:4]), ctx.starts
     if is_mapped(grads):
         gradients = over_maps(partial(_again, starts), [grads, b, a, x, y])
-    elif torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    elif torch.is_grad_enabled() or is_transformed():
         gradients = _again(starts, grads, b, a, x, y)
     else:
         call = _backward if is_direct(grads, b, a, x, y) else _filter_backward_op
@@ -312,7 +312,7 @@ class _Filter(torch.autograd.Function):
     backward = staticmethod(_differentiate)
 
 
-class _TransformedFilter(torch.autograd.Function):
+class _TransformedFilter(Mappable):
     """The filter for transforms of ``torch.func`` and forward mode: a map makes more samples."""
 
     @staticmethod

@@ -12,7 +12,7 @@ from ..errors import InputError, InputTypeError, short
 from ..execution import selective
 from ..execution.selective import Inputs
 from .calls.arrays import array_of, check_tensors, here, tensor_of
-from .calls.direct import is_direct, is_eager, is_mapped, is_transformed
+from .calls.direct import is_direct, is_mapped, is_transformed
 from .calls.once import gradients_of, over_maps
 
 _NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
@@ -137,7 +137,7 @@ def selective_scan(
     ):
         if not isinstance(value, bool):
             raise InputTypeError(f"{name} is {short(value)}; expected True or False")
-    if is_transformed() and is_eager(*given):
+    if is_transformed():
         out, last_state = _by_steps(*given, softplus=delta_softplus)
     else:
         keeps = torch.is_grad_enabled() and any(
@@ -256,7 +256,7 @@ def _differentiate(ctx: Any, grads: Any, grads_last: Any, *_: Any) -> tuple[Tens
     if any(each is not None for each in above):
         if any(map(is_mapped, above)):
             found = over_maps(_mapped(ctx.softplus), [*above, *given])
-        elif torch.is_grad_enabled() or (is_transformed() and is_eager(*above, *given)):
+        elif torch.is_grad_enabled() or is_transformed():
             found = _gradients_by_steps(ctx.softplus, above, given)
         else:
             call = _checked_backward if is_direct(*above, *given) else _selective_scan_backward
@@ -309,7 +309,7 @@ def _by_steps(
     out = torch.stack(outputs, -1) if outputs else torch.zeros_like(u)
     if D is not None:
         out = out + D[:, None] * u
-    return out if z is None else out * functional.silu(z), state
+    return out if z is None else out * (z * torch.sigmoid(z)), state
 
 
 def _at_step(factor: Tensor, t: int, channels: int) -> Tensor:

@@ -61,8 +61,8 @@ def network(kind: Any, form: str = "", **options: Any) -> Door:
     lengths = torch.tensor([STEPS - 1, STEPS]) if is_packed else torch.full((BATCH,), STEPS)
     x = drawn(STEPS, BATCH, INPUTS)
     packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
-    # The step and the sample, the last one first, of each row of what is packed.
-    places = (torch.arange(STEPS)[:, None] < lengths.flip(0)).nonzero(as_tuple=True)
+    # Where rows of what is packed are among all steps and samples, the longer one first.
+    places = (torch.arange(STEPS)[:, None] < lengths.flip(0)).flatten().nonzero()[:, 0]
 
     def ours(x: Tensor, *rest: Tensor) -> Any:
         hx, params = rest[: net.states], dict(zip(names, rest[net.states :], strict=True))
@@ -77,7 +77,8 @@ def network(kind: Any, form: str = "", **options: Any) -> Door:
     def plain(x: Tensor, *rest: Tensor) -> Any:
         hx, params = rest[: net.states], dict(zip(names, rest[net.states :], strict=True))
         if is_packed:
-            x = x.new_zeros(STEPS, BATCH, INPUTS).index_put(places, x).flip(1)
+            rows_of_all = x.new_zeros(STEPS * BATCH, INPUTS).index_copy(0, places, x)
+            x = rows_of_all.reshape(STEPS, BATCH, INPUTS).flip(1)
         state = torch.cat(hx, -1)
         if isinstance(kind, str):
             outputs, last = plain_run(kind, params, x, state, lengths)
@@ -89,7 +90,9 @@ def network(kind: Any, form: str = "", **options: Any) -> Door:
             program = kind_of(net.mode).program(net.bias)
             about = kind, program, cells, 1 + net.bidirectional, x, state
             output, last = run_plain(*about, lengths if is_packed else None)
-        return output.flip(1)[places] if is_packed else output, *last.chunk(net.states, -1)
+        if is_packed:
+            output = output.flip(1).flatten(0, 1).index_select(0, places)
+        return output, *last.chunk(net.states, -1)
 
     params = tuple(each.detach() for each in net.parameters())
     return Door(ours, plain, (packed.data if is_packed else x, *states, *params))
@@ -213,7 +216,7 @@ def selective(form: str) -> Door:
             y.append((state * C[..., t]).sum(-1))
         out = torch.stack(y, -1)
         if rest:
-            out = (out + rest[0][:, None] * u) * torch.nn.functional.silu(rest[1])
+            out = (out + rest[0][:, None] * u) * rest[1] * torch.sigmoid(rest[1])
         return out, state
 
     def ours(*given: Tensor) -> Any:

@@ -239,18 +239,6 @@ def test_transforms(seed: int) -> None:
     close(*found, factor=2000)
 
 
-def test_batches_of_gradients() -> None:
-    case = Case(3, most=4, may_be_complex=False)
-    (given, *rest) = case.inputs
-
-    def both(f: Any) -> Tensor:
-        found = torch.autograd.functional.jacobian(lambda a: f(a, *rest), given, vectorize=True)
-        assert isinstance(found, Tensor)
-        return found
-
-    torch.testing.assert_close(both(case.run), both(case.by_loop))
-
-
 @pytest.mark.parametrize("batch", [(), (3,)])
 @pytest.mark.parametrize("shared", ["", "matrices", "matrices and offsets"])
 def test_one_step_is_one_operation(batch: tuple[int, ...], shared: str) -> None:

@@ -235,15 +235,6 @@ def test_transforms() -> None:
         close(of(lambda a: loss(b[0], a, x[0]))(a), of(lambda a: by_loops(b[0], a, x[0]))(a))
 
 
-def test_batches_of_gradients() -> None:
-    case = Case(11)
-    y = case.run()
-    some = torch.randn(3, *y.shape, dtype=y.dtype)
-    ours = torch.autograd.grad(y, case.inputs, some, is_grads_batched=True, retain_graph=True)
-    theirs = [torch.autograd.grad(y, case.inputs, each, retain_graph=True) for each in some]
-    close(ours, [torch.stack(each) for each in zip(*theirs, strict=True)])
-
-
 @pytest.mark.parametrize("seed", [1, *slow(2)])
 def test_opcheck(seed: int) -> None:
     torch.manual_seed(seed)

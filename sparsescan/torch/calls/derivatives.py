@@ -31,7 +31,8 @@ from ...recurrent.host_sizes import Extent
 from ...recurrent.recorded import Passes
 from ...recurrent.step_pool import StepPool
 from ...recurrent.tangent import Tangent, tangent_of
-from .direct import is_eager, is_forward_twice
+from .direct import takes_rules
+from .once import Mappable, over_maps
 from .plain import run_plain
 from .recorded import Room, addresses_of, give_scratch, take_scratch
 from .shapes import Shape, kind_of, network_of, register
@@ -75,12 +76,11 @@ def run_differentiable(
     """
     given = (x, state, *weights)
     if (
-        is_eager(*given, lengths, resets)
+        takes_rules(*given, lengths, resets)
         and x.numel() > 0
         and all(each.is_cpu and each.dtype is x.dtype for each in given)
         and x.dtype in _DTYPES
         and not torch.is_autocast_enabled("cpu")
-        and not is_forward_twice()
     ):
         return _run_layers(shape, x, state, weights, lengths, resets, dropout)
     kind = kind_of(shape.mode)
@@ -116,7 +116,7 @@ def _run_layers(
     return x, torch.cat(lasts)
 
 
-class _OfLayer(torch.autograd.Function):
+class _OfLayer(Mappable):
     """A function of a shape and of tensors, whose derivatives in both modes read all of these."""
 
     @staticmethod
@@ -144,7 +144,10 @@ class _Layer(_OfLayer):
 
     @staticmethod
     def jvp(ctx: Any, _: None, lengths: None, resets: None, *slopes: Tensor | None) -> Any:
-        return _Tangent.of(ctx.shape, ctx.saved_tensors, slopes).forward()
+        def forward(*each: Tensor | None) -> tuple[Tensor, Tensor]:
+            return _Tangent.of(ctx.shape, ctx.saved_tensors, each).forward()
+
+        return over_maps(forward, slopes)
 
     @staticmethod
     def vmap(info: Any, dims: Any, shape: Shape, *tensors: Any) -> Any:
@@ -175,13 +178,15 @@ class _Gradients(_OfLayer):
     @staticmethod
     def jvp(ctx: Any, _: None, *slopes: Tensor | None) -> Any:
         above, tensors = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
-        tangent = _Tangent.of(ctx.shape, tensors, slopes[4:])
-        results = tangent.gradients(*above)
-        if any(each is not None for each in slopes[:2]):
-            own = _filled(above, slopes[:2])
-            more = _Gradients.apply(ctx.shape, *own, *tensors)
-            results = tuple(a + b for a, b in zip(results, more, strict=True))
-        return results
+
+        def gradients(*each: Tensor | None) -> tuple[Tensor, ...]:
+            results = _Tangent.of(ctx.shape, tensors, each[4:]).gradients(*above)
+            if any(slope is not None for slope in each[:2]):
+                more = _Gradients.apply(ctx.shape, *_filled(above, each[:2]), *tensors)
+                results = tuple(a + b for a, b in zip(results, more, strict=True))
+            return results
+
+        return over_maps(gradients, slopes)
 
     @staticmethod
     def vmap(info: Any, dims: Any, shape: Shape, *tensors: Any) -> Any:

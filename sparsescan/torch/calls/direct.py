@@ -20,12 +20,11 @@ _PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
 def is_direct(*tensors: Tensor | None) -> bool:
     """Return whether a call may run kernels itself, since nothing else wants to see an operator.
 
-    Compilers and exports, modes such as that of fake tensors, transforms of ``torch.func``, traces,
-    and subclasses of tensors replace, record or refuse operators, and all find them registered.
+    Compilers and exports, modes such as that of fake tensors, transforms of ``torch.func``, forward
+    mode, traces, and subclasses of tensors replace, record or refuse operators, and all find them
+    registered.
     """
-    return is_eager(*tensors) and not (
-        torch._C._are_functorch_transforms_active() or any(map(is_mapped, tensors))
-    )
+    return is_eager(*tensors) and not (is_transformed() or any(map(is_mapped, tensors)))
 
 
 def is_eager(*tensors: Tensor | None) -> bool:
@@ -38,9 +37,9 @@ def is_eager(*tensors: Tensor | None) -> bool:
     )
 
 
-def is_mapped(tensor: Tensor | None) -> bool:
-    """Return whether a tensor is a batch of gradients, as ``is_grads_batched=True`` makes them."""
-    return tensor is not None and torch._C._functorch.is_legacy_batchedtensor(tensor)
+def is_mapped(argument: Any) -> bool:
+    """Return whether this is a batch of gradients, as ``is_grads_batched=True`` makes them."""
+    return isinstance(argument, Tensor) and torch._C._functorch.is_legacy_batchedtensor(argument)
 
 
 def as_leaf(module: Any, *given: Any) -> Any:
@@ -65,15 +64,30 @@ def is_transformed() -> bool:
 
 
 def is_forward_twice() -> bool:
-    """Return whether forward mode is at work within forward mode.
+    """Return whether forward mode is at work within forward mode."""
+    return _transforms().count(TransformType.Jvp) > 1
 
-    PyTorch (2.13) then takes derivatives of functions with a rule of their own, of
-    :class:`torch.autograd.Function`, for zeros.
+
+def takes_rules(*tensors: Tensor | None) -> bool:
+    """Return whether transforms take functions with rules of their own, of `autograd.Function`.
+
+    PyTorch (2.13) takes their derivatives for zeros in forward mode within forward mode, and has
+    none of them under ``torch.func.functionalize``. Traces and others that look on want operators
+    in their place, which lose derivatives in forward mode.
     """
+    keys = _transforms()
+    return (
+        is_eager(*tensors)
+        and keys.count(TransformType.Jvp) < 2
+        and TransformType.Functionalize not in keys
+    )
+
+
+def _transforms() -> list[TransformType]:
+    """Return the transforms of ``torch.func`` at work."""
     if not torch._C._are_functorch_transforms_active():
-        return False
-    keys = [each.key() for each in retrieve_all_functorch_interpreters()]
-    return keys.count(TransformType.Jvp) > 1
+        return []
+    return [each.key() for each in retrieve_all_functorch_interpreters()]
 
 
 def is_recorded() -> bool:

@@ -104,16 +104,50 @@ def gradients_of(
     ]
 
 
-def over_maps(call: Callable[..., list[Tensor]], tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the results of a call with tensors, some of which are batches of gradients."""
+def over_maps(call: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Return the results of a call with arguments, some of which may be batches of gradients.
+
+    The innermost batch is taken apart; its tensors may be batches of an outer one.
+    """
+    flags = list(map(is_mapped, arguments))
+    if not any(flags):
+        return call(*arguments)
     level = _level_of_maps()
-    flags = list(map(is_mapped, tensors))
-    plain = [
-        torch._remove_batch_dim(each, level, 1, 0) if each is not None and flag else each
-        for each, flag in zip(tensors, flags, strict=True)
+    while True:
+        # A batch of another level gets an axis of the length that is passed.
+        rows = [
+            torch._remove_batch_dim(each, level, 0, 0) if flag else each
+            for each, flag in zip(arguments, flags, strict=True)
+        ]
+        dims = tuple(
+            0 if flag and len(row) else None for row, flag in zip(rows, flags, strict=True)
+        )
+        if any(dim is not None for dim in dims):
+            break
+        level -= 1
+    parts = [
+        each if dim is None else row for each, row, dim in zip(arguments, rows, dims, strict=True)
     ]
-    results = torch.func.vmap(call, tuple(0 if flag else None for flag in flags))(*plain)
-    return [torch._add_batch_dim(each, 0, level) for each in results]
+
+    def batch(result: Tensor) -> Tensor:
+        # Forward mode asks for an axis that is the first one in memory, too.
+        made: Tensor = torch._add_batch_dim(result.contiguous(), 0, level)
+        return made
+
+    results = torch.func.vmap(call, dims)(*parts)
+    return batch(results) if isinstance(results, Tensor) else tuple(map(batch, results))
+
+
+class Mappable(torch.autograd.Function):
+    """A function of which arguments may be batches of gradients.
+
+    It is mapped over them before it is applied: PyTorch sees no graph of what is in such a batch.
+    """
+
+    @classmethod
+    def apply(cls, *arguments: Any) -> Any:
+        """Return the results, those of each tensor of a batch."""
+        return over_maps(super().apply, arguments)
 
 
 def as_batch(call: Callable[[Tensor], list[Tensor | None]], tensor: Tensor) -> list[Any]:

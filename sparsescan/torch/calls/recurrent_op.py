@@ -20,7 +20,7 @@ from ...recurrent.step_pool import StepPool, run_forward, runs_on_gpu
 from ..conversion.probe import asks_for_some, is_looked_at, probe
 from .arrays import array_of, here, tensor_of
 from .derivatives import run_differentiable
-from .direct import is_direct, is_mapped
+from .direct import is_direct, is_mapped, is_transformed
 from .once import Twice, gradients_of, over_maps
 from .recorded import addresses_of
 from .shapes import Shape, kind_of, network_of
@@ -324,7 +324,9 @@ def gradients(
     own = [*above, resets, *first, *params]
     again = partial(_gradients, about, needs_input_grad)
     if any(map(is_mapped, above)):
-        return over_maps(again, own)
+        return list(over_maps(again, own))
+    if is_transformed():
+        return again(*own)
     if torch.is_grad_enabled():
         operator = partial(_recurrent_backward, resets=resets)
         return list(Twice.apply(operator, arguments, again, *own))

@@ -202,8 +202,9 @@ class Sequences:
         if not is_batched:
             outputs, last = tuple(each.squeeze(1) for each in outputs), last.squeeze(1)
         elif self.batch_first:
-            # In place: views cannot be detached in place.
-            outputs = tuple(each.transpose_(0, 1) for each in outputs)
+            # A view cannot be detached in place. In forward mode there is none of this in place.
+            turn = Tensor.transpose if is_transformed() else Tensor.transpose_
+            outputs = tuple(turn(each, 0, 1) for each in outputs)
         if not self.return_states:
             return outputs[0], self._parted(last)
         return outputs[0], self._parted(last), outputs if self.states > 1 else outputs[0]
