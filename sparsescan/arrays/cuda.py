@@ -40,6 +40,9 @@ if not (SIMULATED or hasattr(np, "row_stack")):
 
 # From this compute capability on Numba compiles for that very one.
 _OWN_CODE = (9, 0)
+# Bytes of shared memory that a kernel may declare. Launches that ask for more are given more.
+_DECLARED = 48 * 1024
+_SHARED_ARRAY = re.compile(r"^\.visible \.shared (\.align \d+ \.b8 [\w$]+)\[(\d+)\];$", re.M)
 # Registers of a multiprocessor, of which a block's warps take as if they were a multiple of these.
 _REGISTERS, _WARPS = 1 << 16, 4
 _checked: set[int] = set()
@@ -65,10 +68,14 @@ def current(device: int) -> AbstractContextManager[Any]:
 
 
 class MachineCode(NamedTuple):
-    """A kernel for devices of one architecture: an ELF file, and the kernel's name in it."""
+    """A kernel for devices of one architecture: an ELF file, and the kernel's name in it.
+
+    A block has so many bytes of `shared` memory that a launch has to ask for.
+    """
 
     cubin: bytes
     name: str
+    shared: int = 0
 
 
 def for_block(kernel: Any, threads: int) -> Any:
@@ -120,11 +127,21 @@ def assemble(ptx: str) -> MachineCode:
     """
     (target,) = re.findall(r"^\s*\.target\s+(sm_\w+)", ptx, flags=re.MULTILINE)
     (name,) = re.findall(r"\.entry\s+([\w$]+)", ptx)
+    ptx, shared = _with_asked_memory(ptx)
     code, registers = _assembled(ptx, target)
     threads = re.match(r"// (\d+) threads of a block\n", ptx)
     if threads is not None and registers > (most := most_registers(int(threads[1]))):
         code, _ = _assembled(with_most_registers(ptx, most), target)
-    return MachineCode(code, name)
+    return MachineCode(code, name, shared)
+
+
+def _with_asked_memory(ptx: str) -> tuple[str, int]:
+    """Return PTX whose largest array is what a launch asks for, and its bytes; 0 if all fit."""
+    arrays = {match: int(match[2]) for match in _SHARED_ARRAY.finditer(ptx)}
+    if sum(arrays.values()) <= _DECLARED:
+        return ptx, 0
+    largest, size = max(arrays.items(), key=lambda item: item[1])
+    return ptx.replace(largest[0], f".extern .shared {largest[1]}[];"), size
 
 
 def with_most_registers(ptx: str, most: int) -> str:

@@ -16,6 +16,7 @@ from ..arrays.cuda import current
 from ..arrays.streams import place
 from ..errors import InputError
 from ..execution.cuda.chunks import multiprocessors_of
+from ..formatting import format_bytes
 from ..kernels.cuda import device as _device
 from ..parameters.parametrised import masked
 from .definition import CellLike, bias_name, declared
@@ -35,7 +36,8 @@ Places = NDArray[np.int64]
 def fits(program: CellProgram, units: int, dtype: DTypeLike) -> bool:
     """Return whether the vectors of a sample fit the shared memory of a block."""
     code, exact = cuda_program(program), np.dtype(dtype)
-    return samples_of(code, layout_of(len(code.blocks), units, exact), exact, 1, 1, 1) > 0
+    layout, most = layout_of(len(code.blocks), units, exact), multiprocessors_of(load_cupy()).block
+    return samples_of(code, layout, exact, 1, 1, 1, most) > 0
 
 
 def source_of(cell: CellLike, dtype: DTypeLike, *, is_backward: bool) -> str:
@@ -108,10 +110,12 @@ class DeviceDirection:
         self.cell, self.layer, self.back, self.dtype = cell, layer, back, dtype
         self.code = code = cuda_program(cell.program)
         self.layout: LoopLayout = layout_of(len(code.blocks), cell.hidden_size, dtype)
-        if samples_of(code, self.layout, dtype, 1, 1, 1) == 0:
+        most = multiprocessors_of(load_cupy()).block
+        if samples_of(code, self.layout, dtype, 1, 1, 1, most) == 0:
             raise InputError(
                 f"hidden_size is {cell.hidden_size}; in {dtype} the vectors of a sample that "
-                "threads share do not fit the 48 KiB of shared memory that a block has on a GPU"
+                f"threads share do not fit the {format_bytes(most)} of shared memory that a block "
+                "may have on this GPU"
             )
         self._declared: dict[str, Any] = dict(declared(type(cell)))
         self._orders = [Mirrored(order) for order in self._find_orders()]
@@ -346,10 +350,9 @@ class DeviceMemory(Memory):
         self.per_layer = sum(each.layer == 1 for each in directions)
         layers = len(directions) // self.per_layer
         self.widths = [input_size, *[self.per_layer * self._units] * layers]
-        samples = samples_of(
-            *(one.code, one.layout, self.dtype, batch, self.per_layer),
-            multiprocessors_of(self._xp).number,
-        )
+        gpu = multiprocessors_of(self._xp)
+        about = one.code, one.layout, self.dtype, batch, self.per_layer
+        samples = samples_of(*about, gpu.number, gpu.block)
         self._about_kernels = one.code, one.layout, self.dtype, samples
         # Rows behind those of slots: other vectors that are kept, then arguments.
         self._extra = one.code.extra(one.layout.rounds == 1)

@@ -142,6 +142,15 @@ def test_gates_that_are_not_kept_are_computed_again(
         on_device(cupy, net, arguments, memory_limit=99)
 
 
+@pytest.mark.skipif(IN_PYTHON, reason="Python would take minutes")
+def test_a_block_asks_for_more_shared_memory_than_others_have(cupy: Any) -> None:
+    """LSTMs of so many units take more than 48 KiB, of one sample."""
+    net, host = (LSTM(2, 620, dtype=F8, rng=0) for _ in range(2))
+    arguments = arguments_of(np.random.default_rng(0), net, 2, 2, F8)
+    expected = gradients_of(host.training_step(), *arguments)
+    agree(on_device(cupy, net, arguments), expected, F8)
+
+
 @simulated
 def test_memory_is_what_is_said(cupy: Any) -> None:
     net = GRU(12, 3, 2, dtype=F8, rng=0)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numba import float32
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the test extra installs numba-cuda on Linux only"
@@ -174,6 +175,33 @@ def test_kernels_that_were_built_ahead_are_loaded_whatever_made_them(
     # In the cache they would be those of an earlier version of the compilers.
     assert machine_code.read(KERNEL, COUNT, CAPABILITY, folder) is None
     assert machine_code.read(KERNEL, COUNT, CAPABILITY, folder, any_compilers=True) == numba.code
+
+
+@pytest.mark.parametrize(("words", "asked"), [(12_288, 0), (12_289, 49_156), (58_112, 232_448)])
+def test_a_launch_asks_for_shared_memory_beyond_48_kib(
+    cupy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int, asked: int
+) -> None:
+    """All that a kernel declares has to fit 48 KiB: a driver would load no other."""
+
+    @door.cuda.jit
+    def kernel(address):  # type: ignore[no-untyped-def]
+        pool = door.cuda.shared.array(words, float32, alignment=16)
+        thread = door.cuda.threadIdx.x
+        pool[thread * 96 % words] = device.load(address, thread, np.float32(0))
+        door.cuda.syncthreads()
+        device.store(address, thread, pool[thread * 33 % words], np.float32(0))
+
+    monkeypatch.setattr(GET_DEVICE, lambda: NUMBA)
+    monkeypatch.setattr(fake_cupy.Function, "run", staticmethod(lambda *of: None))
+    device.launch(kernel, 1, 128, 0, 7)
+    assert fake_cupy.Function.asked == asked
+    (file,) = (tmp_path / "kept").iterdir()
+    (taken,) = resources_of(file.read_bytes()).values()
+    # The system has a KiB of it.
+    assert taken.shared <= (1024 if asked else 1024 + 4 * words)
+    machine_code.forget()
+    device.launch(kernel, 1, 128, 0, 7)
+    assert (fake_cupy.Function.asked, origins()) == (asked, {"kept": 1})
 
 
 def test_a_file_is_machine_code_that_tools_read(numba: Numba, tmp_path: Path) -> None:

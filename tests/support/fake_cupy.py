@@ -436,9 +436,12 @@ class Function:
     """A kernel of a module, whose launch is a call of `run`."""
 
     run: Callable[..., None] = staticmethod(lambda name, blocks, threads, *arguments: None)
+    asked = 0  # bytes of shared memory of the latest launch
 
     def __init__(self, module: Module, funcname: str) -> None:
         self._device, self._name = module.device, funcname
+        self.ptr, self.most_shared = next(_functions_made), 48 * 1024
+        _functions[self.ptr] = self
 
     def __call__(
         self,
@@ -451,6 +454,8 @@ class Function:
     ) -> None:
         if self._device != state.current.device:
             raise CUDADriverError("CUDA_ERROR_INVALID_HANDLE")
+        assert shared_mem <= self.most_shared
+        Function.asked = shared_mem
         (blocks,), (threads,), device = grid, block, state.current.device
         # Scalars of NumPy would be as wide as they are.
         assert {type(number) for number in (blocks, threads, *args)} == {int}
@@ -460,6 +465,16 @@ class Function:
         _do(lambda: Function.run(self._name, blocks, threads, *args), stream)
 
 
+def _set_attribute(function: int, attribute: int, value: int) -> None:
+    """Let launches of a function ask for more shared memory; the only attribute of use here."""
+    assert (type(value), attribute) == (int, 8)
+    if value > 227 * 1024:
+        raise CUDADriverError("CUDA_ERROR_INVALID_VALUE")
+    _functions[function].most_shared = value
+
+
+_functions: weakref.WeakValueDictionary[int, Function] = weakref.WeakValueDictionary()
+_functions_made = itertools.count(0x100)
 _logs: list[list[Launch]] = []
 
 
@@ -1213,6 +1228,7 @@ _cuda = _module(
     MemoryPointer=MemoryPointer,
     Stream=Stream,
     UnownedMemory=Memory,
+    driver=types.SimpleNamespace(funcSetAttribute=_set_attribute),
     function=_kernels,
     get_current_stream=_current_stream,
     get_elapsed_time=_elapsed_time,

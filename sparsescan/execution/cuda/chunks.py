@@ -155,6 +155,8 @@ class Multiprocessors(NamedTuple):
         The most that one has.
     shared, reserved : int
         Bytes of its shared memory, and of those that every block takes beside its own.
+    block : int
+        Bytes of shared memory that a block may ask for.
     """
 
     number: int
@@ -163,6 +165,7 @@ class Multiprocessors(NamedTuple):
     blocks: int = 32
     shared: int = 228 * 1024
     reserved: int = 1024
+    block: int = 227 * 1024
 
     def at_once(self, threads: int, registers: int, shared: int) -> int:
         """Return how many blocks of a kernel one multiprocessor runs at once, at least 1.
@@ -186,6 +189,7 @@ _ATTRIBUTES = {
     "blocks": "MaxBlocksPerMultiprocessor",
     "shared": "MaxSharedMemoryPerMultiprocessor",
     "reserved": "ReservedSharedMemoryPerBlock",
+    "block": "MaxSharedMemoryPerBlockOptin",
 }
 _known: dict[int, Multiprocessors] = {}
 

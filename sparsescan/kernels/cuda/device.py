@@ -167,13 +167,14 @@ else:
     def _start(
         kernel: Any, blocks: int, threads: int, stream: int, arguments: tuple[Any, ...]
     ) -> None:
-        function = load_kernel(kernel, len(arguments))
-        if function is None:
+        loaded = load_kernel(kernel, len(arguments))
+        if loaded is None:
             _configured(kernel, blocks, threads, stream)(*arguments)
         else:
             # CuPy takes int as int64, and scalars of NumPy as what they are.
             numbers = tuple(map(int, arguments))
-            function((int(blocks),), (int(threads),), numbers, 0, _Handle(stream))
+            grid, block = (int(blocks),), (int(threads),)
+            loaded.function(grid, block, numbers, loaded.shared, _Handle(stream))
 
     @lru_cache(maxsize=128)
     def _stream(handle: int) -> Any:

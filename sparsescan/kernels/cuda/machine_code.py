@@ -43,6 +43,8 @@ _ERRORS = 20
 # What drivers say of code that is not for them, or not for a device. Whatever else they say may
 # hold at the moment only.
 _REFUSALS = "INVALID_IMAGE", "NO_BINARY_FOR_GPU", "INVALID_PTX", "UNSUPPORTED_PTX", "INVALID_SOURCE"
+# An attribute of functions, of CUDA's driver: the most memory that a launch may ask for.
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 # What is raised where no file can be written or read, or where a compiler is missing.
 _NOT_KEPT = OSError, RuntimeError, ImportError
 
@@ -55,7 +57,7 @@ class Origins(NamedTuple):
 
 
 _origins = Origins(Counter(), [])
-_functions: dict[tuple[int, Any, int], Callable[..., None] | None] = {}
+_functions: dict[tuple[int, Any, int], Loaded | None] = {}
 _lock = new_lock()
 
 
@@ -81,8 +83,15 @@ def _device() -> Callable[[], int]:
     return number
 
 
-def load(kernel: Any, count: int) -> Callable[..., None] | None:
-    """Return a kernel of `count` int64 on the current device, as a function of CuPy's.
+class Loaded(NamedTuple):
+    """A function of CuPy's, and how many bytes of shared memory its launch asks for."""
+
+    function: Callable[..., None]
+    shared: int
+
+
+def load(kernel: Any, count: int) -> Loaded | None:
+    """Return a kernel of `count` int64 on the current device.
 
     None if only Numba can launch it.
     """
@@ -109,7 +118,7 @@ class _FailedLoadError(Exception):
         self.error = error
 
 
-def _load(kernel: Any, count: int) -> Callable[..., None] | None:
+def _load(kernel: Any, count: int) -> Loaded | None:
     try:
         cupy = load_cupy()
         digits = cupy.cuda.Device().compute_capability
@@ -145,18 +154,21 @@ def _note(error: Exception) -> None:
         _origins.errors.append(f"{type(error).__name__}: {error}")
 
 
-def _loaded(cupy: Any, code: MachineCode, origin: str) -> Callable[..., None] | None:
+def _loaded(cupy: Any, code: MachineCode, origin: str) -> Loaded | None:
     """Return the function of machine code; None, after a note, if the driver refuses it."""
     module = cupy.cuda.function.Module()
     try:
         module.load(code.cubin)
-        function: Callable[..., None] = module.get_function(code.name)
+        function = module.get_function(code.name)
+        if code.shared:
+            attribute = _MAX_DYNAMIC_SHARED_SIZE_BYTES
+            cupy.cuda.driver.funcSetAttribute(function.ptr, attribute, code.shared)
     except Exception as error:
         if not any(words in str(error) for words in _REFUSALS):
             raise _FailedLoadError(error) from error
         return _note(error)
     _origins.counts[origin] += 1
-    return function
+    return Loaded(function, code.shared)
 
 
 # -- Files ----------------------------------------------------------------------------------------
@@ -190,7 +202,7 @@ def read(
             return None
         if not any_compilers and about["compilers"] != compilers():
             return None
-        return MachineCode(content[: -4 - size], about["kernel"])
+        return MachineCode(content[: -4 - size], about["kernel"], about["shared"])
     except (*_NOT_KEPT, ValueError, KeyError, TypeError):
         return None
 
@@ -203,6 +215,7 @@ def save(
     about = {
         "file": name,
         "kernel": code.name,
+        "shared": code.shared,
         "sources": _sources(_folder_of(kernel)),
         "compilers": compilers(),
     }

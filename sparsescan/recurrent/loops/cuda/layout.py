@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ....arrays.cuda import SIMULATED
 from ...render.cuda import CudaProgram
 
-# Bytes of shared memory that every block may have, and the registers of a multiprocessor.
+# Bytes of shared memory that every block has without asking, and registers of a multiprocessor.
 _SHARED, _REGISTERS = 48 * 1024, 1 << 16
 # Threads of a block, at most, and registers of each that hold weights, and sums.
 _THREADS, _HELD, _SUMS = (12, 8, 32) if SIMULATED else (352, 96, 32)
@@ -110,8 +110,13 @@ def samples_of(
     batch: int,
     directions: int,
     processors: int,
+    most_shared: int = _SHARED,
 ) -> int:
-    """Return the samples of a block: as few as let all blocks run at once; 0 if none fits."""
+    """Return the samples of a block: as few as let all blocks run at once; 0 if none fits.
+
+    A block asks for more shared memory than others have, `most_shared` bytes at most, only where
+    one sample takes that.
+    """
     sums = max([1, *(len(phase.sums) for phase in (*code.forward, *code.backward))])
     most = layout.lanes if layout.is_held else _SAMPLES
     most = min(most, max(_SUMS * 4 // (sums * dtype.itemsize), 1))
@@ -119,7 +124,8 @@ def samples_of(
     samples = 1
     while 2 * samples <= most and -(-batch // samples) * directions > at_once:
         samples *= 2
-    while samples and _shared(code, layout, samples) > _SHARED:
+    room = _SHARED if _shared(code, layout, 1) <= _SHARED else most_shared
+    while samples and _shared(code, layout, samples) > room:
         samples //= 2
     return samples
 
