@@ -46,7 +46,7 @@ STEPS = (
 # Networks, with weights in registers and not, of whose samples a block of an H100 has several where
 # there are so many: it has 132 multiprocessors, which fewer would not fill.
 SHARED = (("LSTM", 64), ("GRU", 130))
-_MANY = 2, 600  # steps and samples
+MANY = 2, 600  # steps and samples
 # Cells, steps, and into how many chunks these are cut: in one launch, whose blocks wait for each
 # other, and in three.
 IMPLICIT = (("RNN", 64, 4), ("LSTM", 13, 3))
@@ -316,7 +316,7 @@ def family_cases(gpu: Any) -> dict[str, Case]:
         cases[f"implicit steps of {kind}"] = chain(partial(_implicit, kind, 97, 4, 4))
         cases[f"training step of {kind}"] = partial(_step_fault, gpu, kind, _UNITS, np.float32)
     for kind, units in SHARED:
-        step = partial(_step_fault, gpu, kind, units, np.float32, *_MANY)
+        step = partial(_step_fault, gpu, kind, units, np.float32, *MANY)
         cases[f"training step of {kind}, several samples in a block"] = step
     return cases
 
@@ -392,7 +392,7 @@ def sanitizer_cases(gpu: Any) -> dict[str, Case]:
         name = f"training step of {kind} with {units} units in {np.dtype(dtype)}"
         cases[name] = partial(_step_fault, gpu, kind, units, dtype)
     for kind, units in SHARED:
-        step = partial(_step_fault, gpu, kind, units, np.float32, *_MANY)
+        step = partial(_step_fault, gpu, kind, units, np.float32, *MANY)
         cases[f"training step of {kind} with {units} units, several samples in a block"] = step
     return cases
 

@@ -19,7 +19,10 @@ import numpy as np
 import pytest
 from fresh_python import run_python
 
+from sparsescan import recurrent
 from sparsescan.execution.cuda.chunks import H100, ChunkForm, chunk_count, in_one_launch
+from sparsescan.recurrent.loops.cuda.layout import layout_of, samples_of
+from sparsescan.recurrent.render.cuda import cuda_program
 
 from . import gpu, gpu_chains, gpu_device, gpu_parts, gpu_processes, gpu_races, gpu_table
 from .contests import OURS
@@ -32,6 +35,7 @@ from .timing import Ceilings
 
 CEILINGS = Ceilings(1e9, 1e10)
 GPU = {"device": {"gpu": "Made-up GPU 1"}, "versions": {"cupy-cuda13x": "0"}}
+KINDS = "RNN", "GRU", "LSTM"
 SMALL: dict[str, Any] = {"steps": 64, "batch": 2, "chunks": 4}
 
 
@@ -150,6 +154,23 @@ def test_chains_are_right_and_repeat():
         report = gpu_chains.run_cases(cases, save)
         assert [case for case in report["cases"] if not case["ok"]] == []
         assert json.loads(saved[-1])["done"] == report["asked"] == len(cases)
+
+
+def test_blocks_of_a_gpu_have_several_samples_in_cases_and_races():
+    """They fold sums over lanes, with weights in registers and not."""
+    samples = dict[tuple[bool, bool], int]()
+    raced = [(kind, units, batch, 1) for units, _, batch in gpu_races.NETWORKS for kind in KINDS]
+    checked = [(kind, units, gpu_chains.MANY[1], 2) for kind, units in gpu_chains.SHARED]
+    for some in (raced, checked):
+        for kind, units, batch, directions in some:
+            code = cuda_program(getattr(recurrent, f"{kind}Cell")(1, 1).program)
+            layout, dtype = layout_of(len(code.blocks), units, np.dtype(np.float32)), np.dtype("f4")
+            count = samples_of(code, layout, dtype, batch, directions, H100.number)
+            of = some is raced, layout.is_held
+            samples[of] = max(samples.get(of, 1), count * (layout.lanes > 1))
+    assert samples[True, True] > 1
+    assert samples[False, True] > 1
+    assert samples[False, False] > 1
 
 
 def test_other_bits_and_wrong_values_are_seen():
