@@ -124,6 +124,11 @@ class Cell(Parametrised, Fixed):
     def __init_subclass__(cls, **about: Any) -> None:
         super().__init_subclass__(**about)
         cls._programs, cls._codes = {}, {}
+        if inspect.isfunction(vars(cls).get("forward")):
+            raise InputTypeError(
+                f"{cls.__name__} defines forward, which cells make of their step; expected "
+                "step(self, x, h, …), which returns the new states"
+            )
         if cls.step is not Cell.step:
             cls.program_of(read_options(cls, {}))
             if cls._trains_all:
@@ -141,7 +146,8 @@ class Cell(Parametrised, Fixed):
     ) -> None:
         if type(self).step is Cell.step:
             raise InputTypeError(
-                "Cell is a base class, without a step; expected a class that has one"
+                f"{type(self).__name__} is a base class, without a step; expected a class that has "
+                "one"
             )
         self.input_size = check_count("input_size", input_size, 1)
         self.hidden_size = check_count("hidden_size", hidden_size, 1)

@@ -11,7 +11,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ..arrays.arrays import Mirrored
 from ..errors import InputError, InputTypeError, short
@@ -403,6 +403,18 @@ class _MatrixSymbol(_Blocks):
             )
         return self._matrix.product(0, vector)
 
+    def __matmul__(self, _: Any) -> NoReturn:
+        refuse("@", f"a call, {self._call()}")
+
+    def __rmatmul__(self, _: Any) -> NoReturn:
+        has_transpose = isinstance(self._matrix, Hidden) and not self._matrix.gates
+        other = f", or {self!r}.T(a) for its transpose" if has_transpose else ""
+        refuse("@", f"a call, {self._call()}{other}")
+
+    def _call(self) -> str:
+        """Return how a product with the matrix is written."""
+        return f"{self!r}{''.join(f'.{gate}' for gate in self._matrix.gates[:1])}(a)"
+
 
 class _Product:
     """A gate of a matrix."""
@@ -418,6 +430,14 @@ class _Product:
     def __call__(self, vector: Any) -> Node:
         matrix, block, is_transposed = self._about
         return matrix.product(block, vector, is_transposed)
+
+    def __matmul__(self, _: Any) -> NoReturn:
+        refuse("@", f"a call, {self!r}(a)")
+
+    def __rmatmul__(self, _: Any) -> NoReturn:
+        # Behind a row there is the transpose of what is before a column.
+        matrix, _block, is_transposed = self._about
+        refuse("@", f"a call, self.{matrix.name}(a)" if is_transposed else f"a call, {self!r}(a)")
 
 
 class _Traced:

@@ -102,6 +102,10 @@ class Node:
 
     def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **about: Any) -> Node:
         """Let a number of NumPy stand before an operator; refuse all other calls."""
+        if ufunc.__name__ == "matmul":
+            refuse("@", _MATRIX)
+        if method == "reduce":
+            refuse(f"numpy.{ufunc.__name__}.reduce, which is over units", _NO_SUMS)
         compute = getattr(operator, _OPERATORS.get(ufunc.__name__, ""), None)
         others = [each for each in given if not isinstance(each, Node)]
         if compute is None or method != "__call__" or about or any(map(_axes, others)):
@@ -109,14 +113,26 @@ class Node:
         made: Node = compute(*(each if isinstance(each, Node) else float(each) for each in given))
         return made
 
+    def __array_function__(self, function: Any, *_: Any, **__: Any) -> NoReturn:
+        _refuse_function(function, "a call of NumPy")
+
     @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
-        refuse("a call of PyTorch", _INSTEAD)
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> NoReturn:
+        _refuse_function(function, "a call of PyTorch")
+
+    def __matmul__(self, other: Any) -> Any:
+        if isinstance(other, Node):
+            refuse("@ of two vectors, which is a sum over units", _NO_SUMS)
+        if not callable(other):
+            refuse("@", _MATRIX)
+        return NotImplemented  # a matrix, which says how it is called
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        refuse(f"the attribute {name!r}", _INSTEAD)
+        if name in _REDUCTIONS:
+            refuse(f"the attribute {name!r}, which is over units", _NO_SUMS)
+        refuse(f"the attribute {name!r}", f"{name}(a)" if name in _FUNCTIONS else _INSTEAD)
 
     def __reduce__(self) -> Any:
         return _again, (self.operation, self.arguments, self.about)
@@ -146,6 +162,20 @@ _OPERATORS = {
 }
 _INSTEAD = "the functions of sparsescan.recurrent, such as tanh(a)"
 _ELEMENTWISE = "elementwise operations, or one matrix with several gates"
+_MATRIX = "a matrix that the class declares, such as W = Hidden(), and calls: self.W(a)"
+# What is over all units in NumPy and PyTorch.
+_REDUCTIONS = {
+    *("all", "any", "argmax", "argmin", "cumprod", "cumsum", "dot", "layer_norm", "logsumexp"),
+    *("max", "mean", "median", "min", "norm", "prod", "softmax", "std", "sum", "var"),
+}
+_FUNCTIONS = {
+    *("cos", "elu", "exp", "expm1", "hardsigmoid", "hardtanh", "leaky_relu", "log", "relu"),
+    *("sigmoid", "silu", "sin", "softplus", "softsign", "sqrt", "tanh"),
+}
+_NO_SUMS = (
+    "what needs no sum, mean, norm or maximum over units: these are not supported; a matrix "
+    "weighs all units for each, W = Hidden() and self.W(a)"
+)
 # Methods that a step does not have, what calls them, and what to write instead.
 _REFUSED = {
     "bool": ("a branch on a number that only a step has", "where(condition, a, b)"),
@@ -155,19 +185,30 @@ _REFUSED = {
     "getitem setitem delitem": ("an index of a unit", _ELEMENTWISE),
     "float int index complex round trunc floor ceil": ("a conversion to a number", _INSTEAD),
     "format": ("a text of a number that only a step has", "it without"),
-    "matmul rmatmul": ("@", "a matrix that the class declares, called: self.weight_hh(h)"),
+    "rmatmul": ("@", _MATRIX),
     "rpow": ("a number to the power of a vector", "exp(vector * math.log(base))"),
     "and rand or ror xor rxor invert": (
         "& or |, ^, ~",
         "a * b for both of two conditions, maximum(a, b) for one of them, 1 - a for none",
     ),
-    "mod rmod floordiv rfloordiv divmod rdivmod lshift rlshift rshift rrshift": (
+    "mod rmod": (
+        "%",
+        "where(a >= b, a - b, a) to take b off once; sin(a), cos(a) need no remainder",
+    ),
+    "floordiv rfloordiv divmod rdivmod lshift rlshift rshift rrshift": (
         "an operation of integers",
-        "+ - * /, or " + _INSTEAD,
+        "+ - * /, or where(condition, a, b)",
     ),
     "call": ("a call of a vector", "a product, a * b, or a matrix of the class, which is called"),
-    "array array_function": ("a call of NumPy", _INSTEAD),
+    "array": ("a call of NumPy", _INSTEAD),
 }
+
+
+def _refuse_function(function: Any, what: str) -> NoReturn:
+    name = getattr(function, "__name__", "")
+    if name in _REDUCTIONS:
+        refuse(f"{what}, {name}, which is over units", _NO_SUMS)
+    refuse(what, _INSTEAD)
 
 
 def _refusing(what: str, instead: str) -> Callable[..., NoReturn]:

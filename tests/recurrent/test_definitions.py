@@ -103,6 +103,7 @@ BRANCH = "a branch on a number", "where(condition, a, b)"
 NUMPY = "a call of NumPy", "tanh(a)"
 TORCH = "a call of PyTorch", "tanh(a)"
 CONVERSION = "a conversion to a number", "the functions of sparsescan.recurrent"
+UNITS = ", which is over units", "no sum, mean, norm or maximum over units"
 INDEX = "an index of a unit", "elementwise operations"
 LOOP = "a loop over units", "one matrix with several gates"
 POWER = "the exponent", "exp(exponent * log(base))"
@@ -116,17 +117,25 @@ REFUSED = {
     "return not h": BRANCH,
     "return max(h, 0)": BRANCH,
     "return h * (0 < h < 1)": BRANCH,
-    "assert (h > 0).all": ("the attribute 'all'", "tanh(a)"),
+    "assert (h > 0).all": ("the attribute 'all', which is over units", "no sum, mean, norm"),
     "while h > 0: h = h - 1": BRANCH,
     "return np.tanh(h)": NUMPY,
     "return np.where(h > 0, h, 0)": NUMPY,
     "return np.concatenate([h, x])": NUMPY,
-    "return np.add.reduce(h)": NUMPY,
+    "return np.add.reduce(h)": ("numpy.add.reduce", "no sum, mean, norm"),
+    "return np.mean(h)": UNITS,
+    "return h / np.linalg.norm(h)": UNITS,
+    "return torch.softmax(h, -1)": UNITS,
+    "return torch.nn.functional.layer_norm(h, (4,))": UNITS,
+    "return h - h.mean(-1)": UNITS,
+    "return h / h.norm()": UNITS,
     "return np.add(h, 1, out=np.ones(3))": NUMPY,
     "return np.ones(3) * h": NUMPY,
     "return np.asarray(h)": NUMPY,
     "return np.float64(2) ** h": NUMPY,
-    "return h @ np.ones(3)": ("@", "self.weight_hh(h)"),
+    "return h @ np.ones(3)": ("@", "W = Hidden(), and calls: self.W(a)"),
+    "return np.ones((3, 3)) @ h": ("@", "W = Hidden(), and calls: self.W(a)"),
+    "return h @ x": ("@ of two vectors", "no sum, mean, norm"),
     "return torch.tanh(h)": TORCH,
     "return torch.nn.functional.relu(h)": TORCH,
     "return torch.where(h > 0, h, x)": TORCH,
@@ -149,7 +158,8 @@ REFUSED = {
     "return 1 in h": LOOP,
     "return list(map(tanh, h))": LOOP,
     "return len(h)": ("the length of a vector", "elementwise operations"),
-    "return h.sum()": ("the attribute 'sum'", "tanh(a)"),
+    "return h.sum()": UNITS,
+    "return h.sigmoid()": ("the attribute 'sigmoid'", "sigmoid(a)"),
     "return h.T": ("the attribute 'T'", "tanh(a)"),
     "return h ** 1.5": POWER,
     "return h ** 17": POWER,
@@ -164,7 +174,8 @@ REFUSED = {
     "return where((h > 0) & (h < 1), 0, 1)": BITS,
     "return where(True | (h < 1), 0, 1)": BITS,
     "return where(~(h > 0), 0, 1)": BITS,
-    "return h % 2": INTEGERS,
+    "return h % 2": ("%", "where(a >= b, a - b, a) to take b off once"),
+    "return 2 % h": ("%", "where(a >= b, a - b, a) to take b off once"),
     "return 2 // h": INTEGERS,
     "return divmod(h, 2)": INTEGERS,
     "return h << 1": INTEGERS,
@@ -186,8 +197,12 @@ REFUSED = {
     "return self.p * h": ("self.p among vectors", "vectors and numbers"),
     "return self.gates.a + h": ("self.gates.a among vectors", "vectors and numbers"),
     "return h + self.weight_hh.T": ("self.weight_hh.T among vectors", "vectors and numbers"),
-    "return self.weight_hh @ h": ("@", "self.weight_hh(h)"),
-    "return h @ self.weight_hh": ("@", "self.weight_hh(h)"),
+    "return self.weight_hh @ h": ("@", "a call, self.weight_hh(a)"),
+    "return h @ self.weight_hh": ("@", "self.weight_hh(a), or self.weight_hh.T(a) for its"),
+    "return h @ self.weight_hh.T": ("@", "a call, self.weight_hh(a)"),
+    "return self.weight_hh.T @ h": ("@", "a call, self.weight_hh.T(a)"),
+    "return self.weight_ih @ x": ("@", "a call, self.weight_ih.a(a)"),
+    "return x @ self.weight_ih.b": ("@", "a call, self.weight_ih.b(a)"),
     "return self.gates(h)": ("a call of gates, which has several gates", "self.gates.a(…)"),
     "return self.gates.c(h)": ("the gate 'c' of gates", "one of its gates: a, b"),
     "return self.p.o * h": ("the gate 'o' of p", "one of its gates: i, f"),
@@ -592,6 +607,11 @@ def test_biases_of_their_own_are_those_of_cells_with_biases() -> None:
     assert len(cls(2, 3).program.rows) == 2
     assert not cls(2, 3, bias=False).program.slots[0].vectors
     assert not cls(2, 3, bias=False).program.rows
+
+
+def test_forward_in_place_of_step_is_named() -> None:
+    with pytest.raises(InputTypeError, match=r"C defines forward, which .* expected step\(self, x"):
+        define("class C(Cell):\n    def forward(self, x, h): return tanh(x + h)")
 
 
 def test_a_base_class_has_no_step() -> None:
