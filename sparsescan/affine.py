@@ -207,6 +207,7 @@ def affine_scan_vjp(
     >>> grads.matrices.ravel(), grads.offsets.ravel(), grads.initial
     (array([0. , 0.5, 1.5]), array([0.25, 0.5 , 1.  ]), array([0.125]))
     """
+    needs_matrices_grad = check_flag("needs_matrices_grad", needs_matrices_grad)
     y, loss = _read_vectors("states", states), _read_vectors("grads", grads)
     y0 = None if initial is None else _read_vectors("initial", initial)
     form = _Given.read(matrices, pattern, transposed, y, y0, "states")

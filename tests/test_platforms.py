@@ -142,3 +142,36 @@ def test_another_processor_and_system(tmp_path: Path) -> None:
     printed = run_python(program, tmp_path, NUMBA_CACHE_DIR=str(tmp_path), NUMBA_NUM_THREADS="2")
     expected = np.ones(3) @ np.linalg.matrix_power(np.full((3, 3), 1e-3), 4)
     assert printed.split(") ", 1)[1].strip() == str(expected)
+
+
+def test_packages_that_are_missing_are_named_with_what_to_install(tmp_path: Path) -> None:
+    code = """
+        import sys
+        sys.modules.update(dict.fromkeys(("torch", "jax", "mpi4py", "tqdm")))
+        import numpy as np, sparsescan, sparsescan.parallel, sparsescan.simulate
+
+        def bar():
+            sim = sparsescan.simulate.TimeSteps(lambda u, t, p: -u, np.eye(2))
+            sim.forward(np.ones(2), steps=2, dt=0.1, progress=True)
+
+        def ranks():
+            sparsescan.parallel.exclusive_scan(None, np.ones(2), [np.eye(2)])
+
+        def front(name):
+            return lambda: __import__(f"sparsescan.{name}")
+
+        for call in (front("torch"), front("jax"), ranks, bar):
+            try:
+                call()
+            except ImportError as error:
+                print(error)
+    """
+    torch, jax, mpi, tqdm = run_python(code, tmp_path).splitlines()
+    assert torch.startswith("sparsescan.torch needs PyTorch")
+    assert torch.endswith(": pip install torch")
+    assert jax.startswith("sparsescan.jax needs JAX")
+    assert jax.endswith(": pip install jax")
+    assert mpi.startswith("comm needs mpi4py and an MPI library")
+    assert mpi.endswith(": pip install 'sparsescan[mpi]'")
+    assert tqdm.startswith("a bar needs tqdm")
+    assert tqdm.endswith(": pip install 'sparsescan[demo]', or tqdm alone")

@@ -30,21 +30,13 @@ def speaks(argv: Sequence[str]) -> bool:
     """Whether this process prints the errors that all ranks raise: rank 0 alone under MPI."""
     if not {"--mpi", "--run"}.intersection(argv):
         return True
+    from ..parallel.communicator import load_mpi
+
     try:
-        rank: int = _load_mpi("MPI").COMM_WORLD.rank
+        rank: int = load_mpi("MPI").COMM_WORLD.rank
     except ImportError:
         return True
     return rank == 0
-
-
-def _load_mpi(user: str) -> Any:
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise ImportError(
-            f"{user} needs mpi4py and an MPI library ({error}): pip install 'sparsescan[mpi]'"
-        ) from None
-    return MPI
 
 
 # -- All ranks end together -----------------------------------------------------------------------
@@ -60,7 +52,9 @@ def _together(option: str) -> Callable[[Callable[[Any, argparse.Namespace], None
     def command_of(call: Callable[[Any, argparse.Namespace], None]) -> _Command:
         @functools.wraps(call)
         def command(arguments: argparse.Namespace) -> None:
-            world = _load_mpi(option).COMM_WORLD
+            from ..parallel.communicator import load_mpi
+
+            world = load_mpi(option).COMM_WORLD
             try:
                 call(world, arguments)
             except BaseException as error:

@@ -4,6 +4,11 @@ JAX is imported when this is. Its compiled programs call compiled kernels on the
 the CPU, with its threads; and without Python, but for a simulation, whose function is the user's.
 """
 
+try:
+    import jax as _jax  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"sparsescan.jax needs JAX ({error}): pip install jax") from error
+
 from .affine import affine_scan
 from .filters import lfilter, sosfilt
 from .recurrent import recurrent

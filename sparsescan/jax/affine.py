@@ -13,6 +13,7 @@ from jax.custom_batching import custom_vmap
 from ..execution.recurrence import Recorded, record_gradients, record_states
 from ..readings import read_shapes
 from ..symbolic.pattern import Pattern, rows_of
+from ..symbolic.schedule import check_flag
 from .ffi.calls import NUMBERS, as_arrays, check_platform, together, vary, varying
 from .ffi.programs import replay
 
@@ -74,6 +75,7 @@ def affine_scan(
     (1.875, [0.0, 0.25, 0.75, 1.75])
     """
     check_platform()
+    transposed = check_flag("transposed", transposed)
     a, b, y0 = as_arrays(NUMBERS, matrices=matrices, offsets=offsets, initial=initial)
     added, begin = (None if each is None else each.shape for each in (b, y0))
     reading = read_shapes(a.shape, added, begin, pattern)
@@ -84,7 +86,7 @@ def affine_scan(
     y0 = jnp.zeros(size, a.dtype) if y0 is None else y0
     if reading.kind == "dense":
         a = a.reshape(*a.shape[:-2], pattern.nnz)
-    return _functions(pattern, bool(transposed)).states(*together((a, b, y0)))
+    return _functions(pattern, transposed).states(*together((a, b, y0)))
 
 
 class _Functions(NamedTuple):

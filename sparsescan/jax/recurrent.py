@@ -120,7 +120,7 @@ def recurrent(
         check_one_direction(net, truncate)
     known = net.params
     if not isinstance(params, Mapping) or set(params) != set(known):
-        names = sorted(params) if isinstance(params, Mapping) else short(params)
+        names = sorted(map(str, params)) if isinstance(params, Mapping) else short(params)
         raise InputError(f"params has {names}; expected {sorted(known)}, as network.params")
     names = [f"params[{name!r}]" for name in known]
     named = dict(zip(names, map(params.__getitem__, known), strict=True))

@@ -101,6 +101,17 @@ class Fault:
         return False
 
 
+def load_mpi(user: str) -> Any:
+    """Return MPI of mpi4py, or raise an error that says who needs it and what to install."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            f"{user} needs mpi4py and an MPI library ({error}): pip install 'sparsescan[mpi]'"
+        ) from None
+    return MPI
+
+
 class Communicator:
     """A duplicate of an MPI communicator, which counts messages and whose ranks fail together.
 
@@ -141,8 +152,7 @@ class Communicator:
     def of(cls, comm: Any) -> Communicator:
         """Return the duplicate that belongs to a caller's communicator; created once."""
         global _keyval
-        from mpi4py import MPI
-
+        MPI = load_mpi("comm")
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise InputTypeError(
                 f"comm is {short(comm)}; expected an intracommunicator of mpi4py, such as "

@@ -611,8 +611,12 @@ def _watching(shows: bool, total: int | None) -> Iterator[Watch]:
     if not shows:
         yield None
         return
-    from tqdm import tqdm
-
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise ImportError(
+            f"a bar needs tqdm ({error}): pip install 'sparsescan[demo]', or tqdm alone"
+        ) from error
     with tqdm(total=total, unit="step", delay=2, leave=False) as bar:
         yield lambda _: bar.update()
 

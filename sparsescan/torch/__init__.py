@@ -5,6 +5,11 @@ import GRU``, or :func:`convert` for a model that is there, which :func:`revert`
 :func:`module` for any cell.
 """
 
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"sparsescan.torch needs PyTorch ({error}): pip install torch") from error
+
 from .affine import affine_scan
 from .cells import module
 from .conversion.conversion import Conversion, convert, revert

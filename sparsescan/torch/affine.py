@@ -18,6 +18,7 @@ from ..locks import new_lock
 from ..readings import Reading, read_shapes, read_shapes_anew
 from ..recurrent.step_pool import StepPool
 from ..symbolic.pattern import Pattern
+from ..symbolic.schedule import check_flag
 from .calls.arrays import array_of, check_tensors, here, tensor_of
 from .calls.direct import is_direct, is_mapped, is_transformed, takes_rules
 from .calls.once import Mappable, over_maps
@@ -94,6 +95,7 @@ def affine_scan(
             return _one_step(matrices, offsets, initial)
         if call is not None:
             return _run(call, matrices, offsets, initial, call.pattern, transposed)
+    transposed = check_flag("transposed", transposed)
     _check(matrices=matrices, offsets=offsets, initial=initial)
     whole, reading = _read(matrices, offsets, initial, pattern)
     given = whole, offsets, initial
@@ -105,7 +107,7 @@ def affine_scan(
             with _lock:
                 _recurrences[_key(*given, said, transposed)] = _ONE_STEP
             return _one_step(*given)
-        if whole.is_cpu and type(transposed) is bool:
+        if whole.is_cpu:
             call = _recurrence_of(*given, own, said, transposed)
         return _run(call, *given, own, transposed)
     if is_transformed():

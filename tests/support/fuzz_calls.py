@@ -15,6 +15,7 @@ import atexit
 import collections
 import contextlib
 import copy
+import functools
 import itertools
 import os
 import pickle
@@ -1140,6 +1141,69 @@ def affine(rng: np.random.Generator) -> Call:
     )
 
 
+FLAGS = "transposed", "needs_matrices_grad", "return_states"
+
+
+def door(rng: np.random.Generator) -> Call:
+    """Call a function of a front door with one argument that is odd, and flags that are none."""
+    name, function, arguments = pick_door(rng)
+    changed = list(arguments)[rng.integers(len(arguments))]
+    if changed in FLAGS and rng.random() < 0.8:
+        arguments[changed] = NO_FLAGS[rng.integers(len(NO_FLAGS))]
+    elif torch is not None and rng.random() < 0.2:
+        arguments[changed] = torch.eye(3).to_sparse()
+    else:
+        value = odd(rng)
+        # After a list that holds itself JAX leaves Python no depth of recursion.
+        is_kept = name.startswith("jax.") and isinstance(value, (list, dict))
+        arguments[changed] = None if is_kept or rng.random() < 0.1 else value
+
+    def check(_: Any) -> None:
+        if changed in FLAGS and not any(arguments[changed] is one for one in (True, False)):
+            kinds = (int, np.integer, np.bool_)
+            if not (isinstance(arguments[changed], kinds) and arguments[changed] in (0, 1)):
+                raise NotDocumentedError(f"{changed} was taken")
+
+    return Call(lambda: function(**arguments), f"{name}({told(arguments)})", check)
+
+
+def pick_door(rng: np.random.Generator) -> tuple[str, Callable[..., Any], dict[str, Any]]:
+    """Return a function of some front door, and arguments that it takes."""
+    steps = int(rng.integers(1, 4))
+    matrices, offsets = (rng.standard_normal((steps, 2)).astype(np.float32) for _ in range(2))
+    vectors = {"matrices": matrices, "initial": offsets[0]}
+    if rng.random() < 0.25:
+        about = vectors | {"states": offsets, "grads": offsets, "needs_matrices_grad": True}
+        about |= {"pattern": None, "transposed": False}
+        return "affine_scan_vjp", sparsescan.affine_scan_vjp, about
+    about = vectors | {"offsets": offsets, "pattern": None, "transposed": False}
+    x, state = offsets[:, None], np.zeros((1, 1, 3), np.float32)
+    resets, net = np.zeros((steps, 1), bool), recurrent.GRU(2, 3, rng=0)
+    if torch is not None and rng.random() < 0.6:
+        import sparsescan.torch as front
+
+        def of_torch(given: dict[str, Any]) -> dict[str, Any]:
+            return {
+                key: torch.from_numpy(each) if isinstance(each, np.ndarray) else each
+                for key, each in given.items()
+            }
+
+        if rng.random() < 0.6:
+            return "torch.affine_scan", front.affine_scan, of_torch(about)
+        kind = (front.GRU, front.module(recurrent.GRUCell))[rng.integers(2)]
+        called = of_torch({"input": x, "hx": state, "resets": resets})
+        return f"torch.{kind.__name__}", kind(2, 3), called
+    try:
+        import sparsescan.jax as jax_front
+    except ImportError:
+        return "affine_scan", sparsescan.affine_scan, about
+    if rng.random() < 0.5:
+        return "jax.affine_scan", jax_front.affine_scan, about
+    called = {"params": dict(net.params), "x": x, "state": state, "lengths": np.array([steps])}
+    called |= {"resets": resets, "memory_limit": None, "truncate": None, "return_states": False}
+    return "jax.recurrent", functools.partial(jax_front.recurrent, net), called
+
+
 def training_step(rng: np.random.Generator) -> Call:
     """Run layers forward and backward in one step, with odd arrays and flags."""
     ops = [layers.Linear(3, 4, rng=0), layers.Tanh(input_shape=(4,)), layers.Linear(4, 2, rng=1)]
@@ -1204,6 +1268,7 @@ KINDS: dict[Callable[[np.random.Generator], Call], int] = {
     implicit_made: 2,
     affine: 4,
     training_step: 4,
+    door: 8,
 }
 
 

@@ -24,10 +24,14 @@ def check_platform() -> None:
         )
 
 
+# Arguments that may be None.
+_OPTIONAL = {"D", "delta_bias", "initial", "offsets", "state", "z", "zi"}
+
+
 def as_arrays(dtypes: tuple[str, ...], **given: Any) -> list[Any]:
-    """Return arrays of JAX, or of a trace, of one dtype, that of all; None stays."""
+    """Return arrays of JAX, or of a trace, of one dtype, that of all; None may stay for some."""
     arrays = {
-        name: None if each is None else _as_array(name, each, dtypes)
+        name: None if each is None and name in _OPTIONAL else _as_array(name, each, dtypes)
         for name, each in given.items()
     }
     dtype = jnp.result_type(*(each for each in arrays.values() if each is not None))

@@ -229,7 +229,7 @@ class Sequences:
         is_cut = self.truncate is not None and torch.is_grad_enabled()
         if (
             self.proj_size
-            or (states and len(states) != self.states)
+            or (hx is not None and len(states) != self.states)
             or not all(isinstance(each, Tensor) for each in (x, *states))
             or x.dtype not in _DTYPES
             or ((is_cut or self._returns_others) and x.device.type != "cpu")
