@@ -360,6 +360,19 @@ def test_times_are_those_of_as_many_samples_as_are_computed(
     assert predict(key, own) == pytest.approx((computed * 1e-5, 13e-5))
 
 
+def test_long_inputs_of_few_samples_cost_pytorch_little() -> None:
+    """It multiplies those of all steps at once; ours takes each step's weights from memory."""
+    part = {who: [[[1e-5, 1e-3], [1e-5, 2e-3]]] for who in ("ours", "theirs")}
+    own = TimeTable("made up", [8], [1, 100], [1, 10], dict.fromkeys(table(1, 1).times, part))
+    key = Key("LSTM", 32, 8, 1, True, False, False, torch.float32, (10, 1, 32), False, False, 1)
+    assert predict(key, own) == pytest.approx((1e-3, 1e-3))
+    # Twice the weights.
+    long = key._replace(input_size=72, x=(10, 1, 72))
+    assert predict(long, own) == pytest.approx((1.99e-3, 1e-3 + 2e-5))
+    many = long._replace(x=(10, 100, 72))
+    assert predict(many, own) == pytest.approx((3.99e-3, 3.99e-3))
+
+
 def test_explanations_of_other_calls() -> None:
     x = torch.randn(4, 2, 3)
     cell = sparsescan.torch.module(MGU)(3, 5)

@@ -211,17 +211,29 @@ def predict(key: Key, table: TimeTable | None = None) -> CallPrediction:
     found = []
     for contender, samples in (("ours", computed), ("theirs", batch)):
         shortest = _time(table, part, contender, (table.hidden[0], 1, 1))
-        one = _time(table, part, contender, (units, samples, steps))
+        one = _time(table, part, contender, (units, samples, steps)) - shortest
+        wide = one
+        if contender == "theirs":
+            # PyTorch multiplies the inputs of all steps at once, as fast as the largest matrices.
+            largest = table.times[part][contender][-1][-1]
+            sizes = table.hidden[-1], table.batch[-1], table.steps[len(largest) - 1]
+            share = _products(units, samples, steps) / _products(*sizes)
+            wide = min(one, largest[-1] * share)
         total = shortest
         for layer in range(key.num_layers):
             inputs = directions * units if layer else key.input_size
-            more = (one - shortest) * (inputs + units) / (INPUTS + units)
+            more = one + wide * (inputs - INPUTS) / (INPUTS + units)
             total += directions * max(more, 0.0)
             if layer or directions > 1:
                 # Each has some work beside that of its steps.
                 total += shortest * directions * _LAYER[contender]
         found.append(total)
     return CallPrediction(*found)
+
+
+def _products(units: int, samples: int, steps: int) -> int:
+    """Return how many products a call has with each gate's weights."""
+    return units * (INPUTS + units) * samples * steps
 
 
 # What a layer beside the first takes, as a share of the shortest call.
