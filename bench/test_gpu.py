@@ -489,13 +489,14 @@ def test_a_rehearsal(tmp_path: Path, killed: int | None):
     pytest.importorskip("numba_cuda")
     script = Path(gpu.__file__).with_suffix(".sh")
     some = ["environment", "preflight", "families", "chained", "rnn", "pair"]
-    more = ["--only", *some] if killed else []
+    # Kernels are compiled for the CPU here, and other tests run: parts may take longer.
+    more = ["--seconds", "900", *(["--only", *some] if killed else [])]
     process = subprocess.Popen(
         [script, tmp_path, "--rehearse", *more],
         env={**os.environ, "PYTHON": sys.executable},
         stdout=subprocess.DEVNULL,
     )
-    deadline, parts = time.monotonic() + 300, dict[str, Any]()
+    deadline, parts = time.monotonic() + 900, dict[str, Any]()
     while time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.2)
         parts = {}
