@@ -190,6 +190,7 @@ class _Simulation:
         check_form(self._name, function, self._form)
         self._coloured = Coloured(self.pattern)
         self._schemes: dict[Any, Scheme] = {}
+        self._is_known = False  # that the function takes its arguments in their order
         self._function, self._jacobians, self._vjp = function, jacobians, vjp
         self._derivatives, self._param_patterns = derivatives, dict(param_patterns or {})
 
@@ -230,7 +231,12 @@ class _Simulation:
         return self._schemes.setdefault(form.structure, self._scheme(source, form.batch or 1))
 
     def _called(self, arguments: Arguments) -> Any:
-        """Return what the function returns, or say what is wrong with the order that it takes."""
+        """Return what the function returns, or say that it takes another order of arguments.
+
+        That it does so is known from its first calls; later ones may fail for reasons of their own.
+        """
+        if self._is_known:
+            return self._function(*arguments)
         try:
             found = self._function(*arguments)
         except Exception:
@@ -238,6 +244,7 @@ class _Simulation:
             raise
         if np.shape(found) != arguments[0].shape:
             check_order(self._name, self._function, self._form, arguments)
+        self._is_known = True
         return found
 
     def _pattern_of_params(self, form: _Form) -> Pattern:

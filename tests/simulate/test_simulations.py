@@ -721,6 +721,16 @@ def test_keywords_of_others_are_named(unknown: str, instead: str) -> None:
         sim.forward_at_once([1.0, 2.0], steps=1, dt=0.1, **{unknown: 1.0})  # type: ignore[arg-type]
 
 
+def test_what_a_function_raises_is_its_own() -> None:
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        if np.any(u > 1.5):
+            raise ArithmeticError("too much")
+        return np.multiply(t, u)  # which the time before the state would suit, too
+
+    with pytest.raises(ArithmeticError, match="too much"):
+        TimeSteps(rate, np.eye(2), "heun").forward([1.0, 1.0], t0=1.0, steps=30, dt=0.1)
+
+
 GOOD: dict[str, Any] = {"u0": [1.0, 2.0], "steps": 3, "dt": 0.1}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import times
+from scipy.integrate import solve_ivp
 from scipy.linalg import expm
 
 from sparsescan import InputError, NewtonError
@@ -69,6 +71,44 @@ def test_jumps_are_seen_wherever_they_are(seed: int, method: str) -> None:
     allowed = 1e-3 * (scale + np.abs(run.states).max())
     is_first_order = method == "own" or (method != "bdf2" and TABLEAUS[method].order == 1)
     assert np.abs(run.last - exact).max() <= (20 if is_first_order else 5) * allowed
+
+
+@settings(max_examples=times(2), deadline=None)
+@given(seed=SEEDS, method=st.sampled_from([*ADAPTIVE, "own"]))
+def test_chosen_lengths_keep_the_error_at_any_scale(seed: int, method: str) -> None:
+    """A nonlinear system whose rate jumps, beside SciPy's states from jump to jump."""
+    rng = np.random.default_rng(seed)
+    n, ahead = int(rng.integers(1, 6)), rng.choice([-1.0, 1.0])
+    whole, scale = 10 ** rng.uniform(-15, 15, 2)
+    t0, error = float(rng.uniform(-1, 1) * whole), 10 ** rng.uniform(-3.3, -2)
+    decay, links, x = rng.uniform(0.2, 5, n), rng.standard_normal((n, n)), rng.standard_normal(n)
+    jump, switch = rng.standard_normal((2, n)) * 10 ** rng.uniform(-1, 1), rng.random(2)
+
+    def unit(s: float, x: Any, moved: Any) -> Any:
+        waves = 0.7 * links @ np.sin(x) + 0.3 * np.cos(5 * s)
+        return -decay * x + waves - x * x * x + moved[0] * jump[0] + moved[1] * jump[1] * np.tanh(x)
+
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        s = ahead * (t - t0) / whole
+        return ahead * unit(s, u / scale, s > switch) * scale / whole
+
+    sim = simulation(method, rate, n, derivatives="complex")
+    run = sim.forward(
+        x * scale,
+        t0=t0,
+        until=t0 + ahead * whole,
+        dt=ahead * whole * rng.choice([1.0, 0.3, 0.01]),
+        error=(error, error * scale),
+        rtol=1e-9,
+        atol=1e-11 * scale,
+    )
+    ends = np.sort([0.0, *switch, 1.0])
+    for begin, end in itertools.pairwise(ends):
+        moved = (begin + end) / 2 > switch
+        x = solve_ivp(unit, (begin, end), x, args=(moved,), rtol=1e-10, atol=1e-12).y[:, -1]
+    is_first_order = method == "own" or (method != "bdf2" and TABLEAUS[method].order == 1)
+    allowed = (30 if is_first_order else 10) * error * (1 + np.abs(run.states / scale).max())
+    np.testing.assert_allclose(run.last / scale, x, rtol=0, atol=allowed)
 
 
 @pytest.mark.parametrize("method", [*ADAPTIVE, "own"])
