@@ -419,8 +419,10 @@ def test_modules_that_pytorch_has_none_of_are_not_reverted() -> None:
             "states": sparsescan.torch.LSTM(3, 4, return_states=True),
             "own": Own(3, 4),
             "net": sparsescan.torch.RNN(3, 4, truncate=5),
+            "other": nn.Identity(),
         }
     )
+    model["other"].return_states = True
     done = revert(model)
     assert done.replaced == ["net"]
     assert done.left.keys() == {"cells", "states", "own"}

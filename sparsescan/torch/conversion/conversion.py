@@ -163,16 +163,15 @@ def revert(model: nn.Module) -> Conversion:
     replaced, left = list[str](), dict[str, str]()
     for name, module in model.named_modules():
         kind, base = type(module), _base_of(module)
-        if getattr(module, "return_states", False):
+        if isinstance(module, Sequences) and module.return_states:
             left[name] = "PyTorch has no return_states"
         elif plain_class(base) is not base:
             _become(module, _with_base(module, plain_class(base)))
+            for option in ("_memory_limit", "_truncate", "_return_states"):
+                vars(module).pop(option, None)
             replaced.append(name)
         elif is_replaced(module):
             left[name] = f"it is a {kind.__name__}, in whose place PyTorch has none"
-        for option in ("_memory_limit", "_truncate", "_return_states"):
-            if name in replaced:
-                vars(module).pop(option, None)
         settle(vars(module).get("weight"))
     return Conversion(replaced, left)
 

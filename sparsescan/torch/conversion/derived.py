@@ -23,10 +23,10 @@ _LIBRARIES = ("abc", "typing", "builtins")
 
 @functools.cache
 def behind(kind: Any) -> Any:
-    """Return a class that is derived from one of users, and finds a forward pass of ours in it.
+    """Return a class derived from a user's, whose ``super().forward`` reaches the kernels.
 
-    In its order of methods a module of ours stands between the classes of users and PyTorch's, so
-    that ``super().forward`` reaches it. If that would change more, the reason is returned.
+    In its order of methods a class of ours stands between those of the user and PyTorch's. If that
+    would change more than the forward pass of PyTorch, the reason is returned.
     """
     plain = next((each for each in kind.__mro__ if each in KINDS), None)
     if plain is None:
