@@ -36,7 +36,7 @@ def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 class Call:
     """A call of a recurrent module, whose gradients are still to be computed."""
 
-    def __init__(self, net: Any, form: str, has_state: bool = True) -> None:
+    def __init__(self, net: Any, form: str, has_state: bool = True, needs: str = "all") -> None:
         torch.manual_seed(0)
         shape = (5, 4, 3) if net.batch_first else (4, 5, 3)
         x = torch.randn(shape if form != "one sample" else (4, 3), dtype=torch.float64)
@@ -44,11 +44,14 @@ class Call:
         rows, count = net.num_layers * (1 + net.bidirectional), 1 if net.mode != "LSTM" else 2
         count = getattr(net, "states", count)
         hx = tuple(torch.randn(rows, *batch, 3, dtype=torch.float64) for _ in range(count))
-        self.leaves = [x, *hx * has_state, *net.parameters()]
-        for each in self.leaves:
-            each.requires_grad_()
+        inputs, params = [x, *hx * has_state], list(net.parameters())
+        for each in inputs:
+            each.requires_grad_(needs != "parameters")
+        for each in params:
+            each.requires_grad_(needs != "inputs")
+        self.leaves = [each for each in (*inputs, *params) if each.requires_grad]
         # Which may be changed in place, as leaves may not.
-        self.given = [2 * each for each in self.leaves[: 1 + count * has_state]]
+        self.given = [2 * each for each in inputs]
         x, *states = self.given
         given: Any = x
         if form == "packed":
@@ -209,3 +212,56 @@ def test_results_of_functions_may_be_changed(name: str) -> None:
                 gradients(results)
         else:
             close(gradients(results), gradients(expected))
+
+
+def with_changed(net: Any, form: str, place: int, needs: str) -> list[Tensor] | str:
+    """Return results and gradients if an argument changes before the backward pass, or an error."""
+    call = Call(net, form, needs=needs)
+    arguments = [*call.given, *net.parameters()]
+    before = arguments[place].detach().clone()
+    with torch.no_grad():
+        arguments[place].mul_(1.5)
+    try:
+        return [*call.outputs, *call.gradients()]
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        with torch.no_grad():
+            arguments[place].copy_(before)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("needs", ["all", "parameters", "inputs"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_may_be_changed_where_pytorch_takes_that(
+    kind: str, form: str, needs: str
+) -> None:
+    """Gradients are those of the call, whether PyTorch has them or an error."""
+    nets = pair(kind, form, num_layers=2)
+    call = Call(nets[1], form, needs=needs)
+    right = [*call.outputs, *call.gradients()]
+    for place in range(len(call.given) + len(list(nets[0].parameters()))):
+        theirs, ours = (with_changed(net, form, place, needs) for net in nets)
+        if isinstance(ours, str):
+            is_data = form == "packed" and needs == "inputs" and place == 0
+            assert "modified by an inplace operation" in ours
+            assert isinstance(theirs, str) or is_data
+        else:
+            close(ours, right)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_second_pass_runs_with_arguments_that_changed(kind: str) -> None:
+    _, net = pair(kind, "steps first")
+    for way in ("again", "with a graph"):
+        call = Call(net, "steps first")
+        loss = sum(each.sin().sum() for each in call.outputs)
+        assert isinstance(loss, Tensor)
+        if way == "again":
+            torch.autograd.grad(loss, call.leaves, retain_graph=True)
+        with torch.no_grad():
+            net.bias_ih_l0.add_(1)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace .*forward again"):
+            torch.autograd.grad(loss, call.leaves, create_graph=way != "again")

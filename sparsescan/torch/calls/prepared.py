@@ -28,6 +28,7 @@ from ...recurrent.step_pool import StepPool
 from .direct import has_saving_hooks, is_direct, is_transformed
 from .recorded import ResultTensor, Room, give_scratch, run, take_scratch
 from .recurrent_op import forget_steps, gradients
+from .saved import HAS_FUSED, check_others, needed, save, saved
 from .shapes import network_of
 from .states import apart, joined
 from .times import Key, predict
@@ -155,6 +156,7 @@ class Prepared:
         self._results = list(map(self._result, self._forward.results))
         self.states = len(self._results) - 1
         self._backwards: dict[tuple[bool, bool, bool], _Backward] = {}
+        self._needed: dict[tuple[bool, ...], tuple[bool, ...]] = {}
 
     def _result(self, result: Result) -> ResultTensor:
         shape: tuple[int, ...] = result.shape
@@ -168,6 +170,19 @@ class Prepared:
             elif self.key.is_batch_first:
                 shape, strides = (batch, steps, width), (width, batch * width, 1)
         return ResultTensor.of(result, self.key.dtype, shape, strides)
+
+    def needed(self, needs: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Return which arguments must not change before the first backward pass."""
+        found = self._needed.get(needs)
+        if found is None:
+            key, states = self.key, self.states if self.key.has_state else 0
+            found = self._needed[needs] = needed(
+                *(key.shape, needs, states),
+                is_long=key.sizes[0] > 1,
+                is_copied=self._turns,
+                is_fused=HAS_FUSED and key.dtype is torch.float32,
+            )
+        return found
 
     def takes(self, hx: Any, weights: Sequence[Tensor]) -> bool:
         """Return whether states and weights have the expected shapes."""
@@ -283,19 +298,20 @@ class _Call(torch.autograd.Function):
     def forward(ctx: Any, prepared: Prepared, *tensors: Tensor) -> tuple[Tensor, ...]:
         results, room = prepared.forward(*tensors)
         ctx.prepared, ctx.held = prepared, _Held(prepared.rooms, room)
-        ctx.save_for_backward(*tensors)
+        save(ctx, tensors, prepared.needed(ctx.needs_input_grad[1:]))
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
     def backward(ctx: Any, above: Tensor | None, *carry: Tensor | None) -> tuple[Any, ...]:
-        prepared, needs, tensors = ctx.prepared, ctx.needs_input_grad, ctx.saved_tensors
-        room = None
+        prepared, needs, room = ctx.prepared, ctx.needs_input_grad, None
+        ctx.saved_tensors  # noqa: B018, raises if one has changed
         if not torch.is_grad_enabled() and is_direct(above, *carry):
             room = ctx.held.take()
         if room is None:
             # It is differentiated once more, or this is another backward pass.
-            grads = prepared.gradients(above, carry, needs[1], tensors)
+            check_others(ctx)
+            grads = prepared.gradients(above, carry, needs[1], saved(ctx))
         else:
             grads = prepared.backward(room, above, carry, needs[1])
             prepared.rooms.give_back(room)

@@ -23,6 +23,7 @@ from .derivatives import run_differentiable
 from .direct import is_direct, is_mapped, is_transformed
 from .once import Twice, gradients_of, over_maps
 from .recorded import addresses_of
+from .saved import HAS_FUSED, check_others, needed, save, saved
 from .shapes import Shape, kind_of, network_of
 
 # Networks whose training steps are kept for the next call; those used last.
@@ -270,10 +271,27 @@ class _Recurrent(torch.autograd.Function):
         call = _forward if is_direct(x, *tensors) else _recurrent_forward
         output: tuple[Tensor, ...] = call(x, *given, *about, resets=tensors[-2])
         ctx.about, ctx.counts = about[:_COUNT], counts
-        ctx.save_for_backward(output[2], x, *tensors)
+        save(ctx, (output[2], x, *tensors), _Recurrent.flags(ctx, x, tensors))
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
         return output
+
+    @staticmethod
+    def flags(ctx: Any, x: Tensor, tensors: Any) -> list[bool]:
+        """Return which tensors must not change before the first backward pass: token, input, …."""
+        _, _, has_x, has_state, _, *has_grad = ctx.needs_input_grad
+        state, lengths, *_ = tensors
+        count, begin = ctx.counts, () if state is None else (has_state,)
+        in_x, *others = needed(
+            Shape.of(x, ctx.about),
+            (has_x, *begin, *has_grad[:count]),
+            len(begin),
+            is_long=len(x) > 1,
+            is_copied=not x.is_contiguous(),
+            is_fused=HAS_FUSED and x.dtype is torch.float32 and lengths is None,
+        )
+        in_state = others.pop(0) if begin else True
+        return [True, in_x, in_state, True, *others, *[True] * (len(tensors) - 2 - count)]
 
     @staticmethod
     def given(counts: Any, tensors: Any) -> tuple[Any, ...]:
@@ -283,11 +301,14 @@ class _Recurrent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *above: Any) -> tuple[Any, ...]:
-        token, x, *tensors = ctx.saved_tensors
+        token, x, *tensors = saved(ctx)
         given, needs = _Recurrent.given(ctx.counts, tensors), ctx.needs_input_grad[2]
         if _Recurrent.is_dense(ctx, given):
             # Without masks, and by a step that runs forward again.
             token, given = torch.zeros_like(token), (*given[:3], [])
+        is_first = addresses_of([token])[0] in _waiting and is_direct(*above[:2])
+        if torch.is_grad_enabled() or not is_first:
+            check_others(ctx)
         grads = gradients(ctx.about, needs, above[:2], token, (x, *given), tensors[-2])
         below = grads.pop() if needs else None
         state_grad = grads[0] if tensors[0] is not None else None
