@@ -76,7 +76,7 @@ class InputTypeError(SparseScanError, TypeError):
 
 
 class GradientError(InputError):
-    """The gradient of a chain is not that of the function that it was checked against.
+    """A gradient is not that of the function that it was checked against, or cannot be told.
 
     Notes
     -----
@@ -87,6 +87,9 @@ class GradientError(InputError):
       to the first.
     - The gradient in the last output is in ``grad`` and in ``local_grads``, which are added up.
     - Jacobians were computed at other states than those that the function runs through.
+    - The pattern of a simulation lacks an entry.
+    - The function of a simulation jumps, or its rounding hides a derivative. Functions that return
+      derivatives, or a function of JAX with ``derivatives="jax"``, need no differences.
     """
 
 

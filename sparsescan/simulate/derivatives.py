@@ -4,25 +4,44 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from contextlib import nullcontext
+from copy import copy
+from functools import cache
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from ..errors import InputError, InputTypeError, short
+from ..errors import GradientError, InputError, InputTypeError, short
 from ..locks import cached_property
 from ..symbolic.pattern import Pattern, rows_of
 from .factors import Filled, Vector
+from .slopes import Slopes, scales, slopes, tried
 
 # The function's arguments, in its order; parameters are the last one, as a vector.
 Arguments: TypeAlias = tuple[Any, ...]
 Function: TypeAlias = Callable[..., Any]
+Value: TypeAlias = Callable[[Arguments], Vector]
 
 _TINY = 1e-100  # a complex step: no difference is taken, so that none can cancel
-_STEP = float(np.sqrt(np.finfo(np.float64).eps))
-# Complex steps and differences of one direction are apart by no more than this share.
-_CLOSE = 1e-3
+# Right derivatives are apart from differences by no more than errors of these and this share.
+_CLOSE = 1e-5
+# Derivatives in parameters are told if their errors are smaller than this share of all terms.
+_UNTOLD = 1e-4
+# The first comparison takes a step so long, a shorter one in time, and lets pass what is alike to
+# this share, and so much rounding.
+_SHORT, _SHORTEST, _ALIKE = 2.0**-24, 2.0**-32, 1e-5
+_ROUNDING = 64 * float(np.finfo(np.float64).eps)
+# A pass back compares derivatives at so many states first, and then at every state of this number;
+# and where an entry has changed by this share since the last comparison.
+_FIRST, _OTHER = 16, 0.25
+# Random numbers serve again, begun at so many places; directions of some have this share of all.
+_SHIFTS, _SOME = 7, 0.3
+_OTHERS = (
+    "Pass derivatives='jax' and a function of JAX, or functions that return derivatives (jacobian, "
+    "vjp)"
+)
 
 
 class Coloured:
@@ -62,10 +81,14 @@ class Coloured:
         return int(self.colours.max(initial=-1)) + 1
 
     @cached_property
+    def rows(self) -> NDArray[np.int64]:
+        """The row of each entry."""
+        return rows_of(self.pattern)
+
+    @cached_property
     def where(self) -> NDArray[np.int64]:
         """For each entry its place among the derivatives in all rows, group by group."""
-        rows = self.pattern.shape[0]
-        return np.asarray(self.colours[self.pattern.indices] * rows + rows_of(self.pattern))
+        return np.asarray(self.colours[self.pattern.indices] * self.pattern.shape[0] + self.rows)
 
     @cached_property
     def seeds(self) -> NDArray[np.bool_]:
@@ -76,6 +99,11 @@ class Coloured:
     def adjoint(self) -> Filled:
         """The transpose of the matrix with some values."""
         return Filled.transposes(self.pattern)
+
+    def product(self, values: Vector, x: Vector) -> Vector:
+        """Return the matrix with some values times a vector."""
+        weights = values * x[self.pattern.indices]
+        return np.asarray(np.bincount(self.rows, weights, self.pattern.shape[0]), np.float64)
 
 
 def _colours(pattern: Pattern) -> NDArray[np.int64]:
@@ -107,8 +135,13 @@ class Source(Protocol):
     def value(self, arguments: Arguments) -> Vector:
         """Return what the function returns."""
 
-    def jacobian(self, arguments: Arguments, where: int, coloured: Coloured) -> Vector:
-        """Return the values of the Jacobian in an argument, in the order of its pattern."""
+    def jacobian(
+        self, arguments: Arguments, where: int, coloured: Coloured, exact: bool = True
+    ) -> Vector:
+        """Return the values of the Jacobian in an argument, in the order of its pattern.
+
+        With `exact` an error is raised where no way tells an entry. Newton's method needs none.
+        """
 
     def along(self, arguments: Arguments, where: int) -> tuple[Vector, Vector]:
         """Return the value, and its derivative in an argument that is a number."""
@@ -116,19 +149,210 @@ class Source(Protocol):
     def in_params(self, arguments: Arguments, above: Vector) -> Vector:
         """Return ``(∂f/∂p)ᵀ above``, for its columns."""
 
+    def confirm(self, arguments: Arguments, always: bool = False) -> None:
+        """Compare derivatives that were taken of these arguments with the function.
+
+        This is done at some states, or `always`.
+
+        Raises
+        ------
+        RenewedError
+            If some are wrong, and the next ones will be found in another way.
+        GradientError
+            If some are wrong, and there is no other way.
+        """
+
+    def renew(self, where: int) -> bool:
+        """Turn to another way for derivatives in an argument; return whether there is one."""
+
+    def note(self, arguments: Arguments, where: int, coloured: Coloured, values: Vector) -> None:
+        """Take note of a Jacobian that a function of the user has returned: it is not compared."""
+
+    def begin(self) -> None:
+        """Begin a pass that sums derivatives in parameters."""
+
+    def settle(self) -> None:
+        """Raise an error if the sums of this pass are not told."""
+
+    def fresh(self) -> Source:
+        """Return a source for another run, which finds out anew what is right for it."""
+
+
+class RenewedError(Exception):
+    """Derivatives were wrong, and are found in another way from now on."""
+
+
+class Names(NamedTuple):
+    """What errors call a function and its arguments.
+
+    Attributes
+    ----------
+    function : str
+        The function.
+    patterns : tuple of str
+        The patterns of its arguments that are states, which are the first.
+    number : callable
+        Returns what a number of an argument is called, given the place of both.
+    """
+
+    function: str
+    patterns: tuple[str, ...]
+    number: Callable[[int, int], str]
+
+    def pattern(self, where: int) -> str:
+        """Return the name of an argument's pattern."""
+        return self.patterns[where] if where < len(self.patterns) else "param_patterns"
+
+
+class Derivative(NamedTuple):
+    """The derivative of a function in one argument.
+
+    Attributes
+    ----------
+    arguments : tuple
+        The function's arguments.
+    where : int
+        The place of the argument.
+    coloured : Coloured or None
+        The pattern; None where the argument is a number.
+    values : ndarray
+        The values of the Jacobian, or the derivative in a number.
+    base : ndarray
+        The value of the function.
+    size : ndarray
+        How large the numbers are whose sum is the value, at least.
+    origin : str
+        Where it comes from: "complex" steps, "differences", or a function that is "given".
+    """
+
+    arguments: Arguments
+    where: int
+    coloured: Coloured | None
+    values: Vector
+    base: Vector
+    size: Vector
+    origin: str
+
+    @property
+    def x(self) -> Vector:
+        """The argument as a vector."""
+        return np.atleast_1d(self.arguments[self.where])
+
+    def moved(self, x: Vector) -> Any:
+        """Return another argument in the form of this one."""
+        return x if np.ndim(self.arguments[self.where]) else float(x[0])
+
+    def along(self, direction: Vector) -> Vector:
+        """Return the derivative along a direction."""
+        if self.coloured is None:
+            return self.values * direction
+        return self.coloured.product(self.values, direction)
+
+    def sizes(self, direction: Vector) -> Vector:
+        """Return the sums of absolute values, where :meth:`along` has sums."""
+        return self._replace(values=np.abs(self.values)).along(np.abs(direction))
+
+    def slopes(self, value: Value, directions: Vector) -> Slopes:
+        """Return slopes along directions, by differences."""
+        return self._slopes(value, directions, None)
+
+    def slopes_of_entries(self, value: Value) -> tuple[Slopes, Vector]:
+        """Return slopes of each entry along the scale of its number, and these scales."""
+        coloured, x = self.coloured, self.x
+        scale = scales(x)
+        if coloured is None:
+            return self.slopes(value, scale[None]).take(slice(len(self.base))), scale
+        columns = coloured.pattern.indices
+        is_zero = np.zeros((coloured.groups, len(self.base)), bool)
+        is_zero.reshape(-1)[coloured.where] = (x == 0)[columns]
+        found = self._slopes(value, coloured.seeds * scale, is_zero)
+        return found.take(coloured.where), scale[columns]
+
+    def _slopes(
+        self, value: Value, directions: Vector, is_zero: NDArray[np.bool_] | None
+    ) -> Slopes:
+
+        def function(x: Vector) -> Vector:
+            return value(_with(self.arguments, self.where, self.moved(x)))
+
+        return slopes(function, self.x, directions, self.base, self.size, is_zero)
+
+    def compare(self, value: Value, direction: Vector, names: Names) -> int | None:
+        """Return a row in which differences along a direction are apart, if there is one.
+
+        Raises
+        ------
+        GradientError
+            If the pattern lacks an entry.
+        """
+        by_steps, found = self.slopes(value, direction[None]), self.along(direction)
+        with np.errstate(all="ignore"):
+            is_apart = by_steps.is_apart(found, _CLOSE * self.sizes(direction))[0]
+        if not is_apart.any():
+            return None
+        row = int(np.argmax(is_apart))
+        if self.coloured is not None:
+            self._search(value, row, direction, names)
+        return row
+
+    def compare_entries(self, value: Value) -> tuple[int, int] | tuple[None, None]:
+        """Return an entry that is apart from differences in its number alone, if there is one."""
+        assert self.coloured is not None
+        by_steps, scale = self.slopes_of_entries(value)
+        found = self.values * scale
+        with np.errstate(all="ignore"):
+            is_apart = by_steps.is_apart(found, _CLOSE * np.abs(found))
+        if not is_apart.any():
+            return None, None
+        entry = int(np.argmax(is_apart))
+        return int(self.coloured.rows[entry]), int(self.coloured.pattern.indices[entry])
+
+    def _search(self, value: Value, row: int, direction: Vector, names: Names) -> None:
+        """Raise an error if a row depends on a number that its pattern lacks."""
+        assert self.coloured is not None
+        pattern = self.coloured.pattern
+        stored = pattern.indices[pattern.indptr[row] : pattern.indptr[row + 1]]
+        others = np.setdiff1d(np.arange(pattern.shape[1]), stored)
+        size = 0.0
+        # Halves of the other columns, down to the one that moves the row most.
+        while len(others):
+            halves = np.array_split(others, min(2, len(others)))
+            directions = np.zeros((len(halves), len(direction)))
+            for k, half in enumerate(halves):
+                directions[k, half] = direction[half]
+            found = self.slopes(value, directions)
+            sizes = np.where(
+                np.abs(found.values[:, row]) > 8 * found.errors[:, row],
+                np.abs(found.values[:, row]),
+                0.0,
+            )
+            best = int(np.argmax(sizes))
+            size, others = float(sizes[best]), halves[best]
+            if not size:
+                return
+            if len(others) == 1:
+                raise GradientError(
+                    f"{names.pattern(self.where)} lacks an entry: equation {row} depends on "
+                    f"{names.number(self.where, int(others[0]))}"
+                )
+
 
 class Differences:
-    """Derivatives by complex steps, or by forward differences.
+    """Derivatives by complex steps, or by differences.
+
+    Complex steps are exact to rounding, but wrong where the function takes absolute values, real
+    parts, or logarithms of negative numbers. So they are compared with the function wherever they
+    are taken, along a random direction; and number by number at the first call, the second, the
+    fourth and so on. If they are wrong, differences take their place for the rest of a run.
 
     Parameters
     ----------
     function : callable
         A function of arrays and numbers, the last of which is the vector of parameters.
-    name : str
-        What errors call it.
+    names : Names
+        What errors call it and its arguments.
     how : {"complex", "forward"} or None
-        Complex steps are exact to rounding; None takes them where the function has them, which is
-        compared with differences once for each argument.
+        Complex steps or differences alone; None takes complex steps where they are right.
     pattern_of_params : callable
         Returns where parameters take part.
     """
@@ -136,101 +360,243 @@ class Differences:
     def __init__(
         self,
         function: Function,
-        name: str,
+        names: Names,
         how: str | None,
         pattern_of_params: Callable[[], Pattern],
     ) -> None:
-        self._function, self._name, self._how = function, name, how
-        self._known: dict[int, str] = {}
-        self._pattern_of_params = pattern_of_params
+        self._function, self._names, self._how = function, names, how
+        self._params = cache(lambda: Coloured(pattern_of_params()))
+        # How often derivatives in the same arguments were compared, in all runs.
+        self._counts: dict[tuple[int, ...], int] = {}
+        self._random: dict[int, Vector] = {}
+        self._is_complex: dict[int, bool] = {}
+        self._taken: dict[int, Derivative] = {}
+        # In a pass: calls, derivatives at the last comparison, and arguments that had none.
+        self._calls = 0
+        self._compared: dict[int, Vector] = {}
+        self._left: Arguments | None = None
+        self.begin()
+
+    def fresh(self) -> Differences:
+        found = copy(self)
+        found._is_complex, found._taken = {}, {}
+        return found
+
+    def begin(self) -> None:
+        self._errors = self._sums = np.zeros((1, 1))
+        self._calls, self._compared, self._left = 0, {}, None
+
+    def settle(self) -> None:
+        if self._left is not None:
+            self._confirm(self._left, 0)
+        is_untold = ~(self._errors <= _UNTOLD * self._sums)
+        if is_untold.any():
+            raise self._untold(None, self._of_params, int(np.argmax(is_untold.any(1))))
+
+    def renew(self, where: int) -> bool:
+        was_complex = self._how is None and self._is_complex.get(where, False)
+        self._is_complex[where] = False
+        return was_complex
+
+    def note(self, arguments: Arguments, where: int, coloured: Coloured, values: Vector) -> None:
+        none = np.empty(0)
+        self._taken[where] = Derivative(arguments, where, coloured, values, none, none, "given")
 
     def value(self, arguments: Arguments) -> Vector:
-        return returned(self._name, self._function(*arguments), arguments[0])
+        return returned(self._names.function, self._function(*arguments), arguments[0])
 
-    def jacobian(self, arguments: Arguments, where: int, coloured: Coloured) -> Vector:
-        if self._is_complex(arguments, where):
-            found = np.empty((coloured.groups, len(arguments[0])))
-            for colour, seeds in enumerate(coloured.seeds):
-                found[colour] = self._moved(arguments, where, seeds).imag
-            return np.asarray(np.take(found, coloured.where) / _TINY)
-        x = arguments[where]
-        steps = _STEP * np.maximum(1.0, np.abs(x))
-        steps = (x + steps) - x  # what is added in fact
-        before = self.value(arguments)
-        found = np.empty((coloured.groups, len(before)))
-        for colour, seeds in enumerate(coloured.seeds):
-            moved = _with(arguments, where, np.where(seeds, x + steps, x))
-            found[colour] = self.value(moved) - before
-        return np.asarray(np.take(found, coloured.where) / steps[coloured.pattern.indices])
+    def jacobian(
+        self, arguments: Arguments, where: int, coloured: Coloured, exact: bool = True
+    ) -> Vector:
+        found = self._by_complex(arguments, where, coloured)
+        if found is not None:
+            return found
+        by_steps, scale, derivative = self._by_differences(arguments, where, coloured)
+        is_told = by_steps.told | ~np.isfinite(derivative.base)[coloured.rows]
+        if is_told.all():
+            self._taken[where] = derivative
+            return derivative.values
+        if exact:
+            entry = int(np.argmin(is_told))
+            column = int(coloured.pattern.indices[entry])
+            raise self._untold(int(coloured.rows[entry]), where, column)
+        return np.asarray(np.where(is_told, derivative.values, by_steps.near / scale))
 
     def along(self, arguments: Arguments, where: int) -> tuple[Vector, Vector]:
-        if self._is_complex(arguments, where):
-            both = self._moved(arguments, where, 1.0)
-            return both.real, both.imag / _TINY
-        x = arguments[where]
-        step = _STEP * max(1.0, abs(x))
-        ahead, behind = x + step, x - step
-        values = [self.value(_with(arguments, where, at)) for at in (ahead, behind)]
-        return self.value(arguments), (values[0] - values[1]) / (ahead - behind)
-
-    @cached_property
-    def _params(self) -> Coloured:
-        return Coloured(self._pattern_of_params())
+        found = self._by_complex(arguments, where, None)
+        if found is None:
+            by_steps, _, derivative = self._by_differences(arguments, where, None)
+            is_told = by_steps.told | ~np.isfinite(derivative.base)
+            if not is_told.all():
+                raise self._untold(int(np.argmin(is_told)), where, 0)
+            self._taken[where], found = derivative, derivative.values
+        return self._taken[where].base, found
 
     def in_params(self, arguments: Arguments, above: Vector) -> Vector:
-        values = self.jacobian(arguments, len(arguments) - 1, self._params)
-        return np.asarray(self._params.adjoint(values) @ above)
+        coloured, where = self._params(), len(arguments) - 1
+        values = self._by_complex(arguments, where, coloured)
+        if values is None:
+            by_steps, scale, derivative = self._by_differences(arguments, where, coloured)
+            values, sizes = derivative.values, np.abs(above)
+            if by_steps.told.all():
+                self._taken[where] = derivative
+            # Some rows may say little of a parameter of which others say enough.
+            self._of_params = where
+            errors = np.where(values == 0, 0.0, by_steps.errors / scale)
+            errors[np.flatnonzero(sizes.sum(1)[coloured.rows] == 0)] = 0
+            self._errors = self._errors + coloured.adjoint(errors) @ sizes
+            self._sums = self._sums + coloured.adjoint(np.abs(values)) @ sizes
+        return np.asarray(coloured.adjoint(values) @ above)
 
-    def _moved(self, arguments: Arguments, where: int, direction: Any) -> Any:
-        """Return what the function returns a complex step away: its value, and a derivative."""
-        # A complex number of NumPy is compared by its real part, one of Python not at all.
-        moved = np.add(arguments[where], np.multiply(1j * _TINY, direction))
-        return np.asarray(self._function(*_with(arguments, where, moved)))
+    def confirm(self, arguments: Arguments, always: bool = False) -> None:
+        self._calls += 1
+        is_turn = always or self._calls <= _FIRST or self._has_changed(arguments)
+        if is_turn or not self._calls % _FIRST:
+            self._left = None
+            self._confirm(arguments, 0 if is_turn else 1)
+        else:
+            self._left = arguments
 
-    def _is_complex(self, arguments: Arguments, where: int) -> bool:
-        if self._how is not None:
-            return self._how == "complex"
-        if where not in self._known:
-            self._known[where] = "complex" if self._has_complex(arguments, where) else "forward"
-        return self._known[where] == "complex"
-
-    def _has_complex(self, arguments: Arguments, where: int) -> bool:
-        """Return whether complex steps are derivatives, which `abs` and others do not have.
-
-        Powers by logarithms, as compiled functions have them, are right where numbers are positive.
-        So the argument is tried with the other sign, too, if the function takes it.
-        """
-        if not self._agrees(arguments, where):
+    def _has_changed(self, arguments: Arguments) -> bool:
+        """Return whether the Jacobian is another one than at the last comparison."""
+        taken, before = self._taken.get(0), self._compared.get(0)
+        if taken is None or taken.arguments is not arguments or before is None:
             return False
-        mirrored = _with(arguments, where, -arguments[where])
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                is_finite = np.isfinite(self.value(mirrored)).all()
-        except Exception:
-            return True
-        return not is_finite or self._agrees(mirrored, where)
+        return bool((np.abs(taken.values - before) > _OTHER * np.abs(before)).any())
 
-    def _agrees(self, arguments: Arguments, where: int) -> bool:
-        """Return whether a complex step agrees with differences there."""
-        x = arguments[where]
-        direction: Any = np.random.default_rng(0).uniform(0.5, 1.0, np.shape(x))
-        step = np.cbrt(np.finfo(float).eps) * max(1.0, float(np.max(np.abs(x), initial=0.0)))
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                found = self._moved(arguments, where, direction).imag / _TINY
-        except Exception:  # what the function raises is its own
-            return False
-        ahead, behind = (
-            self.value(_with(arguments, where, x + sign * step * direction)) for sign in (1, -1)
+    def _confirm(self, arguments: Arguments, some: int) -> None:
+        """Compare derivatives along a direction of all numbers, or of `some`."""
+        taken = [
+            each
+            for each in self._taken.values()
+            if each.arguments is arguments and each.origin != "given"
+        ]
+        if not taken:
+            return
+        places = tuple(each.where for each in taken)
+        count = self._counts[places] = self._counts.get(places, 0) + 1
+        steps: list[Vector] = []
+        moved, base = arguments, taken[0].base
+        self._compared = {each.where: each.values for each in taken}
+        expected = np.zeros(len(base))
+        for each in taken:
+            x = each.x
+            y = x + (_SHORT if each.coloured else _SHORTEST) * self._direction(x, count, some)
+            moved = _with(moved, each.where, each.moved(y))
+            steps.append(y - x)
+            expected += each.along(steps[-1])
+        found = tried(self.value, moved, base)
+        off = np.abs(found - base - expected)
+        is_off = ~(off <= _ALIKE * np.abs(expected) + _ROUNDING * np.abs(base))
+        is_off &= np.isfinite(found) & np.isfinite(base)
+        if is_off.any():
+            bound = _ROUNDING * self._size(arguments, base)
+            bound += _ALIKE * sum(map(Derivative.sizes, taken, steps))
+            is_off &= ~(off <= bound)
+        in_full = not count & (count - 1)
+        if in_full or is_off.any():
+            self._compare(taken, count, some, in_full)
+
+    def _compare(self, taken: list[Derivative], count: int, some: int, in_full: bool) -> None:
+        """Compare derivatives with differences of many steps, and give up complex steps."""
+        is_renewed = False
+        for each in taken:
+            direction = self._direction(scales(each.x) * (each.x != 0), count, some)
+            of_all = each._replace(size=self._size(each.arguments, each.base))
+            row, column = of_all.compare(self.value, direction, self._names), None
+            is_complex = each.origin == "complex"
+            if row is None and in_full and is_complex and each.coloured is not None:
+                row, column = of_all.compare_entries(self.value)
+            if row is None:
+                continue
+            if self.renew(each.where):
+                is_renewed = True
+                continue
+            number = "" if column is None else f" in {self._names.number(each.where, column)}"
+            ways = (
+                "Complex steps and differences" if is_complex else "Differences in two directions"
+            )
+            raise GradientError(
+                f"{ways} of {self._names.function} are apart in the derivative of equation {row}"
+                f"{number}. {_OTHERS}"
+            )
+        if is_renewed:
+            raise RenewedError
+
+    def _untold(self, row: int | None, where: int, column: int) -> GradientError:
+        of = "" if row is None else f" of equation {row}"
+        return GradientError(
+            f"differences of {self._names.function} do not tell the derivative{of} in "
+            f"{self._names.number(where, column)}: it jumps there, or rounding hides it. {_OTHERS}"
         )
-        expected = (ahead - behind) / (2 * step)
-        if found.shape != expected.shape:
-            return False
-        scale = float(np.max(np.abs(expected), initial=0.0))
-        rounding = 1e-9 * float(np.max(np.abs(ahead), initial=0.0)) / step
-        return bool(np.all(np.abs(found - expected) <= _CLOSE * scale + rounding * 1e-3 + 1e-300))
+
+    def _size(self, arguments: Arguments, base: Vector) -> Vector:
+        """Return how large the terms of a value are, as far as derivatives show them."""
+        found = np.abs(base)
+        for each in self._taken.values():
+            if each.arguments is arguments:
+                found = found + np.nan_to_num(each.sizes(each.x))
+        return found
+
+    def _direction(self, x: Vector, count: int, some: int) -> Vector:
+        """Return a random direction of all numbers, or of some, in their scale.
+
+        Numbers that are 0 have none, and stay unless all are.
+        """
+        pool = self._random.get(len(x))
+        if pool is None:
+            rng, shape = np.random.default_rng(len(x)), (2, len(x) + _SHIFTS)
+            pool = rng.choice([-1.0, 1.0], shape) * rng.uniform(0.5, 1.0, shape)
+            if len(x) > 1:
+                pool[1] *= rng.random(shape[1]) < _SOME
+            self._random[len(x)] = pool
+        begin = count % _SHIFTS
+        if not x.any():
+            x = scales(x)
+        return np.asarray(pool[some, begin : begin + len(x)] * x)
+
+    def _by_differences(
+        self, arguments: Arguments, where: int, coloured: Coloured | None
+    ) -> tuple[Slopes, Vector, Derivative]:
+        """Return slopes of entries, the scales that they are taken along, and the derivative."""
+        self._taken.pop(where, None)
+        base = self.value(arguments)
+        size = self._size(arguments, base)
+        found = Derivative(arguments, where, coloured, base, base, size, "differences")
+        by_steps, scale = found.slopes_of_entries(self.value)
+        return by_steps, scale, found._replace(values=by_steps.values / scale)
+
+    def _by_complex(
+        self, arguments: Arguments, where: int, coloured: Coloured | None
+    ) -> Vector | None:
+        """Return a derivative by complex steps, if the function takes any.
+
+        A complex number of NumPy is compared by its real part, one of Python not at all.
+        """
+        known = True if self._how == "complex" else self._is_complex.get(where)
+        seeds: NDArray[Any] = np.ones(1) if coloured is None else coloured.seeds
+        if self._how == "forward" or known is False or not len(seeds):
+            return None
+        found = np.empty((len(seeds), len(arguments[0])))
+        try:
+            with nullcontext() if known else warnings.catch_warnings():
+                if not known:
+                    warnings.simplefilter("error")
+                for k, seed in enumerate(seeds):
+                    step = np.add(arguments[where], np.multiply(1j * _TINY, seed))
+                    moved = np.asarray(self._function(*_with(arguments, where, step)))
+                    found[k] = moved.imag
+        except Exception:  # what the function raises is its own
+            if self._how == "complex":
+                raise
+            self._is_complex[where] = False
+            return None
+        self._is_complex[where] = True
+        values = found[0] if coloured is None else np.take(found, coloured.where)
+        values, base = np.asarray(values / _TINY), moved.real.copy()
+        found_here = Derivative(arguments, where, coloured, values, base, base, "complex")
+        self._taken[where] = found_here
+        return values
 
 
 class InJax:
@@ -257,7 +623,27 @@ class InJax:
         with self._jax.enable_x64(True):
             return returned(self._name, self._value(*arguments), arguments[0])
 
-    def jacobian(self, arguments: Arguments, where: int, coloured: Coloured) -> Vector:
+    def confirm(self, arguments: Arguments, always: bool = False) -> None:
+        """Do nothing: JAX has exact derivatives."""
+
+    def renew(self, where: int) -> bool:
+        return False
+
+    def note(self, arguments: Arguments, where: int, coloured: Coloured, values: Vector) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def fresh(self) -> InJax:
+        return self
+
+    def jacobian(
+        self, arguments: Arguments, where: int, coloured: Coloured, exact: bool = True
+    ) -> Vector:
         jax = self._jax
         key = where, id(coloured.pattern)
         if key not in self._jacobians:

@@ -91,6 +91,15 @@ class Params:
         leaves = [leaf.tolist() for leaf in self._cut(self.vector)]
         return f", params={short(self._own.joined(leaves))}"
 
+    def title_of(self, place: int) -> str:
+        """Return what errors call a number of the vector."""
+        k = int(np.searchsorted(self._ends, place, side="right")) - 1
+        shape, title = self._shapes[k], self._own.titles[k]
+        if not shape:
+            return title
+        places = np.unravel_index(place - self._ends[k], shape)
+        return f"{title}[{', '.join(map(str, places))}]"
+
     def slice_of(self, name: Any) -> slice:
         """Return where the numbers of a parameter are in the vector."""
         if name not in self._names:

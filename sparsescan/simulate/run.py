@@ -13,6 +13,7 @@ from ..errors import InputError, InputTypeError, MemoryLimitError, NewtonError, 
 from ..formatting import format_bytes, quantity
 from ..locks import new_lock
 from .adapt import March
+from .derivatives import RenewedError
 from .factors import Vector
 from .newton import NotSolved, Solver, Tolerance
 from .params import Params
@@ -312,9 +313,16 @@ class Run:
             If shapes or dtypes are wrong, or neither is given.
         NewtonError
             If the Jacobian of a step is singular.
+        GradientError
+            If derivatives of the function are wrong: the pattern lacks an entry, or complex steps
+            and differences are apart and do not tell which of them is right.
         """
         with self._lock:
-            return self._backward(grad_states, grad_last)
+            while True:
+                try:
+                    return self._backward(grad_states, grad_last)
+                except RenewedError:  # which happens once for each argument of the function at most
+                    continue
 
     def _backward(self, grad_states: Any, grad_last: Any) -> SimulationGradients:
         own, losses = self._read_grads(grad_states, grad_last)
@@ -326,6 +334,7 @@ class Run:
         columns = 1 if losses is None else losses
         grads = Grads(self._n, len(self._params.vector), columns)
         in_dt = np.zeros((self._done, columns))
+        self._scheme.source.begin()
         with self._told():
             for k in reversed(range(self._done)):
                 # The caller's function may call this method, too, which keeps other states.
@@ -340,6 +349,7 @@ class Run:
                     raise self._failure(k, error) from None
                 in_dt[k] = later
                 in_dt[k] += grads.dt
+            self._scheme.source.settle()
         u0 = _added(grads.old, own(0))
         dt = in_dt.sum(0) if self._has_one_dt else in_dt
         if losses is None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from ..symbolic.pattern import Pattern, rows_of
-from .derivatives import Arguments, Coloured, Source
+from .derivatives import Arguments, Coloured, RenewedError, Source
 from .factors import Matrices, Vector
 from .methods import Differentiation, Tableau
 from .newton import NotSolved, Solver
@@ -79,9 +81,7 @@ class Grads:
 class Scheme(Protocol):
     """The equations of a step, and their adjoint."""
 
-    @property
-    def source(self) -> Source:
-        """Where derivatives come from."""
+    source: Source  # where derivatives come from
 
     @property
     def matrices(self) -> Matrices:
@@ -113,7 +113,13 @@ class Scheme(Protocol):
         """The equations that hold at each time, without a rate of change."""
 
     def pull_back(self, solver: Solver, place: Place, above: Vector, grads: Grads) -> None:
-        """Add gradients of all that a step has read, given that in its end."""
+        """Add gradients of all that a step has read, given that in its end.
+
+        Raises
+        ------
+        RenewedError
+            If derivatives were wrong: the whole pass begins again.
+        """
 
 
 class ResidualScheme:
@@ -129,13 +135,11 @@ class ResidualScheme:
 
     def advance(self, solver: Solver, place: Place) -> tuple[Vector, int]:
         source, rest = self.source, (place.states[-1], place.end, place.dt, place.params)
-        return solve(
-            solver,
-            lambda u: source.value((u, *rest)),
-            lambda u: source.jacobian((u, *rest), 0, self._new),
-            place,
-            1.0,
-        )
+
+        def values(u: Vector) -> Vector:
+            return near(source, (u, *rest), 0, self._new)
+
+        return solve(solver, lambda u: source.value((u, *rest)), values, place, 1.0)
 
     @property
     def old_pattern(self) -> Pattern:
@@ -148,7 +152,7 @@ class ResidualScheme:
         """Return ``F`` and its Jacobians, for all steps as samples."""
         arguments, source = (new, old, time + dt, dt, params), self.source
         in_new, in_old = (
-            source.jacobian(arguments, k, own) for k, own in enumerate((self._new, self._old))
+            near(source, arguments, k, own) for k, own in enumerate((self._new, self._old))
         )
         return source.value(arguments), in_new, in_old
 
@@ -187,6 +191,7 @@ class ResidualScheme:
         in_time, in_dt = (_dot(source.along(arguments, where)[1], found) for where in (2, 3))
         grads.dt -= in_dt + in_time
         grads.time -= in_time
+        source.confirm(arguments)
 
 
 class _Rated:
@@ -236,11 +241,22 @@ class _Rated:
         found: Vector = (self._mass.T if transposed else self._mass) @ x
         return found
 
-    def _values(self, arguments: Arguments, mass: float, rate: float | Vector) -> Vector:
+    def _values(
+        self,
+        arguments: Arguments,
+        mass: float,
+        rate: float | Vector,
+        derivative: Callable[..., Vector] | None = None,
+    ) -> Vector:
         """Return the values of ``mass M - rate J``; `rate` may be one of each entry of ``J``."""
         values = mass * self._own
-        values[self._into] -= rate * self.source.jacobian(arguments, 0, self._coloured)
+        derivative = derivative or self.source.jacobian
+        values[self._into] -= rate * derivative(arguments, 0, self._coloured)
         return values
+
+    def _values_near(self, arguments: Arguments, mass: float, rate: float | Vector) -> Vector:
+        """Return such values for Newton's method."""
+        return self._values(arguments, mass, rate, partial(near, self.source))
 
     def _below(self, arguments: Arguments, above: Vector) -> Vector:
         """Return ``Jᵀ above``."""
@@ -296,7 +312,7 @@ class RungeKutta(_Rated):
             if part:
                 rest -= np.repeat(part * dt, len(state) // len(dt)) * self.source.value(arguments)
             rate = np.repeat(part * dt, self._coloured.pattern.nnz // len(dt))
-            values.append(self._values(arguments, sign, rate) if part else sign * self._own)
+            values.append(self._values_near(arguments, sign, rate) if part else sign * self._own)
         return rest, values[1], values[0]
 
     def advance(self, solver: Solver, place: Place) -> tuple[Vector, int]:
@@ -312,7 +328,7 @@ class RungeKutta(_Rated):
                     return np.asarray(self._weighed(u - old) - dt * (added + a[i, i] * rate))
 
                 def values(u: Vector, i: int = i) -> Vector:
-                    return self._values(self._arguments(u, place, i), 1.0, dt * a[i, i])
+                    return self._values_near(self._arguments(u, place, i), 1.0, dt * a[i, i])
 
                 state, more = solve(solver, residual, values, place, float(self._c[i]))
                 iterations += more
@@ -356,6 +372,7 @@ class RungeKutta(_Rated):
             grads.dt += self._c[i] * in_time
             if len(place.params):
                 grads.params += self.source.in_params(arguments, through)
+            self.source.confirm(arguments)
 
 
 class BackwardDifferences(_Rated):
@@ -384,7 +401,7 @@ class BackwardDifferences(_Rated):
             return self._weighed(a * u + past) - place.dt * rate
 
         def values(u: Vector) -> Vector:
-            return self._values((u, *rest), a, place.dt)
+            return self._values_near((u, *rest), a, place.dt)
 
         return solve(solver, residual, values, place, 1.0)
 
@@ -407,6 +424,28 @@ class BackwardDifferences(_Rated):
             grads.dt_before += in_ratio * place.dt / place.before**2
         if len(place.params):
             grads.params += self.source.in_params(arguments, place.dt * found)
+        self.source.confirm(arguments)
+
+
+AnyScheme = TypeVar("AnyScheme", bound=Scheme)
+
+
+def fresh(scheme: AnyScheme) -> AnyScheme:
+    """Return the equations for another run."""
+    found = copy(scheme)
+    found.source = scheme.source.fresh()
+    return found
+
+
+def near(source: Source, arguments: Arguments, where: int, coloured: Coloured) -> Vector:
+    """Return the values of a Jacobian for Newton's method, which corrects what is left."""
+    while True:
+        values = source.jacobian(arguments, where, coloured, exact=False)
+        try:
+            source.confirm(arguments, always=True)
+        except RenewedError:
+            continue
+        return values
 
 
 def solve(

@@ -20,9 +20,12 @@ from .at_once import Linear, solve_at_once
 from .derivatives import (
     Arguments,
     Coloured,
+    Derivative,
     Differences,
     InJax,
+    Names,
     Source,
+    Value,
     read_pattern,
 )
 from .factors import Vector
@@ -30,15 +33,16 @@ from .methods import TABLEAUS, check_method
 from .newton import NotSolved, Solver, Tolerance
 from .params import Params, read_array
 from .run import ROOM, Problem, Run, too_short
-from .schemes import BackwardDifferences, ResidualScheme, RungeKutta, Scheme
+from .schemes import BackwardDifferences, ResidualScheme, RungeKutta, Scheme, fresh
+from .slopes import scales
 
 How = Literal["complex", "forward", "jax"]
 Watch = Callable[[int], object] | None  # called after each step, with their number
+# Called with a state, the time since the last one, and the length of a step.
+Compare = Callable[[Vector, float, float], None]
 
 # Numbers of parameters without a pattern whose derivatives are taken one by one.
 _MOST_PARAMS = 256
-# The values of a Jacobian agree with differences up to this share.
-_CLOSE = 1e-4
 
 
 class _Given:
@@ -64,15 +68,26 @@ class _Given:
         form: _Form,
     ) -> None:
         self._source, self._functions, self._vjp, self._form = source, functions, vjp, form
-        self.value, self.along = source.value, source.along
+        self.value, self.along, self.note = source.value, source.along, source.note
+        self.confirm, self.begin, self.settle = source.confirm, source.begin, source.settle
 
-    def jacobian(self, arguments: Arguments, where: int, coloured: Coloured) -> Vector:
+    def renew(self, where: int) -> bool:
+        return where not in self._functions and self._source.renew(where)
+
+    def fresh(self) -> _Given:
+        return _Given(self._source.fresh(), self._functions, self._vjp, self._form)
+
+    def jacobian(
+        self, arguments: Arguments, where: int, coloured: Coloured, exact: bool = True
+    ) -> Vector:
         function = self._functions.get(where)
         if function is None:
-            return self._source.jacobian(arguments, where, coloured)
+            return self._source.jacobian(arguments, where, coloured, exact)
         found = function(*self._form.of(arguments))
         name = "jacobian" if where == 0 else "jacobian_old"
-        return _values(name, found, coloured.pattern)
+        values = _values(name, found, coloured.pattern)
+        self.note(arguments, where, coloured, values)
+        return values
 
     def in_params(self, arguments: Arguments, above: Vector) -> Vector:
         """Return ``(∂f/∂p)ᵀ above``, for its columns."""
@@ -163,6 +178,9 @@ class _Simulation:
 
     _name: str  # of the function, in errors
     _form: tuple[str, ...]  # of its arguments
+    # What errors call its arguments before the parameters, and how many of them are states.
+    _kinds: tuple[str, ...]
+    _states: int
 
     def __init__(
         self,
@@ -203,18 +221,15 @@ class _Simulation:
         """Return the equations of a step of so many samples."""
         raise NotImplementedError
 
-    def _arguments(self, u: Vector, time: float, dt: float) -> Arguments:
-        """Return arguments of the function, but for the parameters."""
+    def _arguments(self, u: Vector, old: Vector, time: float, dt: float) -> Arguments:
+        """Return the function's arguments but for parameters; the step of `dt` ends at `time`."""
         raise NotImplementedError
 
     def _scheme_for(self, form: _Form) -> Scheme:
-        """Return the equations of a step: for parameters of one structure one that is kept.
-
-        It has compiled what it needs, and knows which arguments have complex steps.
-        """
+        """Return the equations of a step for a run; what is compiled for them is kept."""
         known = self._schemes.get(form.structure)
         if known is not None:
-            return known
+            return fresh(known)
 
         def function(*arguments: Any) -> Any:
             return form.flat(self._name, self._called(form.of(arguments)), arguments)
@@ -224,11 +239,28 @@ class _Simulation:
             source = InJax(function, self._name)
         else:
             pattern_of_params = partial(self._pattern_of_params, form)
-            source = Differences(function, self._name, self._derivatives, pattern_of_params)
+            names = self._names(form)
+            source = Differences(function, names, self._derivatives, pattern_of_params)
         given = {where: each for where, each in self._jacobians.items() if each is not None}
         if given or self._vjp is not None:
             source = _Given(source, given, self._vjp, form)
-        return self._schemes.setdefault(form.structure, self._scheme(source, form.batch or 1))
+        scheme = self._schemes.setdefault(form.structure, self._scheme(source, form.batch or 1))
+        return fresh(scheme)
+
+    def _names(self, form: _Form) -> Names:
+        """Return what errors call the function and its arguments."""
+
+        def number(where: int, k: int) -> str:
+            if where >= len(self._kinds):
+                return form.params.title_of(k)
+            if where >= self._states:
+                return self._kinds[where]
+            sample = ""
+            if form.batch is not None:
+                sample, k = f" of sample {k // self.pattern.shape[0]}", k % self.pattern.shape[0]
+            return f"{self._kinds[where]} {k}{sample}"
+
+        return Names(self._name, ("pattern", "pattern_old")[: self._states], number)
 
     def _called(self, arguments: Arguments) -> Any:
         """Return what the function returns, or say that it takes another order of arguments.
@@ -332,7 +364,8 @@ class _Simulation:
             states do not fit, those of one segment at a time are kept, and `Run.backward` takes its
             steps again.
         check : bool, default False
-            Whether to compare the Jacobians at ``u0`` with differences of the function first.
+            Whether to compare the Jacobians with differences of the function, entry by entry, at
+            ``u0`` and behind each step.
         progress : bool, default False
             Whether to show a bar, by tqdm, once that takes longer than two seconds.
 
@@ -349,7 +382,8 @@ class _Simulation:
             If a step was not solved, or no step to `until` is short enough for its error: its
             attribute `run` has the states before. So has :class:`KeyboardInterrupt`.
         GradientError
-            With `check`, if a Jacobian is wrong or its pattern lacks an entry.
+            If a pattern lacks an entry, as far as that is seen; with `check` also if a Jacobian
+            that a function returns is wrong.
         MemoryLimitError
             If `memory_limit` is too low even for segments.
         """
@@ -361,14 +395,21 @@ class _Simulation:
             name = "t_eval" if max_dt is None else "max_dt"
             raise InputError(f"{name} is given without until; expected both, or dt for each step")
         lengths, has_one = _read_dt(steps if end is None else 1, dt)
-        if check and len(lengths):
-            self._check(problem, float(lengths[0]))
         with _watching(progress, None if end is not None else len(lengths)) as watch:
-            if end is None:
-                run = Run(problem, lengths, has_one)
-                run.march(watch)
-            else:
-                run = _march_until(problem, float(lengths[0]), end, times, watch)
+            compare = self._comparing(problem) if check and len(lengths) else None
+            if compare is not None:
+                compare(problem.u0, 0.0, float(lengths[0]))
+            if end is not None:
+                return _march_until(problem, float(lengths[0]), end, times, watch, compare)
+            run = Run(problem, lengths, has_one)
+
+            def watch_step(k: int) -> None:
+                if compare is not None:
+                    compare(run.last.reshape(-1), lengths[k - 1], lengths[k - 1])
+                if watch is not None:
+                    watch(k)
+
+            run.march(None if watch is None and compare is None else watch_step)
         return run
 
     @names_unknown
@@ -557,18 +598,54 @@ class _Simulation:
             stops = [*times[(times != t0) & (times != until)].tolist(), *stops]
         return End(stops, allowed, longest), times
 
-    def _check(self, problem: Problem, dt: float) -> None:
-        """Compare Jacobians with central differences along a random direction."""
-        arguments = *self._arguments(problem.u0, problem.t0, dt), problem.params.vector
-        batch = len(problem.u0) // self.pattern.shape[0]
-        for where, coloured, name in self._matrices(batch):
-            _check_jacobian(problem.scheme.source, arguments, where, coloured, name)
+    def _comparing(self, problem: Problem) -> Compare:
+        """Return what compares Jacobians with differences at one state after another."""
+        old, time = problem.u0, problem.t0
 
-    def _matrices(self, batch: int) -> list[tuple[int, Coloured, str]]:
-        return [(0, self._coloured.blocks(batch), "pattern")]
+        def compare(u: Vector, passed: float, dt: float) -> None:
+            nonlocal old, time
+            time += passed
+            with np.errstate(all="ignore"):
+                self._check(problem, u, old, time, dt)
+            old = u
+
+        return compare
+
+    def _check(self, problem: Problem, u: Vector, old: Vector, time: float, dt: float) -> None:
+        """Compare Jacobians at a state with differences."""
+        form = _Form(problem.params, None if len(problem.shape) == 1 else problem.shape[0])
+        arguments = *self._arguments(u, old, time, dt), problem.params.vector
+        source, names = problem.scheme.source, self._names(form)
+        base = source.value(arguments)
+        patterns, size = self._matrices(form.batch or 1), np.abs(base)
+
+        def derivative(where: int) -> Derivative:
+            values = source.jacobian(arguments, where, patterns[where])
+            return Derivative(arguments, where, patterns[where], values, base, size, "given")
+
+        found = [derivative(where) for where in range(len(patterns))]
+        size = size + sum(each.sizes(each.x) for each in found)
+        for where in range(len(found)):
+            try:
+                _check_jacobian(derivative(where), source.value, names)
+            except GradientError:
+                if not source.renew(where):
+                    raise
+                _check_jacobian(derivative(where), source.value, names)
+
+    def _matrices(self, batch: int) -> list[Coloured]:
+        """Return the patterns of the function's Jacobians in states."""
+        return [self._coloured.blocks(batch)]
 
 
-def _march_until(problem: Problem, dt: float, end: End, t_eval: Vector | None, watch: Watch) -> Run:
+def _march_until(
+    problem: Problem,
+    dt: float,
+    end: End,
+    t_eval: Vector | None,
+    watch: Watch,
+    compare: Compare | None,
+) -> Run:
     """March by lengths that are chosen; within a memory limit they are marched once more."""
     solver = Solver(problem.scheme.matrices, problem.tolerance, ROOM)
     keeps_states = problem.memory_limit is None
@@ -585,6 +662,12 @@ def _march_until(problem: Problem, dt: float, end: End, t_eval: Vector | None, w
         sample, number = divmod(k, problem.shape[-1])
         return f"{what} {number}" + (f" of sample {sample}" if len(problem.shape) > 1 else "")
 
+    def watch_step(k: int) -> None:
+        if compare is not None:
+            compare(march.states[-1], march.lengths[-1], march.lengths[-1])
+        if watch is not None:
+            watch(k)
+
     try:
         with np.errstate(all="ignore"):
             march_until(
@@ -595,7 +678,7 @@ def _march_until(problem: Problem, dt: float, end: End, t_eval: Vector | None, w
                 dt=dt,
                 keeps_states=keeps_states,
                 found=march,
-                watch=watch,
+                watch=watch_step,
                 name=name,
             )
     except BaseException as failure:
@@ -628,45 +711,21 @@ def _watching(shows: bool, total: int | None) -> Iterator[Watch]:
         yield lambda _: bar.update()
 
 
-def _check_jacobian(
-    source: Source, arguments: Arguments, where: int, coloured: Coloured, name: str
-) -> None:
-    x, pattern = arguments[where], coloured.pattern
-    step = np.cbrt(np.finfo(float).eps) * max(1.0, float(np.max(np.abs(x))))
-
-    def along(direction: Vector) -> Vector:
-        ends = [
-            source.value((*arguments[:where], x + sign * step * direction, *arguments[where + 1 :]))
-            for sign in (1, -1)
-        ]
-        difference: Vector = (ends[0] - ends[1]) / (2 * step)
-        return difference
-
-    values = source.jacobian(arguments, where, coloured)
-    matrix = coloured.adjoint(values).T
-    direction = np.random.default_rng(0).uniform(0.5, 1.0, len(x))
-    expected, found = along(direction), matrix @ direction
-    scale = float(np.max(np.abs(expected), initial=0.0)) or 1.0
-    wrong = np.flatnonzero(~(np.abs(expected - found) <= _CLOSE * scale))
-    if not len(wrong):
+def _check_jacobian(derivative: Derivative, value: Value, names: Names) -> None:
+    """Compare a Jacobian with differences, along a direction and entry by entry."""
+    x, rng = derivative.x, np.random.default_rng(0)
+    direction = rng.choice([-1.0, 1.0], len(x)) * rng.uniform(0.5, 1.0, len(x)) * scales(x)
+    if x.any():  # numbers that are 0 have no scale
+        direction *= x != 0
+    row, column = derivative.compare(value, direction, names), None
+    if row is None:
+        row, column = derivative.compare_entries(value)
+    if row is None:
         return
-    row = int(wrong[0])
-    stored = pattern.indices[pattern.indptr[row] : pattern.indptr[row + 1]]
-    # Halves of the other columns, down to one that moves the row.
-    others = np.setdiff1d(np.arange(len(x)), stored)
-    while len(others):
-        half = others[: -(-len(others) // 2)]
-        ahead = np.zeros(len(x))
-        ahead[half] = direction[half]
-        moves = abs(along(ahead)[row]) > _CLOSE * scale / 10
-        if moves and len(others) == 1:
-            raise GradientError(
-                f"{name} lacks an entry: equation {row} depends on unknown {int(others[0])}"
-            )
-        others = half if moves else others[len(half) :]
+    number = "" if column is None else f", by {names.number(derivative.where, column)}"
     raise GradientError(
-        f"the Jacobian of {name} is wrong in row {row}: along a direction it gives "
-        f"{found[row]:.6g}, differences of the function give {expected[row]:.6g}"
+        f"the Jacobian of {names.pattern(derivative.where)} is wrong in row {row}{number}: "
+        f"differences of {names.function} are others"
     )
 
 
@@ -732,9 +791,9 @@ class ImplicitSteps(_Simulation):
         ``vjp(λ, u, u_old, t, dt, p)`` returns ``(∂F/∂p)ᵀ λ`` in the structure of ``p``.
     derivatives : {"complex", "forward", "jax"}, optional
         Where all other derivatives come from: complex steps, exact to rounding, of a function that
-        takes complex numbers; forward differences, with relative errors of about 1e-8; or JAX. By
-        default complex steps, where they agree with differences at the first call, and forward
-        differences elsewhere.
+        takes complex numbers; "forward", differences of the function, whose steps fit each number;
+        or JAX. By default complex steps, as long as they agree with differences, which then take
+        their place.
     param_patterns : dict, optional
         For parameters that are long arrays, by their names: where ``∂F/∂p`` may be nonzero,
         ``(n, size)``. The derivatives in other parameters are taken number by number.
@@ -788,6 +847,7 @@ class ImplicitSteps(_Simulation):
     """
 
     _name, _form = "residual", ("u", "u_old", "t", "dt", "p")
+    _kinds, _states = ("unknown", "old unknown", "t", "dt"), 2
 
     def __init__(
         self,
@@ -815,12 +875,11 @@ class ImplicitSteps(_Simulation):
         has_own = self._coloured_old is not self._coloured
         return ResidualScheme(source, new, self._coloured_old.blocks(batch) if has_own else new)
 
-    def _arguments(self, u: Vector, time: float, dt: float) -> Arguments:
-        return u, u, time + dt, dt
+    def _arguments(self, u: Vector, old: Vector, time: float, dt: float) -> Arguments:
+        return u, old, time, dt
 
-    def _matrices(self, batch: int) -> list[tuple[int, Coloured, str]]:
-        old = self._coloured_old.blocks(batch)
-        return [*super()._matrices(batch), (1, old, "pattern_old")]
+    def _matrices(self, batch: int) -> list[Coloured]:
+        return [*super()._matrices(batch), self._coloured_old.blocks(batch)]
 
     def __repr__(self) -> str:
         return f"ImplicitSteps({self.pattern})"
@@ -895,6 +954,7 @@ class TimeSteps(_Simulation):
     """
 
     _name, _form = "rate", ("u", "t", "p")
+    _kinds, _states = ("unknown", "t"), 1
 
     def __init__(
         self,
@@ -942,7 +1002,7 @@ class TimeSteps(_Simulation):
             return BackwardDifferences(*about)
         return RungeKutta(TABLEAUS[self.method], *about)
 
-    def _arguments(self, u: Vector, time: float, dt: float) -> Arguments:
+    def _arguments(self, u: Vector, old: Vector, time: float, dt: float) -> Arguments:
         return u, time
 
     def __repr__(self) -> str:

@@ -189,7 +189,7 @@ def test_numbers_of_any_kind() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    sim = TimeSteps(rate, np.eye(2))
+    sim = TimeSteps(rate, np.ones((2, 2)))
     u0 = torch.ones(2)
     with pytest.raises(InputTypeError, match="sim is 3"):
         simulate(3, u0, steps=1, dt=0.1)  # type: ignore[arg-type]

@@ -1,0 +1,406 @@
+"""Random small simulations on scales from 1e-15 to 1e15, whose gradients are right or refused.
+
+A simulation has one to three unknowns, each with a scale of its own, and rates that are sums of
+terms: powers, absolute values, Michaelis and Menten's, stiff walls, jumps, branches that are
+entered later. Each term has its derivatives by hand. The oracle is the adjoint of the discrete
+steps with these, dense, at the states that the simulation has found; that these solve the steps is
+checked, too.
+
+``python tests/support/fuzz_simulations.py 20000`` runs so many. Simulation `i` depends on the seed
+and `i` alone: ``--seed 0 --only 1234`` runs that one, and says what it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sparsescan import GradientError, NewtonError
+from sparsescan.simulate import ImplicitSteps, TimeSteps
+
+Rng = np.random.Generator
+
+# What a gradient may be off by, beside the sum of the sizes of what it is a sum of; and what a
+# relative change of a number may move a row by, beside the row.
+CLOSE, HIDDEN = 1e-5, 2.0**-34
+# States so close to a kink, in their scale, have no gradient that is expected.
+KINK = 1e-5
+
+
+def _linear(u: Any, p: Any, t: Any, a: float) -> Any:
+    return p * u
+
+
+def _linear_slopes(u: float, p: float, t: float, a: float) -> tuple[float, float, float]:
+    return p, u, 0.0
+
+
+def _drag(u: Any, p: Any, t: Any, a: float) -> Any:
+    return p * abs(u) * u
+
+
+def _drag_slopes(u: float, p: float, t: float, a: float) -> tuple[float, float, float]:
+    return 2 * p * abs(u), abs(u) * u, 0.0
+
+
+def _size(u: Any, p: Any, t: Any, a: float) -> Any:
+    return p * np.abs(u)
+
+
+def _size_slopes(u: float, p: float, t: float, a: float) -> tuple[float, float, float]:
+    return p * float(np.sign(u)), abs(u), 0.0
+
+
+def _size_of_param(u: Any, p: Any, t: Any, a: float) -> Any:
+    return -abs(p) * u
+
+
+def _size_of_param_slopes(u: float, p: float, t: float, a: float) -> tuple[float, float, float]:
+    return -abs(p), -float(np.sign(p)) * u, 0.0
+
+
+def _real(u: Any, p: Any, t: Any, a: float) -> Any:
+    return p * np.real(u)
+
+
+def _cube(u: Any, p: Any, t: Any, a: float) -> Any:
+    return p * (u / a) ** 3
+
+
+def _cube_slopes(u: float, p: float, t: float, a: float) -> tuple[float, float, float]:
+    return 3 * p * (u / a) ** 2 / a, (u / a) ** 3, 0.0
+
+
+def _enzyme(u: Any, p: Any, t: Any, a: float) -> Any:
+    return p * u * u / (a * a + u * u)
+
+
+def _enzyme_slopes(u: float, p: float, t: float, a: float) -> tuple[float, float, float]:
+    x = u / a
+    return p * 2 * x / a / (1 + x * x) ** 2, x * x / (1 + x * x), 0.0
+
+
+def _saturation(u: Any, p: Any, t: Any, a: float) -> Any:
+    return u * p / (p + a)
+
+
+def _saturation_slopes(u: float, p: float, t: float, a: float) -> tuple[float, float, float]:
+    return p / (p + a), u * a / (p + a) ** 2, 0.0
+
+
+def _wall(u: Any, p: Any, t: Any, a: float) -> Any:
+    return -p * np.maximum(u - a, 0)
+
+
+def _wall_slopes(u: float, p: float, t: float, a: float) -> tuple[float, float, float]:
+    return (-p, a - u, 0.0) if u > a else (0.0, 0.0, 0.0)
+
+
+def _late_drag(u: Any, p: Any, t: Any, a: float) -> Any:
+    return np.where(u > a, -p * np.abs(u - a) * (u - a), 0 * u)
+
+
+def _late_drag_slopes(u: float, p: float, t: float, a: float) -> tuple[float, float, float]:
+    return (-2 * p * (u - a), -((u - a) ** 2), 0.0) if u > a else (0.0, 0.0, 0.0)
+
+
+def _late(u: Any, p: Any, t: Any, a: float) -> Any:
+    return -p * abs(u) if t > a else -p * u
+
+
+def _late_slopes(u: float, p: float, t: float, a: float) -> tuple[float, float, float]:
+    return (-p * float(np.sign(u)), -abs(u), 0.0) if t > a else (-p, -u, 0.0)
+
+
+def _switch(u: Any, p: Any, t: Any, a: float) -> Any:
+    return np.where(t > a, p, -p) + 0 * u
+
+
+def _switch_slopes(u: float, p: float, t: float, a: float) -> tuple[float, float, float]:
+    return 0.0, 1.0 if t > a else -1.0, 0.0
+
+
+def _wave(u: Any, p: Any, t: Any, a: float) -> Any:
+    return p * np.sin(3 * t) + 0 * u
+
+
+def _wave_slopes(u: float, p: float, t: float, a: float) -> tuple[float, float, float]:
+    return 0.0, float(np.sin(3 * t)), 3 * p * float(np.cos(3 * t))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A term ``φ(u, p, t, a)``, its derivatives in ``u``, ``p`` and ``t``, and what `a` is.
+
+    `a` is a scale of ``u``, a place of a kink in ``u`` or in ``t``, or a scale of ``p``; `power` is
+    that of ``u`` in the term, for a parameter of the right scale.
+    """
+
+    value: Callable[..., Any]
+    slopes: Callable[..., tuple[float, float, float]]
+    a: str = "scale"
+    power: int = 1
+    is_smooth: bool = True
+    kinks: tuple[str, ...] = ()
+
+
+KINDS = (
+    Kind(_linear, _linear_slopes),
+    Kind(_cube, _cube_slopes, power=0),
+    Kind(_enzyme, _enzyme_slopes, power=0),
+    Kind(_saturation, _saturation_slopes, "param"),
+    Kind(_wave, _wave_slopes, power=0),
+    Kind(_drag, _drag_slopes, power=2, is_smooth=False),
+    Kind(_size, _size_slopes, is_smooth=False, kinks=("0",)),
+    Kind(_size_of_param, _size_of_param_slopes, is_smooth=False),
+    Kind(_real, _linear_slopes, is_smooth=False),
+    Kind(_wall, _wall_slopes, "place", is_smooth=False, kinks=("a",)),
+    Kind(_late_drag, _late_drag_slopes, "place", power=2, is_smooth=False, kinks=("a",)),
+    Kind(_late, _late_slopes, "time", is_smooth=False, kinks=("0",)),
+    Kind(_switch, _switch_slopes, "time", power=0, is_smooth=False, kinks=("t",)),
+)
+SMOOTH = [kind for kind in KINDS if kind.is_smooth]
+
+
+@dataclass(frozen=True)
+class Term:
+    kind: Kind
+    row: int
+    column: int
+    param: int
+    a: float
+
+
+@dataclass
+class System:
+    """Rates as sums of terms, for NumPy; and the same by hand.
+
+    Attributes
+    ----------
+    size : ndarray
+        The scale of each unknown.
+    is_smooth : bool
+        Whether all terms have derivatives everywhere, and complex steps.
+    lost : tuple of int or None
+        A row and a column that the pattern lacks.
+    """
+
+    rng: Rng
+    terms: list[Term] = field(default_factory=list)
+    lost: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        rng = self.rng
+        self.n = n = int(rng.integers(1, 4))
+        spread = rng.choice([0.0, 3.0, 15.0], p=[0.4, 0.3, 0.3])
+        self.scale = np.clip(
+            10.0 ** (rng.uniform(-15, 15) + spread * rng.uniform(-1, 1, n)), 1e-15, 1e15
+        )
+        self.is_smooth = bool(rng.random() < 0.4)
+        self.steps, self.dt = int(rng.integers(2, 9)), float(rng.uniform(0.02, 0.1))
+        params: list[float] = []
+        for row in range(n):
+            for _ in range(int(rng.integers(1, 4))):
+                kind: Any = rng.choice(SMOOTH if self.is_smooth else KINDS)  # type: ignore[arg-type]
+                column = row if rng.random() < 0.6 else int(rng.integers(n))
+                s = self.scale[column]
+                strength = 10.0 ** rng.uniform(-2, 1) * rng.choice([-1, 1], p=[0.8, 0.2])
+                param = strength * self.scale[row] / s**kind.power
+                a = s * rng.uniform(0.3, 2.0)
+                if kind.a == "param":
+                    param = a = 10.0 ** rng.uniform(-15, 15)
+                    a *= 10.0 ** rng.uniform(-1, 1)
+                elif kind.a == "place":
+                    param = abs(param) * 10.0 ** rng.uniform(0, 3)
+                elif kind.a == "time":
+                    a = self.steps * self.dt * rng.uniform(0, 1)
+                self.terms.append(Term(kind, row, column, len(params), a))
+                params.append(param)
+        self.params = np.array(params)
+        self.u0 = self.scale * rng.choice([-1, 1], n) * rng.uniform(0.1, 2.0, n)
+        if rng.random() < 0.1:
+            self.u0[rng.integers(n)] = 0
+        self.pattern = np.eye(n)
+        for term in self.terms:
+            self.pattern[term.row, term.column] = 1
+        others = [term for term in self.terms if term.row != term.column]
+        if others and rng.random() < 0.1:
+            term = others[int(rng.integers(len(others)))]
+            self.lost = term.row, term.column
+            self.pattern[self.lost] = 0
+
+    def __call__(self, u: Any, t: Any, p: Any) -> Any:
+        rows: list[Any] = [0 * u[row] for row in range(self.n)]
+        for term in self.terms:
+            moved = term.kind.value(u[term.column], p[term.param], t, term.a)
+            rows[term.row] = rows[term.row] + moved
+        return np.stack(rows)
+
+    def by_hand(self, u: Any, t: float) -> tuple[Any, ...]:
+        """Return the rate, its derivatives in ``u``, ``p`` and ``t``, and the size of terms."""
+        n = self.n
+        rate, size, in_t = np.zeros(n), np.zeros(n), np.zeros(n)
+        in_u, in_p = np.zeros((n, n)), np.zeros((n, len(self.params)))
+        for term in self.terms:
+            own = float(u[term.column]), float(self.params[term.param]), t, term.a
+            value = float(term.kind.value(*own))
+            slopes = term.kind.slopes(*own)
+            rate[term.row] += value
+            size[term.row] += abs(value)
+            in_u[term.row, term.column] += slopes[0]
+            in_p[term.row, term.param] += slopes[1]
+            in_t[term.row] += slopes[2]
+        return rate, in_u, in_p, in_t, size
+
+    def is_at_kink(self, u: Any, t: float) -> bool:
+        """Return whether a state is so close to a kink or jump that either side is right."""
+        for term in self.terms:
+            x, s = u[term.column], self.scale[term.column]
+            for kink in term.kind.kinks:
+                distance = {"0": x / s, "a": (x - term.a) / s, "t": t - term.a}[kink]
+                if abs(distance) < KINK:
+                    return True
+            if term.kind.a == "time" and abs(t - term.a) < KINK:
+                return True
+        return False
+
+
+def oracle(system: System, states: Any, theta: float, weights: Any) -> tuple[Any, ...]:
+    """Return gradients of ``weights · states[-1]``, and what each may be off by.
+
+    Steps are ``u_new - u = Δ ((1 - θ) f(u) + θ f(u_new))``.
+    """
+    dt, steps = system.dt, len(states) - 1
+    at = [system.by_hand(state, k * dt) for k, state in enumerate(states)]
+    eye, s = np.eye(system.n), system.scale
+    above, sizes = weights.copy(), np.abs(weights)
+    params, in_dt = np.zeros(len(system.params)), 0.0
+    off_params, off_dt = np.zeros(len(system.params)), 0.0
+    hidden = np.zeros(system.n)
+    for k in reversed(range(steps)):
+        old, new = at[k], at[k + 1]
+        inverse = np.linalg.inv(eye - theta * dt * new[1])
+        found = inverse.T @ above
+        reach = np.abs(inverse).T @ sizes
+        mixed = [(1 - theta) * a + theta * b for a, b in zip(old, new, strict=True)]
+        params += dt * mixed[2].T @ found
+        off_params += dt * ((1 - theta) * np.abs(old[2]) + theta * np.abs(new[2])).T @ reach
+        in_time = (1 - theta) * k * old[3] + theta * (k + 1) * new[3]
+        in_dt += found @ mixed[0] + dt * found @ in_time
+        late = (1 - theta) * k * np.abs(old[3]) + theta * (k + 1) * np.abs(new[3])
+        off_dt += reach @ mixed[4] + dt * reach @ late
+        row = dt * (reach @ mixed[4])
+        hidden = hidden + row / np.minimum(s, np.maximum(np.abs(states[k]), 1e-3 * s))
+        above = found + dt * (1 - theta) * old[1].T @ found
+        sizes = reach + dt * (1 - theta) * np.abs(old[1]).T @ reach
+    # Where a change of a number says nothing beside the rounding of the rates, nor does a gradient.
+    rows = hidden @ s
+    off_params = CLOSE * off_params + 1e-13 * rows / np.abs(system.params)
+    bounds = CLOSE * sizes + HIDDEN * hidden, off_params, CLOSE * off_dt
+    return (above, params, in_dt), bounds
+
+
+METHODS = {"backward_euler": 1.0, "crank_nicolson": 0.5, "euler": 0.0, "residual": 1.0}
+
+
+def simulate(seed: int, index: int, says: Callable[[str], None] | None = None) -> str:
+    """Run a simulation; return what came of it: "right", "wrong" or why it was not compared."""
+    rng = np.random.default_rng([seed, index])
+    system = System(rng)
+    method = str(rng.choice(list(METHODS)))
+    how: Any = rng.choice([None, "forward", "complex"], p=[0.7, 0.15, 0.15])
+    weights = rng.choice([-1, 1], system.n) / system.scale
+    if method == "residual":
+
+        def residual(u: Any, u_old: Any, t: Any, dt: Any, p: Any) -> Any:
+            return u - u_old - dt * system(u, t, p)
+
+        sim: Any = ImplicitSteps(residual, system.pattern, np.eye(system.n), derivatives=how)
+    else:
+        sim = TimeSteps(system, system.pattern, method, derivatives=how)
+    kind = "smooth" if system.is_smooth else f"not smooth, derivatives={how!r}"
+    if system.lost is not None:
+        kind = "pattern lacks an entry"
+    if says is not None:
+        terms = [(t.kind.value.__name__, t.row, t.column, t.a) for t in system.terms]
+        says(f"{method}, {kind}, without {system.lost}, {system.steps} steps of {system.dt}")
+        says(f"u0={system.u0}, params={system.params}, scale={system.scale}, {terms}")
+    about = {"steps": system.steps, "dt": system.dt}
+    try:
+        atol = 1e-13 * float(system.scale.min())
+        run = sim.forward(system.u0, system.params, rtol=1e-12, atol=atol, **about)
+        if not np.isfinite(run.states).all() or (np.abs(run.states) > 1e6 * system.scale).any():
+            return "grows"
+        grads = run.backward(grad_last=weights)
+    except NewtonError as error:
+        if says is not None:
+            says(str(error))
+        return f"{kind}: no solution"
+    except GradientError as error:
+        if says is not None:
+            says(str(error))
+        return f"{kind}: refused"
+    states = run.states
+    if any(system.is_at_kink(state, k * system.dt) for k, state in enumerate(states)):
+        return "at a kink"
+    expected, bounds = oracle(system, states, METHODS[method], weights)
+    result = "right"
+    found = grads.u0, grads.params, grads.dt
+    # An entry that a pattern lacks is seen if it matters beside its row.
+    factor = 1 if system.lost is None else 100
+    names = "u0", "params", "dt"
+    for name, own, other, bound in zip(names, found, expected, bounds, strict=True):
+        if np.any(~(np.abs(np.asarray(own) - other) <= factor * bound)):
+            result = "wrong"
+            if says is not None:
+                says(f"{name}: {own} for {other}, up to {bound}")
+    if says is not None:
+        says(f"{states[-1]}")
+    return result if result == "wrong" else f"{kind}: {result}"
+
+
+def run(seed: int, indices: Any, until: float = np.inf) -> collections.Counter[str]:
+    """Run simulations; return how often what came of them."""
+    counts: collections.Counter[str] = collections.Counter()
+    for index in indices:
+        if time.monotonic() > until:
+            break
+        try:
+            found = simulate(seed, index)
+        except Exception:
+            traceback.print_exc()
+            found = "failed"
+        if found in ("wrong", "failed", "smooth: refused"):
+            print(f"{found}: --seed {seed} --only {index}", flush=True)
+        counts[found] += 1
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("number", type=int, nargs="?", default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int)
+    given = parser.parse_args()
+    np.seterr(all="ignore")
+    if given.only is not None:
+        print(simulate(given.seed, given.only, print))
+        return 0
+    start = time.monotonic()
+    counts = run(given.seed, range(given.number))
+    print(f"{given.number:,} simulations in {time.monotonic() - start:.0f} s")
+    for name, count in counts.most_common():
+        print(f"{count:8,} {name}")
+    return 1 if counts["wrong"] or counts["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
