@@ -136,11 +136,9 @@ class CellModule(Sequences, nn.Module):
             return tuple(each.index_select(1, order) for each in hx)
         return hx.index_select(1, order)
 
-    def _without_kernels(
-        self, given: Any, hx: Any, weights: list[Tensor], resets: Any = None
-    ) -> Any:
+    def _without_kernels(self, given: Any, hx: Any, resets: Any = None) -> Any:
         """Compute step by step, or refuse, what has no kernels."""
-        return self._differentiably(given, hx, weights, resets)
+        return self._differentiably(given, hx, self._weights(), resets)
 
     def extra_repr(self) -> str:
         """Return the arguments that the module was made with."""

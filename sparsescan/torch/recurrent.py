@@ -80,9 +80,14 @@ class _Recurrent(Sequences, metaclass=Kind):
         self.memory_limit, self.truncate = memory_limit, truncate
         self.return_states = return_states
 
-    def _without_kernels(
-        self, given: Any, hx: Any, weights: list[Tensor], resets: Any = None
-    ) -> Any:
+    def _weights(self) -> list[Tensor]:
+        """Return all parameters, made anew as often as PyTorch does: some change by that."""
+        if "parametrizations" not in self._modules:
+            return super()._weights()
+        self._update_flat_weights()
+        return list(self._flat_weights)
+
+    def _without_kernels(self, given: Any, hx: Any, resets: Any = None) -> Any:
         """Let PyTorch compute, or refuse, what has no kernels, unless states begin anew."""
         if resets is None and not self.return_states:
             return self._theirs.forward(self, given, hx)
@@ -92,7 +97,7 @@ class _Recurrent(Sequences, metaclass=Kind):
                 f"{what}, and proj_size is {self.proj_size}; expected 0: PyTorch computes "
                 "projections, and has neither resets nor return_states"
             )
-        return self._differentiably(given, hx, weights, resets)
+        return self._differentiably(given, hx, self._weights(), resets)
 
 
 class RNN(_Recurrent, nn.RNN):

@@ -33,7 +33,7 @@ ALL = [*CELLS.values(), Spiking]
 
 def step_by_step(net: Any, given: Any, hx: Any = None) -> Any:
     """Run a module by PyTorch's own operations."""
-    return net._without_kernels(given, hx, [each for own in net.all_weights for each in own])
+    return net._without_kernels(given, hx)
 
 
 def made(rng: np.random.Generator, **more: Any) -> tuple[Any, Any]:

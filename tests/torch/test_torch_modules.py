@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,10 @@ from some_cells import PeepholeLSTM
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 from torch_checks import check_compiled, close, tensors_of
 
 import sparsescan.torch
@@ -168,6 +170,87 @@ def test_dropout() -> None:
         torch.manual_seed(1)
         assert torch.equal(ours(x)[0], first[0])
     assert first[1].shape == theirs(x)[1].shape
+
+
+@pytest.mark.parametrize("is_transformed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_dropped_is_what_pytorch_drops(kind: str, is_transformed: bool) -> None:
+    """For one seed, of samples with as many steps and of packed ones."""
+    options = {"dropout": 0.4, "bidirectional": True, "dtype": torch.float64}
+    nets = pair(kind, 3, 4, 3, **options)
+    x = torch.randn(6, 4, 3, dtype=torch.float64)
+    packed = pack_padded_sequence(x, torch.tensor([6, 2, 3, 4]), enforce_sorted=False)
+    found = []
+    for net in nets:
+        for sequence in (x, packed):
+
+            def loss(params: Any, net: Any = net, sequence: Any = sequence) -> torch.Tensor:
+                torch.manual_seed(5)
+                output, _ = torch.func.functional_call(net, params, (sequence,))
+                return torch.as_tensor(tensors_of(output)[0]).sin().sum()
+
+            params = dict(net.named_parameters())
+            if is_transformed and net is nets[1]:
+                found.append(list(torch.func.grad(loss)(params).values()))
+            else:
+                found.append(list(torch.autograd.grad(loss(params), list(params.values()))))
+    close(found[2:], found[:2])
+
+
+class _Counted(nn.Module):
+    """A parametrisation that counts how often it is read."""
+
+    count = 0
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return 2 * weight
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("way", ["called", "cached", "packed", "refused", "transformed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parametrisations_are_read_as_often_as_by_pytorch(kind: str, way: str) -> None:
+    """Else one that has a state, as of spectral norms, would go on by other steps."""
+    found = []
+    for make in (getattr(nn, kind), getattr(sparsescan.torch, kind)):
+        torch.manual_seed(0)
+        net = make(3, 4, 2, dtype=torch.float64)
+        counts = [_Counted(), _Counted()]
+        parametrizations.spectral_norm(net, "weight_hh_l0")
+        parametrize.register_parametrization(net, "bias_ih_l0", counts[0])
+        parametrize.register_parametrization(net, "weight_ih_l1", counts[1])
+        x = torch.randn(5, 2, 3, dtype=torch.float64)
+        given: Any = pack_padded_sequence(x, torch.tensor([5, 3])) if way == "packed" else x
+        for training in (True, True, False, True):
+            net.train(training)
+            with parametrize.cached() if way == "cached" else nullcontext():
+                if way == "refused":
+                    with pytest.raises(ValueError, match="RNN input dtype"):
+                        net(x.float())
+                output = net(given)[0]
+                if way == "transformed":
+                    torch.func.grad(lambda x, net=net: net(x)[0].sum())(x)
+        found.append([output, *net.buffers(), *[torch.tensor(each.count) for each in counts]])
+    close(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operations_are_counted_as_pytorchs(kind: str) -> None:
+    nets = pair(kind, 3, 5, 2, bidirectional=True, dtype=torch.float64)
+    for is_packed, needs_input in itertools.product((False, True), (False, True)):
+        found = []
+        for net in nets:
+            x = torch.randn(6, 4, 3, dtype=torch.float64, requires_grad=needs_input)
+            given: Any = x
+            if is_packed:
+                given = pack_padded_sequence(x, torch.tensor([6, 2, 3, 4]), enforce_sorted=False)
+            with FlopCounterMode(display=False) as counter:
+                output = tensors_of(net(given)[0])[0]
+                forward = counter.get_total_flops()
+                output.sum().backward()
+            found.append((forward, counter.get_total_flops()))
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

@@ -150,10 +150,9 @@ def test_cells_of_the_catalogue(name: str) -> None:
     net = module(getattr(catalogue, name))(4, 4, dtype=torch.float64)
     x = torch.randn(6, 3, 4, dtype=torch.float64, requires_grad=True)
     resets, found = torch.rand(6, 3) < 0.3, []
-    own = [each for layer in net.all_weights for each in layer]
     for call in (
         lambda: net(x, resets=resets),
-        lambda: net._without_kernels(x, None, own, resets),
+        lambda: net._without_kernels(x, None, resets),
     ):
         results = tensors_of(call())
         loss = sum(each.sin().sum() for each in results)
@@ -290,7 +289,6 @@ def test_errors() -> None:
         return pack_padded_sequence(data, lengths, enforce_sorted=False)
 
     for net in (sparsescan.torch.GRU(3, 4), module(MGU)(3, 4)):
-        own = [each for layer in net.all_weights for each in layer]
         for own_x, resets, error, said in (
             (x, flags[0], InputError, r"resets has shape \(2,\); expected \(5, 2\), as the first"),
             (x, flags.T, InputError, r"resets has shape \(2, 5\); expected \(5, 2\)"),
@@ -313,7 +311,7 @@ def test_errors() -> None:
             with pytest.raises(error, match=said):
                 net(own_x, resets=resets)
             with pytest.raises(error, match=said):
-                net._without_kernels(own_x, None, own, resets)
+                net._without_kernels(own_x, None, resets)
         with pytest.raises(InputError, match=r"input has shape \(5, 2, 4\); expected"):
             net(torch.zeros(5, 2, 4), resets=flags)
     with pytest.raises(TypeError):

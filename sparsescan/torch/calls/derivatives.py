@@ -33,7 +33,7 @@ from ...recurrent.step_pool import StepPool
 from ...recurrent.tangent import Tangent, tangent_of
 from .direct import takes_rules
 from .once import Mappable, over_maps
-from .plain import run_plain
+from .plain import dropped, run_plain
 from .recorded import Room, addresses_of, give_scratch, take_scratch
 from .shapes import Shape, kind_of, network_of, register
 from .team import ALONE, pytorchs_threads
@@ -104,7 +104,7 @@ def _run_layers(
     marks = [None if each is None else each[None] for each in (lengths, resets)]
     for layer in range(shape.num_layers):
         if layer and dropout:
-            x = torch.nn.functional.dropout(x, dropout)
+            x = dropped(x, dropout, lengths)
         is_last = layer + 1 == shape.num_layers
         returns = shape.return_states and is_last
         one = shape._replace(input_size=x.shape[-1], num_layers=1, return_states=returns)

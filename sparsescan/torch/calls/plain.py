@@ -162,6 +162,19 @@ class _Direction:
         return [made[each].to(state.dtype).expand_as(state) for each, state in pairs]
 
 
+def dropped(x: Tensor, share: float, lengths: Tensor | None) -> Tensor:
+    """Return outputs of a layer, some of which are dropped.
+
+    Those of a packed sequence are drawn as PyTorch does: for the steps that samples have.
+    """
+    if lengths is None or torch.compiler.is_compiling():
+        return functional.dropout(x, share)
+    has = torch.arange(len(x), device=lengths.device)[:, None] < lengths
+    places = has.flatten().nonzero()[:, 0].to(x.device)
+    rows = functional.dropout(x.flatten(0, 1).index_select(0, places), share)
+    return torch.zeros_like(x).flatten(0, 1).index_copy(0, places, rows).view(x.shape)
+
+
 def run_plain(
     cell: type,
     program: CellProgram,
@@ -201,7 +214,7 @@ def run_plain(
     units, lasts = state.shape[-1] // program.states, []
     for first in range(0, len(cells), directions):
         if first and dropout:
-            x = functional.dropout(x, dropout)
+            x = dropped(x, dropout, lengths)
         outputs: list[list[Tensor]] = []
         count = program.states if return_states and first + directions == len(cells) else 1
         for back, params in enumerate(cells[first : first + directions]):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ...errors import InputError
 from ...locks import new_lock
@@ -268,10 +269,13 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, about: Any, counts: Any, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         given = _Recurrent.given(counts, tensors)
-        call = _forward if is_direct(x, *tensors) else _recurrent_forward
+        is_plain = is_direct(x, *tensors)
+        call = _forward if is_plain else _recurrent_forward
         output: tuple[Tensor, ...] = call(x, *given, *about, resets=tensors[-2])
         ctx.about, ctx.counts = about[:_COUNT], counts
-        save(ctx, (output[2], x, *tensors), _Recurrent.flags(ctx, x, tensors))
+        # Traces have sizes that are no numbers.
+        flags = _Recurrent.flags(ctx, x, tensors) if is_plain else [True] * (2 + len(tensors))
+        save(ctx, (output[2], x, *tensors), flags)
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
         return output
@@ -306,7 +310,7 @@ class _Recurrent(torch.autograd.Function):
         if _Recurrent.is_dense(ctx, given):
             # Without masks, and by a step that runs forward again.
             token, given = torch.zeros_like(token), (*given[:3], [])
-        is_first = addresses_of([token])[0] in _waiting and is_direct(*above[:2])
+        is_first = is_direct(token, *above[:2]) and addresses_of([token])[0] in _waiting
         if torch.is_grad_enabled() or not is_first:
             check_others(ctx)
         grads = gradients(ctx.about, needs, above[:2], token, (x, *given), tensors[-2])
@@ -400,3 +404,38 @@ for _kind in ("CPU", "CUDA"):
     _library.impl("recurrent_backward", _backward, _kind)
 torch.library.register_fake("sparsescan::recurrent_backward", _fake_backward, lib=_library)
 _library.impl("recurrent", _with_graph, "Autograd")
+
+
+# -- Their floating-point operations, for PyTorch's counters ---------------------------------------
+
+
+@register_flop_formula(torch.ops.sparsescan.recurrent_forward, get_raw=True)
+def _forward_flops(
+    x: Tensor, state: Any, lengths: Any, params: list[Tensor], *_: Any, **__: Any
+) -> int:
+    """Return the operations of all products of matrices, as PyTorch counts its modules'."""
+    return 2 * _count(x, lengths) * sum(each.numel() for each in params if each.dim() == 2)
+
+
+@register_flop_formula(torch.ops.sparsescan.recurrent_backward, get_raw=True)
+def _backward_flops(above: Any, carry: Any, token: Any, x: Tensor, *given: Any, **_: Any) -> int:
+    """Return those of gradients in parameters, in inputs of layers, and in states but the first."""
+    _, lengths, params, _, *about = given
+    shape, count, total = Shape.of(x, tuple(about[:_COUNT])), _count(x, lengths), 0
+    first, batch = len(params) // shape.num_layers, x.shape[1]
+    # A direction that runs backward begins with the samples that have all steps.
+    last = batch if lengths is None else int((lengths == len(x)).sum())
+    for place, (name, each) in enumerate(zip(shape.names(), params, strict=True)):
+        if each.dim() == 2:
+            total += 2 * count * each.numel()
+            if not name.startswith("weight_ih"):
+                begun = last if name.endswith("_reverse") else batch
+                total += 2 * (count - begun) * each.numel()
+            elif place >= first or about[_COUNT]:
+                total += 2 * count * each.numel()
+    return total
+
+
+def _count(x: Tensor, lengths: Tensor | None) -> int:
+    """Return how many steps all samples have."""
+    return x.shape[0] * x.shape[1] if lengths is None else int(lengths.sum())

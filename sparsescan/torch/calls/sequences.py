@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import InputError, InputTypeError, short
@@ -14,6 +14,7 @@ from ...symbolic.schedule import check_count, check_flag
 from ..conversion.structure import is_pruning
 from .derivatives import run_differentiable
 from .direct import as_leaf, is_exported_to_onnx, is_recorded, is_transformed
+from .plain import dropped
 from .prepared import find, is_left, key_of, leave, left_key, prepare
 from .recurrent_op import has_kernels, run
 from .resets import check_resets
@@ -61,7 +62,10 @@ class Sequences:
     permute_hidden: Any
     _buffers: dict[str, Any]
     _parameters: dict[str, Any]
+    _modules: dict[str, Any]
+    _flat_weights: list[Any]
     _flat_weights_names: list[str]
+    _update_flat_weights: Any
     _forward_pre_hooks: Any
 
     _memory_limit: int | None = None
@@ -152,15 +156,19 @@ class Sequences:
                 return results
         elif (leaf := as_leaf(self, input, *([] if hx is None else [hx]))) is not None:
             return leaf
-        weights: list[Tensor] = [weight for each in self.all_weights for weight in each]
+        # What is made anew each time that it is read is read once it is known who computes.
+        is_made = self._theirs is not None and "parametrizations" in self._modules
+        weights: list[Tensor] = list(self._flat_weights) if is_made else self._weights()
         is_taken = self._takes(input, hx, weights)
         if self.truncate is not None and torch.is_grad_enabled():
             is_empty = isinstance(input, Tensor) and 0 in input.shape
             self._check_truncated(has_kernels=(is_taken or is_empty) and not is_recorded())
-        if is_taken and is_transformed() and weights[0].is_cpu:
+        is_differentiable = is_taken and is_transformed() and weights[0].is_cpu
+        if not is_differentiable and (is_recorded() or not is_taken or is_exported_to_onnx()):
+            return self._without_kernels(input, hx, resets)
+        weights = self._weights() if is_made else weights
+        if is_differentiable:
             return self._differentiably(input, hx, weights, resets)
-        if is_recorded() or not is_taken or is_exported_to_onnx():
-            return self._without_kernels(input, hx, weights, resets)
         if resets is not None:
             resets = check_resets(resets, input)
         if key is not None:
@@ -177,9 +185,11 @@ class Sequences:
             return self._theirs.forward(self, given, hx)
         return call(given, hx, weights) if call and call.takes(hx, weights) else None
 
-    def _without_kernels(
-        self, given: Any, hx: Any, weights: list[Tensor], resets: Any = None
-    ) -> Any:
+    def _weights(self) -> list[Tensor]:
+        """Return the parameters of each direction of each layer."""
+        return [weight for each in self.all_weights for weight in each]
+
+    def _without_kernels(self, given: Any, hx: Any, resets: Any = None) -> Any:
         """Compute, or refuse, what has no kernels."""
         raise NotImplementedError
 
@@ -333,7 +343,7 @@ class Sequences:
             )
             lasts.append(last)
             if call + 1 < calls:
-                x = nn.functional.dropout(x, self.dropout)
+                x = dropped(x, self.dropout, lengths)
         return x, lasts[0] if calls == 1 else torch.cat(lasts)
 
     def _check(self, given: Any, hx: Any) -> None:
