@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,8 @@ from ..jacobians.training.bound import BoundStep, without_arrays
 from ..locks import new_lock
 from ..recurrent.step_pool import StepPool
 from .calls.arrays import array_of, tensor_of
-from .calls.direct import is_direct, is_watched
-from .calls.once import Once
+from .calls.direct import is_direct, is_mapped, is_watched
+from .calls.once import Once, as_batch
 from .calls.team import pytorchs_threads
 from .calls.times import Seconds
 from .conversion.kinds import Kind
@@ -525,6 +525,9 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, above: Tensor) -> tuple[Any, ...]:
+        if is_mapped(above):
+            rows = partial(_Step.rows, ctx)
+            return None, *as_batch(rows, above)
         if torch.is_grad_enabled():
             saved = (each for each in ctx.saved_tensors if each is not None)
             about = "a stack", "modules of torch.nn"
@@ -532,6 +535,12 @@ class _Step(torch.autograd.Function):
         else:
             grads = _Step.run(ctx, above)
         return None, *grads
+
+    @staticmethod
+    def rows(ctx: Any, above: Tensor) -> list[Tensor | None]:
+        """Return the gradients in all arguments, for each of a batch of those in the result."""
+        found = zip(*(_Step.run(ctx, each) for each in above), strict=True)
+        return [None if each[0] is None else torch.stack(each) for each in found]
 
     @staticmethod
     def run(ctx: Any, above: Tensor) -> list[Tensor | None]:

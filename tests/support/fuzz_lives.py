@@ -693,6 +693,32 @@ def late(model: Model, rng: Rng) -> list[Tensor]:
     return [*torch.autograd.grad(first + second, x), third]
 
 
+def changed_results(model: Model, rng: Rng) -> list[Tensor]:
+    """Change the output in place before its backward pass."""
+    x = model.x.clone().requires_grad_()
+    y = model.out(x)
+    if rng.random() < 0.5:
+        y.mul_(2)
+    else:
+        y[..., :1] = 0
+    return [y, *torch.autograd.grad(y.square().sum(), x)]
+
+
+def strided(model: Model, rng: Rng) -> list[Tensor]:
+    """Pass an input whose axes are in another order in memory."""
+    x = model.x.transpose(0, -1).clone().transpose(0, -1).requires_grad_()
+    y = model.out(x)
+    return [y, *torch.autograd.grad(y.sum(), x)]
+
+
+def batched(model: Model, rng: Rng) -> list[Tensor]:
+    """Compute several gradients at once."""
+    x = model.x.clone().requires_grad_()
+    y = model.out(x)
+    above = torch.from_numpy(rng.standard_normal((2, *y.shape)))
+    return list(torch.autograd.grad(y, x, above, is_grads_batched=True))
+
+
 def checkpointed(model: Model, rng: Rng) -> list[Tensor]:
     x = model.x.clone().requires_grad_()
     y = checkpoint(model.out, x, use_reentrant=bool(rng.random() < 0.5))
@@ -801,6 +827,7 @@ COMMON: tuple[Event, ...] = (
     *(masked_gradients, masked_gradients, twice, late, infer, other_size, checkpointed),
     *(traced_fx, traced_jit, functional, faked, fork),
     *(load_plain, instances, initialise, reverted, scripted, exported, quantised),
+    *(changed_results, strided, batched),
 )
 OF_STACKS: tuple[Event, ...] = (
     *(prune_bias, change_setting, change_setting, change_dilation, replace_layer, swap, insert),
