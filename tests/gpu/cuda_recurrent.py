@@ -386,9 +386,9 @@ def test_which_tensors_of_a_device_have_kernels(cupy: Any, monkeypatch: pytest.M
 
     assert has(9999, "cpu")
     assert not has(1, "mps")
-    assert has(1000, "cuda")
-    assert has(1000, "cuda", "RNN_RELU", torch.float64)
-    assert not has(1000, "cuda", dtype=torch.float64)
+    assert has(2048, "cuda")
+    assert has(9999, "cuda", "RNN_RELU")
+    assert not has(9999, "cuda", dtype=torch.float64)
     # Without CuPy PyTorch computes.
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert not has(20, "cuda")
