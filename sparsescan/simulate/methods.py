@@ -21,15 +21,15 @@ class Tableau(NamedTuple):
         Lower triangular.
     order : int
         Errors over a fixed time shrink as ``Δ^order``.
-    estimate : tuple of float
+    estimates : tuple of tuple of float
         What the rates at the beginning of a step and in its stages are multiplied by to estimate
-        its error, the difference to a method of a lower order; empty where half the change of the
-        rate over a step is.
+        its error, the difference to a method of a lower order; the largest of these counts. Empty
+        where half the change of the rate over a step is the estimate.
     """
 
     a: Vector
     order: int
-    estimate: tuple[float, ...] = ()
+    estimates: tuple[tuple[float, ...], ...] = ()
 
     @property
     def c(self) -> Vector:
@@ -61,11 +61,12 @@ def _sdirk3() -> Tableau:
     roots = np.roots([1.0, -3.0, 1.5, -1 / 6])
     x = float(next(root.real for root in roots if 1 / 6 < root.real < 1 / 2))
     b1, b2 = -(6 * x * x - 16 * x + 1) / 4, (6 * x * x - 20 * x + 5) / 4
-    # The other method, of order two, weighs the beginning and not the last stage. So a jump of the
-    # rate moves the estimate by at least its error, wherever within the step it is.
+    # Other methods, of order two, do not weigh the last stage; the first one weighs the beginning.
+    # So a jump of the rate moves its estimate by at least its error, wherever within the step it
+    # is, and what else may cancel that does not cancel both.
     middle = 2 * x / (1 - x)
-    estimate = -x, middle, -middle, x
-    return _tableau(3, [x], [(1 - x) / 2, x], [b1, b2, x])._replace(estimate=estimate)
+    estimates = (-x, middle, -middle, x), (0.0, x, -2 * x, x)
+    return _tableau(3, [x], [(1 - x) / 2, x], [b1, b2, x])._replace(estimates=estimates)
 
 
 _X = 1 - np.sqrt(0.5)

@@ -271,19 +271,20 @@ class RungeKutta(_Rated):
     def __init__(self, tableau: Tableau, *about: Any) -> None:
         super().__init__(*about)
         self._tableau = tableau
-        self.error_order = tableau.order if tableau.estimate else 2
+        self.error_order = tableau.order if tableau.estimates else 2
         self._a, self._c = tableau.a, tableau.c
         self._inner = tableau.inner
         self.stages = len(self._inner)
 
     def error(self, solver: Solver, place: Place) -> Vector:
-        estimate = self._tableau.estimate
-        if not estimate:
+        estimates = self._tableau.estimates
+        if not estimates:
             return super().error(solver, place)
         times = place.time, *(place.time + float(c) * place.dt for c in self._c)
         states = place.states[-2], *place.inner, place.states[-1]
-        rates = (self.equations(place, *each) for each in zip(states, times, strict=True))
-        return self._filtered(solver, place, place.dt * _sum(zip(estimate, rates, strict=True)))
+        rates = [self.equations(place, *each) for each in zip(states, times, strict=True)]
+        columns = [place.dt * _sum(zip(each, rates, strict=True)) for each in estimates]
+        return np.asarray(np.abs(self._filtered(solver, place, np.stack(columns, 1))).max(1))
 
     def _filtered(self, solver: Solver, place: Place, error: Vector) -> Vector:
         return super()._filtered(solver, place, error) if self._tableau.is_implicit else error

@@ -574,7 +574,9 @@ class _Simulation:
                 f"dt is {first} and until, {until}, is {'after' if ahead > 0 else 'before'} t0, "
                 f"{t0}; expected a dt that leads there"
             )
-        longest = np.inf if max_dt is None else _positive("max_dt", max_dt)
+        longest = np.inf  # which SciPy's users pass, too
+        if max_dt is not None and not (isinstance(max_dt, float) and max_dt == np.inf):
+            longest = _positive("max_dt", max_dt)
         if ahead and t0 + ahead * min(abs(first), longest) == t0 and first:
             raise InputError(too_short(ahead * min(abs(first), longest), t0))
         try:
