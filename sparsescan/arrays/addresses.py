@@ -31,15 +31,26 @@ def kernel_address(array: Any, strided: int = 0, dtype: DTypeLike | None = None)
         If a kernel would read something else than the array: an error of this package, whose
         callers make copies.
     """
-    part = array[(slice(1),) * strided] if strided else array
     is_read = dtype is None or array.dtype == dtype
-    if not (part.flags.c_contiguous and is_aligned(array) and is_read):
+    if not (_is_contiguous(array, strided) and is_aligned(array) and is_read):
         raise BufferError(
             f"a kernel cannot follow an array of shape {array.shape}, strides {array.strides} and "
             f"dtype {array.dtype}: its axes from {strided} on are not one piece of aligned memory, "
             f"or not of dtype {np.dtype(dtype or array.dtype)}"
         )
     return place_of(array)
+
+
+def _is_contiguous(array: Any, strided: int) -> bool:
+    """Return whether the axes behind the first ones are one piece of memory; makes no view."""
+    if not strided or not array.size:
+        return not array.size or bool(array.flags.c_contiguous)
+    expected, last = array.itemsize, strided - 1
+    for size, step in zip(array.shape[:last:-1], array.strides[:last:-1], strict=True):
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True
 
 
 def is_aligned(array: Any) -> bool:
@@ -54,7 +65,7 @@ def place_of(array: Any) -> int:
     """Return where an array of any library begins, to compare it with others: not for kernels."""
     if isinstance(array, np.ndarray):
         return array.ctypes.data
-    if hasattr(array.data, "ptr"):  # CuPy's
+    if hasattr(getattr(array, "data", None), "ptr"):  # CuPy's
         return int(array.data.ptr)
     return int(array.__cuda_array_interface__["data"][0])
 

@@ -48,9 +48,11 @@ def row_address_of(array):
     """
     address = array.ctypes.data
     is_aligned = address % array.itemsize == 0
-    for step in array.strides:
-        is_aligned &= step % array.itemsize == 0
-    if not is_aligned or (array.shape[-1] > 1 and array.strides[-1] != array.itemsize):
+    for axis in range(array.ndim):
+        # No kernel takes a step along an axis of one element.
+        is_aligned &= array.shape[axis] <= 1 or array.strides[axis] % array.itemsize == 0
+    are_rows = array.shape[-1] <= 1 or array.strides[-1] == array.itemsize
+    if array.size and not (is_aligned and are_rows):
         raise BufferError("a kernel cannot follow rows that are not contiguous, or not aligned")
     return address
 

@@ -207,7 +207,8 @@ def test_cells_that_look_alike() -> None:
 
             def step(self, x: Any, h: Any) -> Any:
                 gates = self.weight_hh.a(h), self.weight_hh.b(h)
-                return function(self.weight_ih.a(x) + gates[not is_first]) + 0 * gates[is_first]
+                inputs = self.weight_ih.a(x) + 0 * self.weight_ih.b(x)
+                return function(inputs + gates[not is_first]) + 0 * gates[is_first]
 
         return Alike(3, 4, rng=0, dtype=np.float64)
 

@@ -464,7 +464,6 @@ def test_a_slope_beside_a_pruned_weight_may_be_infinite() -> None:
 
     class Steep(Cell):
         weight_hh = Hidden("a", "b")
-        u = Vector()
 
         def step(self, x: Any, h: Any, c: Any) -> Any:
             return tanh(self.weight_hh.a(h)) / x, self.weight_hh.b(h) + c

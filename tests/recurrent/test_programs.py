@@ -185,7 +185,11 @@ def hard_cell(body: str) -> RandomCell:
     """Return a cell with two states."""
     lines = textwrap.indent(textwrap.dedent(body).strip(), " " * 8)
     return RandomCell(
-        f"class Drawn(Cell):{DECLARED}\n    def step(self, x, h, c):\n{lines}\n", 3, 3, True
+        f"class Drawn(Cell):{DECLARED}\n    _trains_all = False\n"
+        f"    def step(self, x, h, c):\n{lines}\n",
+        3,
+        3,
+        True,
     )
 
 
@@ -368,7 +372,7 @@ def test_variables_of_a_step_may_have_any_names() -> None:
     """Texts that are written from steps have names of their own, which mean something else."""
     body = """
 class Drawn(Cell):
-    weight_ih, weight_hh = Input("a", "b"), Hidden("a", "b")
+    weight_ih, weight_hh = Input("a"), Hidden("a", "b")
 
     def step(self, x, h):
         {0} = self.weight_ih.a(x) + self.weight_hh.a(h)

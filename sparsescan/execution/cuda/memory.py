@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.addresses import kernel_address
+from ...arrays.addresses import array_at_address, kernel_address
 from ...arrays.arrays import load_cupy
 from ...errors import MemoryLimitError
 from ...formatting import format_bytes
@@ -128,7 +128,7 @@ class CountedMemory:
     def room(self, what: str, size: int, dtype: Any, *, zeros: bool = False) -> Any:
         """Count `size` values, and return what stands for them."""
         self.count(size * np.dtype(dtype).itemsize)
-        return np.broadcast_to(np.zeros((), dtype), size)
+        return array_at_address(_UNIT, (size,), dtype)
 
     def keep(self, pattern: Pattern, index_dtype: np.dtype[Any]) -> tuple[int, ...]:
         """Count what kernels read of a pattern."""
