@@ -16,7 +16,13 @@ from .execution.recording import Recorder, Space
 from .execution.recurrence import Recorded
 from .execution.threads import thread_count
 from .kernels.cpu.copies import fill_with
-from .kernels.cpu.filters import FilterNeeds, FilterSizes, differentiate, filter_blocks
+from .kernels.cpu.filters import (
+    FilterNeeds,
+    FilterSizes,
+    differentiate,
+    filter_blocks,
+    filter_complex,
+)
 from .kernels.cpu.sixteen import WIDTH
 
 Array = NDArray[Any]
@@ -102,7 +108,7 @@ def filter_samples_vjp(
     starts: int = 0,
     needs: Sequence[bool] = (True, True, True, True),
 ) -> FilterGrads:
-    """Return the gradients in all that enters :func:`filter_samples`.
+    """Return the gradients in all that enters :func:`filter_samples`, for real numbers.
 
     Parameters
     ----------
@@ -147,7 +153,8 @@ def _found(needs: Sequence[bool], *gradients: Array) -> FilterGrads:
 def factors_of(b: Any, a: Any, before: int, library: Any = np) -> tuple[Any, Any]:
     """Return coefficients as kernels read them, once each is one piece of memory.
 
-    Those that samples share are normalised in `a`, and have zeros behind the last of many steps.
+    Those that samples share, and complex ones, are normalised in `a`. Those that samples share have
+    zeros behind the last of many steps.
 
     Parameters
     ----------
@@ -159,7 +166,7 @@ def factors_of(b: Any, a: Any, before: int, library: Any = np) -> tuple[Any, Any
         NumPy, or a library with its functions.
     """
     divided = a
-    if len(a) == 1:
+    if len(a) == 1 or a.dtype.kind == "c":
         first = a[..., :1]
         divided = library.concatenate([1 / first, a[..., 1:] / -first], -1)
     factors = []
@@ -180,6 +187,9 @@ def _write(calls: Calls, sizes: FilterSizes, given: Sequence[Array], y: Array) -
     rows = 2 * (sizes.tile + sizes.before) + _rows_of_coefficients(sizes)
 
     def run(first: int, last: int) -> None:
+        if y.dtype.kind == "c":
+            calls.launch(filter_complex, sizes, *given, y, first, last)
+            return
         room = calls.borrow(rows * WIDTH, y.dtype)
         own = room[: rows * WIDTH].reshape(rows, WIDTH)
         calls.launch(filter_blocks, sizes, *given, y, own, first, last)
@@ -340,7 +350,6 @@ def read_lfilter(b: Shape, a: Shape, x: Shape, axis: Any, zi: Shape | None) -> t
         if len(x) != len(zi) or zi[axis] != wanted[axis]:
             raise InputError(f"zi has shape {tuple(zi)}; expected {tuple(wanted)}")
         _check_delays(zi, axis, batch)
-        _check_constant((b, a), "b and a")
     return axis, batch
 
 
@@ -360,7 +369,6 @@ def read_sosfilt(sos: Shape, x: Shape, axis: Any, zi: Shape | None) -> tuple[int
         if len(zi) != len(wanted) or (zi[0], zi[axis]) != (wanted[0], 2):
             raise InputError(f"zi has shape {tuple(zi)}; expected {tuple(wanted)}")
         _check_delays(zi[1:], axis, batch)
-        _check_constant((own,), "sos")
     return axis, batch
 
 
@@ -417,12 +425,4 @@ def _check_delays(zi: Shape, axis: int, batch: Shape) -> None:
         raise InputError(
             f"zi has axes {tuple(own)} beside that of time; expected some that broadcast "
             f"to {batch}, as x has"
-        )
-
-
-def _check_constant(coefficients: Sequence[Shape], names: str) -> None:
-    if any(len(each) > 1 and each[-2] != 1 for each in coefficients):
-        raise InputError(
-            f"zi is given, and {names} change from step to step; expected constant coefficients, "
-            "or no zi: the delays of a filter that changes are no state of its"
         )

@@ -442,7 +442,7 @@ def _doors() -> Iterator[tuple[str, Callable[[np.random.Generator], Door]]]:
         function = name.split()[0]
         made_of = getattr(ours, function)
         yield f"{name} in PyTorch", in_torch(made_of, RESULTS[function], **shapes)
-        if function == "affine_scan":
+        if function in ("affine_scan", "lfilter"):
             door = in_torch(made_of, RESULTS[function], complex, **shapes)
             yield f"complex {name} in PyTorch", door
         yield f"{name} in JAX", in_jax(getattr(for_jax, function), **shapes)
@@ -493,7 +493,13 @@ def _arrays(results: Any) -> list[Array]:
 
 def _tensor(array: Array) -> torch.Tensor:
     """Return an array's memory, in its form, as a tensor; one that PyTorch cannot have, a copy."""
-    if not array.flags.writeable or any(n < 0 or n % array.itemsize for n in array.strides):
+    # PyTorch (2.13) crashes in its own `pad` of complex numbers that are not aligned.
+    crashes = np.iscomplexobj(array) and not array.flags.aligned
+    if (
+        crashes
+        or not array.flags.writeable
+        or any(n < 0 or n % array.itemsize for n in array.strides)
+    ):
         array = array.copy()
     return torch.from_numpy(array)
 

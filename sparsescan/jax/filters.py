@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .. import filters
 from ..errors import InputError
-from .ffi.calls import FLOATS, as_arrays, check_platform, together
+from .ffi.calls import NUMBERS, as_arrays, check_platform, together
 from .ffi.programs import replay
 from .ffi.rules import MappedAxis, Rules, operator
 
@@ -27,34 +27,38 @@ def lfilter(b: Any, a: Any, x: Any, axis: int = -1, zi: Any = None) -> Any:
 
     Parameters
     ----------
-    b, a : array_like, shape (taps,), (T, taps) or (…, T, taps)
+    b, a : array_like, shape (taps,), (T, taps) or (…, T, taps), or number
         The coefficients ``b_0, b_1, …`` and ``a_0, a_1, …``: constant, or those of each of the `T`
         steps of `x`, or of each sample, too. Axes before the last two broadcast against those of
-        `x` without `axis`; a time axis of length 1 stands for coefficients that do not change.
+        `x` without `axis`; a time axis of length 1 stands for coefficients that do not change. A
+        number is ``b_0`` or ``a_0`` alone.
     x : array_like
         The samples, of any shape. There are zeros before their first step.
     axis : int, default -1
         The axis of time.
     zi : array_like, optional
-        Initial conditions, for constant coefficients only: of the shape of `x`, but with
-        ``max(len(a), len(b)) - 1`` numbers along `axis`, the delays of the transposed direct form
-        II, as ``scipy.signal.lfilter_zi`` and ``lfiltic`` make them. Axes of length 1 broadcast.
+        Initial conditions: of the shape of `x`, but with ``max(len(a), len(b)) - 1`` numbers along
+        `axis`, the delays of the transposed direct form II, as ``scipy.signal.lfilter_zi`` and
+        ``lfiltic`` make them. Axes of length 1 broadcast. They are what steps before the first one
+        add to the first results; where coefficients change, too.
 
     Returns
     -------
     y : jax.Array
-        The filtered samples, of the shape of `x` and the widest dtype of all that is given. If
-        coefficients have more axes, so has `y`; `axis` then counts from the last one.
+        The filtered samples, of the shape of `x` and the dtype that JAX promotes those of all that
+        is given to. If coefficients have more axes, so has `y`; `axis` then counts from the last
+        one.
     zf : jax.Array
-        The final delays, if `zi` is given: `zi` of the samples that follow.
+        The final delays, if `zi` is given: `zi` of the samples that follow. Where coefficients
+        change, those of the last step count for what the steps add to later results.
 
     Raises
     ------
     InputError
-        If a shape or the axis is wrong, `zi` is given for coefficients that change, or a constant
-        ``a_0`` is 0 that is known when the call is traced.
+        If a shape or the axis is wrong, or a constant ``a_0`` is 0 that is known when the call is
+        traced.
     InputTypeError
-        If a type is not supported: there are no complex filters.
+        If a type is not supported. Real and complex numbers are.
     DeviceError
         If JAX computes elsewhere than on the CPU.
 
@@ -76,7 +80,7 @@ def lfilter(b: Any, a: Any, x: Any, axis: int = -1, zi: Any = None) -> Any:
     (1.875, 2.75)
     """
     check_platform()
-    b, a, x, zi = as_arrays(FLOATS, b=b, a=a, x=x, zi=zi)
+    b, a, x, zi = _as_arrays(b=b, a=a, x=x, zi=zi)
     start = None if zi is None else zi.shape
     axis, batch = filters.read_lfilter(b.shape, a.shape, x.shape, axis, start)
     b, a = (_shared(each if each.ndim > 1 else each[None], 2, batch) for each in (b, a))
@@ -108,8 +112,8 @@ def sosfilt(sos: Any, x: Any, axis: int = -1, zi: Any = None) -> Any:
     axis : int, default -1
         The axis of time.
     zi : array_like, optional
-        Initial conditions, for constant coefficients only: of shape ``(sections, …)``, then that of
-        `x`, but with 2 numbers along `axis`, as ``scipy.signal.sosfilt_zi`` makes them.
+        Initial conditions: of shape ``(sections, …)``, then that of `x`, but with 2 numbers along
+        `axis`, as ``scipy.signal.sosfilt_zi`` makes them.
 
     Returns
     -------
@@ -140,7 +144,7 @@ def sosfilt(sos: Any, x: Any, axis: int = -1, zi: Any = None) -> Any:
     [1.0, 1.0, 1.0, -1.0, -1.0, -0.75]
     """
     check_platform()
-    sos, x, zi = as_arrays(FLOATS, sos=sos, x=x, zi=zi)
+    sos, x, zi = _as_arrays(sos=sos, x=x, zi=zi)
     start = None if zi is None else zi.shape
     axis, batch = filters.read_sosfilt(sos.shape, x.shape, axis, start)
     own = _shared(sos if sos.ndim > 2 else sos[None], 3, batch)
@@ -159,6 +163,16 @@ def sosfilt(sos: Any, x: Any, axis: int = -1, zi: Any = None) -> Any:
 
 
 # -- Shapes ----------------------------------------------------------------------------------------
+
+
+def _as_arrays(**given: Any) -> list[Any]:
+    """Return arrays of one precision, of which coefficients that are real stay real."""
+    names = [name for name in ("b", "a", "sos") if name in given]
+    numbers = {name: float(given[name]) for name in names if type(given[name]) is int}
+    arrays = dict(zip(given, as_arrays(NUMBERS, **given | numbers), strict=True))
+    if not any(jnp.iscomplexobj(given[name]) for name in names):
+        arrays |= {name: arrays[name].real for name in names}
+    return [jnp.atleast_1d(each) if name in names else each for name, each in arrays.items()]
 
 
 def _check_first(name: str, a: Any) -> None:
@@ -193,15 +207,18 @@ def _with_delays(b: Any, a: Any, x: Any, zi: Any) -> tuple[Any, Any]:
     The delays of the transposed direct form II are what earlier steps will add to later results.
     """
     size, steps = zi.shape[1], x.shape[1]
-    first = a[:, 0, :1]
-    y = _filter(b, a, x, first * zi)
+    if not steps:
+        return x, zi
+    y = _filter(b, a, x, a[:, :size, 0] * zi[:, :steps])
     final = _earlier(zi, steps)
+    # Coefficients of the last step count for those that follow.
+    b, a = b[:, -1], a[:, -1]
     ahead = jnp.arange(size)
     # Row j is of the step that is so many before the last, and column i of i steps behind it.
     k = size + ahead - ahead[:, None]
     for factors, given, sign in ((b, x, 1), (a, y, -1)):
-        padded = jnp.pad(factors[:, 0] / first, ((0, 0), (0, size + 1 - factors.shape[-1])))
-        table = padded[:, jnp.minimum(k, size)] * (sign * (k <= size)).astype(x.dtype)
+        padded = jnp.pad(factors / a[:, :1], ((0, 0), (0, size + 1 - factors.shape[-1])))
+        table = padded[:, jnp.minimum(k, size)] * (sign * (k <= size)).astype(padded.dtype)
         last = jnp.pad(given, ((0, 0), (size, 0)))[:, steps:]
         final = final + jnp.matmul(last[:, None], table, precision="highest")[:, 0]
     return y, final
@@ -214,6 +231,11 @@ def _with_delays(b: Any, a: Any, x: Any, zi: Any) -> tuple[Any, Any]:
 def _filter(b: Any, a: Any, x: Any, start: Any = None) -> Any:
     """Return filtered samples, as :func:`sparsescan.filters.filter_samples` does."""
     start = x[:, :0] if start is None else start
+    if jnp.iscomplexobj(x) and not jnp.iscomplexobj(a):
+        # Its parts are more samples.
+        b, a = (each if len(each) == 1 else jnp.tile(each, (2, 1, 1)) for each in (b, a))
+        parts = [jnp.concatenate([each.real, each.imag]) for each in (x, start)]
+        return jax.lax.complex(*jnp.split(_filter(b, a, *parts), 2))
     return _operator(None, *together((b, a, x, start)))[0]
 
 
@@ -232,6 +254,9 @@ def _gradients(
     needed = [each for each, need in zip(given, needs, strict=True) if need]
     if x.size == 0:
         return [jnp.zeros_like(each) for each in needed]
+    if jnp.iscomplexobj(x):
+        every = zip(_again(form, y, above, given), needs, strict=True)
+        return [each for each, need in every if need]
     about = b.shape, a.shape, x.shape, start.shape[1], needs, x.dtype.name
     found = replay(filters.record_filter_vjp, about, [*above, *_factors(b, a), x, y])
     return [

@@ -19,12 +19,10 @@ from ..readings import Reading, read_shapes, read_shapes_anew
 from ..recurrent.step_pool import StepPool
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import check_flag
-from .calls.arrays import array_of, check_tensors, here, tensor_of
+from .calls.arrays import NUMBERS, array_of, check_tensors, here, tensor_of
 from .calls.direct import is_direct, is_mapped, is_transformed, takes_rules
 from .calls.once import Mappable, over_maps
 from .calls.recorded import ResultTensor, Room, give_scratch, run, take_scratch
-
-_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def affine_scan(
@@ -146,7 +144,7 @@ def _run(
 
 def _check(**tensors: Any) -> None:
     """Raise for what is no tensor that can be scanned, or for tensors that differ in their kind."""
-    check_tensors(tensors, ("offsets", "initial"), dtypes=_DTYPES, has_cuda=True)
+    check_tensors(tensors, ("offsets", "initial"), dtypes=NUMBERS, has_cuda=True)
     matrices = tensors["matrices"]
     if matrices.is_cuda and matrices.is_complex():
         raise InputTypeError(

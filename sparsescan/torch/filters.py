@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import filters
-from .calls.arrays import array_of, check_tensors, here, tensor_of
+from .calls.arrays import NUMBERS, array_of, check_tensors, here, tensor_of
 from .calls.direct import is_direct, is_mapped, is_transformed, takes_rules
 from .calls.once import Mappable, over_maps
 
 
 def lfilter(
-    b: Tensor, a: Tensor, x: Tensor, axis: int = -1, zi: Tensor | None = None
+    b: Tensor | complex, a: Tensor | complex, x: Tensor, axis: int = -1, zi: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Filter along an axis by a recursive (IIR) filter, whose coefficients may change at each step.
 
@@ -30,34 +30,38 @@ def lfilter(
 
     Parameters
     ----------
-    b, a : Tensor, shape (taps,), (T, taps) or (…, T, taps)
+    b, a : Tensor, shape (taps,), (T, taps) or (…, T, taps), or number
         The coefficients ``b_0, b_1, …`` and ``a_0, a_1, …``: constant, or those of each of the `T`
         steps of `x`, or of each sample, too. Axes before the last two broadcast against those of
-        `x` without `axis`; a time axis of length 1 stands for coefficients that do not change.
+        `x` without `axis`; a time axis of length 1 stands for coefficients that do not change. A
+        number is ``b_0`` or ``a_0`` alone.
     x : Tensor
         The samples, of any shape. There are zeros before their first step.
     axis : int, default -1
         The axis of time.
     zi : Tensor, optional
-        Initial conditions, for constant coefficients only: of the shape of `x`, but with
-        ``max(len(a), len(b)) - 1`` numbers along `axis`, the delays of the transposed direct form
-        II, as ``scipy.signal.lfilter_zi`` and ``lfiltic`` make them. Axes of length 1 broadcast.
+        Initial conditions: of the shape of `x`, but with ``max(len(a), len(b)) - 1`` numbers along
+        `axis`, the delays of the transposed direct form II, as ``scipy.signal.lfilter_zi`` and
+        ``lfiltic`` make them. Axes of length 1 broadcast. They are what steps before the first one
+        add to the first results; where coefficients change, too.
 
     Returns
     -------
     y : Tensor
         The filtered samples, of the shape of `x`. If coefficients have more axes, so has `y`;
-        `axis` then counts from the last one.
+        `axis` then counts from the last one. The dtype is what PyTorch promotes those of all
+        tensors to, as SciPy does: float64 for coefficients of float64 and samples of float32. A
+        number, or a tensor without axes, counts as PyTorch counts numbers.
     zf : Tensor
-        The final delays, if `zi` is given: `zi` of the samples that follow.
+        The final delays, if `zi` is given: `zi` of the samples that follow. Where coefficients
+        change, those of the last step count for what the steps add to later results.
 
     Raises
     ------
     InputError
-        If a shape or the axis is wrong, a constant ``a_0`` is 0, or `zi` is given for coefficients
-        that change.
+        If a shape or the axis is wrong, or a constant ``a_0`` is 0.
     InputTypeError
-        If a type is not supported, or dtypes differ: there are no complex filters.
+        If a type is not supported. Real and complex numbers are.
     DeviceError
         If a tensor is not in host memory.
 
@@ -76,8 +80,10 @@ def lfilter(
         a_0[t] λ[t] = l[t] - Σ_{k>0} a_k[t+k] λ[t+k]
 
     and gradients are products: ``λ[t] x[t-k]`` in ``b_k[t]``, ``-λ[t] y[t-k]`` in ``a_k[t]``, and
-    ``Σ_k b_k[t+k] λ[t+k]`` in ``x[t]``; sums of them, where steps or samples share coefficients.
-    The bits do not depend on the number of threads. Subnormal numbers count as 0.
+    ``Σ_k b_k[t+k] λ[t+k]`` in ``x[t]``; sums of them, where steps or samples share coefficients;
+    with conjugates of all but ``λ``, for complex numbers. Complex samples with real coefficients
+    are two real ones each. The bits do not depend on the number of threads. Subnormal numbers count
+    as 0.
 
     Examples
     --------
@@ -92,11 +98,11 @@ def lfilter(
     >>> decay.grad.item()
     2.75
     """
-    _check_tensors(b=b, a=a, x=x, zi=zi)
-    start = None if zi is None else zi.shape
-    axis, batch = filters.read_lfilter(b.shape, a.shape, x.shape, axis, start)
+    *coefficients, x, zi = _as_tensors(b=b, a=a, x=x, zi=zi)
+    shapes = {name: each.shape for name, each in zip("bax", (*coefficients, x), strict=True)}
+    axis, batch = filters.read_lfilter(**shapes, axis=axis, zi=None if zi is None else zi.shape)
     samples = _folded(x, axis, batch)
-    b, a = (_shared(each if each.dim() > 1 else each[None], 2, batch) for each in (b, a))
+    b, a = (_shared(each if each.dim() > 1 else each[None], 2, batch) for each in coefficients)
     if zi is None:
         return _unfolded(_filter(b, a, samples, None), axis, batch)
     y, final = _with_delays(b, a, samples, _folded(zi, axis, batch))
@@ -125,8 +131,8 @@ def sosfilt(
     axis : int, default -1
         The axis of time.
     zi : Tensor, optional
-        Initial conditions, for constant coefficients only: of shape ``(sections, …)``, then that of
-        `x`, but with 2 numbers along `axis`, as ``scipy.signal.sosfilt_zi`` makes them.
+        Initial conditions: of shape ``(sections, …)``, then that of `x`, but with 2 numbers along
+        `axis`, as ``scipy.signal.sosfilt_zi`` makes them.
 
     Returns
     -------
@@ -161,7 +167,7 @@ def sosfilt(
     >>> smooth.grad[0].tolist()
     [1.0, 1.0, 1.0, -1.0, -1.0, -0.75]
     """
-    _check_tensors(sos=sos, x=x, zi=zi)
+    sos, x, zi = _as_tensors(sos=sos, x=x, zi=zi)
     start = None if zi is None else zi.shape
     axis, batch = filters.read_sosfilt(sos.shape, x.shape, axis, start)
     samples = _folded(x, axis, batch)
@@ -181,13 +187,36 @@ def sosfilt(
 # -- Checks and shapes -----------------------------------------------------------------------------
 
 
-def _check_tensors(**tensors: Tensor | None) -> None:
+def _as_tensors(**given: Any) -> list[Any]:
+    """Return tensors of one precision, of which coefficients that are real stay real."""
+    tensors = {
+        name: torch.tensor(each) if name in "ba" and type(each) in (int, float, complex) else each
+        for name, each in given.items()
+    }
+    numbers = [name for name, each in given.items() if each is not tensors[name]]
     check_tensors(
-        tensors,
+        {name: each for name, each in tensors.items() if name not in numbers},
         ("zi",),
-        of_complex=": filters of complex numbers are not supported",
+        dtypes=NUMBERS,
+        are_mixed=True,
         of_devices=": filters run nowhere else",
     )
+    there = [each for each in tensors.values() if each is not None]
+    there.sort(key=lambda each: each.dim() == 0)
+    like = there[0].new_empty(0)
+    for each in there[1:]:
+        if each.dtype != like.dtype:  # sums have the dtype that PyTorch promotes both to
+            like = like + each.new_empty(0 if each.dim() else ())
+    are_real = not any(tensors[name].is_complex() for name in ("b", "a", "sos") if name in tensors)
+    coefficients = like.real.dtype if are_real and like.is_complex() else like.dtype
+    return [
+        each
+        if each is None
+        else each.to(like.dtype)
+        if name in ("x", "zi")
+        else torch.atleast_1d(each).to(coefficients)
+        for name, each in tensors.items()
+    ]
 
 
 def _folded(x: Tensor, axis: int, batch: tuple[int, ...]) -> Tensor:
@@ -214,17 +243,20 @@ def _with_delays(b: Tensor, a: Tensor, x: Tensor, zi: Tensor) -> tuple[Tensor, T
     The delays of the transposed direct form II are what earlier steps will add to later results.
     """
     size, steps = zi.shape[1], x.shape[1]
-    first = a[:, 0, :1]
-    y = _filter(b, a, x, first * zi)
+    if not steps:
+        return x, zi
+    y = _filter(b, a, x, a[:, :size, 0] * zi[:, :steps])
     final = pad(zi, (0, min(size, steps)))[:, min(size, steps) :]
+    # Coefficients of the last step count for those that follow.
+    b, a = b[:, -1], a[:, -1]
     ahead = torch.arange(size)
     # Row j is of the step that is so many before the last, and column i of i steps behind it.
     k = size + ahead - ahead[:, None]
-    reaches = (k <= size).to(x.dtype)
+    reaches = k <= size
     for factors, given, sign in ((b, x, 1), (a, y, -1)):
-        padded = pad(factors[:, 0] / first, (0, size + 1 - factors.shape[-1]))
+        padded = pad(factors / a[:, :1], (0, size + 1 - factors.shape[-1]))
         chosen = padded.index_select(1, k.clamp(max=size).flatten())
-        table = chosen.unflatten(1, k.shape) * (sign * reaches)
+        table = (chosen.unflatten(1, k.shape) * sign * reaches).to(given.dtype)
         last = pad(given, (size, 0))[:, steps:]
         final = final + torch.matmul(last[:, None], table)[:, 0]
     return y, final
@@ -244,6 +276,13 @@ _filter_backward_op = torch.ops.sparsescan.filter_backward.default
 
 def _filter(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
     """Return filtered samples, as :func:`sparsescan.filters.filter_samples` does."""
+    if x.is_complex() and not a.is_complex():
+        # Its parts are more samples.
+        b, a = (each if len(each) == 1 else each.repeat(2, 1, 1) for each in (b, a))
+        parts: Any = [
+            None if each is None else torch.cat([each.real, each.imag]) for each in (x, start)
+        ]
+        return torch.complex(*_filter(b, a, *parts).chunk(2))
     given = b, a, x, start
     if is_transformed():
         run: Callable[..., Tensor] = _TransformedFilter.apply if takes_rules(*given) else _by_steps
@@ -264,6 +303,11 @@ def _backward(
     grads: Tensor, b: Tensor, a: Tensor, x: Tensor, y: Tensor, starts: int, needs: list[bool]
 ) -> list[Tensor]:
     """Return the gradients that are needed, and nothing in place of others."""
+    if x.is_complex():
+        gradients = _again(starts, grads, b, a, x, y)
+        return [
+            each if need else x.new_empty(0) for each, need in zip(gradients, needs, strict=True)
+        ]
     with here(x):
         given = array_of(b), array_of(a), array_of(x), array_of(y)
         found = filters.filter_samples_vjp(array_of(grads), *given, starts, needs)
@@ -396,6 +440,7 @@ def _fitted(start: Tensor, steps: int) -> Tensor:
 
 def _again(starts: int, grads: Tensor, b: Tensor, a: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
     """Return what the operator for backward does, by functions that have derivatives."""
+    b, a, x, y = (each.conj() for each in (b, a, x, y))
     columns = a.unbind(-1)
     if a.shape[1] > 1:
         columns = tuple(_earlier(each, k) if k else each for k, each in enumerate(columns))

@@ -11,6 +11,7 @@ import pytest
 import scipy.signal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.test_util import check_grads
 from sampling import examples, slow
 
 from sparsescan import DeviceError, InputError, InputTypeError
@@ -91,11 +92,17 @@ def test_as_scipy(b_taps: int, a_taps: int, shape: list[int], has_zi: bool, seed
     rng = np.random.default_rng(seed)
     axis = int(rng.integers(-len(shape), len(shape)))
     shape[axis] = int(rng.choice([0, 3, 300]))
-    b, a = rng.standard_normal(b_taps), rng.standard_normal(a_taps) / (2 * a_taps)
+    unit = rng.choice([1, 1j], 2)
+    b, a = rng.standard_normal(b_taps) * unit[0], rng.standard_normal(a_taps) / (2 * a_taps)
     a[0] = rng.choice([1.0, -2.0, 0.5])
-    x = rng.standard_normal(shape)
+    x = rng.standard_normal(shape) * (1 + unit[1])
+    if rng.random() < 0.3:
+        a = a * np.exp(1j * np.arange(a_taps))
     if not has_zi:
-        near(lfilter(b, a, x, axis), scipy.signal.lfilter(b, a, x, axis) if x.size else x)
+        right = scipy.signal.lfilter(b, a, x, axis) if x.size else x.astype(np.result_type(b, a, x))
+        found = lfilter(b, a, x, axis)
+        assert found.dtype == right.dtype
+        near(found, right)
         return
     shape[axis] = max(b_taps, a_taps) - 1
     zi = rng.standard_normal(shape)
@@ -105,6 +112,10 @@ def test_as_scipy(b_taps: int, a_taps: int, shape: list[int], has_zi: bool, seed
         near([y, zf], scipy.signal.lfilter(b, a, x, axis, zi))
     elif not x.shape[axis]:
         near(zf, zi)
+    if x.shape[axis]:  # constant coefficients, of each step
+        steps = x.shape[axis]
+        changing = [np.broadcast_to(each, (steps, len(each))) for each in (b, a)]
+        near(lfilter(*changing, x, axis, zi), [y, zf])
 
 
 @pytest.mark.parametrize("seed", [0, *slow(1)])
@@ -137,6 +148,10 @@ def test_float32() -> None:
     y = jax.jit(lfilter)(*given)
     assert y.dtype == np.float32
     near(y, by_loop(*case.inputs), 1e-5)
+    for numbers in ((1, 2.0), (0.5, 2)):
+        y = lfilter(*numbers, given[2])
+        assert y.dtype == np.float32
+        near(y, given[2] * (numbers[0] / numbers[1]), 1e-6)
 
 
 # -- Derivatives and transforms --------------------------------------------------------------------
@@ -166,6 +181,24 @@ def test_other_derivatives(seed: int) -> None:
     near(*(jax.jit(twice(each))(*given) for each in (lfilter, by_loop)))
 
 
+@pytest.mark.parametrize("kind", ["samples", "all", *slow("coefficients")])
+def test_complex_derivatives(kind: str) -> None:
+    """With delays, by differences; of both orders, in both modes, and of maps."""
+    rng = np.random.default_rng()
+
+    def made(what: str, *shape: int) -> Any:
+        real = rng.standard_normal(shape) / 3
+        return real + 1j * rng.standard_normal(shape) / 3 if kind in (what, "all") else real
+
+    b, a = made("coefficients", 2), made("coefficients", 3)
+    a[0] = 2
+    given = b, a, made("samples", 2, 5), made("samples", 2, 2)
+    run = jax.jit(lambda b, a, x, zi: lfilter(b, a, x, zi=zi))
+    check_grads(run, given, order=2, rtol=1e-5, atol=1e-5)
+    many = jax.vmap(run)(*(np.stack([each, 2 * each]) for each in given))
+    near([each[1] for each in many], run(*(2 * each for each in given)))
+
+
 @pytest.mark.parametrize("seed", [1, *slow(2)])
 def test_maps(seed: int) -> None:
     """Over samples, over coefficients, and over both."""
@@ -191,7 +224,9 @@ def test_maps(seed: int) -> None:
         (([1.0], [1.0], [1.0], 2), InputError, "axis is 2"),
         (([1.0], [[1.0], [1.0]], [1.0]), InputError, "a has coefficients of 2 steps"),
         (([1.0], [1.0, 0.5], [1.0], -1, [0.0, 0.0]), InputError, "zi has shape"),
-        (([1.0], [1.0], [1j]), InputTypeError, "x has dtype complex"),
+        (([1.0], [1.0], [1]), InputTypeError, "x has dtype int"),
+        (([1.0], [1.0], None), InputTypeError, "x is None"),
+        ((None, [1.0], [1.0]), InputTypeError, "b is None"),
         (("no", [1.0], [1.0]), InputTypeError, "b is 'no'"),
     ],
 )

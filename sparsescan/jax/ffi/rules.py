@@ -68,7 +68,7 @@ def differentiated(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return a rule for forward mode, by that of what a primitive computes."""
 
     def rule(given: Any, slopes: Any, **about: Any) -> Any:
-        places = [k for k, each in enumerate(given) if jnp.issubdtype(each.dtype, np.floating)]
+        places = [k for k, each in enumerate(given) if jnp.issubdtype(each.dtype, np.inexact)]
 
         def own(*numbers: Any) -> Any:
             whole = list(given)

@@ -386,6 +386,28 @@ def filter_blocks(s, b, a, x, start, y, room, first, last):
         _filter_block(s, b, a, x, start, y, room, block * WIDTH)
 
 
+@njit(nogil=True, cache=True)
+def filter_complex(s, b, a, x, start, y, first, last):
+    """Do what :func:`filter_blocks` does for complex numbers, without vectors.
+
+    All coefficients of `a` are normalised.
+    """
+    for sample in range(first * WIDTH, min(last * WIDTH, s.samples)):
+        row = sample * s.steps
+        for t in range(s.steps):
+            p = sample * s.b_sample + t * s.b_step
+            total = b[p] * x[row + t]
+            for k in range(1, min(s.b_taps, t + 1)):
+                total += b[p + k] * x[row + t - k]
+            if t < s.starts:
+                total += start[sample * s.starts + t]
+            p = sample * s.a_sample + t * s.a_step
+            total *= a[p]
+            for k in range(1, min(s.a_taps, t + 1)):
+                total += a[p + k] * y[row + t - k]
+            y[row + t] = total
+
+
 @njit
 def _differentiate_block(s, needs, grads, b, a, x, y, in_b, in_a, in_x, in_start, room, first):
     """Write the gradients in all that enters, of up to sixteen samples."""

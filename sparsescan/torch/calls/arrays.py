@@ -16,6 +16,7 @@ from ...errors import DeviceError, InputTypeError, short
 from .team import pytorchs_threads
 
 FLOATS = (torch.float32, torch.float64)
+NUMBERS = (*FLOATS, torch.complex64, torch.complex128)
 
 
 def check_tensors(
@@ -23,11 +24,12 @@ def check_tensors(
     optional: Collection[str],
     *,
     dtypes: Sequence[torch.dtype] = FLOATS,
+    are_mixed: bool = False,
     has_cuda: bool = False,
     of_complex: str = "",
     of_devices: str = "",
 ) -> None:
-    """Raise an error unless all are dense tensors of one dtype, on one device that has kernels.
+    """Raise an error unless all are dense tensors, on one device that has kernels.
 
     Parameters
     ----------
@@ -37,6 +39,8 @@ def check_tensors(
         Names of those that may be None.
     dtypes : sequence of dtype
         What they may be of.
+    are_mixed : bool
+        Whether they may have different dtypes of these.
     has_cuda : bool
         Whether there are kernels on CUDA devices.
     of_complex, of_devices : str
@@ -48,11 +52,11 @@ def check_tensors(
             continue
         if not isinstance(tensor, Tensor):
             raise InputTypeError(f"{name} is {short(tensor)}; expected a tensor")
-        if tensor.dtype not in dtypes or tensor.dtype != first.dtype:
+        if tensor.dtype not in dtypes or (tensor.dtype != first.dtype and not are_mixed):
             *most, last = (str(each).removeprefix("torch.") for each in dtypes)
             raise InputTypeError(
-                f"{name} has dtype {tensor.dtype}; expected {', '.join(most)} or {last}, one for "
-                f"all tensors{of_complex * tensor.is_complex()}"
+                f"{name} has dtype {tensor.dtype}; expected {', '.join(most)} or {last}"
+                f"{', one for all tensors' * (not are_mixed)}{of_complex * tensor.is_complex()}"
             )
         if tensor.layout is not torch.strided:
             raise InputTypeError(
