@@ -401,6 +401,7 @@ SHAPES: dict[str, Any] = {
         "D": (4,),
         "z": (2, 4, 7),
         "delta_bias": (4,),
+        "initial_state": (2, 4, 3),
     },
     "selective_scan of constants": {
         "u": (2, 4, 7),

@@ -47,8 +47,8 @@ class Inputs(NamedTuple):
         `A`.
     b, c : ndarray
         `B` and `C`, of two, three or four axes.
-    skip, z, bias : ndarray or None
-        `D`, `z` and `delta_bias`.
+    skip, z, bias, start : ndarray or None
+        `D`, `z`, `delta_bias` and `initial_state`.
     softplus : bool
         Whether softplus is applied to `delta`.
     """
@@ -61,6 +61,7 @@ class Inputs(NamedTuple):
     skip: Array | None
     z: Array | None
     bias: Array | None
+    start: Array | None
     softplus: bool
 
 
@@ -127,6 +128,8 @@ def selective_scan_vjp(
             # Sums may be too large for float32, or not numbers, as those of PyTorch.
             with np.errstate(over="ignore", invalid="ignore"):
                 found[k] = np.ascontiguousarray(factor_grad(found[k], like.shape))
+    if needs[-1]:
+        found[-1] = np.ascontiguousarray(found[-1].swapaxes(1, 2))
     return found
 
 
@@ -178,8 +181,9 @@ def _write_gradients(
 ) -> list[Array | None]:
     """Write the gradients in all inputs that are needed, which are results by the inputs' names.
 
-    Those in `B` and `C` that vary in time are still to be summed, by :func:`factor_grad`. States,
-    and gradients in outputs and in last states, ``(batch, states, channels)``, are flat.
+    Those in `B` and `C` that vary in time are still to be summed, by :func:`factor_grad`. That in
+    initial states is ``(batch, states, channels)``. States, and gradients in outputs and in last
+    states, ``(batch, states, channels)``, are flat.
     """
     scan, u, dtype = _scan(inputs), inputs.u, inputs.u.dtype
     batch, width, rows = len(u), lanes(dtype), scan.states
@@ -196,6 +200,7 @@ def _write_gradients(
         "skip": channels,
         "z": u.shape,
         "bias": channels,
+        "start": (batch, rows, *channels),
     }
     needed = dict(zip(shapes, needs, strict=True))
     into = {name: calls.result(name, shapes[name], dtype) for name in shapes if needed[name]}
@@ -226,6 +231,7 @@ def _write_gradients(
         rates=own["a"],
         skip=own["skip"],
         bias=own["bias"],
+        start=flat["start"],
         width=wide,
     )
 
@@ -272,6 +278,7 @@ def _scan(inputs: Inputs) -> SelectiveScan:
         c=flat(inputs.c if c_groups else inputs.c.T),
         skip=zeros if inputs.skip is None else flat(inputs.skip),
         bias=zeros if inputs.bias is None else flat(inputs.bias),
+        start=none if inputs.start is None else flat(inputs.start.swapaxes(1, 2)),
     )
 
 
@@ -303,7 +310,8 @@ def record_scan(shapes: Inputs, keeps: bool, dtype: DTypeLike) -> Recorded:
     """Record what :func:`selective_scan` does, for inputs of some shapes, none of which has a 0.
 
     Arrays of a replay are the memory; the inputs that are there, of which those of two axes, with
-    channels in front, are transposed; and the results ``out``, ``last``, of shape (batch, states,
+    channels in front, are transposed, and initial states ``(batch, states, channels)``; and the
+    results ``out``, ``last``, of shape (batch, states,
     channels), and, if `keeps`, ``kept``.
 
     Parameters
@@ -344,13 +352,16 @@ def _stand_ins(recorder: Recorder, first: int, shapes: Inputs, dtype: DTypeLike)
     """Return what stands for inputs, the arrays of a replay from the first of these on."""
     arrays: Any = []
     number = first
-    for shape in shapes[:-1]:
+    for name, shape in zip(Inputs._fields[:-1], shapes, strict=False):
         if shape is None:
             arrays.append(None)
             continue
         whole: Any = shape
-        each = recorder.array(number, whole[::-1] if len(whole) == 2 else whole, dtype)
-        arrays.append(each.T if len(whole) == 2 else each)
+        is_turned = len(whole) == 2 or name == "start"
+        if is_turned:
+            whole = (*whole[:-2], whole[-1], whole[-2])
+        each = recorder.array(number, whole, dtype)
+        arrays.append(each.swapaxes(-1, -2) if is_turned else each)
         number += 1
     arrays.append(shapes.softplus)
     return Inputs(*arrays)
@@ -368,6 +379,7 @@ def check_shapes(
     D: Shape | None,
     z: Shape | None,
     delta_bias: Shape | None,
+    initial_state: Shape | None,
 ) -> None:
     """Raise an InputError unless the shapes of inputs fit each other."""
     if len(u) != 3:
@@ -385,6 +397,11 @@ def check_shapes(
     for name, vector in (("D", D), ("delta_bias", delta_bias)):
         if vector is not None and vector != (channels,):
             raise InputError(f"{name} has shape {tuple(vector)}; expected ({channels},)")
+    if initial_state is not None and initial_state != (batch, channels, states):
+        raise InputError(
+            f"initial_state has shape {tuple(initial_state)}; expected "
+            f"{(batch, channels, states)}, as last_state has"
+        )
     for name, shape in (("B", tuple(B)), ("C", tuple(C))):
         constant, shared = (channels, states), (batch, states, length)
         groups = shape[1] if len(shape) == 4 else 1

@@ -15,7 +15,7 @@ from .ffi.calls import FLOATS, as_arrays, check_platform, together, vary, varyin
 from .ffi.programs import replay
 from .ffi.rules import MappedAxis, Rules, operator
 
-_NAMES = "u", "delta", "A", "B", "C", "D", "z", "delta_bias"
+_NAMES = "u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state"
 
 
 def selective_scan(
@@ -29,6 +29,7 @@ def selective_scan(
     delta_bias: Any = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
+    initial_state: Any = None,
 ) -> Any:
     """Return the outputs of a selective state space model, as Mamba has it.
 
@@ -36,8 +37,8 @@ def selective_scan(
 
     ``h_t = exp(δ_t A) h_{t-1} + δ_t B_t u_t``, ``y_t = C_t·h_t + D u_t``, ``out_t = y_t silu(z_t)``
 
-    from ``h_0 = 0`` on (Gu and Dao, 2023, arXiv 2312.00752, Algorithm 2, with ``exp(δ A)`` of
-    equation 4 for states and ``δ B`` for inputs, as in its code).
+    from ``h_0`` on, zeros by default (Gu and Dao, 2023, arXiv 2312.00752, Algorithm 2, with
+    ``exp(δ A)`` of equation 4 for states and ``δ B`` for inputs, as in its code).
 
     As :func:`sparsescan.torch.selective_scan`, for arrays of JAX, under ``jax.jit``, ``jax.vmap``,
     by which channels become more channels, parameters or not, and all derivatives, of any order. It
@@ -65,6 +66,9 @@ def selective_scan(
         Whether softplus is applied to that sum.
     return_last_state : bool, default False
         Whether to return the last states, too, which are differentiable as well.
+    initial_state : array_like, shape (batch, channels, states), optional
+        The states ``h_0``, such as those that another call has returned as last ones; zeros by
+        default.
 
     Returns
     -------
@@ -102,7 +106,7 @@ def selective_scan(
     ):
         if not isinstance(value, bool):
             raise InputTypeError(f"{name} is {short(value)}; expected True or False")
-    values = u, delta, A, B, C, D, z, delta_bias
+    values = u, delta, A, B, C, D, z, delta_bias, initial_state
     given = as_arrays(FLOATS, **dict(zip(_NAMES, values, strict=True)))
     shapes: Any = [None if each is None else each.shape for each in given]
     selective.check_shapes(*shapes)
@@ -139,7 +143,7 @@ def _forward(form: _Form, given: Sequence[Any], keeps: bool) -> list[Any]:
         more = [jnp.zeros_like(u, shape=_shapes(form, given)[2])] if keeps else []
         return [*_plain(form, *given), *more]
     about = form.shapes(given), keeps, u.dtype.name
-    out, last, *more = replay(selective.record_scan, about, _turned(given))
+    out, last, *more = replay(selective.record_scan, about, _turned(form, given))
     return [out, last.mT, *more]
 
 
@@ -154,17 +158,19 @@ def _gradients(
     flags = iter(needs)
     every = tuple(there and next(flags) for there in form.there)
     about = form.shapes(given), every, u.dtype.name
-    given = [kept, grads, last.mT, *_turned(given)]
+    given = [kept, grads, last.mT, *_turned(form, given)]
     found = replay(selective.record_scan_vjp, about, given)
-    return [
+    results = [
         selective.factor_grad(each, shape) if len(shape) == 4 else each
         for each, shape in zip(found, shapes, strict=True)
     ]
+    return [*results[:-1], results[-1].mT] if every[-1] else results
 
 
-def _turned(given: Sequence[Any]) -> list[Any]:
-    """Return inputs of which those with states have these in front, as kernels read them."""
-    return [each.T if each.ndim == 2 else each for each in given]
+def _turned(form: _Form, given: Sequence[Any]) -> list[Any]:
+    """Return inputs of which those with states have these before channels, as kernels read them."""
+    turned = [each.mT if each.ndim == 2 else each for each in given]
+    return [*turned[:-1], turned[-1].mT] if form.there[-1] else turned
 
 
 def _slope(form: _Form, kept: Any, given: Sequence[Any], slopes: Sequence[Any]) -> list[Any]:
@@ -179,7 +185,7 @@ def _again(form: _Form, kept: Any, above: Sequence[Any], given: Sequence[Any]) -
 def _plain(form: _Form, *given: Any) -> list[Any]:
     """Return the outputs and the last states, step by step, by JAX's own operations."""
     every: Any = form.inputs(given)
-    u, delta, a, b, c, skip, z, bias, _ = every
+    u, delta, a, b, c, skip, z, bias, start, _ = every
     channels = u.shape[1]
     delta = delta if bias is None else delta + bias[:, None]
     if form.softplus:
@@ -197,7 +203,8 @@ def _plain(form: _Form, *given: Any) -> list[Any]:
 
     rows = (delta, delta * u, *(each if each.ndim == 4 else None for each in (b, c)))
     steps = jax.tree.map(lambda each: jnp.moveaxis(each, -1, 0), rows)
-    begin = vary(jnp.zeros((*u.shape[:2], a.shape[1]), u.dtype), varying(given))
+    begin = jnp.zeros((*u.shape[:2], a.shape[1]), u.dtype) if start is None else start
+    begin = vary(begin, varying(given))
     last, out = jax.lax.scan(step, begin, steps)
     out = jnp.moveaxis(out, 0, -1)
     out = out if skip is None else out + skip[:, None] * u

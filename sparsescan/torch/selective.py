@@ -15,7 +15,7 @@ from .calls.arrays import array_of, check_tensors, here, tensor_of
 from .calls.direct import is_direct, is_mapped, is_transformed
 from .calls.once import gradients_of, over_maps
 
-_NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
+_NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 _OPTIONAL = _NAMES[5:]
 
 
@@ -31,6 +31,7 @@ def selective_scan(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: Literal[False] = False,
+    initial_state: Tensor | None = None,
 ) -> Tensor: ...
 
 
@@ -46,6 +47,7 @@ def selective_scan(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
+    initial_state: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -60,6 +62,7 @@ def selective_scan(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
+    initial_state: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the outputs of a selective state space model, as Mamba has it.
 
@@ -67,13 +70,14 @@ def selective_scan(
 
     ``h_t = exp(δ_t A) h_{t-1} + δ_t B_t u_t``, ``y_t = C_t·h_t + D u_t``, ``out_t = y_t silu(z_t)``
 
-    from ``h_0 = 0`` on (Gu and Dao, 2023, arXiv 2312.00752, Algorithm 2, with ``exp(δ A)`` of
-    equation 4 for states and ``δ B`` for inputs, as in its code). Arguments and results are those
-    of ``selective_scan_fn`` of mamba-ssm, for tensors in host memory. States are computed where
-    they are used, forward and backward. Only the state before every 32nd step is kept, or less
-    often if a channel has more than 32 states, so memory is that of a few tensors of the size of
-    `u`. It is one operator, registered with ``torch.library``, so that ``torch.compile`` keeps a
-    graph whole. Results have the same bits for any number of threads.
+    from ``h_0`` on, zeros by default (Gu and Dao, 2023, arXiv 2312.00752, Algorithm 2, with
+    ``exp(δ A)`` of equation 4 for states and ``δ B`` for inputs, as in its code). Arguments and
+    results are those of ``selective_scan_fn`` of mamba-ssm, which has no initial states, for
+    tensors in host memory. States are computed where they are used, forward and backward. Only the
+    state before every 32nd step is kept, or less often if a channel has more than 32 states, so
+    memory is that of a few tensors of the size of `u`. It is one operator, registered with
+    ``torch.library``, so that ``torch.compile`` keeps a graph whole. Results have the same bits for
+    any number of threads.
 
     Gradients of gradients, forward mode and the transforms of ``torch.func`` are computed by
     PyTorch's own operations, step by step: right, but slow.
@@ -98,6 +102,9 @@ def selective_scan(
         Whether softplus is applied to that sum.
     return_last_state : bool, default False
         Whether to return the last states, too, which are differentiable as well.
+    initial_state : Tensor, shape (batch, channels, states), optional
+        The states ``h_0``, such as those that another call has returned as last ones; zeros by
+        default.
 
     Returns
     -------
@@ -129,7 +136,7 @@ def selective_scan(
     >>> [round(each, 3) for each in delta.grad.flatten().tolist()]
     [0.25, 0.327, -0.02, 0.48]
     """
-    given = u, delta, A, B, C, D, z, delta_bias
+    given = u, delta, A, B, C, D, z, delta_bias, initial_state
     _check(*given)
     for name, value in (
         ("delta_softplus", delta_softplus),
@@ -166,7 +173,7 @@ def _check(*given: Any) -> None:
 
 _GIVEN = (
     "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
-    "Tensor? delta_bias, bool delta_softplus"
+    "Tensor? delta_bias, Tensor? initial_state, bool delta_softplus"
 )
 _library = torch.library.Library("sparsescan", "FRAGMENT")
 _library.define(f"selective_scan({_GIVEN}, bool keeps) -> (Tensor, Tensor, Tensor)")
@@ -179,8 +186,8 @@ _selective_scan_backward = torch.ops.sparsescan.selective_scan_backward.default
 
 
 def _inputs(tensors: Any, softplus: bool) -> Inputs:
-    u, delta, a, b, c, skip, z, bias = map(array_of, tensors)
-    return Inputs(u, delta, a, b, c, skip, z, bias, softplus)
+    u, delta, a, b, c, skip, z, bias, start = map(array_of, tensors)
+    return Inputs(u, delta, a, b, c, skip, z, bias, start, softplus)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -291,6 +298,7 @@ def _by_steps(
     D: Tensor | None,
     z: Tensor | None,
     delta_bias: Tensor | None,
+    initial_state: Tensor | None,
     *,
     softplus: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -301,6 +309,8 @@ def _by_steps(
         delta = functional.softplus(delta)
     pushed = delta * u
     state = u.new_zeros((*u.shape[:2], A.shape[1]))
+    if initial_state is not None:
+        state = state + initial_state
     channels, outputs = u.shape[1], []
     for t in range(u.shape[2]):
         b, c = (_at_step(each, t, channels) for each in (B, C))

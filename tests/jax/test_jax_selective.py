@@ -20,7 +20,16 @@ EPS = np.finfo(np.float64).eps
 
 
 def loop(
-    u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, z: Any, bias: Any, *, softplus: bool
+    u: Any,
+    delta: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any,
+    z: Any,
+    bias: Any,
+    start: Any,
+    softplus: bool,
 ) -> tuple[Any, Any]:
     """Return outputs and last states by the definition."""
     batch, channels, length = u.shape
@@ -41,7 +50,7 @@ def loop(
         return state, (state * c).sum(-1)
 
     rows = (jnp.moveaxis(each, -1, 0) for each in (delta, delta * u))
-    begin = jnp.zeros((batch, channels, A.shape[1]))
+    begin = jnp.zeros((batch, channels, A.shape[1])) if start is None else start
     last, y = jax.lax.scan(step, begin, (*rows, wide(B), wide(C)))
     y = jnp.moveaxis(y, 0, -1)
     y = y if D is None else y + D[:, None] * u
@@ -74,6 +83,7 @@ class Case:
             "C": factor(),
         }
         more = {"D": made(channels), "z": made(*whole), "delta_bias": rng.random(channels)}
+        more["initial_state"] = made(batch, channels, states)
         self.inputs |= {name: each for name, each in more.items() if rng.random() < 0.6}
         self.softplus = bool(rng.random() < 0.5)
 
@@ -81,7 +91,7 @@ class Case:
         return selective_scan(**inputs, delta_softplus=self.softplus, return_last_state=True)
 
     def loop(self, inputs: dict[str, Any]) -> Any:
-        names = "u", "delta", "A", "B", "C", "D", "z", "delta_bias"
+        names = "u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state"
         return loop(*map(inputs.get, names), softplus=self.softplus)
 
 
@@ -95,6 +105,13 @@ def near(ours: Any, theirs: Any, factor: float = 1e4 * EPS) -> None:
 def penalty(run: Any, inputs: dict[str, Any]) -> Any:
     out, last = run(inputs)
     return jnp.sin(out).sum() + jnp.cos(last).sum()
+
+
+def test_none_is_no_input() -> None:
+    with pytest.raises(InputTypeError, match="B is None, no array"):
+        selective_scan(
+            np.ones((1, 1, 2)), np.ones((1, 1, 2)), np.ones((1, 1)), None, np.ones((1, 1))
+        )
 
 
 @settings(max_examples=examples(20))
@@ -112,7 +129,7 @@ def test_float32_and_few_arguments() -> None:
     inputs = {name: case.inputs[name].astype(np.float32) for name in names}
     out = jax.jit(selective_scan)(**inputs)
     assert out.dtype == np.float32
-    near(out, loop(*(case.inputs[each] for each in names), *3 * [None], softplus=False)[0], 1e-5)
+    near(out, loop(*(case.inputs[each] for each in names), *4 * [None], softplus=False)[0], 1e-5)
 
 
 @pytest.mark.parametrize("seed", [0, *slow(1)])

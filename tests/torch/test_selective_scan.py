@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tracemalloc
 from collections.abc import Iterator
@@ -15,13 +16,13 @@ from hypothesis import strategies as st
 from sampling import slow
 from torch import Tensor
 from torch.func import grad, jacrev, jvp, vmap
-from torch_checks import check_compiled
+from torch_checks import check_compiled, close
 
 from sparsescan import DeviceError, InputError, InputTypeError
 from sparsescan.execution import selective
 from sparsescan.torch import selective_scan
 
-NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
+NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 
 
 def loop(
@@ -33,6 +34,7 @@ def loop(
     D: Tensor | None = None,
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
     delta_softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs and last states by the definition, all states of all steps at once."""
@@ -51,7 +53,7 @@ def loop(
         delta = torch.nn.functional.softplus(delta)
     decays = torch.exp(torch.einsum("bdl,dn->lbdn", delta, A))
     added = torch.einsum("bdl,bdnl->lbdn", delta * u, wide(B))
-    state = u.new_zeros(batch, channels, A.shape[1])
+    state = u.new_zeros(batch, channels, A.shape[1]) if initial_state is None else initial_state
     y = torch.zeros_like(u)
     if length:
         states = []
@@ -106,6 +108,7 @@ class Case:
             maybe(channels),
             maybe(*whole),
             bias,
+            maybe(batch, channels, states),
         )
         self.given: list[Tensor | None] = list(values)
         for each in self.given:
@@ -123,7 +126,8 @@ class Case:
         given: list[Any] = [None if each is None else next(rest) for each in self.given]
         if by is not None:
             return by(*given, self.softplus)  # type: ignore[no-any-return]
-        out, last = selective_scan(*given, self.softplus, True)
+        *first, start = given
+        out, last = selective_scan(*first, self.softplus, True, start)
         return out, last
 
     def strided(self) -> list[Tensor]:
@@ -166,6 +170,22 @@ def test_outputs_states_and_gradients(dtype: torch.dtype, seed: int) -> None:
         assert one.shape == other.shape
         assert ((one - other).abs() <= bound).all()
     assert all(map(torch.equal, tensors, before))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 33, 74, 75])
+def test_last_states_begin_what_follows(cut: int) -> None:
+    """Values and gradients of a scan in two parts are those of the whole one."""
+    given, results = full(channels=19, length=75), []
+    for ends in ((0, 75), (0, cut, 75)):
+        outs, state = [], None
+        for begin, end in itertools.pairwise(ends):
+            part = [each[..., begin:end] if each.dim() == 3 else each for each in given]
+            out, state = selective_scan(*part, True, True, state)
+            outs.append(out)
+        whole = torch.cat(outs, -1)
+        grads = torch.autograd.grad(whole.square().sum() + state.sum(), given)
+        results.append([whole, state, *grads])
+    close(*results)
 
 
 @pytest.mark.parametrize("seed", [1, 2, *slow(3, 4)])
@@ -306,13 +326,14 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_errors(name: str) -> None:
     change, kind, message = WRONG[name]
-    given = dict(zip(NAMES, full(), strict=True)) | change
+    given = dict(zip(NAMES, full(), strict=False)) | change
     with pytest.raises(kind, match=message):
         selective_scan(**given)
 
 
 def test_operators_check_what_they_are_given() -> None:
     u, delta, A, B, C, *others = (each.detach() for each in full(length=80))
+    others.append(torch.zeros(2, 20, 5))
     call: Any = torch.ops.sparsescan.selective_scan.default
     with pytest.raises(InputError, match="delta has shape"):
         call(u, delta[:, :-1].contiguous(), A, B, C, *others, True, True)

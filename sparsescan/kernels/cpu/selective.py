@@ -77,6 +77,8 @@ class SelectiveScan(NamedTuple):
         `B` and `C`.
     skip, bias : ndarray, shape (channels,)
         `D`, and what is added to `delta`.
+    start : ndarray, shape (batch, states, channels)
+        The states before the first step; empty for zeros.
     """
 
     channels: int
@@ -97,6 +99,7 @@ class SelectiveScan(NamedTuple):
     c: Array
     skip: Array
     bias: Array
+    start: Array
 
 
 class SelectiveGradients(NamedTuple):
@@ -113,6 +116,8 @@ class SelectiveGradients(NamedTuple):
         Zeros, to which those in constant `B` and `C` are added, and in `A`.
     skip, bias : ndarray of float64, shape (batch, cells, blocks, lanes)
         Zeros, to which those in `D` are added, and in what is added to `delta`.
+    start : ndarray, shape (batch, states, channels)
+        Those in the states before the first step.
     width : int
         That of `b` and `c`.
     """
@@ -127,6 +132,7 @@ class SelectiveGradients(NamedTuple):
     rates: Array
     skip: Array
     bias: Array
+    start: Array
     width: int
 
 
@@ -223,8 +229,12 @@ def forward(s, first, last, out, final, kept, room):
         _bring_constants(s, channel, here, room, rates_at)
         skip, bias = load_some(s.skip, channel, here), load_some(s.bias, channel, here)
         b_row, c_row = _row(s, b, cell, s.b_cells), _row(s, b, cell, s.c_cells)
+        states_at = b * s.states * s.channels + channel
         for n in range(s.states):
-            store(room, state_at + n * w, zero)
+            state = zero
+            if s.start.size > 0:
+                state = load_some(s.start, states_at + n * s.channels, here)
+            store(room, state_at + n * w, state)
         for begin in range(0, s.length, s.segment):
             count = min(s.segment, s.length - begin)
             at = (b * s.channels + channel) * s.length + begin
@@ -249,9 +259,8 @@ def forward(s, first, last, out, final, kept, room):
                     z = load(room, z_at + t * w)
                     store(room, y_at + t * w, load(room, y_at + t * w) * (z * sigmoid(z)))
             _take(s, out, at, here, count, room, y_at)
-        to = b * s.states * s.channels + channel
         for n in range(s.states):
-            store_some(final, to + n * s.channels, load(room, state_at + n * w), here)
+            store_some(final, states_at + n * s.channels, load(room, state_at + n * w), here)
 
 
 @njit(forceinline=True)
@@ -362,6 +371,8 @@ def _block_back(s, b, cell, block, grads, grads_final, kept, into, sums, adds, r
             if segment > 0:
                 place = ((b * later + segment - 1) * s.states + n) * s.channels + channel
                 state = load_some(kept, place, here)
+            elif s.start.size > 0:
+                state = load_some(s.start, (b * s.states + n) * s.channels + channel, here)
             at_b, at_c = b_row + n * s.length + begin, c_row + n * s.length + begin
             to = sums + n * into.width + begin
             to_own = (own * s.states + n) * w
@@ -392,6 +403,10 @@ def _block_back(s, b, cell, block, grads, grads_final, kept, into, sums, adds, r
                 grad = load(room, above_at + t * w) * load(room, y_at + t * w)
                 store(room, z_at + t * w, grad * slope)
             _take(s, into.z, at, here, count, room, z_at)
+    if into.start.size > 0:
+        for n in range(s.states):
+            place = (b * s.states + n) * s.channels + channel
+            store_some(into.start, place, load(room, carry_at + n * w), here)
 
 
 @njit(forceinline=True)
