@@ -190,7 +190,7 @@ def sosfilt(
 def _as_tensors(**given: Any) -> list[Any]:
     """Return tensors of one precision, of which coefficients that are real stay real."""
     tensors = {
-        name: torch.tensor(each) if name in "ba" and type(each) in (int, float, complex) else each
+        name: torch.tensor(each) if name in "ba" and _is_number(each) else each
         for name, each in given.items()
     }
     numbers = [name for name, each in given.items() if each is not tensors[name]]
@@ -217,6 +217,10 @@ def _as_tensors(**given: Any) -> list[Any]:
         else torch.atleast_1d(each).to(coefficients)
         for name, each in tensors.items()
     ]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | complex) and not isinstance(value, bool)
 
 
 def _folded(x: Tensor, axis: int, batch: tuple[int, ...]) -> Tensor:

@@ -323,6 +323,7 @@ def test_compiled_graphs_stay_whole() -> None:
     [
         ("float64", "float64", "float32", "float64"),
         ("float32", 1.0, "float32", "float32"),
+        ("float32", np.float64(1.5), "float32", "float32"),
         (2, "float64", "float32", "float64"),
         (1j, 1, "float32", "complex64"),
         ("float32", "float64", "complex64", "complex128"),

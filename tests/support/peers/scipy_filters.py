@@ -1,0 +1,49 @@
+"""SciPy's own tests of its filters, run on the filters of a front door.
+
+A plugin of pytest, beside the folder of support: ``SPARSESCAN_DOOR=torch PYTHONPATH=tests/support
+python -m pytest -p peers.scipy_filters -c /dev/null --pyargs scipy.signal.tests.test_signaltools``;
+``jax`` is the other door. Tests that use neither ``lfilter`` nor ``sosfilt`` are left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+DOOR = os.environ.get("SPARSESCAN_DOOR", "torch")
+CLASSES = ("TestLinearFilter", "TestSOSFilt")
+
+
+def _door(name: str) -> Any:
+    """Return a function of a front door that takes and returns arrays of NumPy."""
+    if DOOR == "jax":
+        importlib.import_module("jax").config.update("jax_enable_x64", True)
+    function = getattr(importlib.import_module(f"sparsescan.{DOOR}"), name)
+
+    def given(value: Any) -> Any:
+        if DOOR == "torch" and not isinstance(value, int | float | complex):
+            # Tensors have neither lists, nor memory that cannot be written.
+            return importlib.import_module("torch").tensor(np.array(value))
+        return value
+
+    def call(arrays: Any, axis: int, zi: Any) -> Any:
+        found = function(*map(given, arrays), axis, None if zi is None else given(zi))
+        return np.asarray(found) if zi is None else tuple(map(np.asarray, found))
+
+    if name == "sosfilt":
+        return lambda sos, x, axis=-1, zi=None: call((sos, x), axis, zi)
+    return lambda b, a, x, axis=-1, zi=None: call((b, a, x), axis, zi)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    """Keep the tests of filters, and give them those of the door."""
+    kept = [item for item in items if item.cls and item.cls.__name__.startswith(CLASSES)]
+    kept = [item for item in kept if "FiltFilt" not in item.cls.__name__]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+    for module in {item.module for item in kept}:
+        module.lfilter, module.sosfilt = _door("lfilter"), _door("sosfilt")
