@@ -18,7 +18,7 @@ _EPS = float(np.finfo(np.float64).eps)
 _FAR, _NEAR, _BETWEEN = 2.0**-5, 2.0**-18, 2.0**-11
 _SHORTER = 2.0**-24, 2.0**-30, 2.0**-36, 2.0**-42
 _LONGER = 2.0**-1, 2.0**6, 2.0**16, 2.0**32, 2.0**64
-_FROM_ZERO = 2.0**-180, 2.0**-100, 2.0**-60, 2.0**-42, 2.0**-30
+_FROM_ZERO = tuple(2.0**k for k in (-180, -100, *range(-60, 67, 6)))
 # Numbers are moved by no more than this many times the largest one.
 _WIDEST = 64.0
 # Units of rounding in a value.
@@ -31,8 +31,7 @@ _WANTED, _TOLD = 1e-6, 1e-5
 # What a relative change of a number does to a row is told if it is so exact beside the row itself.
 _HIDDEN = 2.0**-36
 # A slope is 0 if its error is larger, and below this share of the row or of slopes on both sides.
-# The scale of a number that is 0 is not known: its share is larger.
-_NOTHING, _NOTHING_FROM_ZERO = 1e-8, 1e-3
+_NOTHING = 1e-8
 
 
 class Slopes(NamedTuple):
@@ -142,17 +141,18 @@ def slopes(
             one = at if is_zero is None else at._replace(rounded=rounded[k])
             pair = [_Level(step, ahead[k], behind[k]) for step, ahead, behind in (far, near)]
             _refine(one, directions[k], pair, own, is_zero is not None)
+        is_hidden = errors <= _HIDDEN * at.size
         for k, direction in enumerate(directions):
             zero = direction * (x == 0)
             rows = (
                 np.full(before.shape, not (direction * x).any()) if is_zero is None else is_zero[k]
             )
             if zero.any() and rows.any():
-                _from_zero(at, zero, rows, values[k], errors[k])
+                own = values[k], errors[k], least[k], most[k]
+                _from_zero(at, zero, rows, own, is_hidden[k])
         sides = np.fmax(np.abs(near.ahead), np.abs(near.behind))
-        share = np.where(at.rounded == 0, _NOTHING_FROM_ZERO, _NOTHING)
-        nothing = np.fmax(share * at.size, _NOTHING * sides)
-        told = is_still | (errors <= _TOLD * np.abs(values)) | (errors <= _HIDDEN * at.size)
+        nothing = _NOTHING * np.fmax(at.size, sides)
+        told = is_still | (errors <= _TOLD * np.abs(values)) | is_hidden
         told |= (np.abs(values) <= 4 * errors) & (errors <= nothing)
         one_side = np.where(np.isnan(near.ahead), near.behind, near.ahead)
         short = np.where(np.isnan(near.middle), one_side, near.middle)
@@ -274,24 +274,34 @@ def _refine(
 
 
 def _from_zero(
-    at: _Place, direction: Vector, rows: NDArray[np.bool_], values: Vector, errors: Vector
+    at: _Place,
+    direction: Vector,
+    rows: NDArray[np.bool_],
+    found: tuple[Vector, Vector, Vector, Vector],
+    is_hidden: NDArray[np.bool_],
 ) -> None:
     """Write slopes in numbers that are 0, by the longest step that agrees with all shorter ones.
 
     Other numbers do not show how far is near: a slope may be one of a place that is far away.
     """
-    at = at._replace(rounded=np.zeros(len(values)))
-    levels = [at.level(direction, step) for step in _FROM_ZERO]
-    noises = [at.noise(level) for level in levels]
-    found, off = levels[0].middle, noises[0]
-    least, most = found - off, found + off
-    off = off + np.abs(found)  # it may vanish with the step
-    for k, level in enumerate(levels[1:], 1):
-        least = np.fmax(least, level.middle - noises[k])
-        most = np.fmin(most, level.middle + noises[k])
-        agrees = (least <= most) & ~np.isnan(level.middle)
-        found = np.where(agrees, level.middle, found)
-        off = np.where(agrees, noises[k - 1], off)
-    is_better = ~(np.abs(values - found) <= off + errors) | (off < errors)
-    is_better &= rows & np.isfinite(found)
-    values[is_better], errors[is_better] = found[is_better], off[is_better]
+    at = at._replace(rounded=np.zeros(len(rows)))
+    level = at.level(direction, _FROM_ZERO[0])
+    noise = at.noise(level)
+    slope, off, length = level.middle, noise + np.abs(level.middle), np.zeros(len(rows))
+    sides = _sides(level, at)
+    low, high = slope - noise, slope + noise
+    for step in _FROM_ZERO[1:]:
+        level, before = at.level(direction, step), noise
+        noise = at.noise(level)
+        low, high = np.fmax(low, level.middle - noise), np.fmin(high, level.middle + noise)
+        agrees = (low <= high) & ~np.isnan(level.middle)
+        if not (agrees & rows).any():
+            break
+        slope, off = np.where(agrees, level.middle, slope), np.where(agrees, before, off)
+        length = np.where(agrees, step, length)
+        least, most = _sides(level, at)
+        sides = np.where(agrees, least, sides[0]), np.where(agrees, most, sides[1])
+    is_known = rows & np.isfinite(slope)
+    is_short = (length > 0) & (off * length <= _HIDDEN * at.size)
+    for own, new in zip((*found, is_hidden), (slope, off, *sides, is_short), strict=True):
+        own[is_known] = new[is_known]
