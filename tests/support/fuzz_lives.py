@@ -825,7 +825,7 @@ COMMON: tuple[Event, ...] = (
     *(write_data, write_numpy, new_data, new_mask, mask_data, mask_numpy, scale_mask, whole_mask),
     *(bool_mask, write_masked, load, switch, copied, pickled, require, to_half_and_back, single),
     *(masked_gradients, masked_gradients, twice, late, infer, other_size, checkpointed),
-    *(traced_fx, traced_jit, functional, faked, fork),
+    *(traced_fx, traced_jit, functional, faked),
     *(load_plain, instances, initialise, reverted, scripted, exported, quantised),
     *(changed_results, strided, batched),
 )
@@ -833,15 +833,17 @@ OF_STACKS: tuple[Event, ...] = (
     *(prune_bias, change_setting, change_setting, change_dilation, replace_layer, swap, insert),
     *(own_forward, write_statistics, freeze_norm, share, interleave, renew_statistics),
 )
+_NOT_OF_LAYERS = masked_gradients, scripted
 KINDS: dict[str, tuple[Callable[[Rng], tuple[nn.Module, Tensor]], tuple[Event, ...]]] = {
     "stack": (stack, COMMON + OF_STACKS),
     "alone": (alone, COMMON + OF_STACKS),
-    "recurrent": (recurrent, COMMON),
-    "derived": (derived, COMMON),
-    "cells": (cells, COMMON),
+    # A child of PyTorch's own layers hangs where another thread was in its pool of threads.
+    "recurrent": (recurrent, (*COMMON, fork)),
+    "derived": (derived, (*COMMON, fork)),
+    "cells": (cells, (*COMMON, fork)),
     # A masked weight is what the last step has made of it, whose gradient is that of this step, and
     # PyTorch scripts no layer of torchrecurrent.
-    "layers": (layers, tuple(each for each in COMMON if each not in (masked_gradients, scripted))),
+    "layers": (layers, tuple(each for each in COMMON if each not in _NOT_OF_LAYERS)),
 }
 
 
