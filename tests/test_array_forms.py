@@ -25,6 +25,8 @@ from sparsescan.simulate import TimeSteps
 from sparsescan.torch.calls.recorded import addresses_of
 
 jax = pytest.importorskip("jax")
+from jax_doubles import double as double  # noqa: E402
+
 from sparsescan import jax as for_jax  # noqa: E402
 
 Array = np.ndarray[Any, Any]
@@ -473,14 +475,6 @@ DOORS = dict(_doors())
 
 
 # -- Tests -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True, scope="module")
-def double() -> Iterator[None]:
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
 
 
 def _arrays(results: Any) -> list[Array]:

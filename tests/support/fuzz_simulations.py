@@ -3,8 +3,8 @@
 A simulation has one to three unknowns, each with a scale of its own, and rates that are sums of
 terms: powers, absolute values, Michaelis and Menten's, stiff walls, jumps, branches that are
 entered later. Each term has its derivatives by hand. The oracle is the adjoint of the discrete
-steps with these, dense, at the states that the simulation has found; that these solve the steps is
-checked, too.
+steps with these, dense, at the states that the simulation has found. Whether these
+solve the steps is not checked here.
 
 ``python tests/support/fuzz_simulations.py 20000`` runs so many. Simulation `i` depends on the seed
 and `i` alone: ``--seed 0 --only 1234`` runs that one, and says what it is.
