@@ -11,7 +11,6 @@ array([[1. , 3. ],
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from .affine import AffineGrads, affine_scan, affine_scan_vjp
 from .api import exclusive_scan, inclusive_scan, plan
 from .chains.containers import BatchedCSR, CSRChain, PeriodicChain
 from .chains.implicit import ImplicitChain, ImplicitStep
@@ -30,6 +29,7 @@ from .errors import (
     SingularMatrixError,
     SparseScanError,
 )
+from .ops.affine import AffineGrads, affine_scan, affine_scan_vjp
 from .plan.scan_plan import ScanPlan
 from .symbolic.implicit import ImplicitPattern
 from .symbolic.indexed import IndexedPattern

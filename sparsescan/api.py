@@ -12,13 +12,14 @@ from .arrays.streams import check_device, place
 from .chains.containers import check_dtype
 from .chains.grads import grad_or_zeros, placed
 from .chains.steps import patterns_in, read_chain
+from .checks import check_choice, check_count_or_none, check_flag
 from .errors import Allocating, DeviceError, InputError, short
 from .plan import once
 from .plan.choice import InputKind, PlanOptions
 from .plan.choose import check_solves, choose_schedule
 from .plan.measure import measure
 from .plan.scan_plan import Gradients, ScanPlan, ScanSlot
-from .symbolic.schedule import Schedule, check_choice, check_count, check_flag, read_schedule
+from .symbolic.schedule import Schedule, read_schedule
 
 
 def exclusive_scan(
@@ -261,10 +262,10 @@ def plan(
     """
     check_device(device)
     options = PlanOptions(
-        batch=None if batch is None else check_count("batch", batch, 1),
+        batch=check_count_or_none("batch", batch, 1),
         dtype=None if dtype is None else check_dtype(dtype),
         device=device,
-        memory_limit=None if memory_limit is None else check_count("memory_limit", memory_limit, 0),
+        memory_limit=check_count_or_none("memory_limit", memory_limit, 0),
         reverse=check_flag("reverse", reverse),
     )
     with Allocating("the plan"):

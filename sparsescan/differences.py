@@ -15,8 +15,8 @@ from .chains.containers import BatchedCSR, CSRChain, PeriodicChain
 from .chains.implicit import ImplicitChain, ImplicitStep
 from .chains.reading import is_stack, steps_of
 from .chains.steps import patterns_in
+from .checks import check_count, check_flag
 from .errors import GradientError, InputError, InputTypeError, short
-from .symbolic.schedule import check_count, check_flag
 
 Vector = NDArray[np.float64]
 

@@ -16,6 +16,7 @@ ROOT = Path(sparsescan.__file__).parent
 # From the ground up; each may import those before it. A file of the root is a room of its own.
 ROOMS = (
     "errors",
+    "checks",
     "formatting",
     "locks",
     "arrays",
@@ -25,9 +26,7 @@ ROOMS = (
     "execution",
     "plan",
     "api",
-    "readings",
-    "affine",
-    "filters",
+    "ops",
     "differences",
     "__init__",
     "parameters",

@@ -9,7 +9,8 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from ..errors import InputError, InputTypeError, short
+from ..checks import check_has_shape
+from ..errors import InputTypeError, short
 from ..symbolic.pattern import Pattern, indptr_of, rows_of, trusted
 from .reading import split
 
@@ -45,8 +46,7 @@ class SparseSteps(NamedTuple):
                 raise InputTypeError(f"{name} is {short(matrix)}; expected CSR, as other steps are")
             pattern, values = split(name, matrix, None, is_complex=True)
             size = read[0][0].shape[0] if read else pattern.shape[0]
-            if pattern.shape != (size, size):
-                raise InputError(f"{name} has shape {pattern.shape}; expected {(size, size)}")
+            check_has_shape(name, pattern, (size, size))
             read.append((pattern, values))
         union = _union([pattern for pattern, _ in read])
         places = {pattern: _places(pattern, union) for pattern in {each for each, _ in read}}

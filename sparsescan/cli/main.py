@@ -19,13 +19,14 @@ from typing import Any, NoReturn
 import numpy as np
 
 from .. import __version__, exclusive_scan, inclusive_scan, load_chain, plan
+from ..checks import check_count
 from ..errors import InputError, SparseScanError
 from ..execution.threads import thread_count, usable_cores
 from ..kernels.addresses import address_of
 from ..plan.costs.constants import file_to_write, machine_file
 from ..plan.drawing import check_packages, plot_plan
 from ..symbolic.implicit import explicit
-from ..symbolic.schedule import check_count, read_schedule
+from ..symbolic.schedule import read_schedule
 from . import mpi as _mpi_commands
 
 _SCHEDULES = "auto, linear, blelloch, truncated:K (K up-sweep levels) or chunked:C (C chunks)"

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays.arrays import namespace, special
+from ..checks import check_choice, check_number
 from ..errors import InputError, short
 from ..locks import cached_property
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, trusted
-from ..symbolic.schedule import check_choice, check_number
 from .kernels import values as kernels
 from .shared.checks import check_dim
 from .shared.coupled import Coupled, grouped

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from ..checks import check_choice, check_count, check_flag
 from ..errors import InputError, short
 from ..locks import cached_property
 from ..parameters.parametrised import Weighted
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern
-from ..symbolic.schedule import check_choice, check_count, check_flag
 from .shared.checks import Shape, check_sizes
 from .shared.operator import Operator, repeated_rows
 from .shared.stencil import Channels, Stencil

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..arrays.arrays import Mirrored
+from ..checks import check_count, check_flag
 from ..errors import InputError
 from ..locks import cached_property
 from ..parameters.parametrised import Weighted
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, of_mask, rows_of
-from ..symbolic.schedule import check_count, check_flag
 from .kernels.stencil import transpose
 from .shared.operator import Operator, repeated_rows
 

@@ -11,13 +11,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..arrays.arrays import namespace
 from ..chains.containers import check_dtype
+from ..checks import check_count, check_flag, check_number
 from ..errors import InputError, short
 from ..execution.sharing import quiet
 from ..locks import cached_property
 from ..parameters.parametrised import Initial, Parameter, Parametrised
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, trusted
-from ..symbolic.schedule import check_count, check_flag, check_number
 from .shared.checks import check_sizes
 from .shared.coupled import Coupled, grouped
 from .shared.operator import Operator

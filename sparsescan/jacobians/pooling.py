@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays.arrays import Mirrored
+from ..checks import check_count, check_flag
 from ..errors import InputError, short
 from ..locks import cached_property
 from ..symbolic.pattern import rows_of
-from ..symbolic.schedule import check_count, check_flag
 from .kernels.pooling import Windows, mark_in_tiles, mark_in_windows
 from .shared.checks import check_sizes
 from .shared.kron import Images, Separable, Taps

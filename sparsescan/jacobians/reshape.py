@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays.arrays import check_no_mask, host_array, is_cupy, namespace
+from ..checks import check_number
 from ..errors import InputError, InputTypeError, short
 from ..symbolic.pattern import Pattern, index_dtype, trusted
-from ..symbolic.schedule import check_number
 from .shared.checks import Shape, batched, check_dim, check_sizes
 from .shared.operator import Operator
 

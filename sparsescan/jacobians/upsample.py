@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ..checks import check_choice, check_flag
 from ..errors import InputError, InputTypeError, short
-from ..symbolic.schedule import check_choice, check_flag
 from .shared.checks import check_sizes
 from .shared.kron import Separable, Taps
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from ..checks import check_flag
 from ..execution.recurrence import Recorded, record_gradients, record_states
-from ..readings import read_shapes
+from ..ops.readings import read_shapes
 from ..symbolic.pattern import Pattern, rows_of
-from ..symbolic.schedule import check_flag
 from .ffi.calls import NUMBERS, as_arrays, check_platform, together, vary, varying
 from .ffi.programs import replay
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import filters
 from ..errors import InputError
+from ..ops import filters
 from .ffi.calls import NUMBERS, as_arrays, check_platform, together
 from .ffi.programs import replay
 from .ffi.rules import MappedAxis, Rules, operator
@@ -229,7 +229,7 @@ def _with_delays(b: Any, a: Any, x: Any, zi: Any) -> tuple[Any, Any]:
 
 
 def _filter(b: Any, a: Any, x: Any, start: Any = None) -> Any:
-    """Return filtered samples, as :func:`sparsescan.filters.filter_samples` does."""
+    """Return filtered samples, as :func:`sparsescan.ops.filters.filter_samples` does."""
     start = x[:, :0] if start is None else start
     if jnp.iscomplexobj(x) and not jnp.iscomplexobj(a):
         # Its parts are more samples.

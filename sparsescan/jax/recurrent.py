@@ -10,10 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..arrays.arrays import check_no_mask
+from ..checks import check_has_shape
 from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
-from ..recurrent.step import OneCell, RecurrentLike, check_one_direction, check_resets
-from ..symbolic.schedule import check_count, check_flag
+from ..recurrent.arguments import (
+    check_input,
+    check_length_range,
+    check_lengths,
+    check_options,
+    check_resets,
+    check_state,
+)
+from ..recurrent.step import OneCell, RecurrentLike
 from .ffi.calls import FLOATS, as_arrays, check_platform, together
 from .ffi.primitives import TracedNetwork, run
 from .ffi.truncated import run_truncated
@@ -110,14 +118,9 @@ def recurrent(
             f"network is {short(network)}; expected an RNN, GRU or LSTM, another Recurrent, or a "
             "Cell"
         )
-    if memory_limit is not None:
-        memory_limit = check_count("memory_limit", memory_limit, 0)
-    if truncate is not None:
-        truncate = check_count("truncate", truncate, 1)
-    return_states = check_flag("return_states", return_states)
     net: RecurrentLike = OneCell(network) if isinstance(network, Cell) else network
-    if truncate is not None:
-        check_one_direction(net, truncate)
+    options = check_options(net, memory_limit, truncate, return_states)
+    memory_limit, truncate, return_states = options
     known = net.params
     if not isinstance(params, Mapping) or set(params) != set(known):
         names = sorted(map(str, params)) if isinstance(params, Mapping) else short(params)
@@ -126,21 +129,15 @@ def recurrent(
     named = dict(zip(names, map(params.__getitem__, known), strict=True))
     *own, inputs, begin = as_arrays(FLOATS, **named, x=x, state=state)
     for name, param, like in zip(names, own, known.values(), strict=True):
-        if param.shape != like.shape:
-            raise InputError(f"{name} has shape {param.shape}; expected {like.shape}")
-    if inputs.ndim not in (2, 3) or inputs.shape[-1] != net.input_size:
-        raise InputError(
-            f"x has shape {inputs.shape}; expected (T, batch, {net.input_size}) or (T, "
-            f"{net.input_size})"
-        )
-    states = _state_shape(net, inputs.shape)
-    if begin is not None and begin.shape != states:
-        raise InputError(f"state has shape {begin.shape}; expected {states}")
+        check_has_shape(name, param, like.shape)
+    check_input("x", inputs, net.input_size, "T, batch", "T")
+    states = (sum(map(len, net.cells)), *inputs.shape[1:-1], net.state_size)
+    begin = jnp.zeros(states, inputs.dtype) if begin is None else begin
+    check_state(begin, states, inputs)
     if lengths is not None:
         lengths = _read_lengths(lengths, inputs.shape)
     if resets is not None:
-        resets = _read_resets(resets, inputs.shape)
-    begin = jnp.zeros(states, inputs.dtype) if begin is None else begin
+        resets = check_resets(_as_array("resets", resets, bool), inputs)
     is_batched = inputs.ndim == 3
     if not is_batched:
         inputs, begin = inputs[:, None], begin[:, None]
@@ -156,39 +153,20 @@ def recurrent(
 
 def _read_lengths(lengths: Any, x: tuple[int, ...]) -> Any:
     """Return lengths as programs take them, which check those that are not known yet."""
-    check_no_mask("lengths", lengths)
-    # JAX makes floats of an empty list.
-    dtype = np.int32 if isinstance(lengths, (list, tuple)) and not lengths else None
-    try:
-        array = jnp.asarray(lengths, dtype)
-    except Exception as error:  # of a caller's own class
-        raise InputTypeError(f"lengths is {short(lengths)}, no array: {error}") from None
-    if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape != x[1:-1]:
-        raise InputError(
-            f"lengths has shape {array.shape} and dtype {array.dtype}; expected integers of "
-            f"shape {x[1:-1]}"
-        )
+    array = _as_array("lengths", lengths, np.int32)
+    check_lengths(array, x[1:-1])
     if not isinstance(array, jax.core.Tracer):
-        known = np.asarray(array)
-        if known.size and not (known.min() >= 0 and known.max() <= x[0]):
-            raise InputError(f"lengths is {short(known)}; expected integers from 0 to {x[0]}")
+        check_length_range(np.asarray(array), x[0])
     # Numbers that int32 does not hold stay out of range; bounds have to be of the dtype.
     known_range = jnp.iinfo(array.dtype)
     low, high = max(-1, int(known_range.min)), min(x[0] + 1, _MOST, int(known_range.max))
     return jnp.clip(array, low, high).astype(np.int32)
 
 
-def _read_resets(resets: Any, x: tuple[int, ...]) -> Any:
-    """Return where states begin anew, as programs take it."""
-    check_no_mask("resets", resets)
-    # JAX makes floats of an empty list.
-    dtype = bool if isinstance(resets, (list, tuple)) and not resets else None
+def _as_array(name: str, given: Any, dtype: Any) -> Any:
+    """Return an array of JAX; an empty list, of which JAX makes floats, has a dtype."""
+    check_no_mask(name, given)
     try:
-        array = jnp.asarray(resets, dtype)
+        return jnp.asarray(given, dtype if isinstance(given, (list, tuple)) and not given else None)
     except Exception as error:  # of a caller's own class
-        raise InputTypeError(f"resets is {short(resets)}, no array: {error}") from None
-    return check_resets(array, x[:-1])
-
-
-def _state_shape(network: RecurrentLike, x: tuple[int, ...]) -> tuple[int, ...]:
-    return (sum(map(len, network.cells)), *x[1:-1], network.state_size)
+        raise InputTypeError(f"{name} is {short(given)}, no array: {error}") from None

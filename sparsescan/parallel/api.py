@@ -10,9 +10,9 @@ from ..arrays.arrays import read_array
 from ..arrays.streams import check_device
 from ..chains.chain import Chain
 from ..chains.steps import patterns_in, read_chain
+from ..checks import check_flag
 from ..errors import DeviceError
 from ..plan.scan_plan import Gradients
-from ..symbolic.schedule import check_flag
 from .communicator import Communicator
 from .grid import check_grid
 from .plan import Options, ParallelPlan, check_form

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..chains.containers import check_dtype
+from ..checks import check_count
 from ..errors import InputError
 from ..formatting import align, format_bytes, format_time
 from ..plan.choice import InputKind
 from ..plan.costs.operations import Model, run_time
 from ..symbolic.pattern import Pattern, PatternProducts, TooLargeError
-from ..symbolic.schedule import check_count
 from .exchange import ALGORITHMS, allreduce_messages, exscan_messages, rounds, total
 from .grid import Grid, check_grid
 from .loads import costs_of_shares

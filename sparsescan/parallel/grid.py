@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple
 
+from ..checks import check_count
 from ..errors import InputError, short
-from ..symbolic.schedule import check_count
 
 
 class Grid(NamedTuple):

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from ..chains.containers import check_dtype
 from ..chains.reading import name_of
+from ..checks import check_choice, check_count_or_none
 from ..errors import InputError
 from ..execution.threads import thread_count, usable_cores
 from ..plan.choice import InputKind
 from ..plan.costs.operations import Model
 from ..symbolic.implicit import ImplicitPattern, Step, explicit, solved_of
 from ..symbolic.pattern import Pattern
-from ..symbolic.schedule import check_choice, check_count
 from .communicator import Communicator, reads_device_memory
 from .exchange import ALGORITHMS
 from .forecast import Forecast, Setting, forecasts
@@ -149,7 +149,7 @@ def _ask(world: Communicator, request: Request) -> tuple[Request, _Asked]:
     """Check the options of this rank, and describe its part to the others."""
     patterns, options, samples, itemsize = request
     check_choice("schedule", options.schedule, "auto", "vectors", "products")
-    batch = None if options.batch is None else check_count("batch", options.batch, 1)
+    batch = check_count_or_none("batch", options.batch, 1)
     dtype = None if options.dtype is None else check_dtype(options.dtype)
     grid = options.grid
     if grid.rows > 1 and options.schedule == "products":

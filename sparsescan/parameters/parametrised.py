@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from ..arrays.arrays import Mirrored, check_array, check_memory, host_array
 from ..chains.containers import check_dtype
+from ..checks import check_has_shape
 from ..errors import Allocating, InputError, InputTypeError, short
 from ..symbolic.pattern import check_host
 
@@ -209,8 +210,7 @@ def check_mask(name: str, mask: ArrayLike | None, shape: Shape) -> Mirrored | No
     array = host_array(name, mask)
     if array.dtype != np.bool_:
         raise InputTypeError(f"{name} has dtype {array.dtype}; expected bool")
-    if array.shape != shape:
-        raise InputError(f"{name} has shape {array.shape}; expected {shape}, the weight's")
+    check_has_shape(name, array, shape, ", the weight's")
     return Mirrored(np.array(array))
 
 

@@ -51,12 +51,13 @@ from ..chains import files
 from ..chains.containers import check_dtype
 from ..chains.files import check_index, check_used
 from ..chains.reading import check_chain
+from ..checks import check_choice, check_count
 from ..errors import InputError, PlanFileError
 from ..symbolic import implicit
 from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.indexed import IndexedPattern, indexed
 from ..symbolic.pattern import Pattern
-from ..symbolic.schedule import Level, Schedule, check_choice, check_count, printed_schedule
+from ..symbolic.schedule import Level, Schedule, printed_schedule
 from .choice import Alternative, InputKind, PlanChoice, PlanOptions
 
 _VERSION = 1

@@ -20,13 +20,14 @@ from ..chains.chain import Chain
 from ..chains.grads import LocalGrads, check_grad, check_places, grad_or_zeros, placed
 from ..chains.implicit import ImplicitChain
 from ..chains.steps import PlannedSteps
+from ..checks import check_count
 from ..errors import InputError, InputTypeError, out_of_memory
 from ..execution.solves import Given
 from ..execution.threads import thread_count
 from ..execution.workspace import Workspace
 from ..symbolic.implicit import Step
 from ..symbolic.program import Program
-from ..symbolic.schedule import Schedule, check_count
+from ..symbolic.schedule import Schedule
 from .choice import Alternative, InputKind, PlanChoice, PlanOptions
 from .choose import Lack, check_solves, choose_schedule
 from .describe import describe, to_dict

@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike
 
 from ..arrays.arrays import Mirrored, check_numba_cuda, for_kernels, namespace, read_array
 from ..chains.containers import BatchedCSR, CSRChain
+from ..checks import check_choice, check_count, check_flag
 from ..errors import Allocating, InputError, InputTypeError
 from ..execution.sharing import quiet
 from ..locks import cached_property
@@ -19,7 +20,7 @@ from ..parameters.fixed import Fixed
 from ..parameters.parametrised import Parametrised, check_mask, initial
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern
-from ..symbolic.schedule import check_choice, check_count, check_flag
+from .arguments import check_state
 from .compiled import renderer_of
 from .definition import (
     Hidden,
@@ -360,11 +361,7 @@ class Cell(Parametrised, Fixed):
         if state is None:
             state = namespace(x).zeros((*lead, self.state_size), x.dtype)
         state = read_array("state", state)
-        if state.shape != (*lead, self.state_size):
-            raise InputError(
-                f"state has shape {state.shape}; expected {(*lead, self.state_size)}, as x has "
-                f"shape {x.shape}"
-            )
+        check_state(state, (*lead, self.state_size), x)
         _, dtype = place_of(self, x, state)
         batch = math.prod(lead)
         x = for_kernels(x.reshape(steps, batch, self.input_size), dtype)

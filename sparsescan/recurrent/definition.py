@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from ..arrays.arrays import Mirrored
+from ..checks import check_choice
 from ..errors import InputError, InputTypeError, short
 from ..parameters.parametrised import Parameter
-from ..symbolic.schedule import check_choice
 from . import operations
 from .operations import Node, as_node, node, number, refuse, tracing
 from .program import INPUT, CellProgram, analyse, topological

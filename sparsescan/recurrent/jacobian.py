@@ -24,11 +24,11 @@ import scipy.sparse as sp
 from ..arrays.arrays import namespace, output, read_array
 from ..chains.containers import BatchedCSR, CSRChain, as_matrix
 from ..chains.implicit import ImplicitChain
+from ..checks import check_flag, check_has_shape
 from ..errors import Allocating, InputError
 from ..execution.sharing import even_slices, map_shared
 from ..parameters.parametrised import masked
 from ..symbolic.pattern import Pattern
-from ..symbolic.schedule import check_flag
 from .linear import ONE, Key
 from .loops.values import fill_blocks, fill_entries, multiply_rows, put_column
 from .operations import Node, node
@@ -618,9 +618,7 @@ class Linearization:
     def _read(self, grad_state: Array) -> Array:
         """Return the gradients as rows of the cell's dtype."""
         grad = read_array("grad_state", grad_state)
-        shape = (*self._lead, self._cell.state_size)
-        if grad.shape != shape:
-            raise InputError(f"grad_state has shape {grad.shape}; expected {shape}, as state")
+        check_has_shape("grad_state", grad, (*self._lead, self._cell.state_size), ", as state")
         namespace(grad, *(block.rows for block in self._blocks))
         return grad.reshape(-1, self._cell.state_size).astype(self._dtype, copy=False)
 
@@ -633,12 +631,11 @@ def read_arrays(cell: Any, **arrays: Any) -> tuple[Any, Shape, list[Array]]:
     checked = {name: read_array(name, array) for name, array in arrays.items()}
     x = checked["x"]
     lead: Shape = x.shape[:-1]
+    if x.shape[-1:] != (cell.input_size,):
+        raise InputError(f"x has shape {x.shape}; expected (…, {cell.input_size})")
     for name, array in checked.items():
-        size = cell.input_size if name == "x" else cell.state_size
-        if array.ndim == 0 or array.shape != (*lead, size):
-            expected = f"{(*lead, size)}, as x has shape {x.shape}"
-            expected = f"(…, {size})" if name == "x" else expected
-            raise InputError(f"{name} has shape {array.shape}; expected {expected}")
+        if name != "x":
+            check_has_shape(name, array, (*lead, cell.state_size), f", as x has shape {x.shape}")
     xp, dtype = place_of(cell, *checked.values())
     count = math.prod(lead)
     rows = [

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from ..checks import check_count, check_flag
 from ..errors import InputError, InputTypeError, short
 from ..locks import cached_property
 from ..parameters.fixed import Fixed
-from ..symbolic.schedule import check_count, check_flag
 from .cell import Cell
 from .cells import GRUCell, LSTMCell, RNNCell
 from .definition import matrices_of

@@ -20,11 +20,19 @@ from ..arrays.arrays import (
     namespace,
     read_array,
 )
-from ..errors import Allocating, InputError, InputTypeError, MemoryLimitError, short
+from ..checks import check_flag, check_has_shape
+from ..errors import Allocating, InputError, MemoryLimitError
 from ..execution.calls import Calls
 from ..execution.sharing import quiet
 from ..formatting import exact_bytes, format_bytes
-from ..symbolic.schedule import check_count, check_flag
+from .arguments import (
+    check_input,
+    check_length_range,
+    check_lengths,
+    check_options,
+    check_resets,
+    check_state,
+)
 from .definition import CellLike
 from .host import HostMemory
 from .host_sizes import Extent, Layers
@@ -141,13 +149,10 @@ class TrainingStep:
         truncate: int | None = None,
         return_states: bool = False,
     ) -> None:
-        if memory_limit is not None:
-            memory_limit = check_count("memory_limit", memory_limit, 0)
-        if truncate is not None:
-            truncate = check_count("truncate", truncate, 1)
-            check_one_direction(network, truncate)
-        self.network, self.memory_limit, self.truncate = network, memory_limit, truncate
-        self.return_states = check_flag("return_states", return_states)
+        self.network = network
+        self.memory_limit, self.truncate, self.return_states = check_options(
+            network, memory_limit, truncate, return_states
+        )
         self._count = len(network.cells) * len(network.cells[0])
         self._shapes = [
             {network.name_of(own, layer, back): shape for own, shape in cell.shapes.items()}
@@ -346,22 +351,14 @@ class TrainingStep:
         not given are None, and so are lengths if each sample has all steps.
         """
         net = self.network
-        if x.ndim not in (2, 3) or x.shape[-1] != net.input_size:
-            raise InputError(
-                f"x has shape {x.shape}; expected (T, batch, {net.input_size}) or "
-                f"(T, {net.input_size})"
-            )
+        check_input("x", x, net.input_size, "T, batch", "T")
         self._is_batched = x.ndim == 3
         steps, batch = x.shape[0], x.shape[1] if x.ndim == 3 else 1
-        lead = (self._count, *x.shape[1:-1])
-        expected = (*lead, net.state_size)
         state = None if state is None else read_array("state", state)
         every = [param for own in params for param in own]
         namespace(x, *every, state)  # which raises if they are not in one place
-        if state is not None and state.shape != expected:
-            raise InputError(
-                f"state has shape {state.shape}; expected {expected}, as x has shape {x.shape}"
-            )
+        if state is not None:
+            check_state(state, (self._count, *x.shape[1:-1], net.state_size), x)
         arrays = [x, *every, *([] if state is None else [state])]
         dtype = np.result_type(*{array.dtype for array in arrays})
         x = for_kernels(x.reshape(steps, batch, net.input_size), dtype)
@@ -385,8 +382,7 @@ class TrainingStep:
             array = read_array(name, grad)
             check_one_place(name, device_of(array), "x", memory.device)
             expected = shape if self._is_batched else (shape[0], shape[2])
-            if array.shape != expected:
-                raise InputError(f"{name} has shape {array.shape}; expected {expected}")
+            check_has_shape(name, array, expected)
             checked.append(for_kernels(array.reshape(shape), memory.dtype))
         return checked[0], checked[1]
 
@@ -400,8 +396,7 @@ def _read_params(given: Mapping[str, Array], shapes: dict[str, tuple[int, ...]])
     params = []
     for name, shape in shapes.items():
         array = read_array(name, given[name])
-        if array.shape != shape:
-            raise InputError(f"{name} has shape {array.shape}; expected {shape}")
+        check_has_shape(name, array, shape)
         params.append(array)
     return params
 
@@ -409,42 +404,23 @@ def _read_params(given: Mapping[str, Array], shapes: dict[str, tuple[int, ...]])
 def _read_lengths(lengths: Any, steps: int, batch: int) -> NDArray[np.int64] | None:
     """Return the steps that each sample has; None if each has all."""
     array = host_array("lengths", lengths)
-    # NumPy makes float64 of an empty list.
+    # A copy, made before it is checked. NumPy makes float64 of an empty list.
     is_empty_list = array.shape == (0,) and isinstance(lengths, (list, tuple))
-    if array.dtype.kind not in "iu" and not is_empty_list:
-        raise InputTypeError(f"lengths is {short(lengths)}; expected integers")
-    if array.shape != (batch,):
-        raise InputError(f"lengths has shape {array.shape}; expected {(batch,)}, one for a sample")
-    # A copy, made before it is checked.
-    array = np.array(array)
-    if batch and not (array.min() >= 0 and array.max() <= steps):
-        raise InputError(f"lengths is {short(lengths)}; expected integers from 0 to {steps}")
+    array = np.array(array, np.int64 if is_empty_list else None)
+    check_lengths(array, (batch,))
+    check_length_range(array, steps)
     return None if (array == steps).all() else array.astype(np.int64)
-
-
-def check_resets(resets: Any, shape: tuple[int, ...]) -> Any:
-    """Return resets, an array of any package, in this shape; they may have one more axis of 1."""
-    if resets.dtype != bool:
-        raise InputTypeError(
-            f"resets has dtype {resets.dtype}; expected bool: resets != 0 makes bools of numbers"
-        )
-    if resets.shape == (*shape, 1):
-        return resets.reshape(shape)
-    if resets.shape != shape:
-        expected = "(T, batch)" if len(shape) == 2 else "(T,)"
-        raise InputError(f"resets has shape {resets.shape}; expected {expected}, here {shape}")
-    return resets
 
 
 def _read_resets(resets: Any, x: Array, is_batched: bool) -> NDArray[np.uint8] | None:
     """Return where states begin anew, as kernels read it; None if they never do."""
-    is_on_device, shape = is_cupy(resets), x.shape[: 1 + is_batched]
+    is_on_device = is_cupy(resets)
     if is_on_device:
         check_one_place("resets", device_of(resets), "x", device_of(x))
     array = resets if is_on_device else host_array("resets", resets)
     if array.size == 0 and isinstance(resets, (list, tuple)):
         array = array.astype(bool)  # NumPy makes float64 of an empty list
-    array = check_resets(array, shape)
+    array = check_resets(array, x if is_batched else x[:, 0])
     if is_on_device:
         # Whether any is True only the device knows.
         whole: NDArray[np.uint8] = array.reshape(x.shape[:2])
@@ -490,15 +466,6 @@ def check_limit(limit: int | None, nbytes: int, steps: int, batch: int) -> None:
         raise MemoryLimitError(
             f"memory_limit is {exact_bytes(limit)}; {steps} steps of {batch} samples need "
             f"{exact_bytes(nbytes)}"
-        )
-
-
-def check_one_direction(network: Layers, truncate: int) -> None:
-    """Raise if gradients of a network are to be truncated that has two directions."""
-    if len(network.cells[0]) > 1:
-        raise InputError(
-            f"truncate is {truncate}, and the network has two directions; expected None, or one "
-            "direction: segments of both would not be the same"
         )
 
 

@@ -7,9 +7,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..affine import affine_scan
 from ..api import exclusive_scan
 from ..chains.implicit import ImplicitChain
+from ..ops.affine import affine_scan
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, rows_of
 from .factors import Matrices, Vector

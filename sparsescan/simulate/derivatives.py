@@ -13,6 +13,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
+from ..checks import check_has_shape
 from ..errors import GradientError, InputError, InputTypeError, short
 from ..locks import cached_property
 from ..symbolic.pattern import Pattern, rows_of
@@ -714,8 +715,8 @@ def read_pattern(name: str, given: Any, shape: tuple[int, int] | None) -> Patter
                 f"{name} is {short(given)}; expected a Pattern, a sparse array, or a mask"
             )
         pattern = Pattern(sp.csr_array(array != 0))
-    if shape is not None and pattern.shape != shape:
-        raise InputError(f"{name} has shape {pattern.shape}; expected {shape}")
+    if shape is not None:
+        check_has_shape(name, pattern, shape)
     return pattern
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import ArrayLike, NDArray
 
+from ..checks import check_count, check_count_or_none, check_number
 from ..errors import GradientError, InputError, InputTypeError, NewtonError, short
 from ..symbolic.pattern import Pattern
-from ..symbolic.schedule import check_count, check_number
 from .adapt import End, March, march_until
 from .arguments import check_form, check_order, names_unknown
 from .at_once import Linear, solve_at_once
@@ -549,8 +549,7 @@ class _Simulation:
                 f"u0 has shape {first.shape} and dtype {first.dtype}; expected {n} real numbers, "
                 "or those of each sample"
             )
-        if memory_limit is not None:
-            memory_limit = check_count("memory_limit", memory_limit, 0)
+        memory_limit = check_count_or_none("memory_limit", memory_limit, 0)
         structure = Params(params)
         for name in self._param_patterns:
             structure.slice_of(name)

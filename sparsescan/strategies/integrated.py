@@ -10,8 +10,8 @@ import math
 from collections.abc import Collection, Sequence
 from itertools import groupby
 
+from ..checks import check_count
 from ..errors import InputError
-from ..symbolic.schedule import check_count
 from .graph import MIXING, Graph
 from .per_layer.configurations import MODES, Configuration, Configurations, Limits, on_grid
 from .per_layer.predict import Divided, LayerCosts, NetworkCosts

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..checks import check_count
 from ..errors import InputError, InputTypeError, short
 from ..jacobians import (
     AdaptiveAvgPool2d,
@@ -37,7 +38,6 @@ from ..jacobians.activations import Elementwise
 from ..jacobians.reshape import Permute
 from ..recurrent import Cell, GRUCell, RNNCell
 from ..symbolic.pattern import Pattern
-from ..symbolic.schedule import check_count
 from .graph import Graph, Layer
 
 #: Names for :func:`.build`; ``N`` is 8, 14, 20, …, and ``T`` a number of time steps.

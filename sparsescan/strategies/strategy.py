@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays.arrays import check_array, host_array
+from ..checks import check_count, check_has_shape
 from ..errors import InputError, InputTypeError
 from ..parallel.communicator import Communicator
-from ..symbolic.schedule import check_count
 from .graph import Graph
 from .machine import Machine, load_machine
 from .networks import Trainable, graph_of
@@ -266,12 +266,10 @@ def check_samples(
     All ranks have all of both, so they raise the same errors.
     """
     x, labels = check_array("x", x), host_array("labels", labels)
-    if x.shape != shape:
-        raise InputError(f"x has shape {x.shape}; expected {shape}")
+    check_has_shape("x", x, shape)
     if labels.dtype.kind not in "iu":
         raise InputTypeError(f"labels has dtype {labels.dtype}; expected integers")
-    if labels.shape != shape[:1]:
-        raise InputError(f"labels has shape {labels.shape}; expected {shape[:1]}")
+    check_has_shape("labels", labels, shape[:1])
     wrong = labels[(labels < 0) | (labels >= classes)]
     if len(wrong):
         raise InputError(f"labels has {wrong[0]}; expected 0 to {classes - 1}")

@@ -10,9 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..arrays.arrays import check_memory, host_array
 from ..arrays.frozen import Frozen
+from ..checks import check_count
 from ..errors import Allocating, InputError, InputTypeError, short
 from .pattern import Pattern, check_host, check_index_form, index_dtype
-from .schedule import check_count
 
 
 class IndexedPattern(Frozen):

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -30,6 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..arrays.arrays import check_memory, host_array
 from ..arrays.frozen import Frozen
+from ..checks import check_count
 from ..errors import Allocating, InputError, InputTypeError, short
 
 # Bytes that an operation takes while a schedule is made, at most; and one that is checked.
@@ -37,8 +36,6 @@ _MADE, _CHECKED = 48, 400
 # Schedules by name, with the number that some take.
 _NAMED = re.compile(r"(linear|blelloch)|(?:(truncated|chunked):([0-9]{1,39}))")
 _NAMES = "'auto', 'linear', 'blelloch', 'truncated:K' (K up-sweep levels) or 'chunked:C' (C chunks)"
-# Bits of the largest count that anybody means.
-_BITS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -431,53 +428,6 @@ def printed_schedule(text: str, n: int) -> Schedule | None:
     kind, _, arguments = text.removeprefix("Schedule.").removesuffix(")").partition("(")
     name = ":".join([kind, *arguments.split(", ")[1:]])
     return read_schedule(name, n) if _NAMED.fullmatch(name) else None
-
-
-def check_count(name: str, value: int, least: int, most: int | None = None) -> int:
-    """Return `value` as an integer from `least` to `most`, or raise an error that names it."""
-    try:
-        count = operator.index(value)
-    except Exception:  # of an array, or of a caller's own class
-        raise InputTypeError(f"{name} is {short(value)}; expected an integer") from None
-    if count < least:
-        raise InputError(f"{name} is {short(count)}; expected at least {least}")
-    if most is not None and count > most:
-        raise InputError(f"{name} is {short(count)}; expected at most {most:,}")
-    if count.bit_length() > _BITS:
-        raise InputError(f"{name} is {short(count)}; expected at most 2**{_BITS}")
-    return count
-
-
-def check_number(name: str, value: Any, *, finite: bool = True) -> float:
-    """Return `value` as a float, or raise an error that names it."""
-    if not isinstance(value, Real):
-        raise InputTypeError(f"{name} is {short(value)}; expected a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if math.isnan(number) or (finite and math.isinf(number)):
-        raise InputError(f"{name} is {short(value)}; expected a{' finite' * finite} number")
-    return number
-
-
-def check_choice(name: str, value: Any, *choices: str) -> str:
-    """Return `value` if it is one of these strings, or raise an error that names it."""
-    # Arrays work out equality entry by entry, so types come first.
-    if not isinstance(value, str) or value not in choices:
-        expected = " or ".join(", ".join(map(repr, choices)).rsplit(", ", 1))
-        raise InputError(f"{name} is {short(value)}; expected {expected}")
-    return value
-
-
-def check_flag(name: str, value: Any) -> bool:
-    """Return `value` as a bool, or raise an error that names it; 0 and 1 count as flags."""
-    # An array may have several truth values, and a string that says "False" counts as true.
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    if isinstance(value, (int, np.integer)) and value in (0, 1):
-        return bool(value)
-    raise InputTypeError(f"{name} is {short(value)}; expected True or False")
 
 
 def level_of(name: str, runs: Iterable[ArrayLike]) -> Level:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import affine
+from ..checks import check_flag
 from ..errors import InputTypeError
 from ..execution.recurrence import Recorded, record_gradients, record_states
 from ..kernels.addresses import address_of
 from ..locks import new_lock
-from ..readings import Reading, read_shapes, read_shapes_anew
+from ..ops import affine
+from ..ops.readings import Reading, read_shapes, read_shapes_anew
 from ..recurrent.step_pool import StepPool
 from ..symbolic.pattern import Pattern
-from ..symbolic.schedule import check_flag
 from .calls.arrays import NUMBERS, array_of, check_tensors, here, tensor_of
 from .calls.direct import is_direct, is_mapped, is_transformed, takes_rules
 from .calls.once import Mappable, over_maps

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_flag
 from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
 from ..recurrent.definition import initial_of
-from ..symbolic.schedule import check_flag
 from .calls.sequences import Sequences
 from .calls.shapes import register
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import filters
+from ..ops import filters
 from .calls.arrays import NUMBERS, array_of, check_tensors, here, tensor_of
 from .calls.direct import is_direct, is_mapped, is_transformed, takes_rules
 from .calls.once import Mappable, over_maps
@@ -279,7 +279,7 @@ _filter_backward_op = torch.ops.sparsescan.filter_backward.default
 
 
 def _filter(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
-    """Return filtered samples, as :func:`sparsescan.filters.filter_samples` does."""
+    """Return filtered samples, as :func:`sparsescan.ops.filters.filter_samples` does."""
     if x.is_complex() and not a.is_complex():
         # Its parts are more samples.
         b, a = (each if len(each) == 1 else each.repeat(2, 1, 1) for each in (b, a))

@@ -131,5 +131,5 @@ def test_what_is_wrong_is_said(cupy: Any) -> None:
     step, x = net.training_step(), cupy.asarray(x)
     with pytest.raises(InputTypeError, match="resets has dtype int64; expected bool"):
         step.forward(x, resets=flags.astype(np.int64))
-    with pytest.raises(InputError, match=r"resets has shape \(2, 2\); expected \(T, batch\)"):
+    with pytest.raises(InputError, match=r"resets has shape \(2, 2\); expected \(3, 2\)"):
         step.forward(x, resets=flags[:2])

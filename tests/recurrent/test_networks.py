@@ -215,8 +215,8 @@ X = np.zeros((5, 2, 3), F4)
         ((X, None, [5]), InputError, r"lengths has shape \(1,\); expected \(2,\)"),
         ((X, None, [5, 6]), InputError, r"lengths is \[5, 6\]; expected integers from 0 to 5"),
         ((X, None, [5, -1]), InputError, "expected integers from 0 to 5"),
-        ((X, None, [5.0, 1.0]), InputTypeError, r"lengths is \[5.0, 1.0\]; expected integers"),
-        ((X, None, "ab"), InputTypeError, "lengths is 'ab'; expected integers"),
+        ((X, None, [5.0, 1.0]), InputTypeError, "lengths has dtype float64; expected integers"),
+        ((X, None, "ab"), InputTypeError, "lengths has dtype <U2; expected integers"),
     ],
 )
 def test_what_is_wrong_is_said(arguments: Any, error: type[Exception], said: str) -> None:

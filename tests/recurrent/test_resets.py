@@ -313,10 +313,10 @@ FLAGS = np.zeros((5, 2), bool)
             X,
             FLAGS[:4],
             InputError,
-            r"resets has shape \(4, 2\); expected \(T, batch\), here",
+            r"resets has shape \(4, 2\); expected \(5, 2\), as x but for its last axis",
         ),
-        (X, FLAGS[:, 0], InputError, r"resets has shape \(5,\); expected \(T, batch\)"),
-        (X[:, 0], FLAGS, InputError, r"resets has shape \(5, 2\); expected \(T,\), here \(5,\)"),
+        (X, FLAGS[:, 0], InputError, r"resets has shape \(5,\); expected \(5, 2\)"),
+        (X[:, 0], FLAGS, InputError, r"resets has shape \(5, 2\); expected \(5,\), as x"),
         (
             X,
             FLAGS.astype(int),

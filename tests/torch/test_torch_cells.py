@@ -257,7 +257,7 @@ def test_errors() -> None:
         (torch.zeros(5, 2, 4), None, r"input has shape \(5, 2, 4\); expected \(T, batch, 3\)"),
         (torch.zeros(2, 5, 2, 3), None, "input has shape"),
         (torch.zeros(5, 2, 3), h, r"expected a tuple of 2 tensors of shape \(1, 2, 4\)"),
-        (torch.zeros(5, 2, 3), (h, h[:, :1]), r"state of shape \(1, 1, 4\); expected \(1, 2, 4\)"),
+        (torch.zeros(5, 2, 3), (h, h[:, :1]), r"a state of hx has shape \(1, 1, 4\); expected"),
     ):
         with pytest.raises((InputError, InputTypeError), match=said):
             net(x, hx)

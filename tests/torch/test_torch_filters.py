@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch_checks import check_compiled, close
 
-from sparsescan import DeviceError, InputError, InputTypeError, filters
+from sparsescan import DeviceError, InputError, InputTypeError
+from sparsescan.ops import filters
 from sparsescan.torch import lfilter, sosfilt
 
 # PyTorch (2.13) compiles what it needs for forward mode by what it tells others not to use.

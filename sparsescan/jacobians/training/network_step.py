@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...arrays.arrays import check_memory
+from ...checks import check_count_or_none, check_flag, check_has_shape
 from ...errors import Allocating, InputError, InputTypeError, MemoryLimitError, short
 from ...execution.calls import LINE, aligned_zeros, call_all
 from ...execution.sharing import quiet
 from ...formatting import align, exact_bytes, format_bytes
 from ...kernels.cpu.lanes import lanes
-from ...symbolic.schedule import check_count, check_flag
 from ..activations import ReLU
 from ..conv import Conv1d, Conv2d, ConvTranspose2d
 from ..linear import Linear
@@ -149,9 +149,7 @@ class NetworkStep:
 
     def __init__(self, network: SequentialLike, memory_limit: int | None = None) -> None:
         self.network = network
-        self.memory_limit = (
-            None if memory_limit is None else check_count("memory_limit", memory_limit, 0)
-        )
+        self.memory_limit = check_count_or_none("memory_limit", memory_limit, 0)
         self._has_batch_axis = _holds_batch(network.layers)
         self._maps: list[Map] = []
         self._stages: list[LayerStage] = []
@@ -443,8 +441,7 @@ class NetworkStep:
             raise InputError("backward was called without a forward pass before it")
         grad = on_host("grad_output", grad_output)
         expected = (*self._lead, *self.network.output_shape)
-        if grad.shape != expected:
-            raise InputError(f"grad_output has shape {grad.shape}; expected {expected}")
+        check_has_shape("grad_output", grad, expected)
         rooms = self._rooms(out, samples)
         self._is_forward = False
         last, wanted = self._last, self._wanted(needs_input_grad)

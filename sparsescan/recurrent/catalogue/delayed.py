@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...symbolic.schedule import check_count
+from ...checks import check_count
 from ..cell import Cell
 from ..definition import Bias, Constant, Hidden, Input
 from .activations import activation

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import InputError, InputTypeError, short
+from ...recurrent import arguments
 
 
 def check_resets(resets: Any, given: Any) -> Any:
@@ -17,8 +18,7 @@ def check_resets(resets: Any, given: Any) -> Any:
         return check_packed(resets, given)
     if not isinstance(resets, Tensor):
         raise InputTypeError(f"resets is {short(resets)}; expected a tensor of bools")
-    why = "as the first axes of input" if given.dim() == 3 else "one for each step"
-    return _check(resets, given, why)
+    return _check(resets, given, ("resets", "input"))
 
 
 def check_packed(resets: Any, given: PackedSequence) -> PackedSequence:
@@ -27,7 +27,7 @@ def check_packed(resets: Any, given: PackedSequence) -> PackedSequence:
         raise InputTypeError(
             f"resets is {short(resets)}; expected a PackedSequence of bools, as input is packed"
         )
-    flags = _check(resets.data, given.data, "as input.data", "resets.data")
+    flags = _check(resets.data, given.data, ("resets.data", "input.data"))
     # A compiler that looks on knows no numbers.
     if not torch.compiler.is_compiling() and not (
         _are_equal(resets.batch_sizes, given.batch_sizes)
@@ -40,21 +40,11 @@ def check_packed(resets: Any, given: PackedSequence) -> PackedSequence:
     return resets._replace(data=flags)
 
 
-def _check(flags: Tensor, x: Tensor, why: str, name: str = "resets") -> Tensor:
-    if flags.dtype != torch.bool:
-        raise InputTypeError(
-            f"{name} has dtype {flags.dtype}; expected torch.bool: resets != 0 makes bools of "
-            "numbers"
-        )
-    if flags.shape == (*x.shape[:-1], 1):
-        flags = flags.squeeze(-1)
-    if flags.shape != x.shape[:-1]:
-        raise InputError(
-            f"{name} has shape {tuple(flags.shape)}; expected {tuple(x.shape[:-1])}, {why}"
-        )
+def _check(flags: Tensor, x: Tensor, names: tuple[str, str]) -> Tensor:
+    checked: Tensor = arguments.check_resets(flags, x, names)
     if flags.device != x.device:
-        raise InputError(f"{name} is on {flags.device}; expected {x.device}, where input is")
-    return flags
+        raise InputError(f"{names[0]} is on {flags.device}; expected {x.device}, where input is")
+    return checked
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from ...checks import check_count_or_none, check_flag, check_has_shape
 from ...errors import InputError, InputTypeError, short
-from ...symbolic.schedule import check_count, check_flag
+from ...recurrent.arguments import check_input
 from ..conversion.structure import is_pruning
 from .derivatives import run_differentiable
 from .direct import as_leaf, is_exported_to_onnx, is_recorded, is_transformed
@@ -79,7 +80,7 @@ class Sequences:
 
     @memory_limit.setter
     def memory_limit(self, limit: int | None) -> None:
-        self._memory_limit = None if limit is None else check_count("memory_limit", limit, 0)
+        self._memory_limit = check_count_or_none("memory_limit", limit, 0)
 
     @property
     def truncate(self) -> int | None:
@@ -88,7 +89,7 @@ class Sequences:
 
     @truncate.setter
     def truncate(self, steps: int | None) -> None:
-        self._truncate = None if steps is None else check_count("truncate", steps, 1)
+        self._truncate = check_count_or_none("truncate", steps, 1)
 
     @property
     def return_states(self) -> bool:
@@ -352,11 +353,8 @@ class Sequences:
         x = given.data if is_packed else given
         if not isinstance(x, Tensor):
             raise InputTypeError(f"input is {short(given)}; expected a tensor or a PackedSequence")
-        if x.dim() not in ((2,) if is_packed else (2, 3)) or x.shape[-1] != self.input_size:
-            raise InputError(
-                f"input has shape {tuple(x.shape)}; expected (T, batch, {self.input_size}), "
-                f"(batch, T, {self.input_size}) if batch_first, or (T, {self.input_size})"
-            )
+        axes = ("rows",) if is_packed else ("batch, T" if self.batch_first else "T, batch", "T")
+        check_input("input.data" if is_packed else "input", x, self.input_size, *axes)
         if hx is None:
             return
         expected = self._state_shape(given)
@@ -365,9 +363,9 @@ class Sequences:
             many = f"a tuple of {self.states} tensors" if self.states > 1 else "a tensor"
             raise InputTypeError(f"hx is {short(hx)}; expected {many} of shape {expected}")
         for each in states:
-            if not isinstance(each, Tensor) or tuple(each.shape) != expected:
-                shape = tuple(each.shape) if isinstance(each, Tensor) else short(each)
-                raise InputError(f"hx has a state of shape {shape}; expected {expected}")
+            if not isinstance(each, Tensor):
+                raise InputTypeError(f"hx has {short(each)}; expected a tensor of shape {expected}")
+            check_has_shape("a state of hx", each, expected)
 
     def _differentiably(self, given: Any, hx: Any, weights: list[Tensor], resets: Any) -> Any:
         """Run all layers by functions that transforms take apart, and know any dtype and device."""

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ...checks import check_count_or_none
 from ...errors import InputTypeError, short
-from ...symbolic.schedule import check_count
 from ..calls.recurrent_op import has_kernels
 from ..calls.sequences import Sequences
 from ..sequential import Sequential, why_not
@@ -108,10 +108,8 @@ def convert(
     >>> print(convert(model))
     rnn: replaced
     """
-    if memory_limit is not None:
-        check_count("memory_limit", memory_limit, 0)
-    if truncate is not None:
-        check_count("truncate", truncate, 1)
+    check_count_or_none("memory_limit", memory_limit, 0)
+    check_count_or_none("truncate", truncate, 1)
     plan = plan_of(model)
     for module, kind in plan.kinds.items():
         _become(module, kind)

@@ -7,18 +7,19 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .api import inclusive_scan
-from .arrays.arrays import beside, contiguous, namespace, output, read_array
-from .arrays.streams import place
-from .chains.containers import CSRChain
-from .chains.sparse_steps import SparseSteps, is_sparse_steps
-from .errors import Allocating, InputError, InputTypeError
-from .execution.calls import Calls
-from .execution.recurrence import Matrices, write_outer_products, write_states
-from .execution.threads import thread_count
+from ..api import inclusive_scan
+from ..arrays.arrays import beside, contiguous, namespace, output, read_array
+from ..arrays.streams import place
+from ..chains.containers import CSRChain
+from ..chains.sparse_steps import SparseSteps, is_sparse_steps
+from ..checks import check_flag
+from ..errors import Allocating, InputError, InputTypeError
+from ..execution.calls import Calls
+from ..execution.recurrence import Matrices, write_outer_products, write_states
+from ..execution.threads import thread_count
+from ..symbolic.pattern import Pattern, indptr_of, rows_of, trusted
+from ..symbolic.schedule import Schedule, read_schedule
 from .readings import Reading, check_vectors, one_batch, read_shapes
-from .symbolic.pattern import Pattern, indptr_of, rows_of, trusted
-from .symbolic.schedule import Schedule, check_flag, read_schedule
 
 Array = NDArray[Any]
 

@@ -9,21 +9,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .arrays.arrays import flat
-from .errors import Allocating, InputError, InputTypeError, short
-from .execution.calls import Calls
-from .execution.recording import Recorder, Space
-from .execution.recurrence import Recorded
-from .execution.threads import thread_count
-from .kernels.cpu.copies import fill_with
-from .kernels.cpu.filters import (
+from ..arrays.arrays import flat
+from ..errors import Allocating, InputError, InputTypeError, short
+from ..execution.calls import Calls
+from ..execution.recording import Recorder, Space
+from ..execution.recurrence import Recorded
+from ..execution.threads import thread_count
+from ..kernels.cpu.copies import fill_with
+from ..kernels.cpu.filters import (
     FilterNeeds,
     FilterSizes,
     differentiate,
     filter_blocks,
     filter_complex,
 )
-from .kernels.cpu.sixteen import WIDTH
+from ..kernels.cpu.sixteen import WIDTH
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]

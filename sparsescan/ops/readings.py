@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from .errors import InputError, InputTypeError, short
-from .symbolic.pattern import Pattern
+from ..errors import InputError, InputTypeError, short
+from ..symbolic.pattern import Pattern
 
 Shape = tuple[int, ...]
 

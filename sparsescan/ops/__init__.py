@@ -1,0 +1,1 @@
+"""Operations that doors share: linear recurrences, filters, and the shapes that they take."""

@@ -1,0 +1,73 @@
+"""Check what recurrent networks are called with, in arrays of any package, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..checks import check_count_or_none, check_flag, check_has_shape
+from ..errors import InputError, InputTypeError, short
+from .host_sizes import Layers
+
+Shape = tuple[int, ...]
+
+
+def check_options(
+    network: Layers, memory_limit: Any, truncate: Any, return_states: Any
+) -> tuple[int | None, int | None, bool]:
+    """Return the options of a training step: a limit, the steps of a segment, and a flag."""
+    memory_limit = check_count_or_none("memory_limit", memory_limit, 0)
+    truncate = check_count_or_none("truncate", truncate, 1)
+    if truncate is not None and len(network.cells[0]) > 1:
+        raise InputError(
+            f"truncate is {truncate}, and the network has two directions; expected None, or one "
+            "direction: segments of both would not be the same"
+        )
+    return memory_limit, truncate, check_flag("return_states", return_states)
+
+
+def check_input(name: str, x: Any, size: int, *axes: str) -> None:
+    """Raise unless an input has the axes that one of some texts names, and then `size` numbers."""
+    counts = [len(each.split(", ")) + 1 for each in axes]
+    if len(x.shape) not in counts or x.shape[-1] != size:
+        expected = " or ".join(f"({each}, {size})" for each in axes)
+        raise InputError(f"{name} has shape {tuple(x.shape)}; expected {expected}")
+
+
+def check_state(state: Any, shape: Shape, x: Any) -> None:
+    """Raise unless initial states have the shape that the network and an input say."""
+    check_has_shape("state", state, shape, f", as x has shape {x.shape}")
+
+
+def check_lengths(lengths: Any, shape: Shape) -> None:
+    """Raise unless there are integers, one for each sample."""
+    if lengths.dtype.kind not in "iu":
+        raise InputTypeError(f"lengths has dtype {lengths.dtype}; expected integers")
+    check_has_shape("lengths", lengths, shape, ", one for a sample")
+
+
+def check_length_range(lengths: NDArray[Any], steps: int) -> None:
+    """Raise unless lengths are from 0 to the number of steps."""
+    if lengths.size and not (np.min(lengths) >= 0 and np.max(lengths) <= steps):
+        raise InputError(
+            f"lengths is {short(lengths.tolist())}; expected integers from 0 to {steps}"
+        )
+
+
+def check_resets(resets: Any, x: Any, names: tuple[str, str] = ("resets", "x")) -> Any:
+    """Return resets without a last axis of 1: bools for each step, or each step and sample.
+
+    `names` are those of the resets and of the input, for errors.
+    """
+    name, of = names
+    if str(resets.dtype) not in ("bool", "torch.bool"):
+        raise InputTypeError(
+            f"{name} has dtype {resets.dtype}; expected bool: {name} != 0 makes bools of numbers"
+        )
+    shape = tuple(x.shape[:-1])
+    if resets.shape == (*shape, 1):
+        return resets.reshape(shape)
+    check_has_shape(name, resets, shape, f", as {of} but for its last axis")
+    return resets
