@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
+from sparsescan.graph.expressions import topological
+from sparsescan.graph.operations import OPERATIONS, Node
 from sparsescan.recurrent import Cell
 from sparsescan.recurrent.definition import bias_name, declared
-from sparsescan.recurrent.operations import OPERATIONS, Node
-from sparsescan.recurrent.program import INPUT, topological
+from sparsescan.recurrent.program import INPUT
 
 from . import peers, timing
 

@@ -145,7 +145,7 @@ def tangent(monkeypatch: pytest.MonkeyPatch) -> Work:
 
 
 def operations(_: pytest.MonkeyPatch) -> Work:
-    from sparsescan.recurrent.operations import node, number
+    from sparsescan.graph.operations import node, number
 
     value = np.random.default_rng().random()
     return lambda: node("tanh", number(value)) is node("tanh", number(value))
@@ -315,7 +315,7 @@ WORK: dict[str, tuple[Callable[[pytest.MonkeyPatch], Work], tuple[str, ...]]] = 
     "execution/threads.py": (helpers, ()),
     "jax/ffi/programs.py": (programs, ("_publish",)),
     "recurrent/compiled.py": (compiled, ()),
-    "recurrent/operations.py": (operations, ()),
+    "graph/operations.py": (operations, ()),
     "recurrent/tangent.py": (tangent, ()),
     "simulate/run.py": (simulation, ("_backward", "_keep")),
     "symbolic/pattern.py": (pattern, ()),

@@ -21,6 +21,7 @@ ROOMS = (
     "locks",
     "arrays",
     "kernels",
+    "graph",
     "symbolic",
     "chains",
     "execution",

@@ -1,11 +1,6 @@
 """Recurrent cells, each defined once; their Jacobians, whole sequences and training steps."""
 
-from .cell import Cell
-from .cells import GRUCell, LSTMCell, RNNCell
-from .definition import Bias, Choice, Constant, Hidden, Input, Scalar, Vector
-from .jacobian import Linearization
-from .networks import GRU, LSTM, RNN, Recurrent
-from .operations import (
+from ..graph.operations import (
     absolute,
     cos,
     elu,
@@ -30,6 +25,11 @@ from .operations import (
     tanh,
     where,
 )
+from .cell import Cell
+from .cells import GRUCell, LSTMCell, RNNCell
+from .definition import Bias, Choice, Constant, Hidden, Input, Scalar, Vector
+from .jacobian import Linearization
+from .networks import GRU, LSTM, RNN, Recurrent
 from .step import Gradients, TrainingStep
 
 __all__ = [

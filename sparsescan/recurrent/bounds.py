@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from ..graph.expressions import topological
+from ..graph.operations import Node, value_of
 from .loops.pauses import BOUNDED, NEVER, STRICT
-from .operations import Node, value_of
-from .program import CellProgram, topological
+from .program import CellProgram
 
 _Interval = tuple[float, float]
 _ANY: _Interval = (-math.inf, math.inf)

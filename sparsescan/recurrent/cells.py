@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from ..graph.operations import sigmoid, tanh
 from .cell import Cell
 from .definition import Choice, Hidden, Input
-from .operations import sigmoid, tanh
 
 
 class RNNCell(Cell):

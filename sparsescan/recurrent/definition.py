@@ -16,10 +16,11 @@ from typing import Any, NoReturn, Protocol
 from ..arrays.arrays import Mirrored
 from ..checks import check_choice
 from ..errors import InputError, InputTypeError, short
+from ..graph import operations
+from ..graph.expressions import topological
+from ..graph.operations import Node, as_node, node, number, refuse, tracing
 from ..parameters.parametrised import Parameter
-from . import operations
-from .operations import Node, as_node, node, number, refuse, tracing
-from .program import INPUT, CellProgram, analyse, topological
+from .program import INPUT, CellProgram, analyse
 
 Shape = tuple[int, ...]
 _FUNCTIONS = {

@@ -27,11 +27,11 @@ from ..chains.implicit import ImplicitChain
 from ..checks import check_flag, check_has_shape
 from ..errors import Allocating, InputError
 from ..execution.sharing import even_slices, map_shared
+from ..graph.operations import Node, node
 from ..parameters.parametrised import masked
 from ..symbolic.pattern import Pattern
 from .linear import ONE, Key
 from .loops.values import fill_blocks, fill_entries, multiply_rows, put_column
-from .operations import Node, node
 from .program import INPUT
 from .structure import DENSE, Places, Structure
 

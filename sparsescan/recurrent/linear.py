@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from .operations import Node, node, number, value_of
-from .program import INPUT, CellProgram, Term, _replaced, coefficients, topological
+from ..graph.derivatives import coefficients
+from ..graph.expressions import replaced, topological
+from ..graph.operations import Node, node, number, value_of
+from .program import INPUT, CellProgram, Term
 
 # A block of a matrix, and whether it is transposed.
 Key = tuple[str, int, bool]
@@ -180,7 +182,7 @@ def _without_quotients(program: CellProgram, zeros: Collection[int]) -> list[Nod
             if each not in plain and whole in program.outputs and gate in whole.arguments:
                 a, b = whole.arguments
                 plain[each] = b if a is gate else a
-    new = dict(zip(given, _replaced(given, plain), strict=True))
+    new = dict(zip(given, replaced(given, plain), strict=True))
     return [None if each is None else new[each] for each in roots]
 
 

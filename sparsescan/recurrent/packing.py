@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..execution.calls import LINE, Calls
+from ..graph.operations import node
 from ..kernels.cpu.copies import fill_with
 from ..kernels.cpu.lanes import lanes as lanes_of
 from ..kernels.cpu.lanes import sample_lanes
@@ -23,7 +24,6 @@ from .definition import CellLike, bias_name, declared
 from .loops import callers
 from .loops.pauses import STRICT
 from .loops.products import Products
-from .operations import node
 from .program import INPUT, CellProgram, Slot, Term
 
 Array = NDArray[Any]

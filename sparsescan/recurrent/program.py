@@ -12,17 +12,17 @@ Gradients run back through the same stages. They are symbols, too: those in the 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from .operations import OPERATIONS, Node, apply, node, number, value_of, where
+from ..graph.derivatives import gradients, quotients_of
+from ..graph.expressions import bare, replaced, topological, with_arguments
+from ..graph.kept import least_kept
+from ..graph.operations import Node, node
 
 INPUT = node("input")
-_LEAVES = {"number", "input", "state", "vector", "scalar", "derived", "slot", "gradient", "back"}
-_Place: TypeAlias = "tuple[Node | None, int]"
 # Slots up to which their orders are tried.
 _MOST_ORDERS = 7
 
@@ -166,47 +166,7 @@ class CellProgram:
         return _back_stage_of(each, self, {})
 
 
-# -- Traversal ------------------------------------------------------------------------------------
-
-
-def topological(roots: Iterable[Node]) -> list[Node]:
-    """Return all nodes that some are computed from, and these, each behind its arguments."""
-    order: dict[Node, None] = {}
-    stack = [(root, False) for root in reversed(list(roots))]
-    while stack:
-        each, is_done = stack.pop()
-        if each in order:
-            continue
-        if is_done:
-            order[each] = None
-            continue
-        stack.append((each, True))
-        stack += [(argument, False) for argument in reversed(each.arguments)]
-    return list(order)
-
-
-def _of(each: Node, arguments: Sequence[Node]) -> Node:
-    """Return the operation of other arguments, simplified."""
-    same = all(a is b for a, b in zip(arguments, each.arguments, strict=True))
-    return each if same else apply(each.operation, *arguments)
-
-
-def _replaced(roots: Sequence[Node], new: Mapping[Node, Node]) -> list[Node]:
-    """Return expressions in which some nodes are replaced by others."""
-    made: dict[Node, Node] = {}
-    for each in topological(roots):
-        made[each] = new[each] if each in new else _of(each, [made[a] for a in each.arguments])
-    return [made[root] for root in roots]
-
-
-def _bare(roots: Sequence[Node]) -> list[Node]:
-    """Return expressions in which what is differentiated as something else is only its value."""
-    made: dict[Node, Node] = {}
-    for each in topological(roots):
-        arguments = [made[argument] for argument in each.arguments]
-        is_value = each.operation in ("stop_gradient", "surrogate")
-        made[each] = arguments[0] if is_value else _of(each, arguments)
-    return [made[root] for root in roots]
+# -- Stages ---------------------------------------------------------------------------------------
 
 
 def _stage_of(each: Node, slots: Sequence[Slot], known: dict[Node, int]) -> int:
@@ -252,7 +212,7 @@ def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> Ce
     """
     step = _ordered(_with_slots(outputs, names or {}))
     hoisted, rows, derived = _hoisted(step.roots)
-    step = step.changed(lambda roots: _replaced(roots, hoisted))
+    step = step.changed(lambda roots: replaced(roots, hoisted))
     arguments = list(
         dict.fromkeys(
             term.argument
@@ -263,11 +223,11 @@ def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> Ce
     )
     seeds = [(each, node("gradient", about=(k,))) for k, each in enumerate(step.outputs)]
     backs = {each: node("back", about=(k,)) for k, each in enumerate(arguments)}
-    quotients = _quotients([*step.outputs, *arguments], step.outputs)
+    quotients = quotients_of([*step.outputs, *arguments], step.outputs)
     slots = [node("slot", about=(k,)) for k in range(len(step.slots))]
     states = [node("state", about=(k,)) for k in range(len(outputs))]
     while True:
-        adjoints = _adjoints([*seeds, *backs.items()], quotients)
+        adjoints = gradients([*seeds, *backs.items()], quotients)
         # What is only multiplied for a condition, for example, has no gradient.
         graded = [each for slot, each in zip(slots, step.slots, strict=True) if slot in adjoints]
         read = {term.argument for each in graded for term in each.terms}
@@ -275,10 +235,10 @@ def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> Ce
             break
         backs = {each: back for each, back in backs.items() if each in read}
     found = [leaf for leaf in (*slots, *states, *rows, INPUT) if leaf in adjoints]
-    backward = _bare([adjoints[leaf] for leaf in found])
+    backward = bare([adjoints[leaf] for leaf in found])
     grads = dict(zip(found, backward, strict=True))
-    apart = dict(zip(arguments, _told_apart(_bare(arguments)), strict=True))
-    step = step.changed(_bare, apart)
+    apart = dict(zip(arguments, _told_apart(bare(arguments)), strict=True))
+    step = step.changed(bare, apart)
     needed = [*backward, *apart.values()]
     forward = topological([*step.outputs, *apart.values()])
     # Slopes of surrogates may read other sums.
@@ -292,7 +252,7 @@ def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> Ce
         arguments=tuple(apart.values()),
         rows=tuple(rows),
         derived=tuple(derived),
-        kept=tuple(_kept(step.outputs, forward, needed)),
+        kept=tuple(least_kept(forward, needed, step.outputs, slots)),
         slot_grads=tuple(map(grads.get, slots)),
         state_grads=tuple(map(grads.get, states)),
         row_grads=tuple(map(grads.get, rows)),
@@ -379,7 +339,7 @@ def _with_slots(outputs: Sequence[Node], names: Mapping[Node, str]) -> _Step:
             a, b = parts
             open_sums[each] = _Sum(a.terms + b.terms, a.vectors + b.vectors, a.rest + b.rest)
         else:
-            made[each] = _of(each, [close(argument) for argument in each.arguments])
+            made[each] = with_arguments(each, [close(argument) for argument in each.arguments])
         if each in open_sums and uses[each] > 1:
             close(each)
     new = [close(each) for each in outputs]
@@ -390,7 +350,7 @@ def _ordered(step: _Step) -> _Step:
     """Return a step whose slots are in the order in which they are stored."""
     order = _order(step.slots)
     place = {node("slot", about=(old,)): node("slot", about=(k,)) for k, old in enumerate(order)}
-    step = step.changed(lambda roots: _replaced(roots, place))
+    step = step.changed(lambda roots: replaced(roots, place))
     return step._replace(slots=[step.slots[old] for old in order])
 
 
@@ -450,173 +410,9 @@ def _hoisted(roots: Sequence[Node]) -> tuple[dict[Node, Node], list[Node], list[
     tops = [each for each in order if each in alone and each in read and each.arguments]
     derived = []
     for k, each in enumerate(tops):
-        adjoints = _adjoints([(each, node("gradient", about=(len(rows) + k,)))])
+        adjoints = gradients([(each, node("gradient", about=(len(rows) + k,)))])
         places = [r for r, row in enumerate(rows) if row in adjoints]
-        value, *grads = _bare([each, *(adjoints[rows[r]] for r in places)])
+        value, *grads = bare([each, *(adjoints[rows[r]] for r in places)])
         derived.append(Derived(value, tuple(zip(places, grads, strict=True))))
     leaves = {each: node("derived", about=(k,)) for k, each in enumerate(tops)}
     return leaves, [*rows, *leaves.values()], derived
-
-
-def _adjoints(
-    seeds: Sequence[tuple[Node, Node]], same: Mapping[Node, Node] | None = None
-) -> dict[Node, Node]:
-    """Return the gradients in all nodes, from those in some; derivatives read what is the same."""
-    grads: dict[Node, Node] = {}
-    same = same or {}
-
-    def add(to: Node, grad: Node) -> None:
-        grads[to] = grads[to] + grad if to in grads else grad
-
-    for each, seed in seeds:
-        add(each, seed)
-    for each in reversed(topological([each for each, _ in seeds])):
-        if each not in grads or not each.arguments:
-            continue
-        y, *arguments = (same.get(one, one) for one in (each, *each.arguments))
-        pulled = OPERATIONS[each.operation].pull(grads[each], y, *arguments)
-        for argument, grad in zip(each.arguments, pulled, strict=True):
-            if grad is not None and value_of(argument) is None:
-                add(argument, grad)
-    return grads
-
-
-def _quotients(roots: Sequence[Node], outputs: Sequence[Node]) -> dict[Node, Node]:
-    """Return quotients of states that the backward pass takes for their factors, instead of these.
-
-    Of ``h = o·tanh(c)`` the state is kept and ``o`` is needed, so that ``tanh(c) = h/o``, and
-    anything where ``o`` is 0: each of its uses is multiplied by ``o``, since ``h`` is the only one
-    that reads it, and the derivative of ``o``, a sigmoid or an exponential, has the factor ``o``.
-    A root is left out: its derivative divides by it.
-    """
-    uses = Counter(argument for each in topological(roots) for argument in each.arguments)
-    uses.update(roots)
-    found: dict[Node, Node] = {}
-    for each in outputs:
-        if each.operation != "multiply":
-            continue
-        for gate, factor in (each.arguments, each.arguments[::-1]):
-            is_heavy = factor.operation in OPERATIONS and OPERATIONS[factor.operation].is_heavy
-            is_alone = uses[factor] == 1 and factor.operation != "sqrt"
-            if is_heavy and is_alone and gate.operation in ("sigmoid", "exp"):
-                found[factor] = where(gate <= 0, 0, each / gate)
-                break
-    return found
-
-
-def _kept(outputs: Sequence[Node], forward: Sequence[Node], backward: Sequence[Node]) -> list[Node]:
-    """Return the fewest vectors from which, and states and inputs, the backward pass is computed.
-
-    They are a least cut between the sums of products, which it cannot compute, and what it needs;
-    of all least cuts the one that leaves fewest operations to it.
-    """
-    free = {each for each in forward if each.operation in _LEAVES - {"slot"}} | set(outputs)
-    inside = [each for each in forward if each not in free]
-    members = set(inside)
-    needed: set[Node] = set()
-    stack, seen = list(backward), set[Node]()
-    while stack:
-        each = stack.pop()
-        if each in seen:
-            continue
-        seen.add(each)
-        if each in members:
-            needed.add(each)
-        elif each not in free:
-            stack += each.arguments
-    users: dict[Node, list[Node]] = {each: [] for each in inside}
-    for each in inside:
-        for argument in each.arguments:
-            if argument in members:
-                users[argument].append(each)
-    sources = [each for each in inside if each.operation == "slot"]
-    cut = _least_cut(users, sources, needed)
-    return [each for each in inside if each in cut]
-
-
-def _least_cut(users: dict[Node, list[Node]], sources: list[Node], needed: set[Node]) -> set[Node]:
-    """Return the fewest nodes that all ways from some to others lead through, the last there are.
-
-    By flow: each node takes one unit, and is two places, before and behind it.
-    """
-    begin: _Place = (None, 0)
-    end: _Place = (None, 1)
-    room: dict[_Place, dict[_Place, float]] = {begin: {}, end: {}}
-
-    def connect(a: _Place, b: _Place, capacity: float) -> None:
-        room.setdefault(a, {})[b] = capacity
-        room.setdefault(b, {}).setdefault(a, 0)
-
-    for each, readers in users.items():
-        connect((each, 0), (each, 1), 1)
-        for user in readers:
-            connect((each, 1), (user, 0), math.inf)
-    for each in sources:
-        connect(begin, (each, 0), math.inf)
-    for each in needed:
-        connect((each, 1), end, math.inf)
-    while True:
-        way: dict[_Place, _Place] = {begin: begin}
-        queue = [begin]
-        for at in queue:
-            for step, left in room[at].items():
-                if left > 0 and step not in way:
-                    way[step] = at
-                    queue.append(step)
-        if end not in way:
-            break
-        at = end
-        while at != begin:
-            room[way[at]][at] -= 1
-            room[at][way[at]] += 1
-            at = way[at]
-    # From where the end can still be reached.
-    reach, stack = {end}, [end]
-    while stack:
-        at = stack.pop()
-        found = [place for place in room[at] if room[place][at] > 0 and place not in reach]
-        reach.update(found)
-        stack += found
-    return {each for each in users if (each, 1) in reach and (each, 0) not in reach}
-
-
-# -- Linear parts ---------------------------------------------------------------------------------
-
-
-def coefficients(each: Node, leaves: Sequence[Node]) -> dict[Node, Node]:
-    """Return the factor of each leaf in a node that is linear in them, such as a gradient."""
-    factors: dict[Node, dict[Node, Node]] = {}
-    for one in topological([each]):
-        if one in leaves:
-            factors[one] = {one: number(1)}
-            continue
-        own = [factors[argument] for argument in one.arguments]
-        if not any(own):
-            factors[one] = {}
-        elif one.operation in ("add", "subtract"):
-            a, b = own
-            second = b if one.operation == "add" else {k: -v for k, v in b.items()}
-            factors[one] = {
-                leaf: a[leaf] + second[leaf]
-                if leaf in a and leaf in second
-                else a.get(leaf, second.get(leaf))  # type: ignore[misc]
-                for leaf in (*a, *(leaf for leaf in second if leaf not in a))
-            }
-        elif one.operation == "negative":
-            factors[one] = {leaf: -factor for leaf, factor in own[0].items()}
-        elif one.operation == "where":
-            condition, zero = one.arguments[0], number(0)
-            _, a, b = own
-            factors[one] = {
-                leaf: where(condition, a.get(leaf, zero), b.get(leaf, zero))
-                for leaf in dict.fromkeys((*a, *b))
-            }
-        elif one.operation == "multiply":
-            which = 0 if own[0] else 1
-            other = one.arguments[1 - which]
-            factors[one] = {leaf: factor * other for leaf, factor in own[which].items()}
-        elif one.operation == "divide" and own[0]:
-            factors[one] = {leaf: f / one.arguments[1] for leaf, f in own[0].items()}
-        else:
-            raise AssertionError(f"{one.operation} is not linear")
-    return factors[each]

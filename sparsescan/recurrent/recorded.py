@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..execution.recording import Recorder, Recording, Space
+from ..graph.operations import Node, node
 from .compiled import source_of
 from .definition import declared
 from .host_sizes import Extent
-from .operations import Node, node
 from .packing import Direction, Product
 from .program import CellProgram
 from .step import RecurrentLike, check_limit, memory_on_host, segments

@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays.arrays import Mirrored, check_memory
+from ..graph.constants import Known, is_zero, known_of
+from ..graph.expressions import topological
+from ..graph.operations import Node, node
 from ..locks import cached_property
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, indptr_of, of_mask, product, rows_of, trusted
-from .constants import Known, is_zero, known_of
 from .linear import ONE, Factors, Key, factors, key_of
-from .operations import Node, node
-from .program import INPUT, CellProgram, Slot, topological
+from .program import INPUT, CellProgram, Slot
 from .render.numpy import ArrayCode, function_of
 
 # Share of entries from which on weights are multiplied as a dense matrix.

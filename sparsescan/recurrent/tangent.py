@@ -8,17 +8,18 @@ cell that is made of it in turn gives third ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..graph.derivatives import WithSlope, with_slopes
+from ..graph.expressions import topological
+from ..graph.operations import Node, node, number
 from ..locks import new_lock
 from .cell import Cell
 from .definition import Bias, Hidden, Input, Scalar, Vector, bias_name, declared, shapes_of
-from .operations import OPERATIONS, Node, apply, node, number, where
-from .program import INPUT, CellProgram, topological
+from .program import INPUT, CellProgram
 
 _UNITS = "input_of_units"
-_Pair = tuple[Node, "Node | None"]
 
 
 class Tangent(NamedTuple):
@@ -166,22 +167,18 @@ class _Step:
     def derivative(self, states: tuple[Node, ...]) -> tuple[Node, ...]:
         """Return the derivatives of the new states, and these."""
         count = len(self._traced)
-        known: dict[Node, _Pair] = {}
-        for each in topological(self._traced):
+
+        def rule(each: Node, known: Mapping[Node, WithSlope]) -> WithSlope | None:
             if each.operation == "state":
                 (k,) = each.about
-                known[each] = states[count + k], states[k]
-            elif each is INPUT:
-                known[each] = _product(_UNITS, 0, INPUT), _product(_UNITS, 1, INPUT)
-            elif each.operation == "number":
-                known[each] = each, None
-            elif each.operation in ("vector", "scalar"):
-                known[each] = self._parameter(each.operation, *each.about)
-            elif each.operation == "product":
-                known[each] = self._product(each, known)
-            else:
-                known[each] = _elementwise(each.operation, [known[a] for a in each.arguments])
-        pairs = [known[each] for each in self._traced]
+                return states[count + k], states[k]
+            if each is INPUT:
+                return _product(_UNITS, 0, INPUT), _product(_UNITS, 1, INPUT)
+            if each.operation in ("vector", "scalar"):
+                return self._parameter(each.operation, *each.about)
+            return self._product(each, known) if each.operation == "product" else None
+
+        pairs = with_slopes(self._traced, rule)
         slopes = (number(0) if slope is None else slope for _, slope in pairs)
         return *slopes, *(value for value, _ in pairs)
 
@@ -190,7 +187,7 @@ class _Step:
         value, slope = (node(operation, about=(own, gate)) for own in names)
         return value, slope
 
-    def _product(self, each: Node, known: dict[Node, _Pair]) -> _Pair:
+    def _product(self, each: Node, known: Mapping[Node, WithSlope]) -> WithSlope:
         """Return a product and its derivative, ``W v̇ + Ẇ v``."""
         name, gate, is_transposed = each.about
         (argument,) = each.arguments
@@ -214,22 +211,3 @@ class _Step:
 
 def _product(name: str, gate: int, vector: Node, is_transposed: bool = False) -> Node:
     return node("product", vector, about=(name, gate, is_transposed))
-
-
-def _elementwise(operation: str, pairs: list[_Pair]) -> _Pair:
-    """Return an elementwise operation and its derivative."""
-    values = [value for value, _ in pairs]
-    slopes = [slope for _, slope in pairs]
-    y = apply(operation, *values)
-    if operation == "where":
-        _, a, b = (0 if slope is None else slope for slope in slopes)
-        has_slope = slopes[1] is not None or slopes[2] is not None
-        return y, where(values[0], a, b) if has_slope else None
-    whole: Node | None = None
-    for k, slope in enumerate(slopes):
-        if slope is not None:
-            # The derivative in an argument is a number a unit, so that its transpose is the same.
-            part = OPERATIONS[operation].pull(slope, y, *values)[k]
-            if part is not None:
-                whole = part if whole is None else whole + part
-    return y, whole

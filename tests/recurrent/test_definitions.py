@@ -21,6 +21,7 @@ import torch
 from program_runs import evaluate
 
 from sparsescan import InputError, InputTypeError
+from sparsescan.graph.operations import Node, node, number
 from sparsescan.recurrent import (
     Cell,
     Choice,
@@ -46,7 +47,6 @@ from sparsescan.recurrent import (
     tanh,
     where,
 )
-from sparsescan.recurrent.operations import Node, node, number
 from sparsescan.recurrent.program import INPUT, analyse
 
 HEADER = """\

@@ -16,10 +16,12 @@ from program_runs import evaluate, run_program
 from random_cells import RandomCell, random_cells
 from sampling import long_run
 
+from sparsescan.graph.derivatives import coefficients
+from sparsescan.graph.expressions import topological
+from sparsescan.graph.operations import Node
 from sparsescan.recurrent import catalogue
 from sparsescan.recurrent.definition import Hidden, Input, declared
-from sparsescan.recurrent.operations import Node
-from sparsescan.recurrent.program import CellProgram, Slot, coefficients, topological
+from sparsescan.recurrent.program import CellProgram, Slot
 
 STEPS, BATCH = 3, 2
 # Values and gradients are compared to so many times the largest of them, or 1.

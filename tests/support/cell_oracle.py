@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparsescan.recurrent import definition, operations
+from sparsescan.graph import operations
+from sparsescan.recurrent import definition
 
 # Small arrays; and its threads would wait for each other wherever something else runs.
 torch.set_num_threads(1)

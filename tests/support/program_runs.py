@@ -13,7 +13,7 @@ import numpy as np
 from cell_oracle import Runs
 from scipy.special import expit
 
-from sparsescan.recurrent.operations import Node
+from sparsescan.graph.operations import Node
 from sparsescan.recurrent.program import CellProgram, Term
 
 Array = Any

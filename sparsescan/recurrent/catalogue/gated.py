@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ...graph.operations import sigmoid, tanh
 from ..cell import Cell
 from ..definition import Hidden, Input
-from ..operations import sigmoid, tanh
 from .activations import activation
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ...graph.operations import sigmoid
 from ..cell import Cell
 from ..definition import Input
-from ..operations import sigmoid
 
 
 class minGRU(Cell):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ...graph.operations import sigmoid, tanh
 from ..cell import Cell
 from ..definition import Hidden, Input, Vector
-from ..operations import sigmoid, tanh
 from .activations import activation
 
 

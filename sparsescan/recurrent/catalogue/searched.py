@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ...graph.operations import relu, sigmoid, tanh
 from ..cell import Cell
 from ..definition import Choice, Hidden, Input
-from ..operations import relu, sigmoid, tanh
 
 
 class MUT1(Cell):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from ...graph.operations import absolute, hardtanh, log, surrogate
 from ..cell import Cell
 from ..definition import Choice, Constant, Scalar
-from ..operations import absolute, hardtanh, log, surrogate
 
 
 def atan(alpha: float = 2.0):

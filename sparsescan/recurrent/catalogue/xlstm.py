@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ...graph.operations import exp, maximum, minimum, sigmoid, softplus, tanh, where
 from ..cell import Cell
 from ..definition import Hidden, Input
-from ..operations import exp, maximum, minimum, sigmoid, softplus, tanh, where
 
 
 class sLSTM(Cell):

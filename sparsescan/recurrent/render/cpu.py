@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from ...graph.expressions import topological
+from ...graph.operations import OPERATIONS, Node, is_heavy, node
+from ...graph.render.base import Renderer
 from ...locks import cached_property
-from ..operations import OPERATIONS, Node, node
-from ..program import CellProgram, topological
-from .base import Renderer
+from ..program import CellProgram
 
 # Arguments of each function.
 ARGUMENTS = (
@@ -54,7 +55,8 @@ class CPURenderer(Renderer):
     )
 
     def __init__(self, program: CellProgram) -> None:
-        super().__init__(program)
+        super().__init__(program.names)
+        self.program = program
         self._constants: dict[float, str] = {}
         first = len(program.arguments)
         self.state_rows = {k: first + n for n, k in enumerate(program.multiplied)}
@@ -161,7 +163,7 @@ class CPURenderer(Renderer):
             def load(each: Node, known: dict[Node, str] = known) -> str:
                 return known.get(each) or self._leaf(each)
 
-            order = self._needed(left, {}, load)
+            order = topological(left, {}, load)
             computed = [each for each in order if each in stores and each not in known]
             lines, texts = self.assignments(dict.fromkeys([*left, *computed]), {}, load)
             for each in dict.fromkeys([*computed, *left]):
@@ -210,12 +212,8 @@ class CPURenderer(Renderer):
 
     def _heavy(self, roots: Iterable[Node], where: dict[Node, str]) -> list[Node]:
         """Return what takes long of what is computed for some nodes, in order of dependence."""
-        order = self._needed(list(roots), where, lambda each: where.get(each) or self._leaf(each))
-        heavy = [
-            each
-            for each in order
-            if each.operation in OPERATIONS and OPERATIONS[each.operation].is_heavy
-        ]
+        order = topological(roots, where, lambda each: where.get(each) or self._leaf(each))
+        heavy = [each for each in order if is_heavy(each)]
         level: dict[Node, int] = {}
         for each in order:
             level[each] = max([level.get(a, 0) for a in each.arguments], default=0) + (
@@ -303,7 +301,7 @@ class CPURenderer(Renderer):
         seeds = [node("gradient", about=(k,)) for k in range(program.states)]
         states = [each for each in program.state_grads if each is not None] if stage == 0 else []
         roots = [each for _, each in stores if each is not None] + states
-        read = set(self._needed(roots, where, lambda each: where.get(each) or self._load(each)))
+        read = set(topological(roots, where, lambda each: where.get(each) or self._load(each)))
         for k, seed in enumerate(seeds):
             carry = f"carry, {_at(k, 'carry_step')}"
             is_written = stage == 0 or (stage == last and k in self.state_rows)

@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import linecache
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..operations import OPERATIONS, Node
-from ..program import CellProgram, topological
-from .base import Renderer
+from ...graph.expressions import topological
+from ...graph.operations import OPERATIONS, Node, is_heavy
+from ...graph.render.base import Renderer
+from ..program import CellProgram
 
 # Names that mean something in the text of a function.
 _RESERVED = (
@@ -184,13 +185,7 @@ class CudaProgram:
         """Return which kept vectors gradients are computed from; arguments are kept themselves."""
         program = self.program
         known = {*program.kept, *(each for each in program.outputs if each.arguments)}
-        stack, seen = program.grads, set[Node]()
-        while stack:
-            each = stack.pop()
-            if each not in seen:
-                seen.add(each)
-                stack += () if each in known else each.arguments
-        return {each for each in program.kept if each in seen}
+        return set(program.kept).intersection(topological(program.grads, (), known.__contains__))
 
     def _turn(self, each: Node) -> tuple[int, int, int]:
         """Return when a vector is computed: by stage, then those first that few sums are in."""
@@ -466,8 +461,8 @@ class _Text(Renderer):
     reserved = "|".join(_RESERVED)
 
     def __init__(self, code: CudaProgram) -> None:
-        super().__init__(code.program)
-        self._code = code
+        super().__init__(code.program.names)
+        self._code, self.program = code, code.program
         self._loaded_nodes = self._find_loaded()
         self.mids = self.back_mids = 0
         self.loads: list[tuple[str, int]] = []
@@ -647,15 +642,10 @@ class _Text(Renderer):
             computed |= here
         return mids
 
-    def _computed(self, roots: Iterable[Node], known: Iterable[Node]) -> set[Node]:
+    def _computed(self, roots: Iterable[Node], known: Container[Node]) -> set[Node]:
         """Return what is computed for some nodes, but for what is known."""
-        stack, here, known = list(roots), set[Node](), set(known)
-        while stack:
-            each = stack.pop()
-            if each not in here and each not in known and not self._is_loaded(each):
-                here.add(each)
-                stack += each.arguments
-        return here
+        order = topological(roots, known, self._is_loaded)
+        return {each for each in order if not self._is_loaded(each)}
 
     def _is_loaded(self, each: Node) -> bool:
         return not each.arguments or each in self._loaded_nodes
@@ -676,18 +666,10 @@ class _Text(Renderer):
 
     def _is_worth_it(self, each: Node) -> bool:
         """Return whether a node has a gradient in it, or an operation that takes long."""
-        stack, seen = [each], set[Node]()
-        while stack:
-            one = stack.pop()
-            if one in seen:
-                continue
-            seen.add(one)
-            is_heavy = one.operation in OPERATIONS and OPERATIONS[one.operation].is_heavy
-            if one.operation in ("gradient", "back") or (is_heavy and not self._is_loaded(one)):
-                return True
-            if not self._is_loaded(one):
-                stack += one.arguments
-        return False
+        return any(
+            one.operation in ("gradient", "back") or (is_heavy(one) and not self._is_loaded(one))
+            for one in topological([each], is_leaf=self._is_loaded)
+        )
 
     def _back_leaf(self, each: Node, stage: int) -> str:
         """Return the text of a leaf or of what is loaded, or "" for what is computed."""

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from ...graph.expressions import topological
+from ...graph.operations import OPERATIONS, Node, node
+from ...graph.render.base import LONG, Renderer, without_brackets
 from ..linear import LinearProgram, linear
-from ..operations import OPERATIONS, Node, node
-from ..program import INPUT, CellProgram, Slot, topological
-from .base import _LONG, Renderer, _without_brackets
+from ..program import INPUT, CellProgram, Slot
 
 # What a text reads beside its own variables.
 _TAKEN = "back dtype grads inf nan new out rows sigmoid slopes softplus states sums x xp zero"
@@ -95,8 +96,7 @@ class Writer(Renderer):
         roots: Sequence[Node],
         places: Mapping[Node, Sequence[str]] | None = None,
     ) -> None:
-        super().__init__(code.program)
-        self._given = code.names
+        super().__init__(code.names)
         self._places = dict(places or {})
         order = topological(roots)
         self._uses = Counter(argument for each in order for argument in each.arguments)
@@ -116,11 +116,11 @@ class Writer(Renderer):
         if each is INPUT:
             return "x"
         if each not in self._names:
-            given = self._given.get(each, "")
+            given = self.traced_names.get(each, "")
             if not given.isidentifier() or keyword.iskeyword(given):
                 parts = [_LEAVES.get(each.operation, "t"), *map(str, each.about)]
                 given = "_".join(part for part in parts if part)
-            self._names[each] = self._own_name(given)
+            self._names[each] = self.new_name(given)
         return self._names[each]
 
     def assignments(
@@ -136,8 +136,8 @@ class Writer(Renderer):
         roots = list(roots)
         lines: list[str] = []
         texts = dict(known)
-        for each in self._needed(roots, texts, load):
-            is_named = each.arguments and (each in self._given or self._uses[each] > 1)
+        for each in topological(roots, texts, load):
+            is_named = each.arguments and (each in self.traced_names or self._uses[each] > 1)
             name = self.name_of(each) if is_named else ""
             text = load(each) or self._expression(each, texts)
             if each in self._places:
@@ -146,13 +146,13 @@ class Writer(Renderer):
                 lines += before
                 if last and name:
                     last = f"{name} = {last}"
-                lines.append(last or f"{place}[...] = {_without_brackets(text)}")
+                lines.append(last or f"{place}[...] = {without_brackets(text)}")
                 text = name if name and last else place
                 lines += [f"{other}[...] = {text}" for other in more]
                 self._written.add(each)
-            elif name or len(text) > _LONG:
+            elif name or len(text) > LONG:
                 name = name or self.name_of(each)
-                lines.append(f"{name} = {_without_brackets(text)}")
+                lines.append(f"{name} = {without_brackets(text)}")
                 text = name
             elif each.arguments:
                 self._inline.add(each)
@@ -172,7 +172,7 @@ class Writer(Renderer):
         if operation in _COMPARISONS:
             text = f"({given[0]} {_COMPARISONS[operation]} {given[1]})"
             return text if each in self._conditions else f"{text}.astype(dtype)"
-        bare = [_without_brackets(one) for one in given]
+        bare = [without_brackets(one) for one in given]
         if operation == "where":
             condition, *chosen = each.arguments
             for k, one in enumerate(chosen, 1):
@@ -198,7 +198,7 @@ class Writer(Renderer):
         if each.operation not in _INTO:
             return []
         before: list[str] = []
-        given = [_without_brackets(texts[argument]) for argument in each.arguments]
+        given = [without_brackets(texts[argument]) for argument in each.arguments]
         for k, argument in enumerate(each.arguments):
             is_read = any(place in text for n, text in enumerate(given) if n != k)
             if argument in self._inline and not (is_read or place.startswith("new")):
@@ -341,7 +341,7 @@ class ArrayCode:
         writer = Writer(self, values)
         lines, texts = self._leaves(writer, values)
         more, texts = writer.assignments(values, texts)
-        result = ", ".join(_without_brackets(texts[each]) for each in values)
+        result = ", ".join(without_brackets(texts[each]) for each in values)
         doc = "Return what depends on parameters alone."
         return _function("derived", "rows, dtype", doc, [*lines, *more, f"return [{result}]"])
 
@@ -354,7 +354,7 @@ class ArrayCode:
         lines, texts = self._leaves(writer, roots)
         more, texts = writer.assignments(roots, texts)
         result = ", ".join(
-            f"({row}, {_without_brackets(texts[grad])})"
+            f"({row}, {without_brackets(texts[grad])})"
             for each in derived
             for row, grad in each.grads
         )
@@ -399,7 +399,7 @@ class ArrayCode:
             for k, leaf in zip(slots, leaves, strict=True):
                 about = self.describe(program.slots[k], partial(_read, writer, texts))
                 lines.append(f"# {texts[leaf]} = {about}")
-            given = [str(stage), *(_without_brackets(texts[each]) for each in arguments)]
+            given = [str(stage), *(without_brackets(texts[each]) for each in arguments)]
             names = [texts[leaf] for leaf in leaves]
             lines.append(f"{_target(names)} = sums({', '.join(given)})")
         return lines, texts
@@ -427,7 +427,7 @@ class ArrayCode:
 
 def _read(writer: Writer, texts: Mapping[Node, str], each: Node) -> str:
     """Return the text of what a product reads."""
-    return _without_brackets(texts.get(each) or writer.name_of(each))
+    return without_brackets(texts.get(each) or writer.name_of(each))
 
 
 def _target(names: Sequence[str]) -> str:

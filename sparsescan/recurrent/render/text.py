@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ..operations import Node, node
-from ..program import topological
-from .base import _without_brackets
+from ...graph.expressions import topological
+from ...graph.operations import Node, node
+from ...graph.render.base import without_brackets
 from .numpy import ArrayCode, Writer
 
 # What the text for arrays has beside the mathematics.
@@ -37,7 +37,7 @@ def describe(code: ArrayCode) -> list[str]:
         named = {e: writer.name_of(e) for e in leaves if e.operation not in ("number", "derived")}
         more, texts = writer.assignments(roots, named | texts)
         lines.extend(indent + line for line in more)
-        return [_without_brackets(texts[each]) for each in roots]
+        return [without_brackets(texts[each]) for each in roots]
 
     for stage in range(program.stages):
         if program.stages > 1:
@@ -47,7 +47,7 @@ def describe(code: ArrayCode) -> list[str]:
                 leaf = node("slot", about=(k,))
                 texts[leaf] = writer.name_of(leaf)
                 about = code.describe(
-                    slot, lambda one: _without_brackets(texts.get(one) or writer.name_of(one))
+                    slot, lambda one: without_brackets(texts.get(one) or writer.name_of(one))
                 )
                 lines.append(f"    {texts[leaf]} = {about}")
         compute([each for each in program.arguments if program.stage_of(each) == stage])

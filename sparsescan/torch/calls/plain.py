@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from ...graph.expressions import topological
+from ...graph.operations import Node
 from ...recurrent.definition import bias_name, declared
-from ...recurrent.operations import Node
-from ...recurrent.program import INPUT, CellProgram, topological
+from ...recurrent.program import INPUT, CellProgram
 from .direct import is_forward_twice
 from .resets import begins_before
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import InputError, short
+from ...graph.expressions import topological
 from ...recurrent import Cell, catalogue
 from ...recurrent.definition import read_options, shapes_of
-from ...recurrent.program import topological
 from ..calls.direct import is_watched
 from ..calls.prepared import run_often
 from ..calls.recurrent_op import has_kernels, run

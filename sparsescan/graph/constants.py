@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .expressions import topological
 from .operations import OPERATIONS, Node, value_of
-from .program import topological
 
 
 class Known(NamedTuple):

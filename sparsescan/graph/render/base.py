@@ -8,28 +8,28 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, Literal
 
+from ..expressions import topological
 from ..operations import OPERATIONS, Node
-from ..program import CellProgram
 
 # Characters of an expression beyond which its parts get names.
-_LONG = 60
+LONG = 60
 
 
 class Renderer:
-    """Write expressions of a program as text.
+    """Write expressions as text.
 
     Parameters
     ----------
-    program : CellProgram
-        The program.
+    names : mapping of Node to str
+        Names that some nodes have in what they were traced from.
     """
 
     target: ClassVar[Literal["numpy", "cpu", "cuda"]]
     # Names that mean something else in the text, as a regular expression.
     reserved: ClassVar[str]
 
-    def __init__(self, program: CellProgram) -> None:
-        self.program = program
+    def __init__(self, names: Mapping[Node, str]) -> None:
+        self.traced_names = names
         self._names: dict[Node, str] = {}
         self._taken: set[str] = set()
 
@@ -40,13 +40,13 @@ class Renderer:
     def name_of(self, each: Node) -> str:
         """Return the name of a node, that of the definition if it has one."""
         if each not in self._names:
-            given = self.program.names.get(each, "")
+            given = self.traced_names.get(each, "")
             if not given.isidentifier() or keyword.iskeyword(given):
                 given = f"{each.operation[:1]}{each.about[0]}" if each.about else "t"
-            self._names[each] = self._own_name(given)
+            self._names[each] = self.new_name(given)
         return self._names[each]
 
-    def _own_name(self, given: str) -> str:
+    def new_name(self, given: str) -> str:
         """Return a name that nothing else has, or has had."""
         name, count = given, 1
         while name in self._taken or re.fullmatch(self.reserved, name):
@@ -72,7 +72,7 @@ class Renderer:
         roots = list(roots)
         lines: list[str] = []
         texts = dict(known)
-        pruned = self._needed(roots, texts, load)
+        pruned = topological(roots, texts, load)
         uses = Counter(a for each in pruned for a in each.arguments)
         uses.update(roots)
         for each in pruned:
@@ -84,33 +84,16 @@ class Renderer:
             if not is_loaded:
                 template = getattr(OPERATIONS[each.operation], self.target)
                 text = template.format(*(texts[a] for a in each.arguments))
-            is_named = each in self.program.names or uses[each] > 1 or each in roots
-            if is_loaded or is_named or len(text) > _LONG:
+            is_named = each in self.traced_names or uses[each] > 1 or each in roots
+            if is_loaded or is_named or len(text) > LONG:
                 name = self.name_of(each)
-                lines.append(f"{name} = {_without_brackets(text)}")
+                lines.append(f"{name} = {without_brackets(text)}")
                 text = name
             texts[each] = text
         return lines, texts
 
-    def _needed(
-        self, roots: list[Node], known: Mapping[Node, str], load: Callable[[Node], str]
-    ) -> list[Node]:
-        """Return what is computed or loaded for some nodes, each behind what it reads."""
-        order: dict[Node, None] = {}
-        stack = [(root, False) for root in reversed(roots)]
-        while stack:
-            each, is_done = stack.pop()
-            if each in order or each in known:
-                continue
-            if is_done or not each.arguments or load(each):
-                order[each] = None
-                continue
-            stack.append((each, True))
-            stack += [(argument, False) for argument in reversed(each.arguments)]
-        return list(order)
 
-
-def _without_brackets(text: str) -> str:
+def without_brackets(text: str) -> str:
     """Return an expression without brackets around all of it."""
     if not text.startswith("("):
         return text

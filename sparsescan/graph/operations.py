@@ -22,7 +22,7 @@ from ..errors import InputError, InputTypeError, short
 from ..locks import new_lock
 
 # Modules that a step may have called when something is refused.
-_BETWEEN = __name__, f"{__package__}.definition", "numpy.", "torch."
+_BETWEEN = __name__, "sparsescan.recurrent.definition", "numpy.", "torch."
 
 
 class Node:
@@ -474,6 +474,11 @@ OPERATIONS: dict[str, Operation] = {
     "stop_gradient": _alike("{0}", _none),
     "surrogate": _alike("{0}", lambda g, y, value, a, slope: (None, g * slope, None)),
 }
+
+
+def is_heavy(each: Node) -> bool:
+    """Return whether a node is an operation that takes long."""
+    return each.operation in OPERATIONS and OPERATIONS[each.operation].is_heavy
 
 
 # -- Functions ------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Expressions of vectors, one number a unit: operations, derivatives, and texts for targets."""

@@ -1,0 +1,1 @@
+"""Renderers: expressions as source text, a target each."""
