@@ -26,13 +26,14 @@ Function: TypeAlias = Callable[..., Any]
 Value: TypeAlias = Callable[[Arguments], Vector]
 
 _TINY = 1e-100  # a complex step: no difference is taken, so that none can cancel
-# Right derivatives are apart from differences by no more than errors of these and this share.
-_CLOSE = 1e-5
+# Right derivatives are apart from differences by no more than errors of these and a share: complex
+# steps are exact, and errors of many steps of a run add; differences are told up to the other one.
+_EXACT, _CLOSE = 1e-6, 1e-5
 # Derivatives in parameters are told if their errors are smaller than this share of all terms.
 _UNTOLD = 1e-4
 # The first comparison takes a step so long, a shorter one in time, and lets pass what is alike to
 # this share, and so much rounding.
-_SHORT, _SHORTEST, _ALIKE = 2.0**-24, 2.0**-32, 1e-5
+_SHORT, _SHORTEST, _ALIKE = 2.0**-25, 2.0**-32, 1e-6
 _ROUNDING = 64 * float(np.finfo(np.float64).eps)
 # A pass back compares derivatives at so many states first, and then at every state of this number;
 # and where an entry has changed by this share since the last comparison.
@@ -264,19 +265,21 @@ class Derivative(NamedTuple):
         if coloured is None:
             return self.slopes(value, scale[None]).take(slice(len(self.base))), scale
         columns = coloured.pattern.indices
-        is_zero = np.zeros((coloured.groups, len(self.base)), bool)
-        is_zero.reshape(-1)[coloured.where] = (x == 0)[columns]
-        found = self._slopes(value, coloured.seeds * scale, is_zero)
+        numbers = np.full((coloured.groups, len(self.base)), np.inf)
+        numbers.reshape(-1)[coloured.where] = np.abs(x)[columns]
+        found = self._slopes(value, coloured.seeds * scale, numbers)
         return found.take(coloured.where), scale[columns]
 
-    def _slopes(
-        self, value: Value, directions: Vector, is_zero: NDArray[np.bool_] | None
-    ) -> Slopes:
+    def _slopes(self, value: Value, directions: Vector, numbers: Vector | None) -> Slopes:
 
         def function(x: Vector) -> Vector:
             return value(_with(self.arguments, self.where, self.moved(x)))
 
-        return slopes(function, self.x, directions, self.base, self.size, is_zero)
+        return slopes(function, self.x, directions, self.base, self.size, numbers)
+
+    @property
+    def _close(self) -> float:
+        return _EXACT if self.origin == "complex" else _CLOSE
 
     def compare(self, value: Value, direction: Vector, names: Names) -> int | None:
         """Return a row in which differences along a direction are apart, if there is one.
@@ -288,7 +291,7 @@ class Derivative(NamedTuple):
         """
         by_steps, found = self.slopes(value, direction[None]), self.along(direction)
         with np.errstate(all="ignore"):
-            is_apart = by_steps.is_apart(found, _CLOSE * self.sizes(direction))[0]
+            is_apart = by_steps.is_apart(found, self._close * self.sizes(direction))[0]
         if not is_apart.any():
             return None
         row = int(np.argmax(is_apart))
@@ -302,7 +305,7 @@ class Derivative(NamedTuple):
         by_steps, scale = self.slopes_of_entries(value)
         found = self.values * scale
         with np.errstate(all="ignore"):
-            is_apart = by_steps.is_apart(found, _CLOSE * np.abs(found))
+            is_apart = by_steps.is_apart(found, self._close * np.abs(found))
         if not is_apart.any():
             return None, None
         entry = int(np.argmax(is_apart))

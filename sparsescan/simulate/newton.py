@@ -34,16 +34,22 @@ class Tolerance(NamedTuple):
     rtol: float
     atol: float
 
+    def sizes(self, correction: Vector, state: Vector) -> Vector:
+        """Return how large the correction of each unknown is, in tolerances."""
+        return np.asarray(np.abs(correction) / (self.atol + self.rtol * np.abs(state)))
+
     def size(self, correction: Vector, state: Vector) -> float:
         """Return how large a correction is, in tolerances."""
-        if not correction.size:
-            return 0.0
-        return float(np.max(np.abs(correction) / (self.atol + self.rtol * np.abs(state))))
+        return float(np.max(self.sizes(correction, state), initial=0.0))
 
 
-def is_enough(size: float, rate: float) -> bool:
-    """Return whether a correction, in tolerances, and how they shrink leave a small error."""
-    return size < _MARGIN or (0 < rate < 1 and size * rate / (1 - rate) < _MARGIN)
+def is_enough(sizes: Vector, before: Vector) -> bool:
+    """Return whether corrections, in tolerances, and those before leave small errors.
+
+    Each unknown has a rate of its own: one that is solved for at once says nothing of another.
+    `before` is 0 where no correction was before.
+    """
+    return bool(((sizes < _MARGIN) | (sizes * sizes < _MARGIN * (before - sizes))).all())
 
 
 class NotSolved(Exception):  # noqa: N818
@@ -168,18 +174,19 @@ class Solver:
             wrong = np.flatnonzero(~np.isfinite(rest))
             if len(wrong):
                 raise NotSolved("the equations have values that are not finite", int(wrong[0]))
-        is_own, size = False, np.inf
+        is_own, size, sizes = False, np.inf, np.zeros_like(state)
         for iteration in range(1, _MOST + 1):
             is_new = self._solve is None
             if self._solve is None:
                 self._factorise(values(state))
-                is_own, before = True, np.inf
+                is_own, before, sizes = True, np.inf, np.zeros_like(state)
             assert self._solve is not None
             correction = self._solve(rest, False)
             new = state - correction
-            size = self._tolerance.size(correction, new)
+            past, sizes = sizes, self._tolerance.sizes(correction, new)
+            size = float(np.max(sizes))
             rate = size / before
-            if is_enough(size, rate):
+            if is_enough(sizes, past):
                 self._count(iteration)
                 return new, iteration
             new_rest = residual(new)
@@ -190,7 +197,8 @@ class Solver:
                 if not is_own:  # the factors are those of another state
                     continue
                 correction, new, new_rest, new_norm = _shorter(residual, state, norm, correction)
-                size = self._tolerance.size(correction, new)
+                sizes = self._tolerance.sizes(correction, new)
+                size = float(np.max(sizes))
             elif before < np.inf and rate > (_OWN if is_own else _SLOW):
                 self._solve = None
             state, rest, norm, before = new, new_rest, new_norm, size
@@ -287,6 +295,7 @@ def _shorter(
         if size < norm:
             return part, new, rest, size
     raise NotSolved(
-        f"Newton's direction does not lower the residual, whose norm is {norm:.3g}: it is not "
-        "differentiable there, or its Jacobian is wrong"
+        f"Newton's direction does not lower the residual, whose norm is {norm:.3g}: the step may "
+        "be too long to have a solution, or the residual is not differentiable there, or its "
+        "Jacobian is wrong"
     )

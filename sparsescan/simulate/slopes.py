@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,14 +13,16 @@ from .factors import Vector
 
 _EPS = float(np.finfo(np.float64).eps)
 # Steps in parts of each number: two that are always taken, and one between; shorter ones, where
-# these two are apart by more than rounding; longer ones, where rounding hides a slope; and those
-# from 0, whose scale is not known.
+# these two are apart by more than rounding; longer ones, where rounding hides a slope; those from
+# 0, whose scale is not known, and around the longest of these that serves.
 _FAR, _NEAR, _BETWEEN = 2.0**-5, 2.0**-18, 2.0**-11
 _SHORTER = 2.0**-24, 2.0**-30, 2.0**-36, 2.0**-42
-_LONGER = 2.0**-1, 2.0**6, 2.0**16, 2.0**32, 2.0**64
-_FROM_ZERO = tuple(2.0**k for k in (-180, -100, *range(-60, 67, 6)))
-# Numbers are moved by no more than this many times the largest one.
-_WIDEST = 64.0
+_LONGER = tuple(2.0**k for k in (-1, *range(6, 1000, 8)))
+_FROM_ZERO = tuple(2.0**k for k in range(-180, 61, 24))
+_AROUND = tuple(2.0**k for k in range(-30, 25, 6))
+# Numbers are moved by no more than this many times the largest one. Smaller shares of that may be
+# nothing but rounding: what does not move with these may move with longer steps.
+_WIDEST, _SMALL = 64.0, 2.0**-40
 # Units of rounding in a value.
 _UNITS = 4.0
 # The slopes of two steps that are apart by less than a share show how fast errors shrink, up to a
@@ -81,6 +83,11 @@ class _Level(NamedTuple):
         """The difference over both sides."""
         return (self.ahead + self.behind) / 2
 
+    @property
+    def largest(self) -> Vector:
+        """How large the larger one of both sides is, as far as they have values."""
+        return np.fmax(np.abs(self.ahead), np.abs(self.behind))
+
 
 def scales(x: Vector) -> Vector:
     """Return a power of two for each number, no larger than it; of 0 that of the largest one."""
@@ -96,7 +103,7 @@ def slopes(
     directions: Vector,
     before: Vector,
     size: Vector,
-    is_zero: NDArray[np.bool_] | None = None,
+    numbers: Vector | None = None,
 ) -> Slopes:
     """Return the slopes of a function along directions.
 
@@ -116,8 +123,8 @@ def slopes(
         The value at `x`.
     size : ndarray, shape (rows,)
         How large the numbers are whose sum is the value: they are rounded.
-    is_zero : ndarray of bool, shape (directions, rows), optional
-        Given where each row depends on one number of a direction at most: whether it is 0.
+    numbers : ndarray, shape (directions, rows), optional
+        Given where each row depends on one number of a direction at most: how large that is.
     """
     with np.errstate(all="ignore"):
         rounded: NDArray[np.float64] = np.ones(before.shape)
@@ -126,8 +133,8 @@ def slopes(
             _Level(step, *np.stack([at.level(each, step)[1:] for each in directions], 1))
             for step in (_FAR, _NEAR)
         )
-        if is_zero is not None:
-            rounded = np.where(is_zero, 0.0, 1.0)
+        if numbers is not None:
+            rounded = np.where(numbers == 0, 0.0, 1.0)
             parts = rounded * np.nan_to_num(np.abs(near.middle), nan=0.0)
             at = at._replace(size=size + parts.sum(0), rounded=rounded)
         values, errors = _extrapolated(far, near, at)
@@ -136,22 +143,24 @@ def slopes(
         errors[is_still] = np.broadcast_to(_EPS / _FAR * at.size, errors.shape)[is_still]
         least, most = _sides(near, at)
         is_open = ~(errors <= _WANTED * np.abs(values)) & ~is_still
+        if numbers is not None:
+            is_open |= is_still & (numbers > 0) & (numbers < _SMALL * np.max(np.abs(x), initial=0))
         for k in np.flatnonzero(is_open.any(1)).tolist():
             own = values[k], errors[k], least[k], most[k]
-            one = at if is_zero is None else at._replace(rounded=rounded[k])
+            one = at if numbers is None else at._replace(rounded=rounded[k])
             pair = [_Level(step, ahead[k], behind[k]) for step, ahead, behind in (far, near)]
-            _refine(one, directions[k], pair, own, is_zero is not None)
+            _refine(one, directions[k], pair, own, is_open[k], numbers is not None)
         is_hidden = errors <= _HIDDEN * at.size
+        largest = near.largest
         for k, direction in enumerate(directions):
             zero = direction * (x == 0)
-            rows = (
-                np.full(before.shape, not (direction * x).any()) if is_zero is None else is_zero[k]
-            )
+            rows = np.full(before.shape, not (direction * x).any())
+            if numbers is not None:
+                rows = numbers[k] == 0
             if zero.any() and rows.any():
-                own = values[k], errors[k], least[k], most[k]
-                _from_zero(at, zero, rows, own, is_hidden[k])
-        sides = np.fmax(np.abs(near.ahead), np.abs(near.behind))
-        nothing = _NOTHING * np.fmax(at.size, sides)
+                of_zero = values[k], errors[k], least[k], most[k], largest[k]
+                _from_zero(at, zero, rows, of_zero, is_hidden[k])
+        nothing = _NOTHING * np.fmax(at.size, largest)
         told = is_still | (errors <= _TOLD * np.abs(values)) | is_hidden
         told |= (np.abs(values) <= 4 * errors) & (errors <= nothing)
         one_side = np.where(np.isnan(near.ahead), near.behind, near.ahead)
@@ -180,7 +189,7 @@ class _Place(NamedTuple):
 
     def noise(self, level: _Level) -> Vector:
         """Return how much rounding there is in differences of a step."""
-        moved = level.step * np.fmax(np.abs(level.ahead), np.abs(level.behind))
+        moved = level.step * level.largest
         size = self.size + np.nan_to_num(moved, nan=0.0)
         size = size + self.rounded * np.nan_to_num(np.abs(level.middle), nan=0.0)
         return np.asarray(_UNITS * _EPS / level.step * size)
@@ -226,15 +235,16 @@ def _refine(
     direction: Vector,
     levels: list[_Level],
     found: tuple[Vector, Vector, Vector, Vector],
+    rows: NDArray[np.bool_],
     apart: bool,
 ) -> None:
-    """Take further steps along a direction, and write slopes that they tell better."""
+    """Take further steps along a direction, and write slopes of rows that they tell better."""
     values, errors, least, most = found
     far, last = levels
     noise, x = at.noise(last), at.x
 
     def is_open() -> NDArray[np.bool_]:
-        return ~(errors <= _WANTED * np.abs(values))
+        return rows & ~(errors <= _WANTED * np.abs(values))
 
     def take(is_better: NDArray[np.bool_], more: Vector, off: Vector, short: _Level) -> None:
         is_better = is_better & (off < errors)
@@ -277,7 +287,7 @@ def _from_zero(
     at: _Place,
     direction: Vector,
     rows: NDArray[np.bool_],
-    found: tuple[Vector, Vector, Vector, Vector],
+    found: tuple[Vector, Vector, Vector, Vector, Vector],
     is_hidden: NDArray[np.bool_],
 ) -> None:
     """Write slopes in numbers that are 0, by the longest step that agrees with all shorter ones.
@@ -285,23 +295,61 @@ def _from_zero(
     Other numbers do not show how far is near: a slope may be one of a place that is far away.
     """
     at = at._replace(rounded=np.zeros(len(rows)))
-    level = at.level(direction, _FROM_ZERO[0])
-    noise = at.noise(level)
-    slope, off, length = level.middle, noise + np.abs(level.middle), np.zeros(len(rows))
-    sides = _sides(level, at)
-    low, high = slope - noise, slope + noise
-    for step in _FROM_ZERO[1:]:
+    first = _climb(at, direction, rows, _FROM_ZERO)
+    for length in np.unique(first.length[rows]).tolist():
+        steps = [length * factor for factor in _AROUND]
+        own = rows & (first.length == length)
+        last = _climb(at, direction, own, steps)
+        own &= np.isfinite(last.slope)
+        new = last.slope, last.off, last.least, last.most, first.largest
+        for each, by_steps in zip(found, new, strict=True):
+            each[own] = by_steps[own]
+        is_short = (last.length > steps[0]) & (last.off * last.length <= _HIDDEN * at.size)
+        is_hidden[own] = is_short[own]
+
+
+class _Climb(NamedTuple):
+    """Slopes of each row by the longest of some steps that agrees with all shorter ones.
+
+    Attributes
+    ----------
+    slope, off : ndarray, shape (rows,)
+        The slopes, and their errors: the rounding of those by the step before.
+    length : ndarray, shape (rows,)
+        The steps.
+    least, most : ndarray, shape (rows,)
+        The slopes on both sides where they are apart; NaN elsewhere.
+    largest : ndarray, shape (rows,)
+        The largest slope on one side, by steps up to the first one that does not agree.
+    """
+
+    slope: Vector
+    off: Vector
+    length: Vector
+    least: Vector
+    most: Vector
+    largest: Vector
+
+
+def _climb(
+    at: _Place, direction: Vector, rows: NDArray[np.bool_], steps: Sequence[float]
+) -> _Climb:
+    """Return slopes by the longest of some steps, which grow, that agrees with all shorter ones."""
+    level = at.level(direction, steps[0])
+    noise, slope = at.noise(level), level.middle
+    length = np.full(len(rows), steps[0])
+    found = _Climb(slope, noise + np.abs(slope), length, *_sides(level, at), level.largest)
+    low, high, climbs = slope - noise, slope + noise, rows
+    for step in steps[1:]:
         level, before = at.level(direction, step), noise
-        noise = at.noise(level)
-        low, high = np.fmax(low, level.middle - noise), np.fmin(high, level.middle + noise)
-        agrees = (low <= high) & ~np.isnan(level.middle)
-        if not (agrees & rows).any():
+        noise, slope = at.noise(level), level.middle
+        low, high = np.fmax(low, slope - noise), np.fmin(high, slope + noise)
+        agrees = climbs & (low <= high) & ~np.isnan(slope)
+        np.fmax(found.largest, level.largest, out=found.largest, where=climbs)
+        climbs = agrees
+        if not climbs.any():
             break
-        slope, off = np.where(agrees, level.middle, slope), np.where(agrees, before, off)
-        length = np.where(agrees, step, length)
-        least, most = _sides(level, at)
-        sides = np.where(agrees, least, sides[0]), np.where(agrees, most, sides[1])
-    is_known = rows & np.isfinite(slope)
-    is_short = (length > 0) & (off * length <= _HIDDEN * at.size)
-    for own, new in zip((*found, is_hidden), (slope, off, *sides, is_short), strict=True):
-        own[is_known] = new[is_known]
+        new = slope, before, np.full(len(rows), step), *_sides(level, at)
+        for each, by_step in zip(found, new, strict=False):
+            each[agrees] = by_step[agrees]
+    return found

@@ -358,7 +358,8 @@ class _Simulation:
             are ``run.states[run.evaluated]``.
         rtol, atol : float
             Newton's corrections are to leave an error of a tenth of ``atol + rtol |u|`` in each
-            unknown. Gradients are those of the exact solution of each step up to that.
+            unknown, as how fast they shrink shows. Gradients are those of the exact solution of
+            each step up to that.
         memory_limit : int, optional
             Bytes for states, factors and what else is kept beside inputs and outputs. Where all
             states do not fit, those of one segment at a time are kept, and `Run.backward` takes its

@@ -476,7 +476,7 @@ def test_a_step_without_a_solution_keeps_those_before() -> None:
 @pytest.mark.parametrize(
     ("rate", "why"),
     [
-        (lambda u, t, p: u * u + 1e3, "Newton's direction|iterations"),
+        (lambda u, t, p: u * u + 1e3, "may be too long to have a solution|iterations"),
         (lambda u, t, p: 10 * u, "singular"),
         (lambda u, t, p: np.full(2, np.inf), "not finite|Newton's direction"),
     ],
@@ -579,6 +579,13 @@ GUESSED: dict[str, tuple[Any, Any, float, bool]] = {
         1e-3,
         True,
     ),
+    "noise": (
+        lambda u, t, p: np.stack([-p * abs(u[0]) - 1e6 * np.real(u[1]), 0 * u[1]]),
+        [1e15, 1e-21],
+        0.5,
+        True,
+    ),
+    "even": (lambda u, t, p: -p * u * u / (9e12**2 + u * u), [0.0], 7e12, False),
     "parameter": (lambda u, t, p: abs(p) * 1e12 - u, [0.5], 1e-12, True),
     "sign": (lambda u, t, p: -p * np.sign(u) * u**2, [0.5, -1e-9], 2.0, True),
     "real": (lambda u, t, p: -p * np.real(u) + 0 * u, [0.5, -1e-9], 2.0, True),
@@ -607,6 +614,7 @@ def test_derivatives_on_all_scales_are_right_or_refused(name: str, how: Any) -> 
     exact: dict[str, Any] = {
         "fall, beside": lambda u, t, p: torch.stack([981 - p * abs(u[0]) * u[0], 0 * u[1]]),
         "fast row": lambda u, t, p: torch.stack([-1e5 * u[0] + p * abs(u[1]) * u[1], -u[1]]),
+        "noise": lambda u, t, p: torch.stack([-p * abs(u[0]) - 1e6 * u[1], 0 * u[1]]),
         "sign": lambda u, t, p: -p * torch.sign(u) * u**2,
         "real": lambda u, t, p: -p * u,
         "place": lambda u, t, p: torch.where(u < 0.5, -p * torch.abs(u - 2), -p * u),
@@ -624,6 +632,44 @@ def test_derivatives_on_all_scales_are_right_or_refused(name: str, how: Any) -> 
         in_p += dt * float(torch.autograd.grad(found, q)[0])
     np.testing.assert_allclose(grads.u0, above, rtol=1e-6, atol=1e-11)
     np.testing.assert_allclose(grads.params, in_p, rtol=1e-6)
+
+
+@settings(max_examples=times(20), deadline=None)
+@given(st.floats(-15, 15), st.floats(-15, 15), st.sampled_from([None, "forward"]))
+def test_numbers_that_are_0_have_a_scale_of_their_own(
+    scale: float, beside: float, how: Any
+) -> None:
+    """Another unknown, of another scale, does not show it."""
+    a = 10.0**scale
+    sim = TimeSteps(
+        lambda u, t, p: np.stack([-a - abs(u[0]) * u[0] / a, 0 * u[1]]),
+        np.eye(2),
+        "euler",
+        derivatives=how,
+    )
+    run = sim.forward([0.0, 10.0**beside], steps=1, dt=1.0)
+    np.testing.assert_allclose(run.backward(grad_last=[1.0, 1.0]).u0, [1.0, 1.0], rtol=1e-6)
+
+
+def test_small_errors_of_complex_steps_do_not_add_up() -> None:
+    """Each is a small share of a row, but there are many steps."""
+    p, dt, steps = 7e-5, 0.1, 12
+    sim = ImplicitSteps(
+        lambda u, old, t, dt, p: u - old - dt * (1 - p * abs(u) * u), np.eye(1), np.eye(1)
+    )
+    run = sim.forward([0.0], p, steps=steps, dt=dt, rtol=1e-12, atol=1e-15)
+    exact = np.prod(1 / (1 + 2 * dt * p * run.states[1:]))
+    assert run.backward(grad_last=[1.0]).u0[0] == pytest.approx(exact, rel=1e-5)
+
+
+def test_newton_ends_when_all_unknowns_are_found() -> None:
+    """One that is solved for in one iteration says nothing of how fast others converge."""
+    dt, rtol, fast, slow = 0.1, 1e-12, np.array([1.0, 0.0]), np.array([0.0, 0.1])
+    sim = TimeSteps(lambda u, t, p: 1e3 * np.cos(3 * t) * fast - slow * u**2, np.eye(2))
+    states = sim.forward([1e3, 0.5], steps=30, dt=dt, rtol=rtol, atol=1e-15).states
+    assert states is not None
+    old, new = states[:-1, 1], states[1:, 1]
+    assert (np.abs(new - old + dt * slow[1] * new**2) <= rtol * new).all()
 
 
 @pytest.mark.parametrize("how", [None, "forward"])
@@ -685,15 +731,15 @@ def test_right_jacobians_pass_and_wrong_ones_do_not_on_all_scales(scale: float) 
 @settings(max_examples=times(5), deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_random_simulations_on_all_scales(seed: int) -> None:
-    assert fuzz_simulations.simulate(seed, 0) != "wrong"
+    assert fuzz_simulations.simulate(seed, 0) not in fuzz_simulations.FAULTS
 
 
 @pytest.mark.slow
 def test_many_random_simulations_on_all_scales() -> None:
     counts = fuzz_simulations.run(int(np.random.default_rng().integers(2**32)), range(300))
-    assert not counts["wrong"] + counts["failed"], counts
+    assert not any(counts[each] for each in fuzz_simulations.FAULTS), counts
     smooth = [count for name, count in counts.items() if name.startswith("smooth")]
-    assert counts["smooth: refused"] <= 0.03 * sum(smooth), counts
+    assert counts["smooth: refused"] + counts["missed a solution"] <= 0.02 * sum(smooth), counts
 
 
 @pytest.mark.parametrize("method", ["sdirk2", "bdf2", "rk4"])

@@ -3,8 +3,10 @@
 A simulation has one to three unknowns, each with a scale of its own, and rates that are sums of
 terms: powers, absolute values, Michaelis and Menten's, stiff walls, jumps, branches that are
 entered later. Each term has its derivatives by hand. The oracle is the adjoint of the discrete
-steps with these, dense, at the states that the simulation has found. Whether these
-solve the steps is not checked here.
+steps with these, dense, at the states that the simulation has found. These states solve the
+steps: what is left of each equation, in higher precision, asks for corrections of the states that
+the tolerances allow. "No solution" of a smooth one means that shorter steps lead to none; "missed a
+solution" that Newton's method has stopped where they lead to one.
 
 ``python tests/support/fuzz_simulations.py 20000`` runs so many. Simulation `i` depends on the seed
 and `i` alone: ``--seed 0 --only 1234`` runs that one, and says what it is.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import sys
 import time
 import traceback
@@ -31,6 +34,9 @@ Rng = np.random.Generator
 # What a gradient may be off by, beside the sum of the sizes of what it is a sum of; and what a
 # relative change of a number may move a row by, beside the row.
 CLOSE, HIDDEN = 1e-5, 2.0**-34
+# Errors of states, in tolerances: a tenth is asked for, as far as corrections show their own.
+UNSOLVED = 10
+FAULTS = "wrong", "not solved", "failed"
 # States so close to a kink, in their scale, have no gradient that is expected.
 KINK = 1e-5
 
@@ -308,11 +314,56 @@ def oracle(system: System, states: Any, theta: float, weights: Any) -> tuple[Any
     return (above, params, in_dt), bounds
 
 
+def is_solved(system: System, states: Any, theta: float, tolerance: tuple[float, float]) -> bool:
+    """Return whether states solve their steps, up to the tolerances and to rounding."""
+    rtol, atol = tolerance
+    dt, exact, rounding = system.dt, np.longdouble, 64 * float(np.finfo(float).eps)
+    params = system.params.astype(exact)
+    for k, (old, new) in enumerate(itertools.pairwise(states)):
+        ends = [system(u.astype(exact), t * dt, params) for u, t in ((old, k), (new, k + 1))]
+        rest = new.astype(exact) - old - exact(dt) * ((1 - theta) * ends[0] + theta * ends[1])
+        sizes = [system.by_hand(u, t * dt)[4] for u, t in ((old, k), (new, k + 1))]
+        rounded = np.abs(new) + np.abs(old) + dt * ((1 - theta) * sizes[0] + theta * sizes[1])
+        matrix = np.eye(system.n) - theta * dt * system.by_hand(new, (k + 1) * dt)[1]
+        inverse = np.linalg.inv(matrix)
+        allowed = UNSOLVED * (rtol * np.abs(new) + atol) + rounding * np.abs(inverse) @ rounded
+        if np.any(~(np.abs(inverse @ rest.astype(float)) <= allowed)):
+            return False
+    return True
+
+
+def has_solution(system: System, old: Any, k: int, theta: float) -> bool:
+    """Return whether a step has a solution that shorter ones lead to, without a fold between."""
+    dt, scale, eye = system.dt, system.scale, np.eye(system.n)
+    before, state, done, more = system.by_hand(old, k * dt)[0], old, 0.0, 1 / 32
+    while done < 1:
+        more = min(more, 1 - done)
+        if more < 1e-7:
+            return False
+        length, new, is_found = (done + more) * dt, state, False
+        for iteration in range(12):
+            rate, in_u, *_ = system.by_hand(new, (k + 1) * dt)
+            matrix = eye - length * theta * in_u
+            rest = new - old - length * ((1 - theta) * before + theta * rate)
+            correction = np.linalg.solve(matrix, rest)
+            new, size = new - correction, np.abs(correction)
+            if not (size <= 0.2 * np.abs(new) + 0.05 * scale).all() and not iteration:
+                break
+            is_found = bool((size <= 1e-11 * np.abs(new) + 1e-13 * scale).all())
+            if is_found:
+                break
+        if is_found and np.linalg.det(matrix) > 0:
+            state, done, more = new, done + more, 1.5 * more
+        else:
+            more /= 3
+    return True
+
+
 METHODS = {"backward_euler": 1.0, "crank_nicolson": 0.5, "euler": 0.0, "residual": 1.0}
 
 
 def simulate(seed: int, index: int, says: Callable[[str], None] | None = None) -> str:
-    """Run a simulation; return what came of it: "right", "wrong" or why it was not compared."""
+    """Run a simulation; return what came of it: "right", a fault, or why it was not compared."""
     rng = np.random.default_rng([seed, index])
     system = System(rng)
     method = str(rng.choice(list(METHODS)))
@@ -335,14 +386,18 @@ def simulate(seed: int, index: int, says: Callable[[str], None] | None = None) -
         says(f"u0={system.u0}, params={system.params}, scale={system.scale}, {terms}")
     about = {"steps": system.steps, "dt": system.dt}
     try:
-        atol = 1e-13 * float(system.scale.min())
-        run = sim.forward(system.u0, system.params, rtol=1e-12, atol=atol, **about)
+        tolerance = 1e-12, 1e-13 * float(system.scale.min())
+        rtol, atol = tolerance
+        run = sim.forward(system.u0, system.params, rtol=rtol, atol=atol, **about)
         if not np.isfinite(run.states).all() or (np.abs(run.states) > 1e6 * system.scale).any():
             return "grows"
         grads = run.backward(grad_last=weights)
     except NewtonError as error:
         if says is not None:
             says(str(error))
+        run = error.run  # type: ignore[attr-defined]
+        if system.is_smooth and has_solution(system, run.states[-1], run.steps, METHODS[method]):
+            return "missed a solution"
         return f"{kind}: no solution"
     except GradientError as error:
         if says is not None:
@@ -351,6 +406,8 @@ def simulate(seed: int, index: int, says: Callable[[str], None] | None = None) -
     states = run.states
     if any(system.is_at_kink(state, k * system.dt) for k, state in enumerate(states)):
         return "at a kink"
+    if not is_solved(system, states, METHODS[method], tolerance):
+        return "not solved"
     expected, bounds = oracle(system, states, METHODS[method], weights)
     result = "right"
     found = grads.u0, grads.params, grads.dt
@@ -378,7 +435,7 @@ def run(seed: int, indices: Any, until: float = np.inf) -> collections.Counter[s
         except Exception:
             traceback.print_exc()
             found = "failed"
-        if found in ("wrong", "failed", "smooth: refused"):
+        if found in (*FAULTS, "smooth: refused", "missed a solution"):
             print(f"{found}: --seed {seed} --only {index}", flush=True)
         counts[found] += 1
     return counts
@@ -399,7 +456,7 @@ def main() -> int:
     print(f"{given.number:,} simulations in {time.monotonic() - start:.0f} s")
     for name, count in counts.most_common():
         print(f"{count:8,} {name}")
-    return 1 if counts["wrong"] or counts["failed"] else 0
+    return 1 if any(counts[each] for each in FAULTS) else 0
 
 
 if __name__ == "__main__":
