@@ -23,9 +23,10 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,14 +34,17 @@ import torchrecurrent
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.ao.quantization import quantize_dynamic
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 from torch.onnx._internal.exporter import _flags
 from torch.optim.swa_utils import update_bn
 from torch.utils.checkpoint import checkpoint
+from torch_checks import tensors_of
 
 import sparsescan.torch
 from sparsescan.recurrent import catalogue
+from sparsescan.torch import sequential
 from sparsescan.torch.calls.prepared import only
 from sparsescan.torch.cells import CellModule
 from sparsescan.torch.conversion import alone as lone_layers
@@ -72,12 +76,13 @@ class Model:
         self.handles: list[Any] = []
         self.second: nn.Module | None = None
 
+    def outs(self, x: Tensor | None = None, net: nn.Module | None = None) -> list[Tensor]:
+        """Return the outputs, and last states if there are any."""
+        return tensors_of((net or self.net)(self.x if x is None else x))
+
     def out(self, x: Tensor | None = None, net: nn.Module | None = None) -> Tensor:
-        """Return all outputs in one tensor."""
-        result = (net or self.net)(self.x if x is None else x)
-        if isinstance(result, tuple):
-            result = result[0]
-        return result
+        """Return the outputs."""
+        return self.outs(x, net)[0]
 
     def layers(self, *kinds: type[nn.Module]) -> list[nn.Module]:
         """Return the layers of some kinds, in order."""
@@ -694,14 +699,60 @@ def late(model: Model, rng: Rng) -> list[Tensor]:
 
 
 def changed_results(model: Model, rng: Rng) -> list[Tensor]:
-    """Change the output in place before its backward pass."""
+    """Change a result in place before its backward pass."""
     x = model.x.clone().requires_grad_()
-    y = model.out(x)
+    found = model.outs(x)
+    y = pick(rng, found)
     if rng.random() < 0.5:
         y.mul_(2)
     else:
         y[..., :1] = 0
-    return [y, *torch.autograd.grad(y.square().sum(), x)]
+    return [*found, *torch.autograd.grad(squares(found), x)]
+
+
+def changed_arguments(model: Model, rng: Rng) -> None:
+    """Change the input or a parameter in place before the backward pass: an error, or no matter."""
+    x = model.x.clone().requires_grad_()
+    params = list(model.net.parameters())
+    leaves = [x, *(each for each in params if each.requires_grad)]
+    place, found = int(rng.integers(1 + len(params))), []
+    for factor in (1.0, 1.5):
+        torch.manual_seed(0)
+        inp = 2 * x
+        loss = squares(model.outs(inp))
+        changed = [inp, *params][place].detach()
+        before = changed.clone()
+        try:
+            if factor != 1:
+                changed.mul_(factor)
+            found.append(torch.autograd.grad(loss, leaves, materialize_grads=True))
+        except RuntimeError as error:
+            if "modified by an inplace" not in str(error) and "modified inplace" not in str(error):
+                raise
+            return
+        finally:
+            changed.copy_(before)
+    same(found[1], found[0])
+
+
+def second(model: Model, rng: Rng) -> list[Tensor]:
+    """Compute gradients of gradients."""
+    x = model.x.clone().requires_grad_()
+    leaves = [x, *(each for each in model.net.parameters() if each.requires_grad)]
+    grads = torch.autograd.grad(
+        squares(model.outs(x)), leaves, create_graph=True, materialize_grads=True
+    )
+    above = torch.autograd.grad(squares(grads), leaves, allow_unused=True, materialize_grads=True)
+    return [*grads, *above]
+
+
+def pushed(model: Model, rng: Rng) -> list[Tensor]:
+    """Push a tangent of the input forward."""
+    with forward_ad.dual_level():
+        tangent = torch.from_numpy(rng.standard_normal(model.x.shape))
+        found = model.outs(forward_ad.make_dual(model.x, tangent))
+        pairs = map(forward_ad.unpack_dual, found)
+        return [each for pair in pairs for each in pair if each is not None]
 
 
 def strided(model: Model, rng: Rng) -> list[Tensor]:
@@ -827,43 +878,50 @@ COMMON: tuple[Event, ...] = (
     *(masked_gradients, masked_gradients, twice, late, infer, other_size, checkpointed),
     *(traced_fx, traced_jit, functional, faked),
     *(load_plain, instances, initialise, reverted, scripted, exported, quantised),
-    *(changed_results, strided, batched),
+    *(changed_results, changed_arguments, strided, batched, pushed),
 )
 OF_STACKS: tuple[Event, ...] = (
     *(prune_bias, change_setting, change_setting, change_dilation, replace_layer, swap, insert),
     *(own_forward, write_statistics, freeze_norm, share, interleave, renew_statistics),
 )
+# Gradients of stacks have no derivatives, and say so.
+OF_SEQUENCES: tuple[Event, ...] = (*COMMON, second)
 _NOT_OF_LAYERS = masked_gradients, scripted
 KINDS: dict[str, tuple[Callable[[Rng], tuple[nn.Module, Tensor]], tuple[Event, ...]]] = {
     "stack": (stack, COMMON + OF_STACKS),
     "alone": (alone, COMMON + OF_STACKS),
     # A child of PyTorch's own layers hangs where another thread was in its pool of threads.
-    "recurrent": (recurrent, (*COMMON, fork)),
-    "derived": (derived, (*COMMON, fork)),
-    "cells": (cells, (*COMMON, fork)),
+    "recurrent": (recurrent, (*OF_SEQUENCES, fork)),
+    "derived": (derived, (*OF_SEQUENCES, fork)),
+    "cells": (cells, (*OF_SEQUENCES, fork)),
     # A masked weight is what the last step has made of it, whose gradient is that of this step, and
     # PyTorch scripts no layer of torchrecurrent.
-    "layers": (layers, tuple(each for each in COMMON if each not in _NOT_OF_LAYERS)),
+    "layers": (layers, tuple(each for each in OF_SEQUENCES if each not in _NOT_OF_LAYERS)),
 }
 
 
 # -- Lives -----------------------------------------------------------------------------------------
 
 
+def squares(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of the squares of all numbers."""
+    return torch.stack([each.square().sum() for each in tensors]).sum()
+
+
 def results(model: Model, seed: int) -> list[Tensor]:
     """Return outputs, gradients, buffers and masked weights."""
     x = model.x.clone().requires_grad_()
-    y = model.out(x)
+    found = model.outs(x)
     rng = np.random.default_rng(seed)
     if rng.random() < 0.2:
         with torch.no_grad():
-            again = model.out(x)
-        y = y + again
-    found = [y]
+            again = model.outs(x)
+        found = [one + two for one, two in zip(found, again, strict=True)]
+    loss = squares(found)
     params = [x, *(each for each in model.net.parameters() if each.requires_grad)]
     found += [
         torch.zeros(()) if each is None else each
-        for each in torch.autograd.grad(y.square().sum(), params, allow_unused=True)
+        for each in torch.autograd.grad(loss, params, allow_unused=True)
     ]
     found += [each for _, each in sorted(model.net.named_buffers())]
     return found + [getattr(module, name) for module, name in model.pruned()]
@@ -904,12 +962,22 @@ def attempt(call: Callable[[], Any]) -> tuple[Any, type[Exception] | None]:
         return error, type(error)
 
 
+def told(outcome: tuple[Any, type[Exception] | None]) -> str:
+    """Return what was raised, if anything was."""
+    return repr(outcome[0]) if outcome[1] else "none"
+
+
 def live(kind: str, seed: int, names: Sequence[str] | None = None, *, talks: bool = False) -> int:
     """Live one life; return how many events it had, without those that could not be.
 
-    In every other one, calls are prepared at once, not when they have come a few times.
+    In every other one, calls are prepared at once, not when they have come a few times. In three of
+    four, kernels run small stacks, too, which PyTorch computes faster.
     """
-    with only("sparsescan") if seed % 2 else nullcontext():
+    with ExitStack() as stack:
+        if seed % 2:
+            stack.enter_context(only("sparsescan"))
+        if seed % 4:
+            stack.enter_context(mock.patch.object(sequential, "_is_slower", return_value=False))
         return _live(kind, seed, names, talks)
 
 
@@ -937,14 +1005,14 @@ def _live(kind: str, seed: int, names: Sequence[str] | None, talks: bool) -> int
             attempt(lambda: event(model, np.random.default_rng([seed, k])))  # noqa: B023
             for model in (ours, theirs)
         ]
-        assert done[0][1] == done[1][1], f"{name}: ours {done[0][0]!r}, theirs {done[1][0]!r}"
+        assert done[0][1] == done[1][1], f"{name}: ours {told(done[0])}, theirs {told(done[1])}"
         if done[0][1] is SkippedError:
             continue
         count += 1
         if done[0][1] is None:
             same(done[0][0], done[1][0])
         after = [attempt(lambda: results(model, seed + k)) for model in (ours, theirs)]  # noqa: B023
-        assert after[0][1] == after[1][1], f"{name}: ours {after[0][0]!r}, theirs {after[1][0]!r}"
+        assert after[0][1] == after[1][1], f"{name}: ours {told(after[0])}, theirs {told(after[1])}"
         if after[0][1] is not None:
             break
         same(after[0][0], after[1][0])

@@ -9,61 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsescan.torch import sequential
 
-SEEDS = st.integers(0, 2**32 - 1)
-
-
-def events(kind: str) -> st.SearchStrategy[list[str]]:
-    """Names of events, in any order."""
+@pytest.mark.parametrize("kind", fuzz_lives.KINDS)
+@given(st.integers(0, 2**32 - 1), st.data())
+def test_lives(kind: str, seed: int, data: st.DataObject) -> None:
     names = sorted({event.__name__ for event in fuzz_lives.KINDS[kind][1]})
-    return st.lists(st.sampled_from(names), min_size=1, max_size=8)
-
-
-@given(SEEDS, events("stack"))
-def test_lives_of_stacks(seed: int, names: list[str]) -> None:
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("ignore")
-        if seed % 4:  # PyTorch computes small stacks of linear layers
-            patch.setattr(sequential, "_is_slower", lambda *_: False)
-        fuzz_lives.live("stack", seed, names)
-
-
-@given(SEEDS, events("alone"))
-def test_lives_of_layers_that_stand_alone(seed: int, names: list[str]) -> None:
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("ignore")
-        if seed % 4:
-            patch.setattr(sequential, "_is_slower", lambda *_: False)
-        fuzz_lives.live("alone", seed, names)
-
-
-@given(SEEDS, events("recurrent"))
-def test_lives_of_recurrent_modules(seed: int, names: list[str]) -> None:
+    life = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=8), "events")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fuzz_lives.live("recurrent", seed, names)
-
-
-@given(SEEDS, events("derived"))
-def test_lives_of_classes_of_users(seed: int, names: list[str]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fuzz_lives.live("derived", seed, names)
-
-
-@given(SEEDS, events("layers"))
-def test_lives_of_layers_of_torchrecurrent(seed: int, names: list[str]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fuzz_lives.live("layers", seed, names)
-
-
-@given(SEEDS, events("cells"))
-def test_lives_of_modules_of_cells(seed: int, names: list[str]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fuzz_lives.live("cells", seed, names)
+        fuzz_lives.live(kind, seed, life)
 
 
 @pytest.mark.parametrize("kind", fuzz_lives.KINDS)

@@ -313,7 +313,11 @@ class _Sequence(NamedTuple):
                 x = x * kept[call]
         whole = lasts[0] if calls == 1 else torch.cat(lasts)
         parts = apart(whole, self.states)
-        ends = tuple(parts[k] for k in form.states)
+        # Callers may change one of two that are equal.
+        ends = tuple(
+            parts[k].clone() if k in form.states[:n] else parts[k]
+            for n, k in enumerate(form.states)
+        )
         if form.keeps_input:
             return x, (ends[0], tuple(inputs))
         return x, ends if len(ends) > 1 else ends[0]
