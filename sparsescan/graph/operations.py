@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from ..errors import InputError, InputTypeError, short
 from ..locks import new_lock
@@ -370,7 +370,41 @@ def _power(base: Node, exponent: Any) -> Node:
 
 # -- The table ------------------------------------------------------------------------------------
 
-_Pull = Callable[..., tuple["Node | None", ...]]
+Interval: TypeAlias = tuple[float, float]
+ANY: Interval = (-math.inf, math.inf)
+_Pull: TypeAlias = "Callable[..., tuple[Node | None, ...]]"
+_Fold: TypeAlias = "Callable[..., float] | None"
+_Bounds: TypeAlias = Callable[..., Interval]
+
+
+def _anywhere(*_: Interval) -> Interval:
+    return ANY
+
+
+def _within(low: float, high: float) -> _Bounds:
+    return lambda *_: (low, high)
+
+
+def _rising(function: Callable[..., float]) -> _Bounds:
+    """Return the bounds of a function that rises with all of its arguments."""
+    return lambda *given: (function(*(a[0] for a in given)), function(*(a[1] for a in given)))
+
+
+def _difference(a: Interval, b: Interval) -> Interval:
+    return a[0] - b[1], a[1] - b[0]
+
+
+def _product(a: Interval, b: Interval) -> Interval:
+    corners = [0.0 if x == 0 or y == 0 else x * y for x in a for y in b]
+    return min(corners), max(corners)
+
+
+def _positive(a: Interval) -> Interval:
+    return 0.0, max(a[1], 0.0)
+
+
+def _exp(highest: float) -> float:
+    return math.exp(highest) if highest < 100 else math.inf
 
 
 class Operation(NamedTuple):
@@ -385,6 +419,8 @@ class Operation(NamedTuple):
         None for an argument that has none.
     fold : callable or None
         What it is of numbers.
+    bounds : callable
+        Between which numbers it is, NaN apart, from the bounds of the arguments.
     is_heavy : bool
         Whether it takes as long as some twenty others, so that it is worth a loop of its own.
     """
@@ -393,24 +429,29 @@ class Operation(NamedTuple):
     cpu: str
     cuda: str
     pull: _Pull
-    fold: Callable[..., float] | None = None
+    fold: _Fold
+    bounds: _Bounds
     is_heavy: bool = False
 
 
-def _alike(text: str, pull: _Pull, fold: Callable[..., float] | None = None) -> Operation:
-    """Return an operation with one text for all targets."""
-    return Operation(text, text, text, pull, fold)
+def _everywhere(
+    text: str, pull: _Pull, fold: _Fold = None, bounds: _Bounds = _anywhere, **given: Any
+) -> Operation:
+    """Return an operation with one text for all targets, unless another text is given."""
+    texts = {"numpy": text, "cpu": text, "cuda": text}
+    return Operation(pull=pull, fold=fold, bounds=bounds, **texts | given)
 
 
-def _infix(symbol: str, pull: _Pull, fold: Callable[..., float]) -> Operation:
-    return _alike(f"({{0}} {symbol} {{1}})", pull, fold)
+def _infix(symbol: str, *given: Any) -> Operation:
+    return _everywhere(f"({{0}} {symbol} {{1}})", *given)
 
 
-def _function(name: str, pull: _Pull, **about: Any) -> Operation:
-    """Return a function that each target has under its own name, unless another text is given."""
+def _function(name: str, pull: _Pull, bounds: _Bounds, fold: _Fold = None) -> Operation:
+    """Return a function of one number, which takes long, and has its name in each target."""
     text = f"{name}({{0}})"
-    texts = {"numpy": f"xp.{text}", "cpu": text, "cuda": text}
-    return Operation(pull=pull, **texts | about)
+    # Those that fold have the names of Python's and NumPy's functions.
+    numpy = text if fold is None else f"xp.{text}"
+    return _everywhere(text, pull, fold, bounds, numpy=numpy, is_heavy=True)
 
 
 def _none(g: Node, y: Node, *arguments: Node) -> tuple[None, ...]:
@@ -424,55 +465,75 @@ def _chosen(g: Node, is_a: Node, is_b: Node) -> tuple[Node, Node]:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "add": _infix("+", lambda g, y, a, b: (g, g), lambda a, b: a + b),
-    "subtract": _infix("-", lambda g, y, a, b: (g, -g), lambda a, b: a - b),
-    "multiply": _infix("*", lambda g, y, a, b: (g * b, g * a), lambda a, b: a * b),
-    "divide": _infix("/", lambda g, y, a, b: (g / b, -(g / b * y)), lambda a, b: a / b),
-    "negative": Operation("(-{0})", "(zero - {0})", "(-{0})", lambda g, y, a: (-g,), lambda a: -a),
-    "tanh": _function("tanh", lambda g, y, a: (g * (1 - y * y),), fold=math.tanh, is_heavy=True),
-    "sigmoid": _function(
-        "sigmoid", lambda g, y, a: (g * (y * (1 - y)),), numpy="sigmoid({0})", is_heavy=True
+    "add": _infix("+", lambda g, y, a, b: (g, g), operator.add, _rising(operator.add)),
+    "subtract": _infix("-", lambda g, y, a, b: (g, -g), operator.sub, _difference),
+    "multiply": _infix("*", lambda g, y, a, b: (g * b, g * a), operator.mul, _product),
+    "divide": _infix("/", lambda g, y, a, b: (g / b, -(g / b * y)), operator.truediv),
+    "negative": _everywhere(
+        "(-{0})", lambda g, y, a: (-g,), operator.neg, lambda a: (-a[1], -a[0]), cpu="(zero - {0})"
     ),
-    "exp": _function("exp", lambda g, y, a: (g * y,), fold=math.exp, is_heavy=True),
-    "expm1": _function("expm1", lambda g, y, a: (g * (y + 1),), fold=math.expm1, is_heavy=True),
-    "log": _function("log", lambda g, y, a: (g / a,), fold=math.log, is_heavy=True),
+    "tanh": _function("tanh", lambda g, y, a: (g * (1 - y * y),), _within(-1, 1), math.tanh),
+    "sigmoid": _function("sigmoid", lambda g, y, a: (g * (y * (1 - y)),), _within(0, 1)),
+    "exp": _function("exp", lambda g, y, a: (g * y,), lambda a: (0.0, _exp(a[1])), math.exp),
+    "expm1": _function(
+        "expm1", lambda g, y, a: (g * (y + 1),), lambda a: (-1.0, _exp(a[1])), math.expm1
+    ),
+    "log": _function("log", lambda g, y, a: (g / a,), _anywhere, math.log),
     "softplus": _function(
-        "softplus", lambda g, y, a: (-(g * expm1(-y)),), numpy="softplus({0})", is_heavy=True
+        "softplus", lambda g, y, a: (-(g * expm1(-y)),), lambda a: (0.0, max(a[1], 0.0) + 1)
     ),
-    "sqrt": _function("sqrt", lambda g, y, a: (0.5 * g / y,), fold=math.sqrt, is_heavy=True),
-    "sin": _function("sin", lambda g, y, a: (g * cos(a),), fold=math.sin, is_heavy=True),
-    "cos": _function("cos", lambda g, y, a: (-(g * sin(a)),), fold=math.cos, is_heavy=True),
-    "absolute": _function(
-        "absolute", lambda g, y, a: (where(a < 0, -g, where(a <= 0, 0, g)),), fold=abs
+    "sqrt": _function("sqrt", lambda g, y, a: (0.5 * g / y,), _positive, math.sqrt),
+    "sin": _function("sin", lambda g, y, a: (g * cos(a),), _within(-1, 1), math.sin),
+    "cos": _function("cos", lambda g, y, a: (-(g * sin(a)),), _within(-1, 1), math.cos),
+    "absolute": _everywhere(
+        "absolute({0})",
+        lambda g, y, a: (where(a < 0, -g, where(a <= 0, 0, g)),),
+        abs,
+        lambda a: (0.0, max(abs(a[0]), a[1])),
+        numpy="xp.absolute({0})",
     ),
-    "relu": _function(
-        "relu",
+    "relu": _everywhere(
+        "relu({0})",
         lambda g, y, a: (where(y <= 0, 0, g),),
+        bounds=_positive,
         numpy="xp.maximum({0}, zero)",
         cpu="keep_positive({0}, {0})",
     ),
-    "minimum": Operation(
-        "xp.minimum({0}, {1})",
-        "minimum({0}, {1})",
+    "minimum": _everywhere(
         "minimum({0}, {1})",
         lambda g, y, a, b: _chosen(g, a < b, b < a),
         min,
+        _rising(min),
+        numpy="xp.minimum({0}, {1})",
     ),
-    "maximum": Operation(
-        "xp.maximum({0}, {1})",
-        "maximum({0}, {1})",
+    "maximum": _everywhere(
         "maximum({0}, {1})",
         lambda g, y, a, b: _chosen(g, b < a, a < b),
         max,
+        _rising(max),
+        numpy="xp.maximum({0}, {1})",
     ),
-    "less": _alike("less({0}, {1})", _none, lambda a, b: float(a < b)),
-    "less_equal": _alike("less_equal({0}, {1})", _none, lambda a, b: float(a <= b)),
-    "where": _alike(
-        "where({0}, {1}, {2})", lambda g, y, c, a, b: (None, where(c, g, 0), where(c, 0, g))
+    "less": _everywhere(
+        "less({0}, {1})", _none, lambda a, b: float(a < b), _within(0, 1), numpy="({0} < {1})"
+    ),
+    "less_equal": _everywhere(
+        "less_equal({0}, {1})",
+        _none,
+        lambda a, b: float(a <= b),
+        _within(0, 1),
+        numpy="({0} <= {1})",
+    ),
+    "where": _everywhere(
+        "where({0}, {1}, {2})",
+        lambda g, y, c, a, b: (None, where(c, g, 0), where(c, 0, g)),
+        bounds=lambda c, a, b: (min(a[0], b[0]), max(a[1], b[1])),
+        numpy="xp.where({0}, {1}, {2})",
     ),
     # A value, and what it is differentiated as: nothing, or a vector and the slope in it.
-    "stop_gradient": _alike("{0}", _none),
-    "surrogate": _alike("{0}", lambda g, y, value, a, slope: (None, g * slope, None)),
+    "stop_gradient": _everywhere("{0}", _none, bounds=lambda a: a),
+    "surrogate": _everywhere(
+        "{0}", lambda g, y, value, a, slope: (None, g * slope, None), bounds=lambda value, *_: value
+    ),
 }
 
 

@@ -8,70 +8,16 @@ finite ones, or of one step when all its numbers have been looked at, or it is n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from ..graph.expressions import topological
-from ..graph.operations import Node, value_of
+from ..graph.known import intervals
+from ..graph.operations import OPERATIONS, Interval, Node
 from .loops.pauses import BOUNDED, NEVER, STRICT
 from .program import CellProgram
 
-_Interval = tuple[float, float]
-_ANY: _Interval = (-math.inf, math.inf)
 # Numbers that are not large, and how many of those that were looked at a product may have: below
 # 2¹⁶ each, and with some weights, it does not overflow.
 _LARGE, _MOST_FACTORS = 1e6, 6
-
-
-def intervals(roots: Iterable[Node]) -> dict[Node, _Interval]:
-    """Return between which bounds nodes are, whatever states and parameters are, NaN apart."""
-    found: dict[Node, _Interval] = {}
-    for each in topological(roots):
-        found[each] = _interval(each, [found[argument] for argument in each.arguments])
-    return found
-
-
-def _interval(each: Node, given: list[_Interval]) -> _Interval:
-    name = each.operation
-    value = value_of(each)
-    if value is not None:
-        return value, value
-    if name == "tanh" or name in ("sin", "cos"):
-        return -1.0, 1.0
-    if name in ("sigmoid", "less", "less_equal"):
-        return 0.0, 1.0
-    if name == "multiply" and each.arguments[0] is each.arguments[1]:
-        return 0.0, max(abs(bound) for bound in given[0]) ** 2
-    if name == "add":
-        return given[0][0] + given[1][0], given[0][1] + given[1][1]
-    if name == "subtract":
-        return given[0][0] - given[1][1], given[0][1] - given[1][0]
-    if name == "multiply":
-        corners = [_times(a, b) for a in given[0] for b in given[1]]
-        return min(corners), max(corners)
-    if name == "negative":
-        return -given[0][1], -given[0][0]
-    if name in ("relu", "absolute", "exp", "softplus", "sqrt"):
-        lowest, highest = given[0]
-        if name == "exp":
-            return 0.0, math.exp(highest) if highest < 100 else math.inf
-        if name == "softplus":
-            return 0.0, max(highest, 0.0) + 1
-        return 0.0, max(abs(lowest), highest) if name == "absolute" else max(highest, 0.0)
-    if name == "expm1":
-        return -1.0, math.exp(given[0][1]) if given[0][1] < 100 else math.inf
-    if name == "minimum":
-        return min(given[0][0], given[1][0]), min(given[0][1], given[1][1])
-    if name == "maximum":
-        return max(given[0][0], given[1][0]), max(given[0][1], given[1][1])
-    if name == "where":
-        return min(given[1][0], given[2][0]), max(given[1][1], given[2][1])
-    if name == "stop_gradient":
-        return given[0]
-    return _ANY
-
-
-def _times(a: float, b: float) -> float:
-    return 0.0 if a == 0 or b == 0 else a * b
 
 
 def pauses_of(program: CellProgram) -> int:
@@ -101,14 +47,14 @@ def _most_factors(program: CellProgram, roots: list[Node]) -> float:
             count[each] = sum(own)
         elif each.operation == "divide":
             count[each] = own[0] if _is_divisor(each, program, bounds) else math.inf
-        elif each.operation in ("log", "sqrt", "exp", "expm1", "softplus"):
-            count[each] = own[0] if each.operation in ("softplus", "sqrt") else math.inf
         else:
-            count[each] = max(own)
+            # A function that is not known to be finite may give an infinity for a large number.
+            largest = OPERATIONS[each.operation].bounds(*[(-_LARGE, _LARGE)] * len(own))
+            count[each] = max(own) if all(map(math.isfinite, largest)) else math.inf
     return max((count[root] for root in roots), default=0)
 
 
-def _is_divisor(each: Node, program: CellProgram, bounds: dict[Node, _Interval]) -> bool:
+def _is_divisor(each: Node, program: CellProgram, bounds: dict[Node, Interval]) -> bool:
     """Return whether a quotient is no larger than its first number, but for a factor of it."""
     whole, part = each.arguments
     lowest, highest = bounds[part]

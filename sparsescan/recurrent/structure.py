@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays.arrays import Mirrored, check_memory
-from ..graph.constants import Known, is_zero, known_of
 from ..graph.expressions import topological
+from ..graph.known import Known, is_zero, known_of
 from ..graph.operations import Node, node
 from ..locks import cached_property
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, indptr_of, of_mask, product, rows_of, trusted
 from .linear import ONE, Factors, Key, factors, key_of
 from .program import INPUT, CellProgram, Slot
-from .render.numpy import ArrayCode, function_of
+from .render.numpy import ArrayCode
 
 # Share of entries from which on weights are multiplied as a dense matrix.
 DENSE = 0.35
@@ -203,10 +203,10 @@ class Structure:
                 if not self.sums[k].biases:
                     zero = ~self._reads_something(self.program.slots[k], known)
                     known[node("slot", about=(k,))] = Known(zero, np.zeros(self.units))
-            known = known_of(arguments, known, self.units, function_of)
-        known = known_of(linear.slopes, known, self.units, function_of)
+            known = known_of(arguments, known, self.units)
+        known = known_of(linear.slopes, known, self.units)
         known |= {node("slope", about=(k,)): known[each] for k, each in enumerate(linear.slopes)}
-        known = known_of(linear.columns, known, self.units, function_of)
+        known = known_of(linear.columns, known, self.units)
         return [is_zero(known[each]) for each in (*linear.slopes, *linear.columns)]
 
     def _reads_something(self, slot: Slot, known: Mapping[Node, Known]) -> NDArray[np.bool_]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import keyword
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import ClassVar, Literal
 
 from ..expressions import topological
@@ -25,31 +26,42 @@ class Renderer:
     """
 
     target: ClassVar[Literal["numpy", "cpu", "cuda"]]
-    # Names that mean something else in the text, as a regular expression.
-    reserved: ClassVar[str]
+    # Names that mean something else in the text, beside those that operations have there.
+    words: ClassVar[Sequence[str]] = ()
 
     def __init__(self, names: Mapping[Node, str]) -> None:
         self.traced_names = names
         self._names: dict[Node, str] = {}
         self._taken: set[str] = set()
 
+    @classmethod
+    @cache
+    def _reserved(cls) -> re.Pattern[str]:
+        """Return what matches a name that means something else."""
+        texts = [getattr(each, cls.target) for each in OPERATIONS.values()]
+        names = [name for text in texts for name in re.findall(r"(?<![.\w])[a-z_]\w*", text)]
+        return re.compile("|".join((*cls.words, *names)))
+
     def number(self, value: float) -> str:
         """Return the text of a number, also of those for which Python has no literal."""
         return repr(value).replace("inf", "1e999").replace("nan", "(1e999 - 1e999)")
 
     def name_of(self, each: Node) -> str:
-        """Return the name of a node, that of the definition if it has one."""
+        """Return the name of a node, that of what was traced if it has one."""
         if each not in self._names:
-            given = self.traced_names.get(each, "")
-            if not given.isidentifier() or keyword.iskeyword(given):
-                given = f"{each.operation[:1]}{each.about[0]}" if each.about else "t"
-            self._names[each] = self.new_name(given)
+            name = self.traced_names.get(each, "")
+            is_name = name.isidentifier() and not keyword.iskeyword(name)
+            self._names[each] = self.new_name(name if is_name else self.default_name(each))
         return self._names[each]
+
+    def default_name(self, each: Node) -> str:
+        """Return a name for a node that has none in what was traced."""
+        return f"{each.operation[:1]}{each.about[0]}" if each.about else "t"
 
     def new_name(self, given: str) -> str:
         """Return a name that nothing else has, or has had."""
         name, count = given, 1
-        while name in self._taken or re.fullmatch(self.reserved, name):
+        while name in self._taken or self._reserved().fullmatch(name):
             count += 1
             name = f"{given}_{count}"
         self._taken.add(name)

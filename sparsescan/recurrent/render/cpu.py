@@ -7,7 +7,6 @@ loop of its own: iterations of a short one do not wait for each other.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from ...graph.expressions import topological
@@ -43,15 +42,12 @@ class CPURenderer(Renderer):
     """
 
     target = "cpu"
-    reserved = "|".join(
-        (
-            *ARGUMENTS,
-            *(name for each in OPERATIONS.values() for name in re.findall(r"[a-z_]\w*", each.cpu)),
-            *("lanes", "lane_count", "at", "j", "left", "length", "range", "number", "zero", "one"),
-            *("half", "load", "load_either", "store_some", "store_both", "less_or"),
-            # Numbers, and gradients in states.
-            *(r"k\d+", r"later_\d+", "g_0"),
-        )
+    words = (
+        *ARGUMENTS,
+        *("lanes", "lane_count", "at", "j", "left", "length", "range", "number", "zero", "one"),
+        *("half", "load", "load_either", "store_some", "store_both", "less_or"),
+        # Numbers, and gradients in states.
+        *(r"k\d+", r"later_\d+", "g_0"),
     )
 
     def __init__(self, program: CellProgram) -> None:

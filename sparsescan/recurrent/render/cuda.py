@@ -11,22 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import linecache
-import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 from ...graph.expressions import topological
-from ...graph.operations import OPERATIONS, Node, is_heavy
+from ...graph.operations import Node, is_heavy
 from ...graph.render.base import Renderer
 from ..program import CellProgram
-
-# Names that mean something in the text of a function.
-_RESERVED = (
-    *("now", "at", "later", "got", "sums", "first", "bias", "rows", "state", "mid", "kept"),
-    *("argument", "grads", "totals", "at_mid", "at_got", "real", "zero", "one", "inf", "nan", "t"),
-    *(name for each in OPERATIONS.values() for name in re.findall(r"[a-z_]\w*", each.cuda)),
-)
 
 
 class CudaBlock(NamedTuple):
@@ -458,7 +450,11 @@ class _Text(Renderer):
     """
 
     target = "cuda"
-    reserved = "|".join(_RESERVED)
+    words = (
+        *("now", "at", "later", "got", "sums", "first", "bias", "rows", "state", "mid", "kept"),
+        *("argument", "grads", "totals", "at_mid", "at_got", "real", "zero", "one", "inf", "nan"),
+        "t",
+    )
 
     def __init__(self, code: CudaProgram) -> None:
         super().__init__(code.program.names)

@@ -7,206 +7,42 @@ and ``back(stage)`` the gradients that its products return.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import keyword
 import linecache
-import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
-
-import numpy as np
+from typing import Any, ClassVar
 
 from ...graph.expressions import topological
-from ...graph.operations import OPERATIONS, Node, node
-from ...graph.render.base import LONG, Renderer, without_brackets
+from ...graph.operations import Node, node
+from ...graph.render.base import without_brackets
+from ...graph.render.numpy import ArrayRenderer, helpers
 from ..linear import LinearProgram, linear
 from ..program import INPUT, CellProgram, Slot
 
-# What a text reads beside its own variables.
-_TAKEN = "back dtype grads inf nan new out rows sigmoid slopes softplus states sums x xp zero"
-# Names of leaves that a definition gives none, beside their numbers.
-_LEAVES = {"slot": "s", "gradient": "g", "back": "b", "state": "h", "slope": "d", "derived": "p"}
-_COMPARISONS = {"less": "<", "less_equal": "<="}
-# Functions that write into an array.
-_INTO = {"sigmoid": "sigmoid"} | {
-    name: f"xp.{name}"
-    for name in (
-        *("absolute", "add", "cos", "divide", "exp", "expm1", "log", "maximum", "minimum"),
-        *("multiply", "negative", "sin", "sqrt", "subtract", "tanh"),
-    )
-}
 _numbers = itertools.count()
 
 
-def _helpers(xp: Any) -> dict[str, Any]:
-    """Return what texts call by name."""
+class Writer(ArrayRenderer):
+    """Write one function of a step."""
 
-    def sigmoid(a: Any, out: Any = None) -> Any:
-        # It is 0 where exp overflows; for float32 several times as fast as expit.
-        y = xp.negative(a, out=out)
-        if y.ndim == 0:
-            return 1 / (1 + xp.exp(y))
-        xp.exp(y, out=y)
-        y += 1
-        return xp.reciprocal(y, out=y)
-
-    def softplus(a: Any) -> Any:
-        return xp.maximum(a, zero) + xp.log1p(xp.exp(-abs(a)))
-
-    zero = 0.0
-    helpers = {"xp": xp, "sigmoid": sigmoid, "softplus": softplus}
-    return helpers | {"zero": zero, "inf": math.inf, "nan": math.nan}
-
-
-@functools.cache
-def function_of(operation: str) -> Callable[..., Any]:
-    """Return the function of NumPy that an operation is, of arrays of float64."""
-    texts = {
-        "less": "(a < b) * 1.0",
-        "less_equal": "(a <= b) * 1.0",
-        "where": "xp.where(a != 0, b, c)",
+    words = (
+        *(*ArrayRenderer.words, "back", "grads", "new", "out", "rows", "slopes"),
+        *("states", "sums", "x"),
+    )
+    letters: ClassVar[Mapping[str, str]] = {
+        "slot": "s",
+        "gradient": "g",
+        "back": "b",
+        "state": "h",
+        "slope": "d",
+        "derived": "p",
     }
-    text = texts.get(operation) or OPERATIONS[operation].numpy.format("a", "b", "c")
-    function: Callable[..., Any] = eval(f"lambda a, b=None, c=None: {text}", _helpers(np))
-    return function
-
-
-class Writer(Renderer):
-    """Write one function.
-
-    Parameters
-    ----------
-    code : ArrayCode
-        Where it is.
-    roots : sequence of Node
-        All that the function computes.
-    places : mapping of Node to list of str
-        Where results are written, such as ``new[0]``.
-    """
-
-    target = "numpy"
-    reserved = _TAKEN.replace(" ", "|")
-
-    def __init__(
-        self,
-        code: ArrayCode,
-        roots: Sequence[Node],
-        places: Mapping[Node, Sequence[str]] | None = None,
-    ) -> None:
-        super().__init__(code.names)
-        self._places = dict(places or {})
-        order = topological(roots)
-        self._uses = Counter(argument for each in order for argument in each.arguments)
-        self._uses.update(root for root in roots if root not in self._places)
-        others = {root for root in roots if root not in self._places}
-        for each in order:
-            others.update(each.arguments[each.operation == "where" :])
-        # Comparisons that are only conditions need not be numbers.
-        self._conditions = {
-            each for each in order if each.operation in _COMPARISONS and each not in others
-        }
-        self._written: set[Node] = set()
-        self._inline: set[Node] = set()
+    free, strided = ("slot",), ("new",)
 
     def name_of(self, each: Node) -> str:
         """Return the name of a node, that of the definition if it has one."""
-        if each is INPUT:
-            return "x"
-        if each not in self._names:
-            given = self.traced_names.get(each, "")
-            if not given.isidentifier() or keyword.iskeyword(given):
-                parts = [_LEAVES.get(each.operation, "t"), *map(str, each.about)]
-                given = "_".join(part for part in parts if part)
-            self._names[each] = self.new_name(given)
-        return self._names[each]
-
-    def assignments(
-        self,
-        roots: Iterable[Node],
-        known: Mapping[Node, str],
-        load: Callable[[Node], str] = lambda each: "",
-    ) -> tuple[list[str], dict[Node, str]]:
-        """Return assignments that compute some nodes, and the text that stands for each.
-
-        Results with a place are written there by their last operation.
-        """
-        roots = list(roots)
-        lines: list[str] = []
-        texts = dict(known)
-        for each in topological(roots, texts, load):
-            is_named = each.arguments and (each in self.traced_names or self._uses[each] > 1)
-            name = self.name_of(each) if is_named else ""
-            text = load(each) or self._expression(each, texts)
-            if each in self._places:
-                place, *more = self._places[each]
-                *before, last = self._into(each, texts, place) or [""]
-                lines += before
-                if last and name:
-                    last = f"{name} = {last}"
-                lines.append(last or f"{place}[...] = {without_brackets(text)}")
-                text = name if name and last else place
-                lines += [f"{other}[...] = {text}" for other in more]
-                self._written.add(each)
-            elif name or len(text) > LONG:
-                name = name or self.name_of(each)
-                lines.append(f"{name} = {without_brackets(text)}")
-                text = name
-            elif each.arguments:
-                self._inline.add(each)
-            texts[each] = text
-        for root in dict.fromkeys(roots):
-            if root in self._places and root not in self._written:
-                lines += [f"{place}[...] = {texts[root]}" for place in self._places[root]]
-                self._written.add(root)
-        return lines, texts
-
-    def _expression(self, each: Node, texts: Mapping[Node, str]) -> str:
-        """Return the text of a node."""
-        operation = each.operation
-        if operation == "number":
-            return self.number(each.about[0])
-        given = [texts[argument] for argument in each.arguments]
-        if operation in _COMPARISONS:
-            text = f"({given[0]} {_COMPARISONS[operation]} {given[1]})"
-            return text if each in self._conditions else f"{text}.astype(dtype)"
-        bare = [without_brackets(one) for one in given]
-        if operation == "where":
-            condition, *chosen = each.arguments
-            for k, one in enumerate(chosen, 1):
-                if one.operation == "number":
-                    bare[k] = f"dtype({bare[k]})"
-            if condition not in self._conditions:
-                bare[0] = f"{given[0]} != 0"
-            return f"xp.where({', '.join(bare)})"
-        template = OPERATIONS[operation].numpy
-        if template.startswith(("(", "{")):
-            return template.format(*given)
-        (first, *others) = each.arguments
-        # A sum that nothing else reads makes room for what is computed of it.
-        if first.operation == "slot" and self._uses[first] == 1 and not others:
-            return (self._into(each, texts, given[0]) or [template.format(*bare)])[-1]
-        return template.format(*bare)
-
-    def _into(self, each: Node, texts: Mapping[Node, str], place: str) -> list[str]:
-        """Return calls, the last of which writes a node to a place; none if no function does.
-
-        What it is computed from is written there before, but for states, which are strided.
-        """
-        if each.operation not in _INTO:
-            return []
-        before: list[str] = []
-        given = [without_brackets(texts[argument]) for argument in each.arguments]
-        for k, argument in enumerate(each.arguments):
-            is_read = any(place in text for n, text in enumerate(given) if n != k)
-            if argument in self._inline and not (is_read or place.startswith("new")):
-                before = self._into(argument, texts, place)
-                if before:
-                    given[k] = place
-                    break
-        return [*before, f"{_INTO[each.operation]}({', '.join(given)}, out={place})"]
+        return "x" if each is INPUT else super().name_of(each)
 
 
 class ArrayCode:
@@ -259,7 +95,7 @@ class ArrayCode:
             text = "\n\n\n".join(self.text(which) for which in ("forward", "backward"))
             name = f"<{self._title} on arrays, {next(_numbers)}>"
             linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
-            functions = _helpers(xp)
+            functions = helpers(xp)
             exec(compile(text, name, "exec"), functions)
             self._made[xp] = functions
         return functions
@@ -296,7 +132,9 @@ class ArrayCode:
 
     def _of_a_step(self, name: str, what: str, into: str, roots: Sequence[Node]) -> str:
         """Return a function that writes what a step computes, after all sums."""
-        writer = Writer(self, [*self.program.arguments, *roots], _places(into, enumerate(roots)))
+        writer = Writer(
+            self.names, [*self.program.arguments, *roots], _places(into, enumerate(roots))
+        )
         lines, texts = self._stages(writer, roots)
         lines += writer.assignments(roots, texts)[0]
         doc = f"Write the {what} a step of {self._title}."
@@ -304,7 +142,7 @@ class ArrayCode:
 
     def _columns(self) -> str:
         columns, first = self.linear.columns, len(self.linear.slopes)
-        writer = Writer(self, columns, _places("slopes", enumerate(columns, first)))
+        writer = Writer(self.names, columns, _places("slopes", enumerate(columns, first)))
         lines, texts = self._leaves(writer, columns)
         lines += writer.assignments(columns, texts)[0]
         doc = "Write the products of slopes that are factors of a Jacobian."
@@ -338,7 +176,7 @@ class ArrayCode:
         values = [each.value for each in self.program.derived]
         if not values:
             return ""
-        writer = Writer(self, values)
+        writer = Writer(self.names, values)
         lines, texts = self._leaves(writer, values)
         more, texts = writer.assignments(values, texts)
         result = ", ".join(without_brackets(texts[each]) for each in values)
@@ -350,7 +188,7 @@ class ArrayCode:
         if not derived:
             return ""
         roots = [grad for each in derived for _, grad in each.grads]
-        writer = Writer(self, roots)
+        writer = Writer(self.names, roots)
         lines, texts = self._leaves(writer, roots)
         more, texts = writer.assignments(roots, texts)
         result = ", ".join(
@@ -410,7 +248,7 @@ class ArrayCode:
         places = _places("out", ((k, grad) for k, grad in grads.items() if grad is not None))
         for each, more in last.items():
             places[each] = places.get(each, []) + more
-        writer = Writer(self, list(places), places)
+        writer = Writer(self.names, list(places), places)
         lines, texts = self._leaves(writer, places)
         read = {each.about[0] for each in topological(places) if each.operation == "back"}
         for number, (own, returned) in enumerate(self.linear.stages):

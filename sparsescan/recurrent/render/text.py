@@ -18,7 +18,7 @@ def describe(code: ArrayCode) -> list[str]:
     """Return lines that say what a step computes, what is kept of it, and what is made again."""
     program = code.program
     again = _made_again(code)
-    writer = Writer(code, [*program.arguments, *program.outputs, *program.kept, *again])
+    writer = Writer(code.names, [*program.arguments, *program.outputs, *program.kept, *again])
     states = [node("state", about=(k,)) for k in range(program.states)]
     texts: dict[Node, str] = {}
     lines = []

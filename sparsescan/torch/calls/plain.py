@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from ...graph.expressions import topological
-from ...graph.operations import Node
+from ...graph.operations import OPERATIONS, Node
 from ...recurrent.definition import bias_name, declared
 from ...recurrent.program import INPUT, CellProgram
 from .direct import is_forward_twice
@@ -59,31 +59,16 @@ def _surrogate(value: Tensor, a: Tensor, slope: Tensor) -> Any:
     return _Surrogate.apply(value, a, slope)
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "add": torch.add,
-    "subtract": torch.sub,
-    "multiply": torch.mul,
-    "divide": torch.div,
-    "negative": torch.neg,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "exp": torch.exp,
-    "expm1": torch.expm1,
-    "log": torch.log,
+# Functions that PyTorch does not have under the name of the operation.
+_OTHERS: dict[str, Callable[..., Any]] = {
     "softplus": lambda a: torch.logaddexp(a, torch.zeros_like(a)),
-    "sqrt": torch.sqrt,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "absolute": torch.abs,
-    "relu": torch.relu,
-    "minimum": torch.minimum,
-    "maximum": torch.maximum,
     "less": lambda a, b: (a < b).to(a.dtype),
     "less_equal": lambda a, b: (a <= b).to(a.dtype),
     "where": lambda condition, a, b: torch.where(condition != 0, a, b),
     "stop_gradient": Tensor.detach,
     "surrogate": _surrogate,
 }
+_FUNCTIONS = {name: _OTHERS.get(name) or getattr(torch, name) for name in OPERATIONS}
 
 
 class _Direction:

@@ -7,14 +7,15 @@ a Jacobian, are always zero.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .expressions import topological
-from .operations import OPERATIONS, Node, value_of
+from .operations import ANY, OPERATIONS, Interval, Node, value_of
+from .render.numpy import function_of
 
 
 class Known(NamedTuple):
@@ -38,12 +39,7 @@ def is_zero(given: Known) -> NDArray[np.bool_]:
     return zero
 
 
-def known_of(
-    roots: Iterable[Node],
-    leaves: Mapping[Node, Known],
-    size: int,
-    function_of: Callable[[str], Callable[..., Any]],
-) -> dict[Node, Known]:
+def known_of(roots: Iterable[Node], leaves: Mapping[Node, Known], size: int) -> dict[Node, Known]:
     """Return what is known of some vectors, and of all that they are computed from.
 
     Parameters
@@ -54,8 +50,6 @@ def known_of(
         What is known of leaves; of others nothing is.
     size : int
         How many units there are.
-    function_of : callable
-        It returns the function of NumPy that an operation is.
     """
     found = dict(leaves)
     for each in topological(roots):
@@ -64,18 +58,19 @@ def known_of(
         value = value_of(each)
         if each.operation in OPERATIONS:
             arguments = [found[argument] for argument in each.arguments]
-            found[each] = _result(each.operation, arguments, function_of(each.operation))
+            found[each] = _result(each.operation, arguments)
         else:
             where = np.full(size, value is not None)
             found[each] = Known(where, np.full(size, 0.0 if value is None else value))
     return found
 
 
-def _result(operation: str, given: Sequence[Known], function: Callable[..., Any]) -> Known:
+def _result(operation: str, given: Sequence[Known]) -> Known:
     """Return what is known of the result of an operation."""
     where = functools.reduce(np.logical_and, [each.where for each in given])
     with np.errstate(all="ignore"):
-        value = np.broadcast_to(function(*(each.value for each in given)), where.shape)
+        value = function_of(operation)(*(each.value for each in given))
+        value = np.broadcast_to(value, where.shape)
     if operation in ("multiply", "divide"):
         # Zero times anything, but for infinities, which have no place in a pattern.
         zero = is_zero(given[0])
@@ -88,3 +83,19 @@ def _result(operation: str, given: Sequence[Known], function: Callable[..., Any]
         same = a.where & b.where & (a.value == b.value)
         return Known((condition.where & chosen) | same, np.where(same, a.value, value))
     return Known(where, value)
+
+
+def intervals(roots: Iterable[Node]) -> dict[Node, Interval]:
+    """Return between which bounds nodes are, whatever leaves are, NaN apart."""
+    found: dict[Node, Interval] = {}
+    for each in topological(roots):
+        given, value = [found[argument] for argument in each.arguments], value_of(each)
+        if value is not None:
+            found[each] = value, value
+        elif each.operation == "multiply" and each.arguments[0] is each.arguments[1]:
+            found[each] = 0.0, max(abs(bound) for bound in given[0]) ** 2
+        elif each.operation in OPERATIONS:
+            found[each] = OPERATIONS[each.operation].bounds(*given)
+        else:
+            found[each] = ANY
+    return found
