@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from .expressions import topological
-from .operations import OPERATIONS, Node, apply, is_heavy, number, value_of, where
+from .functions import where
+from .operations import OPERATIONS, Node, apply, is_heavy, number, value_of
 
 # A node, and its derivative in a direction.
 WithSlope: TypeAlias = "tuple[Node, Node | None]"

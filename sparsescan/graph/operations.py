@@ -1,28 +1,21 @@
-"""Symbols of a step, and the one table of elementwise operations.
+"""Symbols of vectors, and the one table of elementwise operations.
 
-A step of a cell is traced on symbols, each of which stands for a vector of one number a unit. Equal
+A function is traced on symbols, each of which stands for a vector of one number a unit. Equal
 expressions are one :class:`Node`, so that common terms are computed once. A row of `OPERATIONS` has
-all that is known of an operation: its text for each target, and its derivative.
+all that is known of an operation: its text for each target, its derivative, and its bounds.
 """
 
 from __future__ import annotations
 
-import inspect
-import linecache
 import math
 import operator
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from ..errors import InputError, InputTypeError, short
+from ..errors import short
 from ..locks import new_lock
-
-# Modules that a step may have called when something is refused.
-_BETWEEN = __name__, "sparsescan.recurrent.definition", "numpy.", "torch."
+from .tracing import is_tracing, refuse
 
 
 class Node:
@@ -31,8 +24,7 @@ class Node:
     Attributes
     ----------
     operation : str
-        A name of `OPERATIONS`, or what the node stands for: ``number``, ``input``, ``state``,
-        ``parameter``, ``product``, and others that the analysis of a step adds.
+        A name of `OPERATIONS`, ``number``, or what a front end calls its leaves and linear maps.
     arguments : tuple of Node
         What the operation is of.
     about : tuple
@@ -94,7 +86,7 @@ class Node:
         return apply("less_equal", other, self)
 
     def __eq__(self, other: object) -> bool:
-        if getattr(_thread, "is_tracing", False):
+        if is_tracing():
             refuse("a comparison by == or !=", "<= and >=, such as (a >= b) * (a <= b)")
         return self is other
 
@@ -103,13 +95,13 @@ class Node:
     def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **about: Any) -> Node:
         """Let a number of NumPy stand before an operator; refuse all other calls."""
         if ufunc.__name__ == "matmul":
-            refuse("@", _MATRIX)
+            refuse("@", "matrix")
         if method == "reduce":
-            refuse(f"numpy.{ufunc.__name__}.reduce, which is over units", _NO_SUMS)
+            refuse(f"numpy.{ufunc.__name__}.reduce, which is over units", "sums")
         compute = getattr(operator, _OPERATORS.get(ufunc.__name__, ""), None)
         others = [each for each in given if not isinstance(each, Node)]
         if compute is None or method != "__call__" or about or any(map(_axes, others)):
-            refuse("a call of NumPy", _INSTEAD)
+            refuse("a call of NumPy", "functions")
         made: Node = compute(*(each if isinstance(each, Node) else float(each) for each in given))
         return made
 
@@ -122,17 +114,17 @@ class Node:
 
     def __matmul__(self, other: Any) -> Any:
         if isinstance(other, Node):
-            refuse("@ of two vectors, which is a sum over units", _NO_SUMS)
+            refuse("@ of two vectors, which is a sum over units", "sums")
         if not callable(other):
-            refuse("@", _MATRIX)
+            refuse("@", "matrix")
         return NotImplemented  # a matrix, which says how it is called
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         if name in _REDUCTIONS:
-            refuse(f"the attribute {name!r}, which is over units", _NO_SUMS)
-        refuse(f"the attribute {name!r}", f"{name}(a)" if name in _FUNCTIONS else _INSTEAD)
+            refuse(f"the attribute {name!r}, which is over units", "sums")
+        refuse(f"the attribute {name!r}", "functions", name)
 
     def __reduce__(self) -> Any:
         return _again, (self.operation, self.arguments, self.about)
@@ -160,32 +152,22 @@ _OPERATORS = {
     "greater": "gt",
     "greater_equal": "ge",
 }
-_INSTEAD = "the functions of sparsescan.recurrent, such as tanh(a)"
-_ELEMENTWISE = "elementwise operations, or one matrix with several gates"
-_MATRIX = "a matrix that the class declares, such as W = Hidden(), and calls: self.W(a)"
 # What is over all units in NumPy and PyTorch.
 _REDUCTIONS = {
     *("all", "any", "argmax", "argmin", "cumprod", "cumsum", "dot", "layer_norm", "logsumexp"),
     *("max", "mean", "median", "min", "norm", "prod", "softmax", "std", "sum", "var"),
 }
-_FUNCTIONS = {
-    *("cos", "elu", "exp", "expm1", "hardsigmoid", "hardtanh", "leaky_relu", "log", "relu"),
-    *("sigmoid", "silu", "sin", "softplus", "softsign", "sqrt", "tanh"),
-}
-_NO_SUMS = (
-    "what needs no sum, mean, norm or maximum over units: these are not supported; a matrix "
-    "weighs all units for each, W = Hidden() and self.W(a)"
-)
-# Methods that a step does not have, what calls them, and what to write instead.
+# Methods that symbols do not have, what calls them, and what to write instead: a text, or the
+# name of one in a :class:`Front`.
 _REFUSED = {
     "bool": ("a branch on a number that only a step has", "where(condition, a, b)"),
-    "iter": ("a loop over units", _ELEMENTWISE),
-    "contains": ("a loop over units", _ELEMENTWISE),
-    "len": ("the length of a vector", _ELEMENTWISE),
-    "getitem setitem delitem": ("an index of a unit", _ELEMENTWISE),
-    "float int index complex round trunc floor ceil": ("a conversion to a number", _INSTEAD),
+    "iter": ("a loop over units", "elementwise"),
+    "contains": ("a loop over units", "elementwise"),
+    "len": ("the length of a vector", "elementwise"),
+    "getitem setitem delitem": ("an index of a unit", "elementwise"),
+    "float int index complex round trunc floor ceil": ("a conversion to a number", "functions"),
     "format": ("a text of a number that only a step has", "it without"),
-    "rmatmul": ("@", _MATRIX),
+    "rmatmul": ("@", "matrix"),
     "rpow": ("a number to the power of a vector", "exp(vector * math.log(base))"),
     "and rand or ror xor rxor invert": (
         "& or |, ^, ~",
@@ -199,16 +181,16 @@ _REFUSED = {
         "an operation of integers",
         "+ - * /, or where(condition, a, b)",
     ),
-    "call": ("a call of a vector", "a product, a * b, or a matrix of the class, which is called"),
-    "array": ("a call of NumPy", _INSTEAD),
+    "call": ("a call of a vector", "product"),
+    "array": ("a call of NumPy", "functions"),
 }
 
 
 def _refuse_function(function: Any, what: str) -> NoReturn:
     name = getattr(function, "__name__", "")
     if name in _REDUCTIONS:
-        refuse(f"{what}, {name}, which is over units", _NO_SUMS)
-    refuse(what, _INSTEAD)
+        refuse(f"{what}, {name}, which is over units", "sums")
+    refuse(what, "functions")
 
 
 def _refusing(what: str, instead: str) -> Callable[..., NoReturn]:
@@ -224,31 +206,6 @@ def _axes(given: Any) -> int:
     return getattr(given, "ndim", 0)
 
 
-def refuse(what: str, instead: str) -> NoReturn:
-    """Raise an error that says where a step does what cannot be traced, and what to write."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
-        frame = frame.f_back
-    assert frame is not None, "nobody has called this"
-    path, line = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(path, line).strip()
-    raise InputTypeError(
-        f"{Path(path).name}, line {line}{f': {text!r}' if text else ''} has {what}, which cannot "
-        f"be traced: a step computes with vectors of one number a unit; write {instead}"
-    )
-
-
-@contextmanager
-def tracing() -> Iterator[None]:
-    """Refuse, in this thread, what a step may not do with vectors, and others may."""
-    _thread.is_tracing = True
-    try:
-        yield
-    finally:
-        _thread.is_tracing = False
-
-
-_thread = threading.local()
 _interned: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
 _lock = new_lock()
 
@@ -356,7 +313,7 @@ def _power(base: Node, exponent: Any) -> Node:
     except Exception:
         given = math.nan
     if given == 0.5:
-        return sqrt(base)
+        return apply("sqrt", base)
     if not given.is_integer() or abs(given) > 16:
         refuse(f"the exponent {short(exponent)}", "exp(exponent * log(base))")
     result, square, left = number(1), base, int(abs(given))
@@ -458,10 +415,14 @@ def _none(g: Node, y: Node, *arguments: Node) -> tuple[None, ...]:
     return (None,) * len(arguments)
 
 
+def _where(condition: Node, a: Any, b: Any) -> Node:
+    return apply("where", condition, a, b)
+
+
 def _chosen(g: Node, is_a: Node, is_b: Node) -> tuple[Node, Node]:
     """Return the gradients in two numbers of which one is chosen: half in each if none is."""
     half = 0.5 * g
-    return where(is_a, g, where(is_b, 0, half)), where(is_b, g, where(is_a, 0, half))
+    return _where(is_a, g, _where(is_b, 0, half)), _where(is_b, g, _where(is_a, 0, half))
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -480,21 +441,23 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "log": _function("log", lambda g, y, a: (g / a,), _anywhere, math.log),
     "softplus": _function(
-        "softplus", lambda g, y, a: (-(g * expm1(-y)),), lambda a: (0.0, max(a[1], 0.0) + 1)
+        "softplus",
+        lambda g, y, a: (-(g * apply("expm1", -y)),),
+        lambda a: (0.0, max(a[1], 0.0) + 1),
     ),
     "sqrt": _function("sqrt", lambda g, y, a: (0.5 * g / y,), _positive, math.sqrt),
-    "sin": _function("sin", lambda g, y, a: (g * cos(a),), _within(-1, 1), math.sin),
-    "cos": _function("cos", lambda g, y, a: (-(g * sin(a)),), _within(-1, 1), math.cos),
+    "sin": _function("sin", lambda g, y, a: (g * apply("cos", a),), _within(-1, 1), math.sin),
+    "cos": _function("cos", lambda g, y, a: (-(g * apply("sin", a)),), _within(-1, 1), math.cos),
     "absolute": _everywhere(
         "absolute({0})",
-        lambda g, y, a: (where(a < 0, -g, where(a <= 0, 0, g)),),
+        lambda g, y, a: (_where(a < 0, -g, _where(a <= 0, 0, g)),),
         abs,
         lambda a: (0.0, max(abs(a[0]), a[1])),
         numpy="xp.absolute({0})",
     ),
     "relu": _everywhere(
         "relu({0})",
-        lambda g, y, a: (where(y <= 0, 0, g),),
+        lambda g, y, a: (_where(y <= 0, 0, g),),
         bounds=_positive,
         numpy="xp.maximum({0}, zero)",
         cpu="keep_positive({0}, {0})",
@@ -525,7 +488,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "where": _everywhere(
         "where({0}, {1}, {2})",
-        lambda g, y, c, a, b: (None, where(c, g, 0), where(c, 0, g)),
+        lambda g, y, c, a, b: (None, _where(c, g, 0), _where(c, 0, g)),
         bounds=lambda c, a, b: (min(a[0], b[0]), max(a[1], b[1])),
         numpy="xp.where({0}, {1}, {2})",
     ),
@@ -540,154 +503,3 @@ OPERATIONS: dict[str, Operation] = {
 def is_heavy(each: Node) -> bool:
     """Return whether a node is an operation that takes long."""
     return each.operation in OPERATIONS and OPERATIONS[each.operation].is_heavy
-
-
-# -- Functions ------------------------------------------------------------------------------------
-
-
-def tanh(a: Any) -> Node:
-    """Return ``tanh(a)``."""
-    return apply("tanh", a)
-
-
-def sigmoid(a: Any) -> Node:
-    """Return ``1 / (1 + exp(-a))``."""
-    return apply("sigmoid", a)
-
-
-def relu(a: Any) -> Node:
-    """Return ``max(a, 0)``, whose derivative at 0 is 0."""
-    return apply("relu", a)
-
-
-def exp(a: Any) -> Node:
-    """Return ``exp(a)``."""
-    return apply("exp", a)
-
-
-def expm1(a: Any) -> Node:
-    """Return ``exp(a) - 1``."""
-    return apply("expm1", a)
-
-
-def log(a: Any) -> Node:
-    """Return the natural logarithm of ``a``."""
-    return apply("log", a)
-
-
-def sqrt(a: Any) -> Node:
-    """Return the square root of ``a``."""
-    return apply("sqrt", a)
-
-
-def sin(a: Any) -> Node:
-    """Return ``sin(a)``."""
-    return apply("sin", a)
-
-
-def cos(a: Any) -> Node:
-    """Return ``cos(a)``."""
-    return apply("cos", a)
-
-
-def absolute(a: Any) -> Node:
-    """Return ``|a|``, whose derivative at 0 is 0."""
-    return apply("absolute", a)
-
-
-def minimum(a: Any, b: Any) -> Node:
-    """Return the smaller of two numbers; where they are equal, each has half of the gradient."""
-    return apply("minimum", a, b)
-
-
-def maximum(a: Any, b: Any) -> Node:
-    """Return the larger of two numbers; where they are equal, each has half of the gradient."""
-    return apply("maximum", a, b)
-
-
-def where(condition: Any, a: Any, b: Any) -> Node:
-    """Return ``a`` where the condition is not 0, and ``b`` where it is."""
-    return apply("where", condition, a, b)
-
-
-def softplus(a: Any) -> Node:
-    """Return ``log(1 + exp(a))``."""
-    return apply("softplus", a)
-
-
-def identity(a: Any) -> Node:
-    """Return ``a``."""
-    return as_node(a)
-
-
-def silu(a: Any) -> Node:
-    """Return ``a·sigmoid(a)``."""
-    return apply("multiply", a, sigmoid(a))
-
-
-def softsign(a: Any) -> Node:
-    """Return ``a / (1 + |a|)``."""
-    return apply("divide", a, 1 + absolute(a))
-
-
-def leaky_relu(a: Any, slope: float = 0.01) -> Node:
-    """Return ``a`` where it is positive, and ``slope·a`` elsewhere."""
-    return where(as_node(a) <= 0, slope * a, a)
-
-
-def elu(a: Any, alpha: float = 1.0) -> Node:
-    """Return ``a`` where it is positive, and ``alpha·(exp(a) - 1)`` elsewhere."""
-    is_low = as_node(a) <= 0
-    return where(is_low, alpha * expm1(where(is_low, a, 0)), a)
-
-
-def hardtanh(a: Any, low: float = -1.0, high: float = 1.0) -> Node:
-    """Return ``a`` between two bounds, at which its derivative is 0."""
-    return where(as_node(a) <= low, low, where(as_node(high) <= a, high, a))
-
-
-def hardsigmoid(a: Any) -> Node:
-    """Return ``a/6 + 1/2`` between 0 and 1."""
-    return where(as_node(a) <= -3, 0, where(as_node(a) >= 3, 1, a / 6 + 0.5))
-
-
-def stop_gradient(a: Any) -> Node:
-    """Return ``a``, through which no gradient passes."""
-    return apply("stop_gradient", a)
-
-
-class Surrogate(NamedTuple):
-    """A function of one vector, and another one that counts as its derivative."""
-
-    forward: Callable[[Any], Any]
-    derivative: Callable[[Any], Any]
-
-    def __call__(self, a: Any) -> Node:
-        """Return the function of a vector."""
-        return apply("surrogate", self.forward(a), a, self.derivative(a))
-
-
-def surrogate(forward: Callable[[Any], Any], derivative: Callable[[Any], Any]) -> Surrogate:
-    """Return a function whose derivative is another one's, such as that of a spike.
-
-    Parameters
-    ----------
-    forward : callable
-        ``forward(a)`` is its value.
-    derivative : callable
-        ``derivative(a)`` counts as its derivative (Neftci et al., 2019).
-
-    Returns
-    -------
-    callable
-        A function of one vector. It may be an attribute of a class: ``self.spike(a)``.
-
-    Examples
-    --------
-    >>> from sparsescan.recurrent import surrogate
-    >>> spike = surrogate(lambda a: a > 0, lambda a: 1 / (1 + a * a))
-    """
-    for name, function in (("forward", forward), ("derivative", derivative)):
-        if not callable(function):
-            raise InputError(f"{name} is {short(function)}; expected a function of one vector")
-    return Surrogate(forward, derivative)

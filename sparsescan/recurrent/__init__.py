@@ -1,30 +1,7 @@
 """Recurrent cells, each defined once; their Jacobians, whole sequences and training steps."""
 
-from ..graph.operations import (
-    absolute,
-    cos,
-    elu,
-    exp,
-    expm1,
-    hardsigmoid,
-    hardtanh,
-    identity,
-    leaky_relu,
-    log,
-    maximum,
-    minimum,
-    relu,
-    sigmoid,
-    silu,
-    sin,
-    softplus,
-    softsign,
-    sqrt,
-    stop_gradient,
-    surrogate,
-    tanh,
-    where,
-)
+from ..graph import functions
+from ..graph.functions import *  # noqa: F403, those that it lists
 from .cell import Cell
 from .cells import GRUCell, LSTMCell, RNNCell
 from .definition import Bias, Choice, Constant, Hidden, Input, Scalar, Vector
@@ -51,27 +28,5 @@ __all__ = [
     "Scalar",
     "TrainingStep",
     "Vector",
-    "absolute",
-    "cos",
-    "elu",
-    "exp",
-    "expm1",
-    "hardsigmoid",
-    "hardtanh",
-    "identity",
-    "leaky_relu",
-    "log",
-    "maximum",
-    "minimum",
-    "relu",
-    "sigmoid",
-    "silu",
-    "sin",
-    "softplus",
-    "softsign",
-    "sqrt",
-    "stop_gradient",
-    "surrogate",
-    "tanh",
-    "where",
 ]
+__all__ += functions.__all__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ..graph.operations import sigmoid, tanh
+from ..graph.functions import sigmoid, tanh
 from .cell import Cell
 from .definition import Choice, Hidden, Input
 

@@ -16,21 +16,38 @@ from typing import Any, NoReturn, Protocol
 from ..arrays.arrays import Mirrored
 from ..checks import check_choice
 from ..errors import InputError, InputTypeError, short
-from ..graph import operations
+from ..graph import functions
 from ..graph.expressions import topological
-from ..graph.operations import Node, as_node, node, number, refuse, tracing
+from ..graph.operations import Node, as_node, node, number
+from ..graph.tracing import Front, refuse, tracing
 from ..parameters.parametrised import Parameter
 from .program import INPUT, CellProgram, analyse
 
 Shape = tuple[int, ...]
-_FUNCTIONS = {
-    name: getattr(operations, name)
-    for name in (
-        *("absolute", "cos", "elu", "exp", "expm1", "hardsigmoid", "hardtanh", "identity"),
-        *("leaky_relu", "log", "relu", "sigmoid", "silu", "sin", "softplus", "softsign"),
-        *("sqrt", "tanh"),
+# Functions of one vector, which a Choice may name.
+_FUNCTIONS: dict[str, Callable[..., Node]] = {
+    name: function
+    for name in functions.__all__
+    for function in [getattr(functions, name)]
+    if sum(
+        each.default is inspect.Parameter.empty
+        for each in inspect.signature(function).parameters.values()
     )
+    == 1
 }
+_FRONT = Front(
+    modules=(__name__,),
+    names=functions.__all__,
+    subject="a step computes with vectors of one number a unit",
+    functions="the functions of sparsescan.recurrent, such as tanh(a)",
+    elementwise="elementwise operations, or one matrix with several gates",
+    matrix="a matrix that the class declares, such as W = Hidden(), and calls: self.W(a)",
+    product="a product, a * b, or a matrix of the class, which is called",
+    sums=(
+        "what needs no sum, mean, norm or maximum over units: these are not supported; a matrix "
+        "weighs all units for each, W = Hidden() and self.W(a)"
+    ),
+)
 
 
 def bias_name(matrix: str) -> str:
@@ -361,8 +378,7 @@ class _Chosen(str):
     def __call__(self, *vectors: Any) -> Node:
         if self not in _FUNCTIONS:
             refuse(f"a call of {str(self)!r}, which is no function", f"if … == {str(self)!r}")
-        result: Node = _FUNCTIONS[self](*vectors)
-        return result
+        return _FUNCTIONS[self](*vectors)
 
 
 # -- Symbols --------------------------------------------------------------------------------------
@@ -612,7 +628,7 @@ def trace(cls: Any, options: Mapping[str, Any], bias: bool = True) -> CellProgra
     step, traced = cls.step, _Traced(cls, options, bias)
     count = _count_states(cls, traced)
     states = [node("state", about=(k,)) for k in range(count)]
-    with tracing():
+    with tracing(_FRONT):
         returned, names = _with_names(step, traced, INPUT, *states)
     outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
     if len(outputs) != count:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparsescan.graph import operations
+from sparsescan.graph import functions
 from sparsescan.recurrent import definition
 
 # Small arrays; and its threads would wait for each other wherever something else runs.
@@ -165,13 +165,13 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "where": _where,
 }
 _STAND_INS: dict[Any, Any] = {
-    getattr(operations, name): function for name, function in _FUNCTIONS.items()
-} | {operations.surrogate: _surrogate}
+    getattr(functions, name): function for name, function in _FUNCTIONS.items()
+} | {functions.surrogate: _surrogate}
 
 
 def _made_again(given: Any, memo: dict[Any, Any]) -> Any:
     """Return a function whose calls of :mod:`sparsescan.recurrent` are calls of stand-ins."""
-    if isinstance(given, operations.Surrogate):
+    if isinstance(given, functions.Surrogate):
         return _surrogate(*(_made_again(each, memo) for each in given))
     if not isinstance(given, types.FunctionType):
         return given

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsescan.graph.operations import exp, minimum, relu, sigmoid, surrogate, tanh
+from sparsescan.graph.functions import exp, minimum, relu, sigmoid, surrogate, tanh
 from sparsescan.recurrent import Cell, GRUCell, LSTMCell, RNNCell
 from sparsescan.recurrent.definition import Constant, Hidden, Input, Scalar, Vector
 from sparsescan.recurrent.program import CellProgram

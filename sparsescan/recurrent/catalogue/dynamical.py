@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...graph.operations import sigmoid, tanh
+from ...graph.functions import sigmoid, tanh
 from ..cell import Cell
 from ..definition import Bias, Choice, Constant, Hidden, Input, Vector
 from .activations import activation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...graph.operations import sigmoid
+from ...graph.functions import sigmoid
 from ..cell import Cell
 from ..definition import Input
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...graph.operations import relu, sigmoid, tanh
+from ...graph.functions import relu, sigmoid, tanh
 from ..cell import Cell
 from ..definition import Choice, Hidden, Input
 

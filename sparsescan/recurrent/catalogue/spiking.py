@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ...graph.operations import absolute, hardtanh, log, surrogate
+from ...graph.functions import absolute, hardtanh, log, surrogate
 from ..cell import Cell
 from ..definition import Choice, Constant, Scalar
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...graph.operations import exp, maximum, minimum, sigmoid, softplus, tanh, where
+from ...graph.functions import exp, maximum, minimum, sigmoid, softplus, tanh, where
 from ..cell import Cell
 from ..definition import Hidden, Input
 
