@@ -10,6 +10,7 @@ from .operations import Node, apply, as_node
 
 __all__ = [
     "absolute",
+    "arctan2",
     "cos",
     "elu",
     "exp",
@@ -78,6 +79,11 @@ def sin(a: Any) -> Node:
 def cos(a: Any) -> Node:
     """Return ``cos(a)``."""
     return apply("cos", a)
+
+
+def arctan2(a: Any, b: Any) -> Node:
+    """Return the angle of the point ``(b, a)``, from -π to π, whose derivative at 0 is 0."""
+    return apply("arctan2", a, b)
 
 
 def absolute(a: Any) -> Node:

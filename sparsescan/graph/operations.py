@@ -370,7 +370,8 @@ class Operation(NamedTuple):
     Attributes
     ----------
     numpy, cpu, cuda : str
-        Its text for each target, with ``{0}``, ``{1}``, … for the arguments.
+        Its text for each target, with ``{0}``, ``{1}``, … for the arguments; "" if the target has
+        no such function.
     pull : callable
         ``pull(g, y, *arguments)`` is the gradient in each argument, from that in the result `y`;
         None for an argument that has none.
@@ -380,6 +381,8 @@ class Operation(NamedTuple):
         Between which numbers it is, NaN apart, from the bounds of the arguments.
     is_heavy : bool
         Whether it takes as long as some twenty others, so that it is worth a loop of its own.
+    formula : callable or None
+        It by other operations, ``formula(*arguments)``, for targets without a text.
     """
 
     numpy: str
@@ -389,6 +392,7 @@ class Operation(NamedTuple):
     fold: _Fold
     bounds: _Bounds
     is_heavy: bool = False
+    formula: Callable[..., Node] | None = None
 
 
 def _everywhere(
@@ -425,6 +429,35 @@ def _chosen(g: Node, is_a: Node, is_b: Node) -> tuple[Node, Node]:
     return _where(is_a, g, _where(is_b, 0, half)), _where(is_b, g, _where(is_a, 0, half))
 
 
+def _arctan2_pull(g: Node, _: Node, a: Node, b: Node) -> tuple[Node, Node]:
+    square = a * a + b * b
+    share = _where(square <= 0, 0, g / square)  # nothing where there is no angle
+    return share * b, -(share * a)
+
+
+def _arctan2(a: Node, b: Node) -> Node:
+    """Return ``arctan2(a, b)`` by other operations, by the series of an angle that is halved twice.
+
+    Zeros have signs, as in IEEE 754.
+    """
+    large, low = apply("maximum", abs(a), abs(b)), apply("minimum", abs(a), abs(b))
+    # Equal ones may be both infinite, or 0.
+    tangent = _where(low >= large, _where(large <= 0, 0, 1), low / large)
+    for _ in range(2):
+        tangent = tangent / (1 + apply("sqrt", 1 + tangent * tangent))
+    square, series = tangent * tangent, number(-1 / 23)
+    for n in reversed(range(11)):
+        series = series * square + (-1) ** n / (2 * n + 1)
+    angle = 4 * (tangent * series)
+    angle = _where(abs(b) < abs(a), math.pi / 2 - angle, angle)
+    angle = _where(_is_negative(b), math.pi - angle, angle)
+    return _where(_is_negative(a), -angle, angle)
+
+
+def _is_negative(a: Node) -> Node:
+    return _where(a < 0, 1, 1 / a < 0)
+
+
 OPERATIONS: dict[str, Operation] = {
     "add": _infix("+", lambda g, y, a, b: (g, g), operator.add, _rising(operator.add)),
     "subtract": _infix("-", lambda g, y, a, b: (g, -g), operator.sub, _difference),
@@ -448,6 +481,12 @@ OPERATIONS: dict[str, Operation] = {
     "sqrt": _function("sqrt", lambda g, y, a: (0.5 * g / y,), _positive, math.sqrt),
     "sin": _function("sin", lambda g, y, a: (g * apply("cos", a),), _within(-1, 1), math.sin),
     "cos": _function("cos", lambda g, y, a: (-(g * apply("sin", a)),), _within(-1, 1), math.cos),
+    "arctan2": Operation(
+        "xp.arctan2({0}, {1})",
+        *("", "", _arctan2_pull, math.atan2, _within(-math.pi, math.pi)),
+        is_heavy=True,
+        formula=_arctan2,
+    ),
     "absolute": _everywhere(
         "absolute({0})",
         lambda g, y, a: (_where(a < 0, -g, _where(a <= 0, 0, g)),),
@@ -498,6 +537,12 @@ OPERATIONS: dict[str, Operation] = {
         "{0}", lambda g, y, value, a, slope: (None, g * slope, None), bounds=lambda value, *_: value
     ),
 }
+
+
+def formula_of(each: Node, target: str) -> Callable[..., Node] | None:
+    """Return what an operation is by others, if a target has no text for it."""
+    operation = OPERATIONS.get(each.operation)
+    return None if operation is None or getattr(operation, target) else operation.formula
 
 
 def is_heavy(each: Node) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cell_oracle import Reference, Runs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from sampling import long_run
 from sparsescan.graph.derivatives import coefficients
 from sparsescan.graph.expressions import topological
 from sparsescan.graph.operations import Node
-from sparsescan.recurrent import catalogue
+from sparsescan.recurrent import Cell, Vector, arctan2, catalogue
 from sparsescan.recurrent.definition import Hidden, Input, declared
 from sparsescan.recurrent.program import CellProgram, Slot
 
@@ -403,3 +404,38 @@ class Drawn(Cell):
         assert str(cell).startswith("Drawn(2, 5")
         results.append([each.tobytes() for each in arrays])
     assert all(each == results[0] for each in results)
+
+
+class Phase(Cell):
+    """An angle of the input and the state."""
+
+    scale = Vector(initial=1.0)
+
+    def step(self, x: Any, h: Any) -> Any:
+        return arctan2(x, h * self.scale)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@settings(max_examples=20)
+@given(seeds, st.integers(1, 20), st.sampled_from([1e-15, 1.0, 1e15]))
+def test_an_operation_by_others_is_that_of_numpy(
+    dtype: Any, seed: int, batch: int, scale: float
+) -> None:
+    """In all quadrants, on the axes, of zeros and infinities; gradients are those of PyTorch."""
+    rng = np.random.default_rng(seed)
+    finite = scale * rng.standard_normal((2, 1, batch, 25)).astype(dtype)
+    special = rng.choice([0.0, -0.0, np.inf, -np.inf, np.nan], finite.shape)
+    given = np.where(rng.random(finite.shape) < 0.4, special, finite).astype(dtype)
+    step = Phase(25, 25, dtype=dtype).training_step()
+    found, _ = step.forward(*given)
+    expected = np.arctan2(*given.astype(np.float64))
+    np.testing.assert_allclose(found, expected, rtol=8 * np.finfo(dtype).eps, atol=0)
+    step.forward(*finite)
+    above = rng.standard_normal(found.shape).astype(dtype)
+    grads = step.backward(above)
+    y, x = (torch.tensor(each, dtype=torch.float64, requires_grad=True) for each in finite)
+    torch.atan2(y, x).backward(torch.tensor(above, dtype=torch.float64))
+    for one, other in ((grads.input, y.grad), (grads.state, x.grad)):
+        assert other is not None
+        bound = 20 * np.finfo(dtype).eps * np.abs(other.numpy()).max()
+        np.testing.assert_allclose(one, other, rtol=0, atol=bound)

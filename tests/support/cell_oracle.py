@@ -111,6 +111,11 @@ def _binary(function: Callable[..., torch.Tensor]) -> Callable[[Any, Any], Value
     return call
 
 
+def _arctan2(a: Any, b: Any) -> Value:
+    _note(a, 0)
+    return Value(torch.atan2(tensor_of(a), tensor_of(b)))
+
+
 def _leaky_relu(a: Any, slope: float = 0.01) -> Value:
     _note(a, 0)
     return Value(torch.nn.functional.leaky_relu(tensor_of(a), slope))
@@ -140,15 +145,9 @@ def _surrogate(forward: Callable[..., Any], derivative: Callable[..., Any]) -> C
     return call
 
 
+_SMOOTH = "tanh", "sigmoid", "exp", "expm1", "log", "sqrt", "sin", "cos"
 _FUNCTIONS: dict[str, Callable[..., Value]] = {
-    "tanh": _smooth(torch.tanh),
-    "sigmoid": _smooth(torch.sigmoid),
-    "exp": _smooth(torch.exp),
-    "expm1": _smooth(torch.expm1),
-    "log": _smooth(torch.log),
-    "sqrt": _smooth(torch.sqrt),
-    "sin": _smooth(torch.sin),
-    "cos": _smooth(torch.cos),
+    **{name: _smooth(getattr(torch, name)) for name in _SMOOTH},
     "silu": _smooth(torch.nn.functional.silu),
     "softplus": _smooth(lambda a: torch.logaddexp(a, torch.zeros_like(a))),
     "softsign": _smooth(torch.nn.functional.softsign),
@@ -163,6 +162,7 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "elu": _elu,
     "hardtanh": _hardtanh,
     "where": _where,
+    "arctan2": _arctan2,
 }
 _STAND_INS: dict[Any, Any] = {
     getattr(functions, name): function for name, function in _FUNCTIONS.items()

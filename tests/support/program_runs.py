@@ -13,30 +13,15 @@ import numpy as np
 from cell_oracle import Runs
 from scipy.special import expit
 
-from sparsescan.graph.operations import Node
+from sparsescan.graph.operations import OPERATIONS, Node
 from sparsescan.recurrent.program import CellProgram, Term
 
 Array = Any
 
-FUNCTIONS: dict[str, Callable[..., Array]] = {
-    "add": np.add,
-    "subtract": np.subtract,
-    "multiply": np.multiply,
-    "divide": np.divide,
-    "negative": np.negative,
-    "tanh": np.tanh,
+_OTHERS: dict[str, Callable[..., Array]] = {
     "sigmoid": expit,
-    "exp": np.exp,
-    "expm1": np.expm1,
-    "log": np.log,
     "softplus": lambda a: np.logaddexp(0, a),
-    "sqrt": np.sqrt,
-    "sin": np.sin,
-    "cos": np.cos,
-    "absolute": np.abs,
     "relu": lambda a: np.maximum(a, 0),
-    "minimum": np.minimum,
-    "maximum": np.maximum,
     "less": lambda a, b: np.float64(1) * (a < b),
     "less_equal": lambda a, b: np.float64(1) * (a <= b),
     "where": lambda condition, a, b: np.where(condition != 0, a, b),
@@ -44,6 +29,7 @@ FUNCTIONS: dict[str, Callable[..., Array]] = {
     "stop_gradient": lambda a: a,
     "surrogate": lambda value, *_: value,
 }
+FUNCTIONS = {name: _OTHERS.get(name) or getattr(np, name) for name in OPERATIONS}
 
 
 class MissingError(AssertionError):

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 _MOST_STAGES = 3
 _HEADER = """\
 from sparsescan.recurrent import (
-    Bias, Cell, Choice, Constant, Hidden, Input, Scalar, Vector, absolute, cos, elu, exp, expm1,
-    hardsigmoid, hardtanh, identity, leaky_relu, log, maximum, minimum, relu, sigmoid, silu, sin,
-    softplus, softsign, sqrt, stop_gradient, surrogate, tanh, where,
+    Bias, Cell, Choice, Constant, Hidden, Input, Scalar, Vector, absolute, arctan2, cos, elu, exp,
+    expm1, hardsigmoid, hardtanh, identity, leaky_relu, log, maximum, minimum, relu, sigmoid, silu,
+    sin, softplus, softsign, sqrt, stop_gradient, surrogate, tanh, where,
 )
 
 spike = surrogate(lambda a: a > 0, lambda a: 1 / (1 + a * a))
@@ -130,6 +130,7 @@ _BINARY = (
     "{} * {}",
     "{} * {}",
     "{} / (1.5 + sin({}))",
+    "arctan2({}, {} + 0.0613)",
     "minimum({}, {} + 0.0413)",
     "maximum({}, {} - 0.0291)",
     "({} < {} + 0.0177) * 0.7",

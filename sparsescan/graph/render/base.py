@@ -10,7 +10,7 @@ from functools import cache
 from typing import ClassVar, Literal
 
 from ..expressions import topological
-from ..operations import OPERATIONS, Node
+from ..operations import OPERATIONS, Node, formula_of
 
 # Characters of an expression beyond which its parts get names.
 LONG = 60
@@ -86,6 +86,8 @@ class Renderer:
         texts = dict(known)
         pruned = topological(roots, texts, load)
         uses = Counter(a for each in pruned for a in each.arguments)
+        # A formula may read an argument several times.
+        uses.update(a for each in pruned if formula_of(each, self.target) for a in each.arguments)
         uses.update(roots)
         for each in pruned:
             if each.operation == "number":
@@ -94,6 +96,13 @@ class Renderer:
             text = load(each)
             is_loaded = bool(text)
             if not is_loaded:
+                formula = formula_of(each, self.target)
+                if formula is not None:
+                    whole = formula(*each.arguments)
+                    more, texts = self.assignments([whole], texts, load)
+                    lines += more
+                    texts[each] = texts[whole]
+                    continue
                 template = getattr(OPERATIONS[each.operation], self.target)
                 text = template.format(*(texts[a] for a in each.arguments))
             is_named = each in self.traced_names or uses[each] > 1 or each in roots
