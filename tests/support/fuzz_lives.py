@@ -698,16 +698,32 @@ def late(model: Model, rng: Rng) -> list[Tensor]:
     return [*torch.autograd.grad(first + second, x), third]
 
 
-def changed_results(model: Model, rng: Rng) -> list[Tensor]:
-    """Change a result in place before its backward pass."""
+def changed_results(model: Model, rng: Rng) -> list[Tensor] | None:
+    """Change a result in place before its backward pass: as a copy of it, or an error."""
     x = model.x.clone().requires_grad_()
-    found = model.outs(x)
-    y = pick(rng, found)
-    if rng.random() < 0.5:
-        y.mul_(2)
-    else:
-        y[..., :1] = 0
-    return [*found, *torch.autograd.grad(squares(found), x)]
+    place, is_whole, found = int(rng.integers(3)), rng.random() < 0.5, list[list[Tensor]]()
+    for is_copy in (True, False):
+        torch.manual_seed(0)
+        outs = model.outs(x)
+        place %= len(outs)
+        if is_copy:
+            outs[place] = outs[place].clone()
+        try:
+            if is_whole:
+                outs[place].mul_(2)
+            else:
+                outs[place][..., :1] = 0
+            found.append([*outs, *torch.autograd.grad(squares(outs), x)])
+        except RuntimeError as error:
+            if not tells_of_changes(error):
+                raise
+            return None  # of PyTorch's ReLU, for example, which saves its output
+    same(found[1], found[0])
+    return found[1]
+
+
+def tells_of_changes(error: RuntimeError) -> bool:
+    return "modified by an inplace" in str(error) or "modified inplace" in str(error)
 
 
 def changed_arguments(model: Model, rng: Rng) -> None:
@@ -727,7 +743,7 @@ def changed_arguments(model: Model, rng: Rng) -> None:
                 changed.mul_(factor)
             found.append(torch.autograd.grad(loss, leaves, materialize_grads=True))
         except RuntimeError as error:
-            if "modified by an inplace" not in str(error) and "modified inplace" not in str(error):
+            if not tells_of_changes(error):
                 raise
             return
         finally:

@@ -1,43 +1,66 @@
-"""Count the results of another package's tests: ``count.py NAME OURS.xml [PLAIN.xml]``.
+"""Count the results of another package's tests: ``count.py RESULTS VERSION``.
 
-Prints a row of a table: tests that ran, that passed, that failed, and that met an error by which
-sparsescan refuses what it does not compute. A test that does not pass in PLAIN.xml, where the
-package runs by itself, is left out. Names of tests that did not pass go to the standard error.
+``RESULTS.xml`` is pytest's report of the tests on what sparsescan puts in the package's place, and
+``RESULTS-plain.xml``, if there is one, that of the package by itself: tests that do not pass there
+are left out. Prints a row of a table, and writes ``RESULTS.json`` with the names of the tests that
+did not pass, and what was said. A test that does not pass
+
+- is *refused* if it ends in an error of sparsescan's, which names what it does not compute;
+- has *other words* if it expects an error, and gets one of that class with another text;
+- *fails* otherwise.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections import Counter
+from pathlib import Path
 from xml.etree import ElementTree
 
+OUTCOMES = "pass", "refused", "other words", "fail"
+_OTHER_WORDS = "Regex pattern did not match", "does not match"
 
-def outcomes(path: str) -> dict[str, str]:
-    """Return the outcome of each test that ran: "pass", "fail" or "refused"."""
+
+def outcomes(path: Path) -> dict[str, tuple[str, str]]:
+    """Return the outcome of each test that ran, and the first line of what was said."""
     found = {}
     for case in ElementTree.parse(path).iter("testcase"):
-        name = f"{case.get('classname')}::{case.get('name')}"
-        failures = [*case.iter("failure"), *case.iter("error")]
         if case.find("skipped") is not None:
             continue
+        failures = [*case.iter("failure"), *case.iter("error")]
+        said = "; ".join(str(each.get("message")) for each in failures)
         if not failures:
-            found[name] = "pass"
+            outcome = "pass"
+        elif said.startswith("sparsescan.errors."):
+            outcome = "refused"
+        elif said.startswith("AssertionError") and any(each in said for each in _OTHER_WORDS):
+            outcome = "other words"
         else:
-            is_refused = any("sparsescan.errors." in str(each.get("message")) for each in failures)
-            found[name] = "refused" if is_refused else "fail"
+            outcome = "fail"
+        found[f"{case.get('classname')}::{case.get('name')}"] = outcome, said
     return found
 
 
-def main(name: str, ours: str, plain: str | None = None) -> None:
-    """Print the row of one package."""
-    results = outcomes(ours)
-    if plain is not None:
-        passed = {test for test, outcome in outcomes(plain).items() if outcome == "pass"}
-        results = {test: outcome for test, outcome in results.items() if test in passed}
-    counts = [list(results.values()).count(each) for each in ("pass", "fail", "refused")]
-    print(f"| {name} | {len(results)} | {' | '.join(map(str, counts))} |")
-    for test, outcome in results.items():
-        if outcome != "pass":
-            print(f"{name}: {outcome}: {test}", file=sys.stderr)
+def main(results: str, version: str) -> None:
+    """Count, print and write the results of one package."""
+    ours = outcomes(Path(f"{results}.xml"))
+    left_out = []
+    if (plain := Path(f"{results}-plain.xml")).exists():
+        left_out = [test for test, (outcome, _) in outcomes(plain).items() if outcome != "pass"]
+    counted = {test: found for test, found in ours.items() if test not in left_out}
+    counts = Counter(outcome for outcome, _ in counted.values())
+    name = Path(results).name
+    cells = [name, version, len(counted), *(counts[each] for each in OUTCOMES)]
+    print(f"| {' | '.join(map(str, cells))} |")
+    kept = {
+        "version": version,
+        "run": len(counted),
+        "outcomes": {each: counts[each] for each in OUTCOMES},
+        "fail on the package itself": left_out,
+        "did not pass": {test: found for test, found in counted.items() if found[0] != "pass"},
+    }
+    Path(f"{results}.json").write_text(json.dumps(kept, indent=1))
 
 
 if __name__ == "__main__":
