@@ -14,6 +14,7 @@ from ..checks import check_has_shape
 from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
 from ..recurrent.arguments import (
+    check_has_resets,
     check_input,
     check_length_range,
     check_lengths,
@@ -21,6 +22,7 @@ from ..recurrent.arguments import (
     check_resets,
     check_state,
 )
+from ..recurrent.memory import beside
 from ..recurrent.step import OneCell, RecurrentLike
 from .ffi.calls import FLOATS, as_arrays, check_platform, together
 from .ffi.primitives import TracedNetwork, run
@@ -36,6 +38,7 @@ def recurrent(
     state: Any = None,
     lengths: Any = None,
     resets: Any = None,
+    reset_states: Any = None,
     *,
     memory_limit: int | None = None,
     truncate: int | None = None,
@@ -68,6 +71,8 @@ def recurrent(
         True where the state of a sample is set to zero before a step, such as the first of an
         episode. In a direction that runs backward in time, the state is set to zero on the way from
         such a step to the one before it.
+    reset_states : array_like, shape (layers · directions, [batch,] state_size), optional
+        The states that `resets` set in place of zeros, such as learned ones.
     memory_limit : int, optional
         Bytes that may be kept for the backward pass; gates that do not fit are computed again.
     truncate : int, optional
@@ -127,13 +132,19 @@ def recurrent(
         raise InputError(f"params has {names}; expected {sorted(known)}, as network.params")
     names = [f"params[{name!r}]" for name in known]
     named = dict(zip(names, map(params.__getitem__, known), strict=True))
-    *own, inputs, begin = as_arrays(FLOATS, **named, x=x, state=state)
+    *own, inputs, begin, anew = as_arrays(
+        FLOATS, **named, x=x, state=state, reset_states=reset_states
+    )
     for name, param, like in zip(names, own, known.values(), strict=True):
         check_has_shape(name, param, like.shape)
     check_input("x", inputs, net.input_size, "T, batch", "T")
     states = (sum(map(len, net.cells)), *inputs.shape[1:-1], net.state_size)
     begin = jnp.zeros(states, inputs.dtype) if begin is None else begin
     check_state(begin, states, inputs)
+    if anew is not None:
+        check_state(anew, states, inputs, "reset_states")
+        check_has_resets(resets)
+        begin = beside(jnp, begin, anew)
     if lengths is not None:
         lengths = _read_lengths(lengths, inputs.shape)
     if resets is not None:

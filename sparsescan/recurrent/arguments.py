@@ -36,9 +36,9 @@ def check_input(name: str, x: Any, size: int, *axes: str) -> None:
         raise InputError(f"{name} has shape {tuple(x.shape)}; expected {expected}")
 
 
-def check_state(state: Any, shape: Shape, x: Any) -> None:
-    """Raise unless initial states have the shape that the network and an input say."""
-    check_has_shape("state", state, shape, f", as x has shape {x.shape}")
+def check_state(state: Any, shape: Shape, x: Any, name: str = "state") -> None:
+    """Raise unless states have the shape that the network and an input say."""
+    check_has_shape(name, state, shape, f", as x has shape {x.shape}")
 
 
 def check_lengths(lengths: Any, shape: Shape) -> None:
@@ -54,6 +54,12 @@ def check_length_range(lengths: NDArray[Any], steps: int) -> None:
         raise InputError(
             f"lengths is {short(lengths.tolist())}; expected integers from 0 to {steps}"
         )
+
+
+def check_has_resets(resets: Any) -> None:
+    """Raise if there are states that resets set, and no resets."""
+    if resets is None:
+        raise InputError("reset_states is given, and resets is None; expected both, or neither")
 
 
 def check_resets(resets: Any, x: Any, names: tuple[str, str] = ("resets", "x")) -> Any:

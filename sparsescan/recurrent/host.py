@@ -25,7 +25,7 @@ from .loops import sequences as kernels
 from .loops.pauses import STRICT
 from .loops.sequences import Caller, Sequence
 from .loops.sums import Gates, Sums
-from .memory import Memory
+from .memory import Memory, has_reset_states
 from .packing import Direction, Product, Weights
 
 Array = NDArray[Any]
@@ -45,7 +45,7 @@ class HostMemory(HostSizes, Memory):
         self, network: Layers, directions: list[Direction], extent: Extent, calls: Calls
     ) -> None:
         super().__init__(network, directions, extent)
-        self.calls, self._is_reset = calls, False
+        self.calls, self._is_reset, self._has_reset_states = calls, False, False
         self.groups: list[_Group] = []
         self._forwards, self._replays = 0, Replays(self)
         # Calls that are noted anyway are not recorded.
@@ -90,6 +90,7 @@ class HostMemory(HostSizes, Memory):
         """Return outputs and last states."""
         self._forwards += 1
         self._is_reset = resets is not None
+        self._has_reset_states = has_reset_states(state, len(self.directions))
         if not self._is_replayed():
             return super().forward(params, x, state, lengths, resets)
 
@@ -100,7 +101,7 @@ class HostMemory(HostSizes, Memory):
             )
 
         given = [x, state, lengths, resets, *(_flat(param) for own in params for param in own)]
-        results = self._replays.run(("forward",), given, call)
+        results = self._replays.run(("forward", self._has_reset_states), given, call)
         self._packed = self.packed
         return results["output"], results["last"]
 
@@ -117,7 +118,7 @@ class HostMemory(HostSizes, Memory):
         def call(above: Array, carry: Array) -> None:
             super(HostMemory, self).backward(above, carry, needs_input_grad)
 
-        key = "backward", needs_input_grad, self._is_reset
+        key = "backward", needs_input_grad, self._is_reset, self._has_reset_states
         results = self._replays.run(key, [above, carry], call)
         params = [
             {name: results[f"{name} {k}"] for name in one.cell.shapes}
@@ -208,35 +209,37 @@ class HostMemory(HostSizes, Memory):
         first = self.plane_of(states, one)
         return [first, *(others[n * self.plane :] for n in range(one.states - 1))]
 
-    def _carry_parts(self, k: int) -> list[Array]:
-        """Return the gradients in the states of a direction likewise."""
-        return [self.carries[k][n * self.carry_step :] for n in range(self.directions[k].states)]
+    def _carry_parts(self, k: int, *, of_resets: bool = False) -> list[Array]:
+        """Return the gradients in the states of a direction likewise, or in those of resets."""
+        count = self.directions[k].states
+        places = range(of_resets * count, (1 + of_resets) * count)
+        return [self.carries[k][n * self.carry_step :] for n in places]
 
-    def _read_states(self, k: int, parts: list[Array], slot: int, states: list[Array]) -> None:
-        """Write what the caller has for a direction to a slot; zeros if that has nothing.
+    def _read_states(self, place: int, parts: list[Array], slot: int, states: list[Array]) -> None:
+        """Write what the caller has in a place to a slot; zeros if that has nothing.
 
         The caller has all states in one array, or each in an array of its own.
         """
-        for part, (array, *where) in zip(parts, self._rows_of(k, states), strict=True):
-            self.calls.launch(callers.state_in, self._all_samples(k), part, slot, array, *where)
+        for part, (array, *where) in zip(parts, self._rows_of(place, states), strict=True):
+            self.calls.launch(callers.state_in, self._all_samples(0), part, slot, array, *where)
 
-    def _write_states(self, k: int, parts: list[Array], slot: int, states: list[Array]) -> None:
-        """Write what a direction has in a slot as the caller has it."""
-        for part, (array, *where) in zip(parts, self._rows_of(k, states), strict=True):
-            self.calls.launch(callers.state_out, self._all_samples(k), part, slot, array, *where)
+    def _write_states(self, place: int, parts: list[Array], slot: int, states: list[Array]) -> None:
+        """Write what a direction has in a slot to a place of the caller's."""
+        for part, (array, *where) in zip(parts, self._rows_of(place, states), strict=True):
+            self.calls.launch(callers.state_out, self._all_samples(0), part, slot, array, *where)
 
-    def _rows_of(self, k: int, states: list[Array]) -> Iterator[tuple[Array, int, int]]:
+    def _rows_of(self, place: int, states: list[Array]) -> Iterator[tuple[Array, int, int]]:
         """Yield, for each state, the caller's array, where its rows begin, and their length."""
-        count = self.directions[k].states
+        count = self.directions[0].states
         row = count // len(states) * self.units
         for n in range(count):
             column = n * self.units if len(states) == 1 else 0
-            yield states[n % len(states)].reshape(-1), k * self.batch * row + column, row
+            yield states[n % len(states)].reshape(-1), place * self.batch * row + column, row
 
-    def _states_of_caller(self, name: str) -> list[Array]:
+    def _states_of_caller(self, name: str, places: int) -> list[Array]:
         count = self.directions[0].states
         names = [f"{name} {n}" for n in range(count)] if self._states_apart else [name]
-        shape = len(self.directions), self.batch, count // len(names) * self.units
+        shape = places, self.batch, count // len(names) * self.units
         return [self.calls.result(each, shape, self.dtype) for each in names]
 
     def read(
@@ -249,12 +252,19 @@ class HostMemory(HostSizes, Memory):
         """Take over inputs, initial states, which are zeros by default, lengths and resets.
 
         If states are a list, it has an array for each state of a cell, and so have their gradients.
+        Twice as many initial states as directions are those that resets set, too: see
+        :func:`~sparsescan.recurrent.memory.beside`.
         """
         self._x, self._is_shorter = x.reshape(-1), lengths is not None
         self._states_apart = isinstance(state, list)
         states = _listed(np.zeros(0, self.dtype) if state is None else state)
         for k, one in enumerate(self.directions):
-            self._read_states(k, self._state_parts(k), self.steps + 1 if one.back else 0, states)
+            place, slot = self._place(k), self.steps + 1 if one.back else 0
+            self._read_states(place, self._state_parts(k), slot, states)
+            if self._is_reset:
+                parts, end = self._state_parts(k, before=True), self.steps + 1 - slot
+                anew = states if self._has_reset_states else [self.no_caller.x]
+                self._read_states(place + 1, parts, end, anew)
         counts = np.zeros(0, np.int64) if lengths is None else lengths
         if lengths is not None or not self._all_steps:
             self.calls.launch(callers.lengths_in, self._all_samples(0), self.lengths, counts)
@@ -266,6 +276,10 @@ class HostMemory(HostSizes, Memory):
             caller = self.no_caller._replace(x=self._x, is_shorter=self._is_shorter)
             about = caller, self._all_samples(0), self._cols, self.states[0]
             self._for_steps(partial(self.calls.launch, callers.turn_in, *about))
+
+    def _place(self, k: int) -> int:
+        """Return which of the caller's initial states are those of a direction."""
+        return k * (1 + self._has_reset_states)
 
     def caller(self, one: Direction) -> Caller:
         """Return the caller's arrays, as far as a direction reads and writes them itself.
@@ -305,7 +319,7 @@ class HostMemory(HostSizes, Memory):
         if lengths is not None:
             about = output.reshape(-1), lengths, self.widths[-1]
             self._for_steps(partial(self.calls.launch, callers.clear_outputs, *about))
-        last = self._states_of_caller("last")
+        last = self._states_of_caller("last", len(self.directions))
         for k, one in enumerate(self.directions):
             self._write_states(k, self._state_parts(k), 1 if one.back else self.steps, last)
         return output, last[0]
@@ -381,12 +395,18 @@ class HostMemory(HostSizes, Memory):
         """Take over the gradients in the last states."""
         for k in range(len(self.directions)):
             self._read_states(k, self._carry_parts(k), -1, _listed(carry))
+            if self._is_reset:
+                parts = self._carry_parts(k, of_resets=True)
+                self._read_states(k, parts, -1, [self.no_caller.x])
 
     def state_grad(self) -> Array:
-        """Return the gradients in the initial states."""
-        states = self._states_of_caller("state")
+        """Return the gradients in the initial states, and in those that resets set if given."""
+        states = self._states_of_caller("state", self._place(len(self.directions)))
         for k in range(len(self.directions)):
-            self._write_states(k, self._carry_parts(k), -1, states)
+            self._write_states(self._place(k), self._carry_parts(k), -1, states)
+            if self._has_reset_states:
+                parts = self._carry_parts(k, of_resets=True)
+                self._write_states(self._place(k) + 1, parts, -1, states)
         return states[0]
 
     def input_grad(self) -> Array:

@@ -148,7 +148,8 @@ class HostSizes:
             more, zeros = self.lanes + 1, max(one.stride for one in self.directions)
         count = self.padded * self.units + self.lanes
         sizes = [("lengths", count), ("zeros", zeros)]
-        sizes += [("carries", one.states * count) for one in self.directions]
+        carried = 1 + self._has_resets
+        sizes += [("carries", carried * one.states * count) for one in self.directions]
         own = self.per_layer * self.plane + more * self.units
         sizes += [("states", (rows + more) * self._cols)]
         for name, size in (("states", own), ("cells", others * self.per_layer * self.plane + own)):

@@ -12,6 +12,21 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 
+def beside(xp: Any, state: Any, reset_states: Any) -> Any:
+    """Return initial states, the state that resets set behind that of each direction.
+
+    Both are ``(layers · directions, batch, …)``, of NumPy or JAX; and so are the gradients in what
+    is returned, ``(2 · layers · directions, batch, …)``.
+    """
+    return xp.stack([state, reset_states], 1).reshape(-1, *state.shape[1:])
+
+
+def has_reset_states(state: Any, directions: int) -> bool:
+    """Return whether initial states have those that resets set beside them."""
+    first = state[0] if isinstance(state, list) else state
+    return first is not None and len(first) > directions
+
+
 class Memory(ABC):
     """The memory of a training step for inputs of one shape.
 
@@ -62,7 +77,8 @@ class Memory(ABC):
         """Return outputs and last states.
 
         Initial states are by default zeros, and lengths by default all steps. Where `resets` are
-        not 0, the state of a sample begins anew before a step.
+        not 0, the state of a sample begins anew before a step, with zeros or, on the host, with
+        what is :func:`beside` its initial state.
         """
         self._packed: list[Any] | None = self.weights(params)
         self.read(x, state, lengths, resets)

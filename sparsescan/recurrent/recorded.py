@@ -50,6 +50,7 @@ def record(
     *,
     lengths: DTypeLike | None,
     has_resets: bool = False,
+    has_reset_states: bool = False,
     has_backward: bool = True,
     keeps_samples: bool = False,
     returns_states: bool = False,
@@ -70,6 +71,9 @@ def record(
         Of the lengths, if samples have different ones.
     has_resets : bool, default False
         Whether states begin anew in the middle, where an array of bools says so.
+    has_reset_states : bool, default False
+        Whether these states are beside the initial ones: see
+        :func:`~sparsescan.recurrent.memory.beside`.
     has_backward : bool, default True
         Whether a backward pass will come. Without one less memory is taken.
     keeps_samples : bool, default False
@@ -92,7 +96,7 @@ def record(
     for segment in segments(steps):
         kept = segment if has_backward else 0
         extent = Extent(steps, batch, kept, keeps_samples, has_resets, returns_states)
-        passes = Passes(network, extent, dtype, lengths=lengths)
+        passes = Passes(network, extent, dtype, lengths=lengths, has_reset_states=has_reset_states)
         if memory_limit is None or passes.nbytes <= memory_limit:
             break
     check_limit(memory_limit, passes.nbytes, steps, batch)
@@ -111,6 +115,8 @@ class Passes:
         As for :func:`record`.
     extent : Extent
         What the memory is for. A backward pass computes gates that are not kept at once again.
+    has_reset_states : bool, default False
+        As for :func:`record`.
     has_state : bool, default True
         Whether initial states are given; otherwise they are zeros, and no array.
     states_apart : bool, default False
@@ -133,6 +139,7 @@ class Passes:
         dtype: DTypeLike,
         *,
         lengths: DTypeLike | None = None,
+        has_reset_states: bool = False,
         has_state: bool = True,
         states_apart: bool = False,
     ) -> None:
@@ -146,9 +153,8 @@ class Passes:
         recorder = Recorder(kept, count + len(shapes))
         x = recorder.array(1, (steps, batch, network.input_size), dtype)
         self._memory = memory = memory_on_host(network, x, recorder, extent)
-        width = network.state_size // self._arrays
-        self._state_shape = len(memory.directions), batch, width
-        state = self._states(recorder, 2, dtype, has_state)
+        self._state_shape = len(memory.directions), batch, network.state_size // self._arrays
+        state = self._states(recorder, 2, dtype, has_state, 1 + has_reset_states)
         counts, flags = None, None
         if lengths is not None:
             counts = recorder.array(2 + states, (batch,), lengths)
@@ -160,11 +166,16 @@ class Passes:
         memory.forward(own, x, state, counts, flags)
         self.forward, self.nbytes = recorder.recording(), kept.nbytes
 
-    def _states(self, recorder: Recorder, first: int, dtype: DTypeLike, are_given: bool) -> Any:
+    def _states(
+        self, recorder: Recorder, first: int, dtype: DTypeLike, are_given: bool, times: int = 1
+    ) -> Any:
         if not are_given:
             none = np.zeros(0, dtype)
             return [none] if self._apart else none
-        arrays = [recorder.array(first + k, self._state_shape, dtype) for k in range(self._arrays)]
+        rows, *shape = self._state_shape
+        arrays = [
+            recorder.array(first + k, (times * rows, *shape), dtype) for k in range(self._arrays)
+        ]
         return arrays if self._apart else arrays[0]
 
     def backward(

@@ -26,6 +26,7 @@ from ..execution.calls import Calls
 from ..execution.sharing import quiet
 from ..formatting import exact_bytes, format_bytes
 from .arguments import (
+    check_has_resets,
     check_input,
     check_length_range,
     check_lengths,
@@ -36,7 +37,7 @@ from .arguments import (
 from .definition import CellLike
 from .host import HostMemory
 from .host_sizes import Extent, Layers
-from .memory import Memory
+from .memory import Memory, beside
 from .packing import Direction, is_sparse, sample_rows
 from .truncated import TruncatedMemory
 
@@ -71,11 +72,14 @@ class Gradients(NamedTuple):
         In the initial state.
     params : dict of str to ndarray
         In each parameter, summed over steps and samples.
+    reset_states : ndarray or None, shape (layers · directions, [batch,] state_size)
+        In the states that resets set, summed over the resets of each sample; None without them.
     """
 
     input: Array | None
     state: Array
     params: dict[str, Array]
+    reset_states: Array | None = None
 
 
 class TrainingStep:
@@ -164,6 +168,7 @@ class TrainingStep:
         self._memory: Memory | TruncatedMemory | None = None
         self._is_forward = False
         self._is_batched = True
+        self._has_reset_states = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles take: no memory, whose views would lose their arrays."""
@@ -198,6 +203,7 @@ class TrainingStep:
         state: ArrayLike | None = None,
         lengths: ArrayLike | None = None,
         resets: ArrayLike | None = None,
+        reset_states: ArrayLike | None = None,
     ) -> tuple[Array, Array]:
         """Compute the outputs and the last states.
 
@@ -216,6 +222,9 @@ class TrainingStep:
             time, the state is set to zero on the way from such a step to the one before it, so that
             episodes do not affect each other. ``resets[0]`` replaces the initial state of the
             direction that runs forward by zeros. Steps that a sample does not have are not reset.
+        reset_states : array_like, shape (layers · directions, [batch,] state_size), optional
+            The states that `resets` set in place of zeros, such as learned ones; in host memory. In
+            all resets of a sample they are the same: its row of each direction.
 
         Returns
         -------
@@ -229,29 +238,43 @@ class TrainingStep:
         Raises
         ------
         InputError, InputTypeError
-            If a shape, a dtype or a length is wrong; or if there are more units than a GPU's
-            kernels take, in float32 at least 1,228 of an LSTM, in float64 half as many.
+            If a shape, a dtype or a length is wrong; if there are `reset_states` without `resets`,
+            or on a device; or if there are more units than a GPU's kernels take, in float32 at
+            least 1,228 of an LSTM, in float64 half as many.
         DeviceError
             If arrays and parameters are not in one place.
         MemoryLimitError
             If the states take more memory than `memory_limit`, or than there is.
         """
-        return self._forward(self.network.params, x, state, lengths, resets)
+        return self._forward(self.network.params, x, state, lengths, resets, reset_states)
 
     @Allocating("a training step")
     @quiet
     def _forward(
-        self, given: Mapping[str, Array], x: Any, state: Any, lengths: Any, resets: Any = None
+        self,
+        given: Mapping[str, Array],
+        x: Any,
+        state: Any,
+        lengths: Any,
+        resets: Any = None,
+        reset_states: Any = None,
     ) -> tuple[Array, Array]:
         """Compute what :meth:`forward` does, with parameters that may be another network's."""
         self._is_forward = False
         x = read_array("x", x)
+        if reset_states is not None:
+            check_has_resets(resets)
+            if device_of(x) is not None:
+                raise InputError("reset_states is given, and x is on a device; expected None")
         with streams.place("x", x, None, None):
             params = [_read_params(given, shapes) for shapes in self._shapes]
-            x, state, lengths = self._read(x, state, lengths, params)
+            x, state, lengths = self._read(x, state, reset_states, lengths, params)
             memory, has_resets = self._memory, resets is not None
             if has_resets:
                 resets = _read_resets(resets, x, self._is_batched)
+            self._has_reset_states = reset_states is not None
+            if self._has_reset_states and resets is None:
+                resets = np.zeros(x.shape[:2], np.uint8)  # no reset: gradients in them are 0
             if memory is None or not memory.fits(x, has_resets):
                 self._memory = None  # before there is another
                 memory = self._memory = self._allocate(x, has_resets)
@@ -283,7 +306,8 @@ class TrainingStep:
         Returns
         -------
         Gradients
-            Those in the input, in the initial states, and in the parameters.
+            Those in the input, in the initial states and in those that resets set, and in the
+            parameters.
 
         Raises
         ------
@@ -305,10 +329,14 @@ class TrainingStep:
             for shapes, grads in zip(self._shapes, params, strict=True)
             for name, grad in zip(shapes, grads.values(), strict=True)
         }
+        in_resets = None
+        if self._has_reset_states:
+            state_grad, in_resets = state_grad[::2].copy(), self._as_given(state_grad[1::2].copy())
         return Gradients(
             None if input_grad is None else self._as_given(input_grad),
             self._as_given(state_grad),
             named,
+            in_resets,
         )
 
     # -- Input ------------------------------------------------------------------------------------
@@ -343,27 +371,32 @@ class TrainingStep:
         return memory
 
     def _read(
-        self, x: Any, state: Any, lengths: Any, params: list[list[Array]]
+        self, x: Any, state: Any, reset_states: Any, lengths: Any, params: list[list[Array]]
     ) -> tuple[Array, Array | None, NDArray[np.int64] | None]:
         """Return the input with an axis of samples, the states, and the lengths.
 
         Input and states have the dtype to which they and the parameters promote. States that are
-        not given are None, and so are lengths if each sample has all steps.
+        not given are None, and so are lengths if each sample has all steps. Those that resets set
+        are :func:`~sparsescan.recurrent.memory.beside` the initial ones.
         """
         net = self.network
         check_input("x", x, net.input_size, "T, batch", "T")
         self._is_batched = x.ndim == 3
         steps, batch = x.shape[0], x.shape[1] if x.ndim == 3 else 1
-        state = None if state is None else read_array("state", state)
+        named = {"state": state, "reset_states": reset_states}
+        states = {k: read_array(k, each) for k, each in named.items() if each is not None}
         every = [param for own in params for param in own]
-        namespace(x, *every, state)  # which raises if they are not in one place
-        if state is not None:
-            check_state(state, (self._count, *x.shape[1:-1], net.state_size), x)
-        arrays = [x, *every, *([] if state is None else [state])]
-        dtype = np.result_type(*{array.dtype for array in arrays})
+        namespace(x, *every, *states.values())  # which raises if they are not in one place
+        for name, each in states.items():
+            check_state(each, (self._count, *x.shape[1:-1], net.state_size), x, name)
+        dtype = np.result_type(*{array.dtype for array in (x, *every, *states.values())})
         x = for_kernels(x.reshape(steps, batch, net.input_size), dtype)
-        if state is not None:
-            state = for_kernels(state.reshape(self._count, batch, net.state_size), dtype)
+        rows = self._count, batch, net.state_size
+        states = {k: for_kernels(each.reshape(rows), dtype) for k, each in states.items()}
+        state = states.get("state")
+        if reset_states is not None:
+            anew = states["reset_states"]
+            state = beside(np, np.zeros_like(anew) if state is None else state, anew)
         return x, state, None if lengths is None else _read_lengths(lengths, steps, batch)
 
     def _read_grads(

@@ -58,10 +58,11 @@ def run_forward(
     lengths: ArrayLike | None,
     params: Mapping[str, NDArray[Any]],
     resets: ArrayLike | None = None,
+    reset_states: ArrayLike | None = None,
 ) -> tuple[TrainingStep, NDArray[Any], NDArray[Any]]:
     """Return a step that has run forward with these parameters, and what it has returned."""
     step = pool.take()
-    return step, *step._forward(params, x, state, lengths, resets)
+    return step, *step._forward(params, x, state, lengths, resets, reset_states)
 
 
 def runs_on_gpu(cell: type[Cell] | CellProgram, units: int, dtype: DTypeLike) -> bool:

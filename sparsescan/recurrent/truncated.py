@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..arrays.arrays import check_memory
 from .definition import CellLike
-from .memory import Memory
+from .memory import Memory, beside, has_reset_states
 
 Array = NDArray[Any]
 
@@ -139,10 +139,14 @@ class TruncatedMemory:
             _steps_of(self._resets)[: self.steps] = resets
         output = np.empty((self.steps, self.batch, self.widths[-1]), self.dtype)
         last = np.zeros(self._state, self.dtype) if state is None else state
+        self._reset_states = None
+        if has_reset_states(last, self._state[0]):
+            last, self._reset_states = last[::2], last[1::2].copy()
         for k in range(self._count):
             self._starts[k] = last
             part, last = self._forward.forward(
-                *(self._params, self._x[k], last, self._lengths_from(range(k, k + 1), 1)),
+                *(self._params, self._x[k], self._begun(last)),
+                self._lengths_from(range(k, k + 1), 1),
                 None if self._resets is None else self._resets[k],
             )
             begin = k * self._length
@@ -158,6 +162,7 @@ class TruncatedMemory:
         """
         in_x = np.zeros_like(self._x) if needs_input_grad else None
         in_state = np.zeros(self._state, self.dtype)
+        in_resets = np.zeros(self._state)
         totals: list[dict[str, Array]] = []
         for call in range(self._calls):
             windows = range(call * self._size, (call + 1) * self._size)
@@ -170,6 +175,9 @@ class TruncatedMemory:
             if in_x is not None and in_windows is not None:
                 for part, grad in zip(_both(in_x, windows), self._parted(in_windows), strict=True):
                     part += grad.swapaxes(0, 1)
+            if self._reset_states is not None:
+                in_anew = in_starts[1::2].reshape(len(in_resets), self._size, *in_resets.shape[1:])
+                in_starts, in_resets = in_starts[::2], in_resets + in_anew.sum(1)
             if call == 0:
                 in_state[:] = in_starts[:, : self.batch]
                 totals = [
@@ -179,6 +187,8 @@ class TruncatedMemory:
                 for name, grad in own.items():
                     total[name] += grad
         params = [{name: total.astype(self.dtype) for name, total in own.items()} for own in totals]
+        if self._reset_states is not None:
+            in_state = beside(np, in_state, in_resets.astype(self.dtype))
         return None if in_x is None else _steps_of(in_x)[: self.steps], in_state, params
 
     # -- Windows ----------------------------------------------------------------------------------
@@ -186,12 +196,20 @@ class TruncatedMemory:
     def _run(self, windows: range) -> None:
         """Run windows forward, from the states before them."""
         starts = self._starts[windows.start : windows.stop].swapaxes(0, 1)
+        starts = starts.reshape(len(starts), self._size * self.batch, starts.shape[-1])
         self._windows.forward(
-            *(self._params, self._in_windows(self._x, windows)),
-            starts.reshape(len(starts), self._size * self.batch, starts.shape[-1]),
+            *(self._params, self._in_windows(self._x, windows), self._begun(starts)),
             self._lengths_from(windows, 2),
             None if self._resets is None else self._in_windows(self._resets, windows),
         )
+
+    def _begun(self, states: Array) -> Array:
+        """Return states that segments or windows begin with, and those that resets set, if any."""
+        if self._reset_states is None:
+            return states
+        windows = states.shape[1] // max(1, self.batch)
+        both: Array = beside(np, states, np.tile(self._reset_states, (1, windows, 1)))
+        return both
 
     def _in_windows(self, array: Array, windows: range) -> Array:
         """Return what windows are given of an array of segments, as samples."""

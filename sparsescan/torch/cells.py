@@ -136,9 +136,11 @@ class CellModule(Sequences, nn.Module):
             return tuple(each.index_select(1, order) for each in hx)
         return hx.index_select(1, order)
 
-    def _without_kernels(self, given: Any, hx: Any, resets: Any = None) -> Any:
+    def _without_kernels(
+        self, given: Any, hx: Any, resets: Any = None, reset_states: Any = None
+    ) -> Any:
         """Compute step by step, or refuse, what has no kernels."""
-        return self._differentiably(given, hx, self._weights(), resets)
+        return self._differentiably(given, hx, self._weights(), resets, reset_states)
 
     def extra_repr(self) -> str:
         """Return the arguments that the module was made with."""
@@ -192,8 +194,8 @@ def module(cell: type[Cell]) -> type[CellModule]:
     has states, as for :class:`torch.nn.LSTM`.
 
     ``net(x, hx, resets=resets)`` sets the state of a sample to zero before each step where these
-    bools are True; they are in the order of the first axes of the input, or packed like it. See
-    :class:`RNN`.
+    bools are True, or to its `reset_states`; they are in the order of the first axes of the input,
+    or packed like it. See :class:`RNN`.
 
     A whole sequence, and all gradients of it, are computed by the compiled loops of
     :class:`sparsescan.recurrent.TrainingStep`, and so are derivatives of any order and transforms

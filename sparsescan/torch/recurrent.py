@@ -46,10 +46,17 @@ def _in_place_of(theirs: Any) -> Any:
     wraps: PyTorch's. It finds the names in it among those of this file.
     """
 
-    def forward(self: Any, input: Any, hx: Any = None, *, resets: Any = None) -> Any:  # noqa: A002
-        if not torch.compiler.is_compiling() and _compiler_of_frames() is not None:
-            return _uncompiled()(self, input, hx, resets=resets)
-        return Sequences.forward(self, input, hx, resets=resets)
+    def forward(
+        self: Any,
+        input: Any,  # noqa: A002
+        hx: Any = None,
+        *,
+        resets: Any = None,
+        reset_states: Any = None,
+    ) -> Any:
+        is_apart = not torch.compiler.is_compiling() and _compiler_of_frames() is not None
+        run = _uncompiled() if is_apart else Sequences.forward
+        return run(self, input, hx, resets=resets, reset_states=reset_states)
 
     forward.__wrapped__ = theirs.forward  # type: ignore[attr-defined]
     forward.__module__ = theirs.forward.__module__
@@ -87,7 +94,9 @@ class _Recurrent(Sequences, metaclass=Kind):
         self._update_flat_weights()
         return list(self._flat_weights)
 
-    def _without_kernels(self, given: Any, hx: Any, resets: Any = None) -> Any:
+    def _without_kernels(
+        self, given: Any, hx: Any, resets: Any = None, reset_states: Any = None
+    ) -> Any:
         """Let PyTorch compute, or refuse, what has no kernels, unless states begin anew."""
         if resets is None and not self.return_states:
             return self._theirs.forward(self, given, hx)
@@ -97,7 +106,7 @@ class _Recurrent(Sequences, metaclass=Kind):
                 f"{what}, and proj_size is {self.proj_size}; expected 0: PyTorch computes "
                 "projections, and has neither resets nor return_states"
             )
-        return self._differentiably(given, hx, self._weights(), resets)
+        return self._differentiably(given, hx, self._weights(), resets, reset_states)
 
 
 class RNN(_Recurrent, nn.RNN):
@@ -148,7 +157,8 @@ class RNN(_Recurrent, nn.RNN):
     `batch_first` ``(batch, T)`` or, without samples, ``(T,)``; those of a `PackedSequence` are
     packed like it. In a direction that runs backward in time, the state is set to zero on the way
     from such a step to the one before it. With resets, modules that have no kernel are computed
-    step by step.
+    step by step. ``reset_states=states``, in the form of `hx`, are set in place of zeros; their
+    gradients are sums over the resets of each sample.
 
     Gradients can be computed more than once from one graph (`retain_graph`). A state or an input
     that is infinite or NaN has no effect through a pruned weight that is not read, where PyTorch's

@@ -133,3 +133,6 @@ def test_what_is_wrong_is_said(cupy: Any) -> None:
         step.forward(x, resets=flags.astype(np.int64))
     with pytest.raises(InputError, match=r"resets has shape \(2, 2\); expected \(3, 2\)"):
         step.forward(x, resets=flags[:2])
+    anew = cupy.asarray(np.zeros((1, 2, 4), F4))
+    with pytest.raises(InputError, match="reset_states is given, and x is on a device"):
+        step.forward(x, resets=flags, reset_states=anew)

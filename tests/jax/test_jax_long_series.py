@@ -38,30 +38,32 @@ def test_gradients_flow_to_the_segment_before(seed: int) -> None:
     state, carry = rng.standard_normal((2, layers, batch, net.state_size))
     lengths = rng.integers(0, steps + 1, batch) if rng.integers(2) else None
     resets = rng.random((steps, batch)) < 0.2 if rng.integers(2) else None
-    limit = 1 << 20 if rng.integers(2) else None
+    has_anew, limit = resets is not None and rng.integers(2), 1 << 20 if rng.integers(2) else None
+    anew = [rng.standard_normal(state.shape)] if has_anew else []
 
-    def loss(x: Any, state: Any, *params: Any) -> Any:
-        named = dict(zip(net.params, params, strict=True))
+    def loss(x: Any, state: Any, *others: Any) -> Any:
+        named = dict(zip(net.params, others, strict=False))
         output, last = recurrent(
-            *(net, named, x, state, lengths, resets),
+            *(net, named, x, state, lengths, resets, *others[len(named) :]),
             truncate=k,
             return_states=whole,
             memory_limit=limit,
         )
         return jnp.vdot(output, above) + jnp.vdot(last, carry), (output, last)
 
-    numbers = x, state, *(each.astype(float) for each in net.params.values())
+    numbers = x, state, *(each.astype(float) for each in net.params.values()), *anew
     call = jax.value_and_grad(loss, tuple(range(len(numbers))), has_aux=True)
     (_, results), grads = jax.jit(call)(*numbers)
     exact = [torch.tensor(each, dtype=torch.float64).requires_grad_() for each in numbers]
-    named = dict(zip(net.params, exact[2:], strict=True))
+    named = dict(zip(net.params, exact[2:], strict=False))
+    own_anew = exact[-1] if anew else None
     counts = torch.tensor(np.full(batch, steps) if lengths is None else lengths)
     flags = None if resets is None else torch.tensor(resets)
     about = kind, named, *exact[:2], counts, flags
-    outputs, last = plain_run(*about)
+    outputs, last = plain_run(*about, own_anew)
     filled = np.zeros((steps, batch, net.state_size))
     filled[..., :width] = above
-    own = truncated_grads(*about, k, torch.tensor(filled), torch.tensor(carry))
+    own = truncated_grads(*about, k, torch.tensor(filled), torch.tensor(carry), own_anew)
     for ours, theirs in zip(
         (*results, *grads), (torch.cat(outputs, -1)[..., :width], last, *own), strict=True
     ):

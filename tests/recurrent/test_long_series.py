@@ -16,7 +16,7 @@ from network_oracle import autograd_of
 from plain_networks import plain_run, truncated_grads
 from sampling import examples
 from some_cells import CELLS
-from test_resets import F4, F8, arguments_of, close, made, results_of, rows_for
+from test_resets import F4, F8, arguments_of, close, made, results_of, rows_for, with_states
 
 from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
 from sparsescan.recurrent import (
@@ -53,6 +53,7 @@ def test_gradients_flow_to_the_segment_before(seed: int) -> None:
         above = rng.standard_normal((steps, batch, net.state_size))
     x, state, lengths, resets = arguments
     resets = resets if rng.integers(2) else None
+    given = with_states(rng, (x, state, lengths, resets))
     step = net.training_step(truncate=k, return_states=whole)
     counts = np.full(batch, steps) if lengths is None else lengths
     tensors = [torch.tensor(each) for each in (x, state, counts)]
@@ -63,17 +64,18 @@ def test_gradients_flow_to_the_segment_before(seed: int) -> None:
         for name, each in net.params.items()
     }
     about = kind, params, *leaves, tensors[2], flags
-    outputs, last = plain_run(*about) if steps else ([torch.zeros(above.shape)], leaves[1])
+    anew = None if given[4] is None else torch.tensor(given[4]).requires_grad_()
+    outputs, last = plain_run(*about, anew) if steps else ([torch.zeros(above.shape)], leaves[1])
     expected = {"output": torch.cat(outputs[: 1 + whole], -1), "last": last}
     filled = np.concatenate([above, np.zeros((*above.shape[:2], net.state_size))], -1)
     own = torch.tensor(filled[..., : net.state_size]), torch.tensor(carry)
-    names = ["input", "state", *params]
-    expected |= zip(names, truncated_grads(*about, k, *own), strict=True)
+    names = ["input", "state", *params, *([] if anew is None else ["reset_states"])]
+    expected |= zip(names, truncated_grads(*about, k, *own, anew), strict=True)
     arrays = {name: each.detach().numpy() for name, each in expected.items()}
     with patch.object(truncated, "_SAMPLES", int(rng.choice([1, 6, 1024]))):
         for _ in range(3):
             given_grads = above, carry
-            close(results_of(step, (x, state, lengths, resets), given_grads), arrays, F8)
+            close(results_of(step, given, given_grads), arrays, F8)
 
 
 @settings(max_examples=examples(20), deadline=None)
@@ -83,6 +85,7 @@ def test_windows_take_any_memory(seed: int) -> None:
     net = GRU(2, 4, 2)
     steps, batch, k = int(rng.integers(30, 60)), int(rng.integers(1, 4)), int(rng.integers(2, 9))
     given, grads = arguments_of(rng, net, steps, batch, F8)
+    given = with_states(rng, given)
     free = net.training_step(truncate=k)
     with patch.object(step_module, "_SEGMENT", 2):
         expected = results_of(free, given, grads)

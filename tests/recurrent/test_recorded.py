@@ -14,6 +14,7 @@ from some_cells import CELLS, Elementwise, Leaky
 
 from sparsescan.execution.recording import Recording
 from sparsescan.recurrent import GRU, LSTM, RNN, Recurrent
+from sparsescan.recurrent.memory import beside
 from sparsescan.recurrent.recorded import parameters_of, record
 
 Array = NDArray[Any]
@@ -78,22 +79,28 @@ def test_what_numpy_has(seed: int) -> None:
     state = rng.standard_normal((layers, batch, net.state_size)).astype(dtype)
     lengths = rng.integers(0, steps + 1, batch) if rng.random() < 0.5 else None
     resets = rng.random((steps, batch)) < 0.3 if rng.random() < 0.5 else None
+    anew = None
+    if resets is not None and rng.random() < 0.5:
+        anew = rng.standard_normal(state.shape).astype(dtype)
     about = {"lengths": None if lengths is None else np.int64, "has_resets": resets is not None}
-    ours = record(net, steps, batch, dtype, **about)
+    ours = record(net, steps, batch, dtype, **about, has_reset_states=anew is not None)
     step = net.training_step()
-    output, last = step.forward(x, state, lengths, resets)
+    output, last = step.forward(x, state, lengths, resets, anew)
     loss, loss_of_last = (rng.standard_normal(each.shape).astype(dtype) for each in (output, last))
     expected = step.backward(loss, loss_of_last)
     assert ours.backward is not None
     kept, scratch = Guarded((ours.nbytes,), np.uint8), Guarded((ours.back_nbytes,), np.uint8)
-    given = [x, state, *(each for each in (lengths, resets) if each is not None)]
+    begin, in_begin = state, expected.state
+    if anew is not None:
+        begin, in_begin = beside(np, state, anew), beside(np, in_begin, expected.reset_states)
+    given = [x, begin, *(each for each in (lengths, resets) if each is not None)]
     given += net.params.values()
     results = replay(ours.forward, [kept], given)
     assert np.array_equal(results["output"], output)
     assert np.array_equal(results["last"], last)
     results = replay(ours.backward, [kept, scratch], [loss, loss_of_last])
     assert np.array_equal(results["input"], expected.input)
-    assert np.array_equal(results["state"], expected.state)
+    assert np.array_equal(results["state"], in_begin)
     cells = [cell for layer in net.cells for cell in layer]
     names = [f"{name} {k}" for k, cell in enumerate(cells) for name in cell._shapes]
     for name, own in zip(net.params, names, strict=True):

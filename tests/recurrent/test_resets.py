@@ -37,6 +37,8 @@ def results_of(step: Any, given: tuple[Any, ...], grads: tuple[Any, ...]) -> dic
     output, last = step.forward(*given)
     found = step.backward(*grads)
     own = {"output": output, "last": last, "input": found.input, "state": found.state}
+    if found.reset_states is not None:
+        own["reset_states"] = found.reset_states
     return own | found.params
 
 
@@ -69,6 +71,13 @@ def arguments_of(rng: np.random.Generator, net: Any, steps: int, batch: int, dty
     return (x, state, lengths, resets), (above, carry)
 
 
+def with_states(rng: np.random.Generator, given: Any) -> Any:
+    """Return the arguments of a forward pass with states that resets set, or none in one of two."""
+    state = given[1]
+    anew = rng.standard_normal(state.shape).astype(state.dtype)
+    return *given, anew if given[3] is not None and rng.integers(2) else None
+
+
 def close(actual: dict[str, Array], expected: dict[str, Array], dtype: Any) -> None:
     for name, array in expected.items():
         scale = np.max(np.abs(array), initial=1)
@@ -91,7 +100,10 @@ def rows_for(rng: np.random.Generator, net: Any, dtype: Any) -> int:
 @settings(max_examples=examples(60))
 @given(seeds)
 def test_episodes_are_sequences_of_their_own(dtype: Any, seed: int) -> None:
-    """In calls with and without resets by turns, recorded ones among them, and with less memory."""
+    """In calls with and without resets by turns, recorded ones among them, and with less memory.
+
+    They begin with zeros, or with states that are given and have gradients.
+    """
     rng = np.random.default_rng(seed)
     net = made(rng, dtype=dtype)
     steps, batch = int(rng.integers(1, 40)), int(rng.choice([1, 2, 5, 16, 17, 33]))
@@ -113,12 +125,13 @@ def test_episodes_are_sequences_of_their_own(dtype: Any, seed: int) -> None:
             given, grads = arguments_of(rng, net, steps, batch, dtype)
             if call == rng.integers(8):
                 given = *given[:3], None
+            given = with_states(rng, given)
             before = [None if each is None else each.copy() for each in (*given, *grads)]
             actual = results_of(step, given, grads)
             for array, old in zip((*given, *grads), before, strict=True):
                 assert array is None or np.array_equal(array, old)
             if call in (0, 3):
-                expected = autograd_of(net, *given[:3], *grads, given[3])
+                expected = autograd_of(net, *given[:3], *grads, *given[3:])
                 assume(expected.nearest > 1e-5)
                 close(actual, dict(expected), dtype)
 
@@ -137,7 +150,8 @@ def test_random_cells(drawn: RandomCell, seed: int, both: bool) -> None:
     )
     for rows in (0, 1):
         given, grads = arguments_of(rng, net, 7, 5, F8)
-        expected = autograd_of(net, *given[:3], *grads, given[3])
+        given = with_states(rng, given)
+        expected = autograd_of(net, *given[:3], *grads, *given[3:])
         largest = max(float(np.abs(each).max(initial=0)) for each in expected.values())
         assume(expected.nearest > 1e-7 and largest < 1e6)
         with patch.object(step_module, "_sample_rows", lambda *_, rows=rows: rows):
@@ -333,6 +347,27 @@ FLAGS = np.zeros((5, 2), bool)
 def test_what_is_wrong_is_said(x: Any, resets: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         RNN(3, 4, rng=0).training_step().forward(x, resets=resets)
+
+
+@pytest.mark.parametrize(
+    ("resets", "anew", "error", "said"),
+    [
+        (None, np.zeros((1, 2, 4), F4), InputError, "reset_states is given, and resets is None"),
+        (
+            FLAGS,
+            np.zeros((2, 4), F4),
+            InputError,
+            r"reset_states has shape \(2, 4\); expected \(1, ",
+        ),
+        (FLAGS, np.zeros((2, 2, 4), F4), InputError, r"reset_states has shape \(2, 2, 4\)"),
+        (FLAGS, "a", InputTypeError, "reset_states"),
+    ],
+)
+def test_what_is_wrong_with_states_is_said(
+    resets: Any, anew: Any, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        RNN(3, 4, rng=0).training_step().forward(X, resets=resets, reset_states=anew)
 
 
 @pytest.mark.parametrize("code", np.typecodes["AllInteger"])

@@ -1191,7 +1191,7 @@ def pick_door(rng: np.random.Generator) -> tuple[str, Callable[..., Any], dict[s
         if rng.random() < 0.6:
             return "torch.affine_scan", front.affine_scan, of_torch(about)
         kind = (front.GRU, front.module(recurrent.GRUCell))[rng.integers(2)]
-        called = of_torch({"input": x, "hx": state, "resets": resets})
+        called = of_torch({"input": x, "hx": state, "resets": resets, "reset_states": state})
         return f"torch.{kind.__name__}", kind(2, 3), called
     try:
         import sparsescan.jax as jax_front
@@ -1200,7 +1200,8 @@ def pick_door(rng: np.random.Generator) -> tuple[str, Callable[..., Any], dict[s
     if rng.random() < 0.5:
         return "jax.affine_scan", jax_front.affine_scan, about
     called = {"params": dict(net.params), "x": x, "state": state, "lengths": np.array([steps])}
-    called |= {"resets": resets, "memory_limit": None, "truncate": None, "return_states": False}
+    called |= {"resets": resets, "reset_states": state}
+    called |= {"memory_limit": None, "truncate": None, "return_states": False}
     return "jax.recurrent", functools.partial(jax_front.recurrent, net), called
 
 

@@ -27,11 +27,12 @@ def autograd_of(
     above: Array,
     carry: Array,
     resets: Array | None = None,
+    reset_states: Array | None = None,
 ) -> Expected:
     """Return outputs, last states and gradients, as a training step is asked for.
 
-    Where a sample is reset, a sequence of its own begins, with zeros. Outputs are all states of the
-    last layer if there are gradients in them.
+    Where a sample is reset, a sequence of its own begins, with zeros or with `reset_states`.
+    Outputs are all states of the last layer if there are gradients in them.
     """
     steps, batch, _ = x.shape
     lengths = np.full(batch, steps) if lengths is None else lengths
@@ -44,10 +45,15 @@ def autograd_of(
         "state": np.array(carry, np.float64),
     }
     results |= {name: np.zeros(array.shape) for name, array in net.params.items()}
+    anew = np.zeros(state.shape) if reset_states is None else reset_states
+    results["reset_states"] = np.zeros(anew.shape)
     for n, length in enumerate(lengths):
         if length:
-            given = (each[:, n : n + 1].astype(np.float64) for each in (x, state, above, carry))
+            arrays = x, state, above, carry, anew
+            given = (each[:, n : n + 1].astype(np.float64) for each in arrays)
             _run_sample(net, n, int(length), results, *given, resets[:length, n])
+    if reset_states is None:
+        del results["reset_states"]
     return results
 
 
@@ -60,6 +66,7 @@ def _run_sample(
     state: Array,
     above: Array,
     carry: Array,
+    anew: Array,
     resets: Array,
 ) -> None:
     units, given, layers = net.hidden_size, x[:length], []
@@ -68,11 +75,12 @@ def _run_sample(
         layers.append(given)
         outputs = []
         for back in range(width):
-            begin = _parts(state[layer * width + back], units)
-            runs = _run(net, layer, back, given, begin, None, resets)
+            k = layer * width + back
+            both = _parts(state[k], units), _parts(anew[k], units)
+            runs, _ = _run(net, layer, back, given, *both, None, resets)
             outputs.append([_turned(each, back) for each in runs.outputs])
             last = np.concatenate([each[-1] for each in runs.outputs], axis=-1)
-            results["last"][layer * width + back, n] = last[0]
+            results["last"][k, n] = last[0]
         every = [np.concatenate(each, axis=-1) for each in zip(*outputs, strict=True)]
         given = every[0]
     wide = width * units
@@ -89,11 +97,12 @@ def _run_sample(
                 cotangents[begin // wide] += _turned(grad[..., begin : begin + units], back)
             for each, part in zip(cotangents, _parts(carry[k], units), strict=True):
                 each[-1] += part
-            begin = _parts(state[k], units)
-            runs = _run(net, layer, back, layers[layer], begin, cotangents, resets)
+            both = _parts(state[k], units), _parts(anew[k], units)
+            runs, in_anew = _run(net, layer, back, layers[layer], *both, cotangents, resets)
             below += _turned(runs.input_grad, back)
             results.nearest = min(results.nearest, runs.nearest)
             results["state"][k, n] = np.concatenate(runs.state_grads, axis=-1)[0]
+            results["reset_states"][k, n] = np.concatenate(in_anew, axis=-1)[0]
             for name, each in runs.param_grads.items():
                 results[net.name_of(name, layer, back)] += each
         grad = below
@@ -106,10 +115,14 @@ def _run(
     back: int,
     x: Array,
     states: list[Array],
+    anew: list[Array],
     cotangents: Any,
     resets: Array,
-) -> Runs:
-    """Run a direction of a layer, whose cotangents and outputs are in the order of its steps."""
+) -> tuple[Runs, list[Array]]:
+    """Run a direction of a layer, whose cotangents and outputs are in the order of its steps.
+
+    The gradients in the states that resets set are returned, too.
+    """
     steps, cell = len(x), net.cells[layer][back]
     if cotangents is None:
         cotangents = [np.zeros((len(x), *each.shape)) for each in states]
@@ -119,15 +132,17 @@ def _run(
     # Between the first step of an episode and the one before it there is a cut, from both sides.
     cuts = [steps - t if back else t for t in np.flatnonzero(resets) if t > 0]
     bounds, parts = [0, *sorted(cuts), steps], []
+    in_anew, in_states = ([np.zeros_like(each) for each in states] for _ in range(2))
     for begin, end in itertools.pairwise(bounds):
         is_anew = begin > 0 or (not back and resets[0])
-        first = [np.zeros_like(each) for each in states] if is_anew else states
         own = [each[begin:end] for each in cotangents]
-        parts.append(reference.run(params, x[begin:end], first, own, masks))
-    runs = parts[0]
-    if not back and resets[0]:
-        runs = runs._replace(state_grads=[np.zeros_like(each) for each in states])
-    return runs._replace(
+        parts.append(reference.run(params, x[begin:end], anew if is_anew else states, own, masks))
+        for total, grad in zip(
+            in_anew if is_anew else in_states, parts[-1].state_grads, strict=True
+        ):
+            total += grad
+    runs = parts[0]._replace(state_grads=in_states)
+    whole = runs._replace(
         outputs=[
             np.concatenate(own) for own in zip(*(each.outputs for each in parts), strict=True)
         ],
@@ -137,6 +152,7 @@ def _run(
         },
         nearest=min(each.nearest for each in parts),
     )
+    return whole, in_anew
 
 
 def _parts(state: Array, units: int) -> list[Array]:

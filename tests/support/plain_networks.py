@@ -34,13 +34,16 @@ def plain_run(
     state: Tensor,
     lengths: Tensor,
     resets: Tensor | None = None,
+    reset_states: Tensor | None = None,
     cut: int = 0,
 ) -> tuple[list[Tensor], Tensor]:
     """Return the outputs of each state, and the last states, of a network of one or two directions.
 
-    States before step `cut` are constants, in a network of one direction.
+    States before step `cut` are constants, in a network of one direction. Resets set states to
+    zeros unless others are given.
     """
     count = 2 if kind == "LSTM" else 1
+    others = torch.zeros_like(state) if reset_states is None else reset_states
     bidirectional = any(name.endswith("_reverse") for name in params)
     layers = len(state) // (1 + bidirectional)
     steps, lasts = len(x), []
@@ -50,7 +53,8 @@ def plain_run(
         for back in range(1 + bidirectional):
             names = ["weight_ih", "weight_hh", "bias_ih", "bias_hh"]
             weights = [params[f"{name}_l{layer}{'_reverse' * back}"] for name in names]
-            states = list(state[layer * (1 + bidirectional) + back].chunk(count, -1))
+            k = layer * (1 + bidirectional) + back
+            states, set_by_resets = (list(each[k].chunk(count, -1)) for each in (state, others))
             rows: list[Any] = [None] * steps
             for t in range(steps)[:: -1 if back else 1]:
                 if cut and t == cut:
@@ -59,7 +63,8 @@ def plain_run(
                     anew = resets[t] & (t < lengths)
                     if back:
                         anew = resets[t + 1] & (t + 1 < lengths) if t + 1 < steps else anew & False
-                    states = [each.masked_fill(anew[:, None], 0) for each in states]
+                    pairs = zip(set_by_resets, states, strict=True)
+                    states = [torch.where(anew[:, None], *both) for both in pairs]
                 has = (t < lengths)[:, None]
                 new = _step(kind, x[t], states, weights)
                 states = [torch.where(has, *both) for both in zip(new, states, strict=True)]
@@ -84,18 +89,21 @@ def truncated_grads(
     truncate: int,
     above: Tensor,
     carry: Tensor,
+    reset_states: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return gradients in input, state and parameters that flow at most to the segment before.
+    """Return gradients that flow at most to the segment before.
 
-    The gradients in all outputs are `above`, those in the last states `carry`.
+    They are those in input, state, parameters and, if given, states that resets set. The gradients
+    in all outputs are `above`, those in the last states `carry`.
     """
-    leaves = [x, state, *params.values()]
+    leaves = [x, state, *params.values(), *([] if reset_states is None else [reset_states])]
     totals = [torch.zeros_like(each) for each in leaves]
     lasts = torch.clamp(-(-lengths // truncate) - 1, min=0)
     for segment in range(-(-len(x) // truncate)):
         begin = segment * truncate
         outputs, last = plain_run(
-            kind, params, x, state, lengths, resets, cut=max(0, begin - truncate)
+            *(kind, params, x, state, lengths, resets, reset_states),
+            cut=max(0, begin - truncate),
         )
         own = slice(begin, begin + truncate)
         loss = (torch.cat(outputs, -1)[own] * above[own]).sum()

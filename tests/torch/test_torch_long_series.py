@@ -56,16 +56,29 @@ class Case:
         width = self.count * units * (1 + bidirectional)
         self.above = normal(self.steps, self.batch, width)
         self.carry = normal(*self.state.shape)
+        self.resets = self.reset_states = None
+        if draw(3) == 1:
+            self.resets = torch.rand(self.steps, self.batch, generator=generator) < 0.2
+            self.reset_states = normal(*self.state.shape).requires_grad_()
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        return [self.x, self.state, *self.net.parameters()]
+        others = [] if self.reset_states is None else [self.reset_states]
+        return [self.x, self.state, *self.net.parameters(), *others]
 
     def called(self) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the outputs of each state, and the last states side by side."""
-        hx: Any = tuple(self.state.chunk(2, -1)) if self.count > 1 else self.state
-        x = pack_padded_sequence(self.x, self.lengths) if self.is_packed else self.x
-        output, last, *rest = self.net(x, hx)
+        hx, anew = (
+            tuple(each.chunk(2, -1)) if self.count > 1 and each is not None else each
+            for each in (self.state, self.reset_states)
+        )
+        x, flags = (
+            pack_padded_sequence(each, self.lengths)
+            if self.is_packed and each is not None
+            else each
+            for each in (self.x, self.resets)
+        )
+        output, last, *rest = self.net(x, hx, resets=flags, reset_states=anew)
         states = rest[0] if rest else output
         several = states if self.net.return_states and self.count > 1 else (states,)
         if self.is_packed:
@@ -85,7 +98,7 @@ def test_truncated_gradients(seed: int, kind: str, whole: bool) -> None:
     loss = (torch.cat(outputs, -1) * case.above[..., : len(outputs) * outputs[0].shape[-1]]).sum()
     loss = loss + (last * case.carry).sum()
     actual = torch.autograd.grad(loss, case.leaves)
-    about = None, case.truncate, case.above, case.carry
+    about = case.resets, case.truncate, case.above, case.carry, case.reset_states
     expected = truncated_grads(kind, params, *given, *about)
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
@@ -99,7 +112,9 @@ def test_all_states(seed: int, kind: str, bidirectional: bool) -> None:
     params = dict(case.net.named_parameters())
     for outputs, last in (
         case.called(),
-        plain_run(kind, params, case.x, case.state, case.lengths),
+        plain_run(
+            *(kind, params, case.x, case.state, case.lengths, case.resets, case.reset_states)
+        ),
     ):
         loss = (torch.cat(outputs, -1) * case.above).sum() + (last * case.carry).sum()
         found.append([*outputs, last, *torch.autograd.grad(loss, case.leaves)])

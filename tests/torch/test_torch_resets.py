@@ -32,7 +32,9 @@ EPS = torch.finfo(torch.float64).eps
 KINDS = ("RNN", "GRU", "LSTM")
 
 
-def apart(net: Any, x: Any, states: list[Any], lengths: Any, resets: Any) -> Any:
+def apart(
+    net: Any, x: Any, states: list[Any], lengths: Any, resets: Any, reset_states: list[Any]
+) -> Any:
     """Run each episode of each sample by itself; return outputs and last states.
 
     The first begins with the states of directions that run forward, the last one with the others.
@@ -49,7 +51,8 @@ def apart(net: Any, x: Any, states: list[Any], lengths: Any, resets: Any) -> Any
             # Directions that run backward in time begin with the last episode.
             is_first = begin == 0 and not bool(resets[0, n])
             used = is_back & (end == length) | ~is_back & is_first
-            hx = tuple(torch.where(used, each[:, n : n + 1], 0) for each in states)
+            pairs = zip(states, reset_states, strict=True)
+            hx = tuple(torch.where(used, *(each[:, n : n + 1] for each in pair)) for pair in pairs)
             output, after = net(x[begin:end, n : n + 1], hx if len(hx) > 1 else hx[0])
             parts.append(output)
             after = after if isinstance(after, tuple) else (after,)
@@ -63,7 +66,7 @@ def apart(net: Any, x: Any, states: list[Any], lengths: Any, resets: Any) -> Any
 
 @given(st.integers(0, 2**32 - 1))
 def test_any_arguments(seed: int) -> None:
-    """By kernels and step by step, packed or not, with pruned weights."""
+    """By kernels and step by step, packed or not, with pruned weights, to zeros or other states."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     kind = KINDS[rng.integers(3)]
@@ -89,11 +92,14 @@ def test_any_arguments(seed: int) -> None:
     resets = torch.from_numpy(rng.random((steps, batch)) < rng.choice([0.1, 0.5]))
     data = torch.randn(steps, batch, inputs, dtype=torch.float64)
     sizes = layers * (1 + options["bidirectional"]), batch, hidden
-    begin = [torch.randn(sizes, dtype=torch.float64) for _ in range(1 + (kind == "LSTM"))]
+    states = 1 + (kind == "LSTM")
+    begin = [torch.randn(sizes, dtype=torch.float64) for _ in range(2 * states)]
+    has_others = bool(rng.integers(2))
+    begin[states:] = begin[states:] if has_others else map(torch.zeros_like, begin[states:])
 
     def run(call: Any) -> list[torch.Tensor]:
         leaves = [each.clone().requires_grad_() for each in (data, *begin)]
-        results = call(leaves[0], leaves[1:])
+        results = call(leaves[0], leaves[1 : 1 + states], leaves[1 + states :])
         own = torch.Generator().manual_seed(seed)
         weights = [torch.randn(e.shape, generator=own, dtype=e.dtype) for e in results]
         loss = sum((each * w).sum() for each, w in zip(results, weights, strict=True))
@@ -101,17 +107,18 @@ def test_any_arguments(seed: int) -> None:
         grads = torch.autograd.grad(
             loss, [*leaves, *params], allow_unused=True, materialize_grads=True
         )
-        half = len(params) // 2
-        return [*results, *grads[: len(leaves)], sum_of(grads[len(leaves) :], half)]
+        half, count = len(params) // 2, len(leaves) - (0 if has_others else states)
+        return [*results, *grads[:count], sum_of(grads[len(leaves) :], half)]
 
     def sum_of(grads: Any, half: int) -> Any:
         return torch.cat([(a + b).flatten() for a, b in zip(grads, grads[half:], strict=False)])
 
     def call_ours(function: Any) -> Any:
-        def call(x: Any, states: list[Any]) -> list[torch.Tensor]:
-            given, flags, hx = x, resets, states
+        def call(x: Any, states: list[Any], others: list[Any]) -> list[torch.Tensor]:
+            given, flags, hx, anew = x, resets, states, others
             if form == "unbatched":
-                given, flags, hx = x[:, 0], resets[:, 0], [each[:, 0] for each in states]
+                given, flags = x[:, 0], resets[:, 0]
+                hx, anew = ([each[:, 0] for each in some] for some in (states, others))
             elif batch_first:
                 given, flags = x.transpose(0, 1), resets.T
             if form == "packed":
@@ -119,7 +126,8 @@ def test_any_arguments(seed: int) -> None:
                     pack_padded_sequence(each, lengths, batch_first, enforce_sorted=False)
                     for each in (given, flags)
                 )
-            output, last = function(given, tuple(hx) if len(hx) > 1 else hx[0], flags)
+            hx, anew = (tuple(each) if len(each) > 1 else each[0] for each in (hx, anew))
+            output, last = function(given, hx, flags, anew if has_others else None)
             if form == "packed":
                 output, _ = pad_packed_sequence(output, batch_first)
             last = list(last) if isinstance(last, tuple) else [last]
@@ -129,10 +137,10 @@ def test_any_arguments(seed: int) -> None:
 
         return call
 
-    expected = run(lambda x, states: apart(theirs, x, states, lengths, resets))
+    expected = run(lambda x, states, others: apart(theirs, x, states, lengths, resets, others))
 
     def call(*arguments: Any) -> Any:
-        return ours(*arguments[:2], resets=arguments[2])
+        return ours(*arguments[:2], resets=arguments[2], reset_states=arguments[3])
 
     close(run(call_ours(call)), expected)
     ours._takes = lambda *_: False
@@ -150,13 +158,15 @@ def test_cells_of_the_catalogue(name: str) -> None:
     net = module(getattr(catalogue, name))(4, 4, dtype=torch.float64)
     x = torch.randn(6, 3, 4, dtype=torch.float64, requires_grad=True)
     resets, found = torch.rand(6, 3) < 0.3, []
+    anew = tuple(torch.randn(1, 3, 4, dtype=x.dtype).requires_grad_() for _ in range(net.states))
+    others = anew if net.states > 1 else anew[0]
     for call in (
-        lambda: net(x, resets=resets),
-        lambda: net._without_kernels(x, None, resets),
+        lambda: net(x, resets=resets, reset_states=others),
+        lambda: net._without_kernels(x, None, resets, others),
     ):
         results = tensors_of(call())
         loss = sum(each.sin().sum() for each in results)
-        leaves = [x, *net.parameters()]
+        leaves = [x, *anew, *net.parameters()]
         grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         found.append([*results, *grads])
     close(*found)
@@ -167,10 +177,12 @@ def test_second_derivatives(cell: Any) -> None:
     net = module(cell)(3, 3, bidirectional=True, dtype=torch.float64)
     x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
     resets = torch.tensor([[1, 0], [0, 1], [0, 0], [1, 0]], dtype=torch.bool)
-    own = x, *net.parameters()
+    anew = [torch.randn(2, 2, 3, dtype=x.dtype).requires_grad_() for _ in range(net.states)]
+    own = x, *anew, *net.parameters()
 
-    def results(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(tensors_of(net(x, resets=resets)))
+    def results(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+        states = others[: net.states] if net.states > 1 else others[0]
+        return tuple(tensors_of(net(x, resets=resets, reset_states=states)))
 
     assert torch.autograd.gradcheck(results, own)
     assert torch.autograd.gradgradcheck(results, own)
@@ -180,9 +192,14 @@ def test_second_derivatives(cell: Any) -> None:
 def test_compiled_models(net: Any) -> None:
     torch.manual_seed(0)
     x, params = torch.randn(6, 2, 3), list(net.parameters())
+    anew = [torch.randn(net.num_layers, 1, 4).requires_grad_() for _ in range(net.states)]
+    params += anew
 
     def loss(*resets: torch.Tensor | None) -> torch.Tensor:
-        return sum(loss_of(net, x, resets=each) for each in resets)
+        begin = tuple(each.expand(-1, 2, -1) for each in anew)
+        states = begin if net.states > 1 else begin[0]
+        total = loss_of(net, x, resets=resets[0], reset_states=states)
+        return total + sum(loss_of(net, x, resets=each) for each in resets)
 
     given = torch.rand(6, 2) < 0.4, torch.zeros(6, 2, dtype=torch.bool), None
     check_compiled(loss, given, params)
@@ -194,8 +211,10 @@ def test_opcheck(kind: str) -> None:
     params, resets = list(net.parameters()), torch.rand(5, 4) < 0.5
     x, lengths = torch.randn(5, 4, 2, requires_grad=True), torch.tensor([5, 2, 3, 5])
     about = net.mode, 3, 1, True, False, -1, -1, False
-    given = x, None, lengths, params, [], *about, True
-    torch.library.opcheck(torch.ops.sparsescan.recurrent.default, given, {"resets": resets})
+    both = torch.randn(2, 4, 3 * net.states, requires_grad=True)
+    for state in (None, both):
+        given = x, state, lengths, params, [], *about, True
+        torch.library.opcheck(torch.ops.sparsescan.recurrent.default, given, {"resets": resets})
     given = x.detach(), None, None, [each.detach() for each in params], [], *about, False
     operator = torch.ops.sparsescan.recurrent_forward.default
     torch.library.opcheck(operator, given, {"resets": resets})
@@ -209,18 +228,30 @@ def test_transforms(make: Any) -> None:
     params = dict(net.named_parameters())
     x = torch.randn(3, 6, 2, 3, dtype=torch.float64)
     resets = torch.rand(3, 6, 2) < 0.4
+    params["anew"] = torch.randn(1, 2, 4 * net.states, dtype=x.dtype).requires_grad_()
 
     def loss(params: Any, x: torch.Tensor, resets: torch.Tensor) -> torch.Tensor:
-        output, last = torch.func.functional_call(net, params, (x,), {"resets": resets})
+        own = {name: each for name, each in params.items() if name != "anew"}
+        anew = params["anew"].chunk(net.states, -1)
+        options = {"resets": resets, "reset_states": anew if net.states > 1 else anew[0]}
+        output, last = torch.func.functional_call(net, own, (x,), options)
         return (output * torch.arange(4)).sum() + sum(m.square().sum() for m in tensors_of(last))
 
     grads = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(params, x, resets)
     for k in range(3):
         expected = torch.autograd.grad(loss(params, x[k], resets[k]), list(params.values()))
         close([each[k] for each in grads.values()], expected)
+
+    def of_anew(anew: torch.Tensor) -> torch.Tensor:
+        return loss({**params, "anew": anew}, x[0], resets[0])
+
+    many = torch.randn(3, *params["anew"].shape, dtype=x.dtype)
+    close(torch.func.vmap(of_anew)(many), torch.stack(list(map(of_anew, many))))
     tangent = torch.randn_like(x[0])
     with warnings.catch_warnings():  # of PyTorch, about itself
         warnings.simplefilter("ignore")
+        both = torch.func.hessian(of_anew), partial(torch.autograd.functional.hessian, of_anew)
+        close(*(hessian(params["anew"]) for hessian in both))
         _, along = torch.func.jvp(lambda x: loss(params, x, resets[0]), (x[0],), (tangent,))
     given = x[0].clone().requires_grad_()
     (grad,) = torch.autograd.grad(loss(params, given, resets[0]), given)
@@ -314,6 +345,14 @@ def test_errors() -> None:
                 net._without_kernels(own_x, None, resets)
         with pytest.raises(InputError, match=r"input has shape \(5, 2, 4\); expected"):
             net(torch.zeros(5, 2, 4), resets=flags)
+        for own, anew, error, said in (
+            (None, torch.zeros(1, 2, 4), InputError, "reset_states is given, and resets is None"),
+            (flags, torch.zeros(1, 4), InputError, r"a state of reset_states has shape \(1, 4\)"),
+            (flags, [1.0], InputTypeError, r"reset_states has \[1.0\]; expected a tensor"),
+            (flags, (x, x), InputTypeError, r"expected a tensor of shape \(1, 2, 4\)"),
+        ):
+            with pytest.raises(error, match=said):
+                net(x, resets=own, reset_states=anew)
     with pytest.raises(TypeError):
         sparsescan.torch.GRU(3, 4)(x, None, flags)
     with pytest.raises(InputError, match="resets were given, and proj_size is 2; expected 0"):

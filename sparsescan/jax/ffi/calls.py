@@ -25,7 +25,9 @@ def check_platform() -> None:
 
 
 # Arguments that may be None.
-_OPTIONAL = {"D", "delta_bias", "initial", "initial_state", "offsets", "state", "z", "zi"}
+_OPTIONAL = {
+    *("D", "delta_bias", "initial", "initial_state", "offsets", "reset_states", "state", "z", "zi")
+}
 
 
 def as_arrays(dtypes: tuple[str, ...], **given: Any) -> list[Any]:

@@ -29,6 +29,7 @@ from ...execution.calls import LINE
 from ...execution.recording import Recording, groups_of
 from ...recurrent import Recurrent
 from ...recurrent.definition import CellLike
+from ...recurrent.memory import has_reset_states
 from ...recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
 from ...recurrent.step import RecurrentLike
 from ...recurrent.tangent import Tangent, tangent_of
@@ -80,6 +81,7 @@ class TracedNetwork:
 class _Form(NamedTuple):
     """A network, its marks, bytes of a pass if limited, and whether outputs are all states.
 
+    `has_reset_states` says whether the states that resets set are beside the initial ones.
     `members` is how many members there are, 0 if arrays have no axis of these.
     """
 
@@ -88,6 +90,7 @@ class _Form(NamedTuple):
     has_resets: bool
     memory_limit: int | None
     returns_states: bool = False
+    has_reset_states: bool = False
     members: int = 0
 
     @property
@@ -141,9 +144,14 @@ def run(
     lengths: Any,
     resets: Any,
 ) -> tuple[Any, Any]:
-    """Return outputs, which may be all states of the last layer, and last states."""
+    """Return outputs, which may be all states of the last layer, and last states.
+
+    The states that resets set may be :func:`~sparsescan.recurrent.memory.beside` the initial ones.
+    """
     returns = returns_states and network.cells[0].program.states > 1
-    form = _Form(network, lengths is not None, resets is not None, memory_limit, returns)
+    marks_of = lengths is not None, resets is not None
+    has_states = has_reset_states(state, len(network.cells))
+    form = _Form(network, *marks_of, memory_limit, returns, has_states)
     marks = [each for each in (lengths, resets) if each is not None]
     output, last = _run.bind(*params, x, state, *marks, form=form, keeps="")
     return output, last
@@ -197,6 +205,7 @@ def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str, needs_
         *(net, steps, batch, dtype),
         lengths=np.int32 if form.has_lengths else None,
         has_resets=form.has_resets,
+        has_reset_states=form.has_reset_states,
         has_backward=keeps != "",
         keeps_samples=keeps == "each",
         returns_states=form.returns_states,
@@ -205,7 +214,8 @@ def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str, needs_
     )
     about = form, steps, batch, dtype, keeps
     forward, backward = key_of("forward", *about), key_of("backward", *about, needs_x)
-    shapes = [(steps, batch, net.input_size), (len(form.network.cells), batch, net.state_size)]
+    rows = len(form.network.cells) * (1 + form.has_reset_states)
+    shapes = [(steps, batch, net.input_size), (rows, batch, net.state_size)]
     size = np.dtype(dtype).itemsize
     marks = [4 * batch] * form.has_lengths + [steps * batch] * form.has_resets
     given = [math.prod(each) * size for each in shapes] + marks
@@ -256,12 +266,14 @@ def fits(
     has_resets: bool,
     memory_limit: int | None,
     returns_states: bool,
+    has_reset_states: bool,
     steps: int,
     batch: int,
     dtype: str,
 ) -> bool:
     """Return whether a backward pass fits in a limit."""
-    form = _Form(network, has_lengths, has_resets, memory_limit, returns_states)
+    marks = has_lengths, has_resets
+    form = _Form(network, *marks, memory_limit, returns_states, has_reset_states)
     try:
         _step_of(form, steps, batch, dtype, "all", True)
     except MemoryLimitError:
@@ -434,7 +446,7 @@ def _by_layers(form: _Form, marks: Sequence[Any], *numbers: Any) -> tuple[Any, A
     """Return outputs and last states of several layers, each by itself."""
     *params, x, state = numbers
     net, rest, lasts = form.network.network, iter(params), []
-    rows = len(net.cells[0])
+    rows = len(net.cells[0]) * (1 + form.has_reset_states)
     for k, layer in enumerate(_layers(form.network)):
         own = [next(rest) for _ in range(layer.count)]
         begin = state[k * rows : (k + 1) * rows]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...recurrent.memory import beside, has_reset_states
 from ...recurrent.truncated import windows_at_once
 from .primitives import TracedNetwork, fits, run
 
@@ -47,18 +48,21 @@ def _forward(
     resets: Any,
 ) -> Any:
     """Return the results, and what the backward pass needs."""
-    steps, count = len(x), -(-len(x) // truncate)
+    steps, count, anew = len(x), -(-len(x) // truncate), None
+    if has_reset_states(state, len(network.cells)):
+        state, anew = state[::2], state[1::2]
 
     def step(state: Any, given: Any) -> Any:
         k, part, flags = given
         own = _lengths_from(lengths, x, truncate, k[None], 1)
-        output, last = run(network, None, returns_states, params, part, state, own, flags)
+        about = network, None, returns_states, params, part
+        output, last = run(*about, _begun(state, anew), own, flags)
         return last, (state, output)
 
     parts = jnp.arange(count), _cut(x, truncate, count), _cut(resets, truncate, count)
     last, (starts, outputs) = lax.scan(step, state, parts)
     output = outputs.reshape(-1, *outputs.shape[2:])[:steps]
-    return (output, last), (params, x, starts, lengths, resets)
+    return (output, last), (params, x, starts, anew, lengths, resets)
 
 
 def _backward(
@@ -70,11 +74,12 @@ def _backward(
     above: Any,
 ) -> tuple[Any, ...]:
     """Return the gradients in parameters, inputs and initial states."""
-    params, x, starts, lengths, resets = kept
+    params, x, starts, anew, lengths, resets = kept
     (steps, batch, _), (in_output, in_last) = x.shape, above
     count, has_lengths = len(starts) - 1, lengths is not None or steps % truncate > 0
     most = windows_at_once(network.cells, count, 2 * truncate, batch)
-    about = network, has_lengths, resets is not None, memory_limit, returns_states
+    marks = has_lengths, resets is not None
+    about = network, *marks, memory_limit, returns_states, anew is not None
     while most > 1 and not fits(*about, 2 * truncate, most * batch, x.dtype.name):
         most //= 2
     calls = -(-count // most)
@@ -104,20 +109,34 @@ def _backward(
             about = network, memory_limit, returns_states
             return run(*about, params, part, begin, counts, flags)
 
-        in_params, in_part, in_begin = jax.vjp(function, params, part, begin)[1]((grads, carry))
+        own = params, part, _begun(begin, anew)
+        in_params, in_part, in_begin = jax.vjp(function, *own)[1]((grads, carry))
+        in_anew = None
+        if anew is not None:
+            in_begin, of_resets = in_begin[::2], in_begin[1::2]
+            in_anew = of_resets.reshape(len(anew), size, *anew.shape[1:]).sum(1)
         totals = [a + b for a, b in zip(totals, in_params, strict=True)]
         both = in_part.reshape(2, truncate, size, batch, -1).swapaxes(1, 2)
-        return totals, (both, in_begin[:, :batch])
+        return totals, (both, in_begin[:, :batch], in_anew)
 
     zeros = [jnp.zeros_like(each) for each in params]
-    in_params, (both, in_begin) = lax.scan(call, zeros, jnp.arange(calls))
+    in_params, (both, in_begins, in_anew) = lax.scan(call, zeros, jnp.arange(calls))
+    in_begin = in_begins[0] if anew is None else beside(jnp, in_begins[0], in_anew.sum(0))
     both = both.swapaxes(0, 1).reshape(2, calls * size, *both.shape[3:])
     in_x = jnp.pad(both[0], _behind(both[0], 1)) + jnp.pad(both[1], _before(both[1], 1))
     in_x = in_x.reshape(-1, *in_x.shape[2:])[:steps]
-    return in_params, in_x, in_begin[0], None, None
+    return in_params, in_x, in_begin, None, None
 
 
 run_truncated.defvjp(_forward, _backward)
+
+
+def _begun(states: Any, anew: Any) -> Any:
+    """Return states that segments or windows begin with, and those that resets set, if any."""
+    if anew is None:
+        return states
+    windows = states.shape[1] // max(1, anew.shape[1])
+    return beside(jnp, states, jnp.tile(anew, (1, windows, 1)))
 
 
 def _behind(array: Any, count: int) -> list[tuple[int, int]]:

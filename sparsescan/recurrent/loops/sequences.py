@@ -23,8 +23,9 @@ for every stage of a step: see :mod:`..render.cpu`.
 A step that a sample does not have, since its sequence is shorter, leaves its state as it is.
 
 Where samples begin anew in the middle, what a step reads is not always the state that the one
-before it has written: there is a copy of that, 0 for samples that are reset. Without resets it is
-no copy.
+before it has written: there is a copy of that, in which samples that are reset have other states.
+These are in the slot of the copy that no step reads, at the end where a direction does not begin.
+Without resets there is no copy.
 
 A backward pass leaves out steps that have no gradient, as :mod:`.pauses` says.
 """
@@ -148,7 +149,7 @@ class Sequence(NamedTuple):
         rows there are.
     carry, carry_step : ndarray, int
         The gradients in states, of all samples, and the numbers from those in a state to those in
-        the next.
+        the next; with resets those in the states that these set follow.
     forward, backward : int
         The addresses of the functions of the cell.
     stages, slots : int
@@ -296,53 +297,59 @@ def _reset_row(s, first, t):
     return (t + s.back) * s.batch + first
 
 
-@_helper
-def _clear_reset(s, row, x, at):
-    """Clear what samples that begin anew have, in a vector of a group that begins at `at`."""
-    samples = s.samples
-    for b in range(samples):
-        if s.resets[row + b] == 0:
-            continue
-        if s.pairs:
-            for i in range(at + 2 * b, at + s.units * samples, 2 * samples):
-                x[i] = 0
-                x[i + 1] = 0
-        elif s.sample_lanes:
-            for i in range(at + b, at + s.units * samples, samples):
-                x[i] = 0
-        else:
-            for i in range(at + b * s.units, at + (b + 1) * s.units):
-                x[i] = 0
+@_inline
+def _place_of(s, b, unit):
+    """Return where the number of a unit of the `b`-th sample is in a vector of a group."""
+    if s.pairs:
+        return (unit // 2 * s.samples + b) * 2 + unit % 2
+    return unit * s.samples + b if s.sample_lanes else b * s.units + unit
 
 
 @_inline
 def _begin_step(s, first, t, before):
-    """Copy the state before a step, 0 for samples that begin anew, if any ever do."""
+    """Copy the state before a step, another one for samples that begin anew, if any ever do."""
     if len(s.resets) > 0:
-        _copy_before(s, _reset_row(s, first, t), before)
+        given = row_of(s, first, 0 if s.back else s.steps + 1) * s.units
+        _copy_before(s, _reset_row(s, first, t), before, given)
 
 
 @_helper
-def _copy_before(s, row, before):
+def _copy_before(s, row, before, given):
     count, lanes = s.samples * s.units, lane_count(s.states)
     for i in range(0, count, lanes):
         store_some(s.befores, before + i, load(s.states, before + i), count - i)
-    _clear_reset(s, row, s.befores, before)
     for n in range(s.others):
         at = n * s.cell_plane + before
         for i in range(0, count, lanes):
             store_some(s.before_cells, at + i, load(s.cells, at + i), count - i)
-        _clear_reset(s, row, s.before_cells, at)
+    for b in range(s.samples):
+        for unit in range(s.units if s.resets[row + b] != 0 else 0):
+            place = _place_of(s, b, unit)
+            s.befores[before + place] = s.befores[given + place]
+            for n in range(s.others):
+                at = n * s.cell_plane + place
+                s.before_cells[at + before] = s.before_cells[at + given]
 
 
 @_helper
-def _clear_carried(s, first, t):
-    """Clear the gradients in the state before a step of samples that begin anew there."""
+def _end_carried(s, first, t):
+    """Move the gradients in the state before a step of samples that begin anew there.
+
+    They are in the state that the reset sets, not in that which the step before has written.
+    """
     row, own = _reset_row(s, first, t), first * s.units
-    for n in range(len(s.multiplied)):
-        _clear_reset(s, row, s.parts, (s.state_row + n) * part_of(s))
-    for k in range(1 + s.others):
-        _clear_reset(s, row, s.carry, k * s.carry_step + own)
+    of_resets = (1 + s.others) * s.carry_step
+    for b in range(s.samples):
+        for unit in range(s.units if s.resets[row + b] != 0 else 0):
+            place = _place_of(s, b, unit)
+            for n in range(len(s.multiplied)):
+                at, k = (s.state_row + n) * part_of(s) + place, s.multiplied[n]
+                s.carry[of_resets + k * s.carry_step + own + place] += s.parts[at]
+                s.parts[at] = 0
+            for k in range(1 + s.others):
+                at = k * s.carry_step + own + place
+                s.carry[of_resets + at] += s.carry[at]
+                s.carry[at] = 0
 
 
 @_inline
@@ -592,7 +599,7 @@ def back(s, products, x, sums, above, below, begin, end):
                 )
             p = back_products(s, products, p, -1, grads)
             if len(s.resets) > 0:
-                _clear_carried(s, first, t)
+                _end_carried(s, first, t)
             if len(below) > 0:
                 _back_input(s, first, products, p, t, grads, below)
             _add_block(s, sums, x, first, k, begin, last)

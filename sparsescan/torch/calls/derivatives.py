@@ -64,13 +64,13 @@ def run_differentiable(
     x : Tensor, shape (T, batch, inputs)
         The inputs.
     state : Tensor, shape (layers · directions, batch, state_size)
-        The initial states.
+        The initial states; twice as many if those that resets set are behind each direction's.
     weights : sequence of Tensor
         The parameters of each direction of each layer.
     lengths : Tensor of int64 or None
         How many steps each sample has.
     resets : Tensor of bool or None
-        Where states begin anew, with zeros.
+        Where states begin anew.
     dropout : float
         Share of the outputs between layers that are dropped.
     """
@@ -100,7 +100,8 @@ def _run_layers(
     resets: Tensor | None,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    count, rows, lasts = len(weights) // shape.num_layers, shape.directions, []
+    count, rows = (len(each) // shape.num_layers for each in (weights, state))
+    lasts = []
     marks = [None if each is None else each[None] for each in (lengths, resets)]
     for layer in range(shape.num_layers):
         if layer and dropout:
@@ -316,12 +317,14 @@ class _MemberPasses:
     """The passes of a layer that were recorded for inputs of a shape, for any number of members."""
 
     def __init__(self, key: _Key) -> None:
-        shape, (steps, batch, _), self._dtype, has_lengths, has_resets, has_backward, _ = key
+        shape, (steps, batch, _), self._dtype, *marks, has_backward, _ = key
+        has_lengths, has_resets, has_reset_states = marks
         network = network_of(shape)
         kept = max(1, steps) if has_backward else 0
         extent = Extent(steps, batch, kept, False, has_resets, shape.return_states)
         counts = np.int64 if has_lengths else None
-        passes = Passes(network, extent, str(self._dtype)[6:], lengths=counts)
+        dtype = str(self._dtype)[6:]
+        passes = Passes(network, extent, dtype, lengths=counts, has_reset_states=has_reset_states)
         self._forward = passes.forward
         self._backward: Recording | None = None
         self._back_nbytes = 0
@@ -381,6 +384,7 @@ class _Key(NamedTuple):
     dtype: torch.dtype
     has_lengths: bool
     has_resets: bool
+    has_reset_states: bool
     has_backward: bool
     threads: int
 
@@ -409,9 +413,9 @@ def _rows(tensor: Tensor) -> _Rows:
 
 
 def _passes_of(shape: Shape, tensors: Sequence[Any], *, has_backward: bool) -> _MemberPasses:
-    lengths, resets, x, *_ = tensors
-    about = lengths is not None, resets is not None, has_backward, torch.get_num_threads()
-    key = _Key(shape, x.shape[1:], x.dtype, *about)
+    lengths, resets, x, state, *_ = tensors
+    marks = lengths is not None, resets is not None, state.shape[1] > shape.directions
+    key = _Key(shape, x.shape[1:], x.dtype, *marks, has_backward, torch.get_num_threads())
     with _lock:
         found = _passes.get(key)
         if found is None:

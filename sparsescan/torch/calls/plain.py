@@ -187,17 +187,18 @@ def run_plain(
     x : Tensor, shape (T, batch, inputs)
         The inputs.
     state : Tensor, shape (layers · directions, batch, state_size)
-        The initial states.
+        The initial states; twice as many if those that resets set are behind each direction's.
     lengths : Tensor or None
         How many steps each sample has.
     dropout : float
         Share of the outputs between layers that are dropped.
     resets : Tensor of bool, shape (T, batch), optional
-        Where states begin anew, with zeros.
+        Where states begin anew.
     return_states : bool, default False
         Whether outputs are all states of the last layer.
     """
     units, lasts = state.shape[-1] // program.states, []
+    begin = state.unflatten(0, (len(cells), -1))
     for first in range(0, len(cells), directions):
         if first and dropout:
             x = dropped(x, dropout, lengths)
@@ -205,13 +206,15 @@ def run_plain(
         count = program.states if return_states and first + directions == len(cells) else 1
         for back, params in enumerate(cells[first : first + directions]):
             one = _Direction(cell, program, params, x, units)
-            states = list(state[first + back].split(units, -1))
+            states, *others = (each.split(units, -1) for each in begin[first + back])
+            anew_states = others[0] if others else [states[0].new_zeros(())] * len(states)
             rows: list[Any] = [None] * len(x)
             begins = begins_before(resets, lengths, len(x), back)
             for t in range(len(x))[:: -1 if back else 1]:
                 anew = begins[t]
                 if anew is not None:
-                    states = [each.masked_fill(anew, 0) for each in states]
+                    pairs = zip(anew_states, states, strict=True)
+                    states = [torch.where(anew, *both) for both in pairs]
                 new = one.step(t, states)
                 if lengths is None:
                     states, rows[t] = new, new[:count]

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ...errors import InputError
 from ...locks import new_lock
 from ...recurrent import TrainingStep
+from ...recurrent.memory import beside, has_reset_states
 from ...recurrent.step_pool import StepPool, run_forward, runs_on_gpu
 from ..conversion.probe import asks_for_some, is_looked_at, probe
 from .arrays import array_of, here, tensor_of
@@ -62,7 +63,7 @@ class _Steps(StepPool[TrainingStep]):
 
     def __init__(self, shape: Shape, kept: Sequence[NDArray[np.bool_] | None]) -> None:
         super().__init__(partial(_make, shape, kept))
-        self._names = shape.names()
+        self._names, self._rows = shape.names(), shape.num_layers * shape.directions
 
     def run(
         self,
@@ -75,8 +76,10 @@ class _Steps(StepPool[TrainingStep]):
         """Return a training step that has run forward, and what it has returned."""
         counts = None if lengths is None else lengths.numpy()
         arrays = dict(zip(self._names, map(array_of, params), strict=True))
-        about = array_of(x), array_of(state), counts, arrays
-        return run_forward(self, *about, array_of(resets))
+        begin, anew = array_of(state), None
+        if has_reset_states(begin, self._rows):
+            begin, anew = begin[::2], begin[1::2]
+        return run_forward(self, array_of(x), begin, counts, arrays, array_of(resets), anew)
 
 
 class _Waiting(NamedTuple):
@@ -154,7 +157,8 @@ _library.define(
     " bool needs_input_grad, *, Tensor? resets=None) -> Tensor[]"
 )
 # Both return outputs, last states, and a token that stands for what backward needs, if that is
-# kept. They take a mask, or None, for each parameter, or no mask at all. The first has gradients.
+# kept. They take a mask, or None, for each parameter, or no mask at all; and behind the initial
+# state of each direction there may be that which resets set. The first has gradients.
 _recurrent = torch.ops.sparsescan.recurrent.default
 _recurrent_forward = torch.ops.sparsescan.recurrent_forward.default
 _recurrent_backward = torch.ops.sparsescan.recurrent_backward.default
@@ -224,7 +228,10 @@ def _backward(
             steps, step, _ = waiting
         above = map(array_of, (grad_output, grad_state))
         grads = step.backward(*above, needs_input_grad=about[_COUNT])
-        arrays = [grads.state, *grads.params.values()]
+        in_state = grads.state
+        if grads.reset_states is not None:
+            in_state = beside(np, in_state, grads.reset_states)
+        arrays = [in_state, *grads.params.values()]
         if grads.input is not None:
             arrays.append(grads.input)
         tensors = [tensor_of(array) for array in arrays]
@@ -254,8 +261,9 @@ def _fake_backward(
     resets: Any = None,
 ) -> list[Tensor]:
     shape = Shape.of(x, about[:_COUNT])
-    last = shape.num_layers * shape.directions, x.shape[1], shape.state_size
-    grads = [x.new_empty(last), *(param.new_empty(param.shape) for param in params)]
+    begin = shape.num_layers * shape.directions, x.shape[1], shape.state_size
+    begin = begin if state is None else state.shape
+    grads = [x.new_empty(begin), *(param.new_empty(param.shape) for param in params)]
     return [*grads, x.new_empty(x.shape)] if about[_COUNT] else grads
 
 

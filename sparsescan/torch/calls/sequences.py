@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...checks import check_count_or_none, check_flag, check_has_shape
 from ...errors import InputError, InputTypeError, short
-from ...recurrent.arguments import check_input
+from ...recurrent.arguments import check_has_resets, check_input
 from ..conversion.structure import is_pruning
 from .derivatives import run_differentiable
 from .direct import as_leaf, is_exported_to_onnx, is_recorded, is_transformed
@@ -20,7 +20,7 @@ from .prepared import find, is_left, key_of, leave, left_key, prepare
 from .recurrent_op import has_kernels, run
 from .resets import check_resets
 from .shapes import Shape, names_of
-from .states import apart, joined
+from .states import apart, beside, joined
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -112,6 +112,7 @@ class Sequences:
         hx: Any = None,
         *,
         resets: Any = None,
+        reset_states: Any = None,
     ) -> Any:
         """Run whole sequences, as PyTorch's modules do.
 
@@ -124,6 +125,9 @@ class Sequences:
         resets : Tensor of bool or PackedSequence, optional
             True where states are set to zero before a step: of the shape of `input` but for its
             last axis, which may be 1, or packed like it.
+        reset_states : Tensor or tuple of Tensor, optional
+            The states that `resets` set in place of zeros, in the form of `hx`, such as learned
+            ones.
 
         Returns
         -------
@@ -138,12 +142,15 @@ class Sequences:
         Raises
         ------
         InputError, InputTypeError
-            If resets have another shape, or are no bools; or if gradients are to be truncated
-            that are of two directions, have dropout between layers, or are not by kernels.
+            If resets have another shape, or are no bools; if there are `reset_states` without
+            them; or if gradients are to be truncated that are of two directions, have dropout
+            between layers, or are not by kernels.
         MemoryLimitError
             If a call needs more than `memory_limit`.
         """
         key = left = None
+        if reset_states is not None:
+            check_has_resets(resets)
         if resets is None and self.is_usual and not torch.compiler.is_compiling():
             if self._theirs is not None:
                 left = left_key(self, input, hx)
@@ -161,15 +168,17 @@ class Sequences:
         is_made = self._theirs is not None and "parametrizations" in self._modules
         weights: list[Tensor] = list(self._flat_weights) if is_made else self._weights()
         is_taken = self._takes(input, hx, weights)
+        if is_taken and reset_states is not None:
+            is_taken = weights[0].is_cpu and self._takes(input, reset_states, weights)
         if self.truncate is not None and torch.is_grad_enabled():
             is_empty = isinstance(input, Tensor) and 0 in input.shape
             self._check_truncated(has_kernels=(is_taken or is_empty) and not is_recorded())
         is_differentiable = is_taken and is_transformed() and weights[0].is_cpu
         if not is_differentiable and (is_recorded() or not is_taken or is_exported_to_onnx()):
-            return self._without_kernels(input, hx, resets)
+            return self._without_kernels(input, hx, resets, reset_states)
         weights = self._weights() if is_made else weights
         if is_differentiable:
-            return self._differentiably(input, hx, weights, resets)
+            return self._differentiably(input, hx, weights, resets, reset_states)
         if resets is not None:
             resets = check_resets(resets, input)
         if key is not None:
@@ -177,7 +186,7 @@ class Sequences:
             results = self._called(call, input, hx, own, left)
             if results is not None:
                 return results
-        return self._whole(input, hx, weights, self._run, resets)
+        return self._whole(input, hx, weights, self._run, resets, reset_states)
 
     def _called(self, call: Any, given: Any, hx: Any, weights: list[Any], left: Any) -> Any:
         """Return what a prepared call, or PyTorch's kernel, does; None if neither is to run."""
@@ -190,14 +199,24 @@ class Sequences:
         """Return the parameters of each direction of each layer."""
         return [weight for each in self.all_weights for weight in each]
 
-    def _without_kernels(self, given: Any, hx: Any, resets: Any = None) -> Any:
+    def _without_kernels(
+        self, given: Any, hx: Any, resets: Any = None, reset_states: Any = None
+    ) -> Any:
         """Compute, or refuse, what has no kernels."""
         raise NotImplementedError
 
     def _whole(
-        self, given: Any, hx: Any, weights: list[Tensor], run: Run, resets: Any = None
+        self,
+        given: Any,
+        hx: Any,
+        weights: list[Tensor],
+        run: Run,
+        resets: Any,
+        reset_states: Any,
     ) -> Any:
         """Return the results for any form of input, from those for a batch of samples."""
+        if reset_states is not None:
+            hx = beside(hx, reset_states)
         if isinstance(given, PackedSequence):
             return self._packed(given, hx, weights, run, resets)
         is_batched = given.dim() == 3
@@ -325,7 +344,7 @@ class Sequences:
         flags = bool(self.bias), bool(self.bidirectional)
         masks = self._masks(weights)
         calls = self.num_layers if self.dropout > 0 and self.training else 1
-        width, states = len(weights) // calls, self.num_layers // calls * (1 + self.bidirectional)
+        width, states = len(weights) // calls, 0 if state is None else len(state) // calls
         lasts = []
         for call in range(calls):
             own = slice(call * width, (call + 1) * width)
@@ -347,8 +366,8 @@ class Sequences:
                 x = dropped(x, self.dropout, lengths)
         return x, lasts[0] if calls == 1 else torch.cat(lasts)
 
-    def _check(self, given: Any, hx: Any) -> None:
-        """Raise unless an input and initial states have the shapes of this module."""
+    def _check(self, given: Any, hx: Any, name: str = "hx") -> None:
+        """Raise unless an input and states have the shapes of this module."""
         is_packed = isinstance(given, PackedSequence)
         x = given.data if is_packed else given
         if not isinstance(x, Tensor):
@@ -361,18 +380,23 @@ class Sequences:
         states = hx if isinstance(hx, tuple) else (hx,)
         if len(states) != self.states:
             many = f"a tuple of {self.states} tensors" if self.states > 1 else "a tensor"
-            raise InputTypeError(f"hx is {short(hx)}; expected {many} of shape {expected}")
+            raise InputTypeError(f"{name} is {short(hx)}; expected {many} of shape {expected}")
         for each in states:
             if not isinstance(each, Tensor):
-                raise InputTypeError(f"hx has {short(each)}; expected a tensor of shape {expected}")
-            check_has_shape("a state of hx", each, expected)
+                raise InputTypeError(
+                    f"{name} has {short(each)}; expected a tensor of shape {expected}"
+                )
+            check_has_shape(f"a state of {name}", each, expected)
 
-    def _differentiably(self, given: Any, hx: Any, weights: list[Tensor], resets: Any) -> Any:
+    def _differentiably(
+        self, given: Any, hx: Any, weights: list[Tensor], resets: Any, reset_states: Any
+    ) -> Any:
         """Run all layers by functions that transforms take apart, and know any dtype and device."""
         self._check(given, hx)
+        self._check(given, reset_states, "reset_states")
         if resets is not None:
             resets = check_resets(resets, given)
-        return self._whole(given, hx, weights, self._run_differentiable, resets)
+        return self._whole(given, hx, weights, self._run_differentiable, resets, reset_states)
 
     def _run_differentiable(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,15 @@ def joined(states: Tensor | Sequence[Tensor]) -> Tensor:
     if isinstance(states, Tensor):
         return states
     return torch.cat([1 * each for each in states], -1) if len(states) > 1 else states[0]
+
+
+def beside(states: Any, reset_states: Any) -> Any:
+    """Return initial states, zeros for None, with those that resets set behind each direction's."""
+    if isinstance(reset_states, tuple):
+        begin = (None,) * len(reset_states) if states is None else states
+        return tuple(beside(*both) for both in zip(begin, reset_states, strict=True))
+    states = torch.zeros_like(reset_states) if states is None else states
+    return torch.stack([states, reset_states], 1).flatten(0, 1)
 
 
 def apart(joint: Tensor, count: int) -> tuple[Tensor, ...]:
