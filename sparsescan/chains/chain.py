@@ -518,7 +518,9 @@ class Chain:
         self._forget()
         self.values[k] = values
         is_on_host = self.device is None
-        self.leaves[k, 0] = (row_address_of if is_on_host else kernel_address)(values)
+        self.leaves[k, 0] = (
+            row_address_of(values) if is_on_host else kernel_address(values, values.ndim - 1)
+        )
         self.leaves[k, 1] = values.strides[0] if values.ndim == 2 else 0
 
 

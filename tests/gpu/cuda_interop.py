@@ -715,7 +715,6 @@ def test_local_gradients(cupy: Any, form: str, where: str, dtype: np.dtype[Any])
         some = form != "none"
         assert local.given == some
         assert local.device == (number if where != "host" and some else None)
-        assert (local.stack is not None) == isinstance(host, np.ndarray)
         grad = draw(6, 3, seed=9)
         first = grad if host[0] is None else grad + host[0]
         if where == "host":
@@ -729,6 +728,7 @@ def test_local_gradients(cupy: Any, form: str, where: str, dtype: np.dtype[Any])
     state.waits = 0
     local.convert(dtype)  # while another device may be the current one
     assert state.waits == 0
+    assert (local.stack is not None) == isinstance(host, np.ndarray)
     if some:
         for actual, expected in zip(read_back(cupy, local, dtype), host, strict=True):
             assert (actual is None) == (expected is None)
