@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
-from .expressions import topological
+from .expressions import evaluate, topological
 from .functions import where
 from .operations import OPERATIONS, Node, apply, is_heavy, number, value_of
 
@@ -38,21 +39,21 @@ def gradients(
 
 
 def with_slopes(
-    roots: Sequence[Node], rule: Callable[[Node, Mapping[Node, WithSlope]], WithSlope | None]
+    roots: Sequence[Node], rule: Callable[[Node, Sequence[WithSlope]], WithSlope | None]
 ) -> list[WithSlope]:
     """Return some nodes and their slopes, by forward mode; a slope of None is 0.
 
-    ``rule(node, known)`` returns a leaf or a linear map and its slope, from what is known of its
-    arguments; None for a number or an elementwise operation.
+    ``rule(node, arguments)`` returns a leaf or a linear map and its slope, from its arguments and
+    their slopes; None for a number or an elementwise operation.
     """
-    known: dict[Node, WithSlope] = {}
-    for each in topological(roots):
+
+    def either(each: Node, arguments: list[WithSlope]) -> WithSlope:
         if each.operation == "number":
-            known[each] = each, None
-        else:
-            given = [known[argument] for argument in each.arguments]
-            known[each] = rule(each, known) or _elementwise(each.operation, given)
-    return [known[root] for root in roots]
+            return each, None
+        return rule(each, arguments) or _elementwise(each.operation, arguments)
+
+    values = evaluate(roots, either)
+    return [values[root] for root in roots]
 
 
 def _elementwise(operation: str, pairs: Sequence[WithSlope]) -> WithSlope:
@@ -96,40 +97,22 @@ def quotients_of(roots: Sequence[Node], outputs: Sequence[Node]) -> dict[Node, N
     return found
 
 
-def coefficients(each: Node, leaves: Sequence[Node]) -> dict[Node, Node]:
+def coefficients(each: Node, leaves: Collection[Node]) -> dict[Node, Node]:
     """Return the factor of each leaf in a node that is linear in them, such as a gradient."""
-    factors: dict[Node, dict[Node, Node]] = {}
-    for one in topological([each]):
-        if one in leaves:
-            factors[one] = {one: number(1)}
-            continue
-        own = [factors[argument] for argument in one.arguments]
-        if not any(own):
-            factors[one] = {}
-        elif one.operation in ("add", "subtract"):
-            a, b = own
-            second = b if one.operation == "add" else {k: -v for k, v in b.items()}
-            factors[one] = {
-                leaf: a[leaf] + second[leaf]
-                if leaf in a and leaf in second
-                else a.get(leaf, second.get(leaf))  # type: ignore[misc]
-                for leaf in (*a, *(leaf for leaf in second if leaf not in a))
-            }
-        elif one.operation == "negative":
-            factors[one] = {leaf: -factor for leaf, factor in own[0].items()}
-        elif one.operation == "where":
-            condition, zero = one.arguments[0], number(0)
-            _, a, b = own
-            factors[one] = {
-                leaf: where(condition, a.get(leaf, zero), b.get(leaf, zero))
-                for leaf in dict.fromkeys((*a, *b))
-            }
-        elif one.operation == "multiply":
-            which = 0 if own[0] else 1
-            other = one.arguments[1 - which]
-            factors[one] = {leaf: factor * other for leaf, factor in own[which].items()}
-        elif one.operation == "divide" and own[0]:
-            factors[one] = {leaf: f / one.arguments[1] for leaf, f in own[0].items()}
-        else:
-            raise AssertionError(f"{one.operation} is not linear")
-    return factors[each]
+    found: dict[Node, Node] = {}
+    for leaf in topological([each], (), leaves.__contains__):
+        if leaf in leaves:
+            rule = partial(_towards, leaf, leaves)
+            ((_, slope),) = with_slopes([each], rule)
+            assert slope is not None
+            found[leaf] = slope
+    return found
+
+
+def _towards(
+    leaf: Node, leaves: Collection[Node], each: Node, _: Sequence[WithSlope]
+) -> WithSlope | None:
+    """Return a leaf and its slope, 1 or 0."""
+    if each in leaves or not each.arguments:
+        return each, number(1) if each is leaf else None
+    return None

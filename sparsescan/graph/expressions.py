@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from .operations import Node, apply
+
+Value = TypeVar("Value")
 
 
 def topological(
@@ -37,6 +40,28 @@ def topological(
     return list(order)
 
 
+def evaluate(
+    roots: Iterable[Node],
+    rule: Callable[[Node, list[Value]], Value],
+    known: Mapping[Node, Value] | None = None,
+) -> dict[Node, Value]:
+    """Return the value of each node that some are computed from, and of these.
+
+    Parameters
+    ----------
+    roots : iterable of Node
+        The nodes.
+    rule : callable
+        ``rule(node, values)`` is the value of a node, from those of its arguments.
+    known : mapping of Node, optional
+        Values that are known.
+    """
+    values = dict(known or {})
+    for each in topological(roots, values):
+        values[each] = rule(each, [values[argument] for argument in each.arguments])
+    return values
+
+
 def with_arguments(each: Node, arguments: Sequence[Node]) -> Node:
     """Return the operation of other arguments, simplified."""
     same = all(a is b for a, b in zip(arguments, each.arguments, strict=True))
@@ -45,19 +70,16 @@ def with_arguments(each: Node, arguments: Sequence[Node]) -> Node:
 
 def replaced(roots: Sequence[Node], new: Mapping[Node, Node]) -> list[Node]:
     """Return expressions in which some nodes are replaced by others."""
-    made: dict[Node, Node] = {}
-    for each in topological(roots):
-        made[each] = (
-            new[each] if each in new else with_arguments(each, [made[a] for a in each.arguments])
-        )
+    made = evaluate(roots, with_arguments, new)
     return [made[root] for root in roots]
 
 
 def bare(roots: Sequence[Node]) -> list[Node]:
     """Return expressions in which what is differentiated as something else is only its value."""
-    made: dict[Node, Node] = {}
-    for each in topological(roots):
-        arguments = [made[argument] for argument in each.arguments]
+
+    def rule(each: Node, arguments: list[Node]) -> Node:
         is_value = each.operation in ("stop_gradient", "surrogate")
-        made[each] = arguments[0] if is_value else with_arguments(each, arguments)
+        return arguments[0] if is_value else with_arguments(each, arguments)
+
+    made = evaluate(roots, rule)
     return [made[root] for root in roots]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .expressions import topological
+from .expressions import evaluate
 from .operations import ANY, OPERATIONS, Interval, Node, value_of
 from .render.numpy import function_of
 
@@ -51,18 +51,14 @@ def known_of(roots: Iterable[Node], leaves: Mapping[Node, Known], size: int) -> 
     size : int
         How many units there are.
     """
-    found = dict(leaves)
-    for each in topological(roots):
-        if each in found:
-            continue
-        value = value_of(each)
+
+    def rule(each: Node, given: list[Known]) -> Known:
         if each.operation in OPERATIONS:
-            arguments = [found[argument] for argument in each.arguments]
-            found[each] = _result(each.operation, arguments)
-        else:
-            where = np.full(size, value is not None)
-            found[each] = Known(where, np.full(size, 0.0 if value is None else value))
-    return found
+            return _result(each.operation, given)
+        value = value_of(each)
+        return Known(np.full(size, value is not None), np.full(size, value or 0.0))
+
+    return evaluate(roots, rule, leaves)
 
 
 def _result(operation: str, given: Sequence[Known]) -> Known:
@@ -87,15 +83,13 @@ def _result(operation: str, given: Sequence[Known]) -> Known:
 
 def intervals(roots: Iterable[Node]) -> dict[Node, Interval]:
     """Return between which bounds nodes are, whatever leaves are, NaN apart."""
-    found: dict[Node, Interval] = {}
-    for each in topological(roots):
-        given, value = [found[argument] for argument in each.arguments], value_of(each)
-        if value is not None:
-            found[each] = value, value
-        elif each.operation == "multiply" and each.arguments[0] is each.arguments[1]:
-            found[each] = 0.0, max(abs(bound) for bound in given[0]) ** 2
-        elif each.operation in OPERATIONS:
-            found[each] = OPERATIONS[each.operation].bounds(*given)
-        else:
-            found[each] = ANY
-    return found
+    return evaluate(roots, _interval)
+
+
+def _interval(each: Node, given: list[Interval]) -> Interval:
+    value = value_of(each)
+    if value is not None:
+        return value, value
+    if each.operation == "multiply" and each.arguments[0] is each.arguments[1]:
+        return 0.0, max(abs(bound) for bound in given[0]) ** 2
+    return OPERATIONS[each.operation].bounds(*given) if each.operation in OPERATIONS else ANY

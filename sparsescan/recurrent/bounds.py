@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from ..graph.expressions import topological
+from ..graph.expressions import evaluate
 from ..graph.known import intervals
 from ..graph.operations import OPERATIONS, Interval, Node
 from .loops.pauses import BOUNDED, NEVER, STRICT
@@ -32,25 +32,24 @@ def _most_factors(program: CellProgram, roots: list[Node]) -> float:
     """Return how many numbers that are looked at a factor of a gradient is at most a product of."""
     bounds = intervals([*roots, *program.outputs])
     looked_at = {*program.outputs, *program.kept}
-    count: dict[Node, float] = {}
-    for each in topological(roots):
+
+    def rule(each: Node, given: list[float]) -> float:
         lowest, highest = bounds[each]
-        own = [count[argument] for argument in each.arguments]
         if each.operation in ("gradient", "back") or -_LARGE <= lowest <= highest <= _LARGE:
-            count[each] = 0
             # What it is computed from must be finite, too, but for functions that bound it.
-            if each.operation in ("add", "subtract", "multiply", "divide", "where"):
-                count[each] = math.inf if math.inf in own else 0
-        elif each in looked_at or not each.arguments:
-            count[each] = 1
-        elif each.operation == "multiply":
-            count[each] = sum(own)
-        elif each.operation == "divide":
-            count[each] = own[0] if _is_divisor(each, program, bounds) else math.inf
-        else:
-            # A function that is not known to be finite may give an infinity for a large number.
-            largest = OPERATIONS[each.operation].bounds(*[(-_LARGE, _LARGE)] * len(own))
-            count[each] = max(own) if all(map(math.isfinite, largest)) else math.inf
+            is_read = each.operation in ("add", "subtract", "multiply", "divide", "where")
+            return math.inf if is_read and math.inf in given else 0
+        if each in looked_at or not each.arguments:
+            return 1
+        if each.operation == "multiply":
+            return sum(given)
+        if each.operation == "divide":
+            return given[0] if _is_divisor(each, program, bounds) else math.inf
+        # A function that is not known to be finite may give an infinity for a large number.
+        largest = OPERATIONS[each.operation].bounds(*[(-_LARGE, _LARGE)] * len(given))
+        return max(given) if all(map(math.isfinite, largest)) else math.inf
+
+    count = evaluate(roots, rule)
     return max((count[root] for root in roots), default=0)
 
 
@@ -86,24 +85,21 @@ def _tells_of_before(program: CellProgram) -> bool:
 
 def _passes(program: CellProgram, state: int, root: Node, *, is_nan: bool) -> bool:
     """Return whether a node is surely NaN where a state is, or not finite where that is not."""
-    found: dict[Node, bool] = {}
-    for each in topological([root]):
-        own = [found[argument] for argument in each.arguments]
+
+    def rule(each: Node, given: list[bool]) -> bool:
         if each.operation == "state":
-            found[each] = each.about[0] == state
-        elif each.operation == "slot":
-            found[each] = any(
+            return bool(each.about[0] == state)
+        if each.operation == "slot":
+            return any(
                 term.argument.operation == "state" and term.argument.about[0] == state
                 for term in program.slots[each.about[0]].terms
             )
-        elif each.operation in ("add", "subtract", "multiply", "negative"):
-            found[each] = any(own)
-        elif each.operation == "divide":
-            found[each] = any(own) if is_nan else own[0]
-        elif each.operation == "where":
-            found[each] = own[1] and own[2]
-        elif each.operation in ("less", "less_equal") or not each.arguments:
-            found[each] = False
-        else:
-            found[each] = is_nan and any(own)
-    return found[root]
+        if each.operation in ("add", "subtract", "multiply", "negative"):
+            return any(given)
+        if each.operation == "divide":
+            return any(given) if is_nan else given[0]
+        if each.operation == "where":
+            return given[1] and given[2]
+        return is_nan and any(given) and each.operation not in ("less", "less_equal")
+
+    return evaluate([root], rule)[root]

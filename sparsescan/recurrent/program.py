@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..graph.derivatives import gradients, quotients_of
-from ..graph.expressions import bare, replaced, topological, with_arguments
+from ..graph.expressions import bare, evaluate, replaced, topological, with_arguments
 from ..graph.kept import least_kept
 from ..graph.operations import Node, node
 
@@ -156,43 +156,34 @@ class CellProgram:
 
     def stage_of(self, each: Node) -> int:
         """Return the stage after whose sums a forward node can be computed."""
-        return _stage_of(each, self.slots, {})
+        return _stage_of(each, self.slots)
 
     def back_stage_of(self, each: Node) -> int:
         """Return the stage in whose backward part a gradient can be computed: the last comes first.
 
         That of a node without gradients is the last one.
         """
-        return _back_stage_of(each, self, {})
+
+        def rule(one: Node, later: list[int]) -> int:
+            if one.operation != "back":
+                return min([self.stages - 1, *later])
+            # It is there when all sums that read the argument have their gradients.
+            read = self.arguments[one.about[0]]
+            return -1 + min(
+                slot.stage for slot in self.slots for term in slot.terms if term.argument is read
+            )
+
+        return evaluate([each], rule)[each]
 
 
 # -- Stages ---------------------------------------------------------------------------------------
 
 
-def _stage_of(each: Node, slots: Sequence[Slot], known: dict[Node, int]) -> int:
-    for one in topological([each]):
-        if one not in known:
-            own = slots[one.about[0]].stage if one.operation == "slot" else 0
-            known[one] = max([own, *(known[argument] for argument in one.arguments)])
-    return known[each]
+def _stage_of(each: Node, slots: Sequence[Slot]) -> int:
+    def rule(one: Node, before: list[int]) -> int:
+        return max([slots[one.about[0]].stage if one.operation == "slot" else 0, *before])
 
-
-def _back_stage_of(each: Node, program: CellProgram, known: dict[Node, int]) -> int:
-    last = program.stages - 1
-    for one in topological([each]):
-        if one not in known:
-            own = last
-            if one.operation == "back":
-                # It is there when all sums that read the argument have their gradients.
-                read = program.arguments[one.about[0]]
-                own = -1 + min(
-                    slot.stage
-                    for slot in program.slots
-                    for term in slot.terms
-                    if term.argument is read
-                )
-            known[one] = min([own, *(known[argument] for argument in one.arguments)])
-    return known[each]
+    return evaluate([each], rule)[each]
 
 
 # -- Analysis -------------------------------------------------------------------------------------
@@ -316,7 +307,7 @@ def _with_slots(outputs: Sequence[Node], names: Mapping[Node, str]) -> _Step:
         if sums is not None:
             read = [term.argument for term in sums.terms]
             later = [a for a in read if a.operation not in ("input", "state")]
-            stage = max([1 + _stage_of(argument, slots, {}) for argument in later], default=0)
+            stage = max([1 + _stage_of(argument, slots) for argument in later], default=0)
             made[each] = node("slot", about=(len(slots),))
             slots.append(Slot(sums.terms, sums.vectors, stage))
             for other in sums.rest:

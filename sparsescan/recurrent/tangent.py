@@ -8,7 +8,7 @@ cell that is made of it in turn gives third ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..graph.derivatives import WithSlope, with_slopes
@@ -168,7 +168,7 @@ class _Step:
         """Return the derivatives of the new states, and these."""
         count = len(self._traced)
 
-        def rule(each: Node, known: Mapping[Node, WithSlope]) -> WithSlope | None:
+        def rule(each: Node, arguments: Sequence[WithSlope]) -> WithSlope | None:
             if each.operation == "state":
                 (k,) = each.about
                 return states[count + k], states[k]
@@ -176,7 +176,7 @@ class _Step:
                 return _product(_UNITS, 0, INPUT), _product(_UNITS, 1, INPUT)
             if each.operation in ("vector", "scalar"):
                 return self._parameter(each.operation, *each.about)
-            return self._product(each, known) if each.operation == "product" else None
+            return self._product(each, *arguments) if each.operation == "product" else None
 
         pairs = with_slopes(self._traced, rule)
         slopes = (number(0) if slope is None else slope for _, slope in pairs)
@@ -187,17 +187,16 @@ class _Step:
         value, slope = (node(operation, about=(own, gate)) for own in names)
         return value, slope
 
-    def _product(self, each: Node, known: Mapping[Node, WithSlope]) -> WithSlope:
+    def _product(self, each: Node, argument: WithSlope) -> WithSlope:
         """Return a product and its derivative, ``W v̇ + Ẇ v``."""
         name, gate, is_transposed = each.about
-        (argument,) = each.arguments
         parameter = self._parameters[name]
         slope: Node | None
         if isinstance(parameter, Input):
             value = _product(name, gate, INPUT)
             slope = _product(name, parameter.blocks + gate, INPUT)
         else:
-            v, v_slope = known[argument]
+            v, v_slope = argument
             value = _product(name, gate, v, is_transposed)
             slope = _product(self._prefix + name, gate, v, is_transposed)
             if v_slope is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import ClassVar, Literal
 
@@ -27,7 +27,7 @@ class Renderer:
 
     target: ClassVar[Literal["numpy", "cpu", "cuda"]]
     # Names that mean something else in the text, beside those that operations have there.
-    words: ClassVar[Sequence[str]] = ()
+    words: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, names: Mapping[Node, str]) -> None:
         self.traced_names = names

@@ -66,7 +66,7 @@ class ArrayRenderer(Renderer):
     """
 
     target = "numpy"
-    words: ClassVar[Sequence[str]] = ("dtype", "inf", "nan")
+    words: ClassVar[tuple[str, ...]] = ("dtype", "inf", "nan")
     # Names of leaves without one, beside their numbers.
     letters: ClassVar[Mapping[str, str]] = {}
     # Leaves whose arrays nothing else reads, and arrays of results that are strided.

@@ -7,11 +7,9 @@ loop of its own: iterations of a short one do not wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from ...graph.expressions import topological
-from ...graph.operations import OPERATIONS, Node, is_heavy, node
-from ...graph.render.base import Renderer
+from ...graph.expressions import evaluate, topological
+from ...graph.operations import OPERATIONS, Node, node
+from ...graph.render.cpu import LaneRenderer, heavy_first
 from ...locks import cached_property
 from ..program import CellProgram
 
@@ -23,7 +21,7 @@ ARGUMENTS = (
 _INDENT = " " * 4
 
 
-class CPURenderer(Renderer):
+class CPURenderer(LaneRenderer):
     """Write the functions of a cell for a CPU, and say what is where in memory.
 
     A vector of one number for each unit and sample of a group is ``size`` numbers. In ``parts``
@@ -41,19 +39,16 @@ class CPURenderer(Renderer):
         Rows of `parts`.
     """
 
-    target = "cpu"
     words = (
-        *ARGUMENTS,
-        *("lanes", "lane_count", "at", "j", "left", "length", "range", "number", "zero", "one"),
-        *("half", "load", "load_either", "store_some", "store_both", "less_or"),
-        # Numbers, and gradients in states.
-        *(r"k\d+", r"later_\d+", "g_0"),
+        *(*LaneRenderer.words, *ARGUMENTS, "lanes", "lane_count", "at", "j", "left", "length"),
+        *("range", "load", "load_either", "store_some", "store_both", "less_or"),
+        # Gradients in states.
+        *(r"later_\d+", "g_0"),
     )
 
     def __init__(self, program: CellProgram) -> None:
         super().__init__(program.names)
         self.program = program
-        self._constants: dict[float, str] = {}
         first = len(program.arguments)
         self.state_rows = {k: first + n for n, k in enumerate(program.multiplied)}
         self.input_row: int | None = None
@@ -68,16 +63,10 @@ class CPURenderer(Renderer):
         _ = self.forward, self.backward
         return max(1, self._rows_forward, self._rows_back)
 
-    def number(self, value: float) -> str:
-        """Return the name of a vector of one number."""
-        known = {0.0: "zero", 1.0: "one", 0.5: "half"}
-        self._constants.setdefault(value, known.get(value, f"k{len(self._constants)}"))
-        return self._constants[value]
-
     @cached_property
     def forward(self) -> str:
         """The function of the forward pass."""
-        self._begin()
+        self.begin()
         where: dict[Node, str] = {}
         stages = [(s, self._forward_stage(s, where)) for s in range(self.program.stages)]
         if self.program.derived:
@@ -87,7 +76,7 @@ class CPURenderer(Renderer):
     @cached_property
     def backward(self) -> str:
         """The function of the backward pass."""
-        self._begin()
+        self.begin()
         where: dict[Node, str] = {}
         stages = [(s, self._backward_stage(s, where)) for s in reversed(range(self.program.stages))]
         if any(derived.grads for derived in self.program.derived):
@@ -96,18 +85,13 @@ class CPURenderer(Renderer):
 
     # -- Text ---------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        self._names, self._taken, self._constants = {}, set(), {}
-
     def _function(self, name: str, stages: list[tuple[int, list[list[str]]]]) -> str:
         body = [
             f"def {name}({', '.join(ARGUMENTS)}):",
             _INDENT + "lanes = lane_count(parts)",
             _INDENT + "at = number(parts, t)",
         ]
-        self.number(0.0)
-        for value, text in self._constants.items():
-            body.append(f"{_INDENT}{text} = number(parts, {super().number(value)})")
+        body += [_INDENT + line for line in self.constants("parts")]
         for stage, loops in stages:
             if not loops:
                 continue
@@ -143,7 +127,7 @@ class CPURenderer(Renderer):
         stores = self._stores(stage)
         later = self._crossing(stage)
         roots = list(dict.fromkeys([*stores, *later]))
-        heavy = self._heavy(roots, where)
+        heavy = heavy_first(roots, where, lambda each: where.get(each) or self._leaf(each))
         # One alone may as well wait in the loop that needs it.
         heavy = heavy if len(heavy) > 1 else []
         for each in (*heavy, *later):
@@ -205,17 +189,6 @@ class CPURenderer(Renderer):
             )
             if program.stage_of(argument) == stage
         ]
-
-    def _heavy(self, roots: Iterable[Node], where: dict[Node, str]) -> list[Node]:
-        """Return what takes long of what is computed for some nodes, in order of dependence."""
-        order = topological(roots, where, lambda each: where.get(each) or self._leaf(each))
-        heavy = [each for each in order if is_heavy(each)]
-        level: dict[Node, int] = {}
-        for each in order:
-            level[each] = max([level.get(a, 0) for a in each.arguments], default=0) + (
-                each in heavy
-            )
-        return sorted(heavy, key=level.__getitem__)
 
     def _temporary(self, each: Node, stage: int) -> int:
         """Return a row of ``parts`` for a node: of the slot that only it reads, or a new one."""
@@ -354,11 +327,9 @@ class CPURenderer(Renderer):
         if stage == 0:
             return []
         order = topological(program.grads)
-        has_grad: dict[Node, bool] = {}
-        for each in order:
-            has_grad[each] = each.operation in ("gradient", "back") or any(
-                has_grad[argument] for argument in each.arguments
-            )
+        has_grad = evaluate(
+            order, lambda each, given: each.operation in ("gradient", "back") or any(given)
+        )
         known: dict[Node, int] = {}
         stages = {each: program.back_stage_of(each) for each in order} if order else known
         read = [a for each in order if stages[each] < stage for a in each.arguments]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ...graph.expressions import topological
 from ...graph.operations import Node, is_heavy
-from ...graph.render.base import Renderer
+from ...graph.render.cuda import CudaRenderer
 from ..program import CellProgram
 
 
@@ -436,7 +436,7 @@ class CudaProgram:
         return f"more, (more_row + {row - self.slots} * plane) * UNITS + unit"
 
 
-class _Text(Renderer):
+class _Text(CudaRenderer):
     """Assignments of all stages, with what stages hand on to each other.
 
     Attributes
@@ -449,11 +449,9 @@ class _Text(Renderer):
         The first stage, which is the last one backward, that reads each of `loads`.
     """
 
-    target = "cuda"
     words = (
-        *("now", "at", "later", "got", "sums", "first", "bias", "rows", "state", "mid", "kept"),
-        *("argument", "grads", "totals", "at_mid", "at_got", "real", "zero", "one", "inf", "nan"),
-        "t",
+        *(*CudaRenderer.words, "now", "at", "later", "got", "sums", "first", "bias", "rows", "t"),
+        *("state", "mid", "kept", "argument", "grads", "totals", "at_mid", "at_got"),
     )
 
     def __init__(self, code: CudaProgram) -> None:
@@ -463,11 +461,6 @@ class _Text(Renderer):
         self.mids = self.back_mids = 0
         self.loads: list[tuple[str, int]] = []
         self.needed: dict[tuple[str, int], int] = {}
-
-    def number(self, value: float) -> str:
-        """Return the text of a number, of the dtype of all others."""
-        text = super().number(value)
-        return {"0.0": "zero", "1.0": "one"}.get(text, f"real({text})")
 
     def derived(self) -> tuple[list[str], list[str]]:
         """Return lines that compute rows from others, and take gradients back to these."""
