@@ -293,6 +293,19 @@ def affine(monkeypatch: pytest.MonkeyPatch) -> Work:
     return work
 
 
+def bound(monkeypatch: pytest.MonkeyPatch) -> Work:
+    torch = _torch()
+    from sparsescan.torch import binder
+
+    monkeypatch.setattr(binder, "_MOST", 1)
+    b, x = torch.rand(2), torch.rand(3, 9)
+
+    def work() -> list[Any]:
+        return numbers(*(sparsescan.torch.lfilter(b, 1.0, x[:k]) for k in (3, 2, *[3] * 7)))
+
+    return work
+
+
 def stacks(monkeypatch: pytest.MonkeyPatch) -> Work:
     torch = _torch()
     from torch.nn.utils import prune
@@ -320,6 +333,7 @@ WORK: dict[str, tuple[Callable[[pytest.MonkeyPatch], Work], tuple[str, ...]]] = 
     "simulate/run.py": (simulation, ("_backward", "_keep")),
     "symbolic/pattern.py": (pattern, ()),
     "torch/affine.py": (affine, ()),
+    "torch/binder.py": (bound, ()),
     "torch/calls/derivatives.py": (transformed, ()),
     "torch/calls/prepared.py": (prepared, ()),
     "torch/calls/recurrent_op.py": (operators, ()),

@@ -1,32 +1,39 @@
-"""Recursive filters of many samples on the host, what shapes they take, and their gradients."""
+"""Recursive filters: the operation, what it does along an axis, and what shapes it takes.
+
+    a_0[t] y[t] = Σ_k b_k[t] x[t-k] - Σ_{k>0} a_k[t] y[t-k] + s[t]
+
+The operation takes coefficients ``b`` and ``a`` of shape (1 or N, 1 or T, taps), samples ``x`` of
+shape (N, T), before whose first step there is nothing, and optional terms ``s`` of the leading
+steps, (N, M); those behind the last step are left out. Its bits do not depend on the number of
+threads.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from ..arrays.arrays import flat
-from ..errors import Allocating, InputError, InputTypeError, short
+from ..errors import InputError, InputTypeError, short
 from ..execution.calls import Calls
-from ..execution.recording import Recorder, Space
-from ..execution.recurrence import Recorded
 from ..execution.threads import thread_count
-from ..kernels.cpu.copies import fill_with
+from ..kernels.cpu.copies import add_up_rows, fill_with
 from ..kernels.cpu.filters import (
     FilterNeeds,
     FilterSizes,
     differentiate,
     filter_blocks,
     filter_complex,
+    normalise_into,
 )
 from ..kernels.cpu.sixteen import WIDTH
+from .operation import Functions, MappedAxis, Operation, Shape, Shapes
 
 Array = NDArray[Any]
-Shape = tuple[int, ...]
 
 # Coefficients of a second-order section: three of its numerator, three of its denominator.
 _SECTION = 6
@@ -39,147 +46,234 @@ _PASSES = 2
 _TILE, _TILE_OF_CHANGES = 128, 48
 
 
-class FilterGrads(NamedTuple):
-    """Gradients in what :func:`filter_samples` has been given; None for those not asked for.
+# -- Along an axis ---------------------------------------------------------------------------------
 
-    Attributes
-    ----------
-    b, a, x, start : ndarray or None
-        Of the shapes of the arguments.
+
+def filter_along(xp: Functions, b: Any, a: Any, x: Any, axis: Any, zi: Any) -> Any:
+    """Return samples filtered along an axis, and the final delays if there are initial ones.
+
+    As :func:`sparsescan.torch.lfilter`, by the functions of a library.
     """
+    axis, batch = read_lfilter(b.shape, a.shape, x.shape, axis, None if zi is None else zi.shape)
+    b, a = (_shared(xp, each if each.ndim > 1 else each[None], 2, batch) for each in (b, a))
+    samples = _folded(xp, x, axis, batch)
+    if zi is None:
+        return _unfolded(xp, _filter(xp, b, a, samples), axis, batch)
+    y, final = _with_delays(xp, b, a, samples, _folded(xp, zi, axis, batch))
+    return _unfolded(xp, y, axis, batch), _unfolded(xp, final, axis, batch)
 
-    b: Array | None
-    a: Array | None
-    x: Array | None
-    start: Array | None
 
+def filter_sections(xp: Functions, sos: Any, x: Any, axis: Any, zi: Any) -> Any:
+    """Return samples that a cascade of sections has filtered, and the final delays.
 
-def filter_samples(b: Array, a: Array, x: Array, start: Array | None = None) -> Array:
-    """Return samples that a recursive filter has gone through, each by itself.
-
-        a_0[t] y[t] = Σ_k b_k[t] x[t-k] - Σ_{k>0} a_k[t] y[t-k] + s[t]
-
-    Parameters
-    ----------
-    b, a : ndarray, shape (1 or N, 1 or T, taps)
-        The coefficients, of each sample and step, or shared; those of `a` begin with ``a_0``.
-    x : ndarray, shape (N, T)
-        The samples. There is nothing before their first step.
-    start : ndarray, shape (N, M), optional
-        The terms ``s`` of the leading steps; later ones are 0, and those behind the last step are
-        left out.
-
-    Returns
-    -------
-    ndarray, shape (N, T)
-        The filtered samples. The bits do not depend on the number of threads.
-
-    Raises
-    ------
-    InputError
-        If the constant ``a_0`` of a filter is 0.
+    As :func:`sparsescan.torch.sosfilt`, by the functions of a library.
     """
-    for name, array in (("b", b), ("a", a)):
-        if array.shape[-1] == 0:
-            raise InputError(f"{name} has no coefficients; expected at least one")
-    if a.shape[1] == 1 and not a[..., 0].all():
-        raise InputError(
-            "a[0] is 0; expected another number, since all coefficients are divided by it"
+    axis, batch = read_sosfilt(sos.shape, x.shape, axis, None if zi is None else zi.shape)
+    sections = _shared(xp, sos if sos.ndim > 2 else sos[None], 3, batch)
+    samples, finals = _folded(xp, x, axis, batch), []
+    for k in range(sections.shape[2]):
+        b, a = sections[:, :, k, :3], sections[:, :, k, 3:]
+        if zi is None:
+            samples = _filter(xp, b, a, samples)
+        else:
+            samples, final = _with_delays(xp, b, a, samples, _folded(xp, zi[k], axis, batch))
+            finals.append(_unfolded(xp, final, axis, batch))
+    y = _unfolded(xp, samples, axis, batch)
+    return y if zi is None else (y, xp.stack(finals, 0))
+
+
+def _folded(xp: Functions, x: Any, axis: int, batch: Shape) -> Any:
+    """Return samples end to end, ``(N, T)``."""
+    moved = xp.moveaxis(x, axis, -1)
+    steps = moved.shape[-1]
+    return xp.broadcast_to(moved, (*batch, steps)).reshape(math.prod(batch), steps)
+
+
+def _shared(xp: Functions, each: Any, own: int, batch: Shape) -> Any:
+    """Return coefficients of every sample, or one for all; the last `own` axes are theirs."""
+    lead, rest = each.shape[:-own], each.shape[-own:]
+    if all(n == 1 for n in lead):
+        return each.reshape(1, *rest)
+    return xp.broadcast_to(each, (*batch, *rest)).reshape(math.prod(batch), *rest)
+
+
+def _unfolded(xp: Functions, samples: Any, axis: int, batch: Shape) -> Any:
+    return xp.contiguous(xp.moveaxis(samples.reshape(*batch, samples.shape[-1]), -1, axis))
+
+
+def _with_delays(xp: Functions, b: Any, a: Any, x: Any, zi: Any) -> tuple[Any, Any]:
+    """Return filtered samples, and the delays behind the last of them.
+
+    The delays of the transposed direct form II are what earlier steps will add to later results.
+    """
+    size, steps = zi.shape[1], x.shape[1]
+    if not steps:
+        return x, zi
+    y = _filter(xp, b, a, x, a[:, :size, 0] * zi[:, :steps])
+    final = _earlier(xp, zi, steps)
+    # Coefficients of the last step count for those that follow.
+    b, a = b[:, -1], a[:, -1]
+    ahead = np.arange(size)
+    # Row j is of the step that is so many before the last, and column i of i steps behind it.
+    k = size + ahead - ahead[:, None]
+    places = xp.constant(np.minimum(k, size).ravel())
+    for factors, samples, sign in ((b, x, 1), (a, y, -1)):
+        taps = _fitted(xp, factors / a[:, :1], size + 1)
+        table = taps[:, places].reshape(-1, size, size) * xp.constant(sign * (k <= size))
+        last = _later(xp, _fitted(xp, samples, steps + size), size)[:, steps:]
+        final = final + (last[:, :, None] * table).sum(1)
+    return y, final
+
+
+def _filter(xp: Functions, b: Any, a: Any, x: Any, start: Any = None) -> Any:
+    """Return filtered samples; complex ones may have real coefficients."""
+    if xp.is_complex(x) and not xp.is_complex(a):
+        # Its parts are more samples.
+        b, a = (each if len(each) == 1 else xp.concat([each, each], 0) for each in (b, a))
+        parts = (
+            None if each is None else xp.concat([each.real, each.imag], 0) for each in (x, start)
         )
-    with Allocating("the filter"):
-        y = np.empty(x.shape, x.dtype)
-        if y.size == 0:
-            return y
-        starts = 0 if start is None else start.shape[1]
-        sizes = _sizes(b.shape, a.shape, x.shape, starts)
-        with np.errstate(all="ignore"):
-            own = factors_of(b, a, sizes.before)
-        given = *own, x, np.empty(0, x.dtype) if start is None else start
-        _write(Calls(), sizes, [flat(each) for each in given], flat(y))
-        return y
+        y = _filter(xp, b, a, *parts)
+        return xp.complex(y[: len(y) // 2], y[len(y) // 2 :])
+    return xp.run(FILTER, (), b, a, x, start)[0]
 
 
-def filter_samples_vjp(
-    grads: Array,
-    b: Array,
-    a: Array,
-    x: Array,
-    y: Array,
-    starts: int = 0,
-    needs: Sequence[bool] = (True, True, True, True),
-) -> FilterGrads:
-    """Return the gradients in all that enters :func:`filter_samples`, for real numbers.
-
-    Parameters
-    ----------
-    grads, y : ndarray, shape (N, T)
-        The gradients of a loss in the filtered samples, and these.
-    b, a, x
-        As there.
-    starts : int, default 0
-        The length of `start`; 0 if there is none.
-    needs : sequence of bool
-        Which gradients to return: those in `b`, `a`, `x` and `start`.
-
-    Returns
-    -------
-    FilterGrads
-        The gradients. The bits do not depend on the number of threads.
-    """
-    with Allocating("the gradients"):
-        shapes = _gradient_shapes(b.shape, a.shape, x.shape, starts, needs)
-        if x.size == 0:
-            return _found(needs, *(np.zeros(n, x.dtype) for n in (b.shape, a.shape, *shapes[2:])))
-        into = [np.empty(n, x.dtype) for n in shapes]
-        into[3][:] = 0
-        sizes = _sizes(b.shape, a.shape, x.shape, starts)
-        with np.errstate(all="ignore"):
-            own = factors_of(b, a, sizes.before)
-        given = [flat(each) for each in (grads, *own, x, y)]
-        _write_gradients(Calls(), sizes, needs, given, [flat(each) for each in into])
-        for k, to in enumerate((b, a)):
-            # Of each sample and tap, or of each block, step and tap, if it is not of all three.
-            if needs[k] and len(into[k]) > len(to):
-                into[k] = into[k].sum(0, keepdims=True)
-        return _found(needs, *into)
+# -- By functions that have derivatives ------------------------------------------------------------
 
 
-def _found(needs: Sequence[bool], *gradients: Array) -> FilterGrads:
-    return FilterGrads(
-        *(each if need else None for each, need in zip(gradients, needs, strict=True))
-    )
+def _later(xp: Functions, x: Any, k: int) -> Any:
+    """Return samples `k` steps later, with zeros before them."""
+    count, steps = x.shape
+    k = min(k, steps)
+    return xp.concat([xp.filled(x, (count, k), 0), x[:, : steps - k]], 1) if k else x
 
 
-def factors_of(b: Any, a: Any, before: int, library: Any = np) -> tuple[Any, Any]:
-    """Return coefficients as kernels read them, once each is one piece of memory.
+def _earlier(xp: Functions, x: Any, k: int) -> Any:
+    """Return samples `k` steps earlier, with zeros behind them."""
+    return _fitted(xp, x[:, k:], x.shape[1]) if k else x
 
-    Those that samples share, and complex ones, are normalised in `a`. Those that samples share have
-    zeros behind the last of many steps.
 
-    Parameters
-    ----------
-    b, a : array, shape (1 or N, 1 or T, taps)
-        The coefficients.
-    before : int
-        Steps that they reach back.
-    library : module, default numpy
-        NumPy, or a library with its functions.
-    """
-    divided = a
-    if len(a) == 1 or a.dtype.kind == "c":
-        first = a[..., :1]
-        divided = library.concatenate([1 / first, a[..., 1:] / -first], -1)
-    factors = []
-    for each in (b, divided):
-        own = each
-        if len(each) == 1 < each.shape[1]:
-            zeros = library.zeros((1, before, each.shape[2]), each.dtype)
-            own = library.concatenate([each, zeros], 1)
-        factors.append(own)
-    return factors[0], factors[1]
+def _fitted(xp: Functions, x: Any, steps: int) -> Any:
+    """Return so many steps: some of the first ones, or all with zeros behind them."""
+    count, own = x.shape
+    if own >= steps:
+        return x[:, :steps]
+    return xp.concat([x, xp.filled(x, (count, steps - own), 0)], 1)
+
+
+def _sums(xp: Functions, factors: Any, x: Any) -> Any:
+    """Return ``Σ_k c_k[t] x[t-k]``."""
+    return sum(factors[..., k] * _later(xp, x, k) for k in range(factors.shape[-1]))
+
+
+def _plain(xp: Functions, form: Any, b: Any, a: Any, x: Any, start: Any) -> list[Any]:
+    """Return filtered samples step by step."""
+    steps, taps = x.shape[1], a.shape[-1]
+    sums = _sums(xp, b, x)
+    if start is not None:
+        sums = sums + _fitted(xp, start, steps)
+    a = xp.broadcast_to(a, (len(a), steps, taps))
+    results: list[Any] = []
+    for t in range(steps):
+        total = sums[:, t]
+        for k in range(1, min(taps, t + 1)):
+            total = total - a[:, t, k] * results[t - k]
+        results.append(total / a[:, t, 0])
+    return [xp.stack(results, 1) if results else xp.filled(x, x.shape, 0)]
+
+
+def _slope(xp: Functions, form: Any, y: Any, given: Any, slopes: Any) -> Any:
+    """Return the filter by `a` alone of what enters it, since all else is linear."""
+    (b, a, x, _), (in_b, in_a, in_x, in_start) = given, slopes
+    added = xp.filled(y, y.shape, 0)
+    for factors, samples, sign in ((in_b, x, 1), (b, in_x, 1), (in_a, y, -1)):
+        if factors is not None and samples is not None:
+            added = added + sign * _sums(xp, factors, samples)
+    if in_start is not None:
+        added = added + _fitted(xp, in_start, y.shape[1])
+    return xp.run(FILTER, form, xp.filled(a, (1, 1, 1), 1), a, added, None)
+
+
+def _again(xp: Functions, form: Any, y: Any, above: Any, given: Any) -> list[Any]:
+    """Return the gradients; that in results goes through the filter by `a` from the last step."""
+    *others, start = given
+    b, a, x, y = map(xp.adjoint, (*others, y))
+    columns = [a[..., k] for k in range(a.shape[-1])]
+    if a.shape[1] > 1:
+        columns = [_earlier(xp, each, k) for k, each in enumerate(columns)]
+    back = xp.flip(xp.stack(columns, -1), (1,))
+    one = xp.filled(a, (1, 1, 1), 1)
+    g = xp.flip(xp.run(FILTER, form, one, back, xp.flip(above[0], (1,)), None)[0], (1,))
+    in_b = xp.stack([g * _later(xp, x, k) for k in range(b.shape[-1])], -1)
+    in_a = xp.stack([-g * _later(xp, y, k) for k in range(a.shape[-1])], -1)
+    in_x = sum(_earlier(xp, b[..., k] * g, k) for k in range(b.shape[-1]))
+    return [in_b, in_a, in_x, None if start is None else _fitted(xp, g, start.shape[1])]
 
 
 # -- Kernel calls ----------------------------------------------------------------------------------
+
+
+def _forward(calls: Calls, form: Any, given: Sequence[Any], keeps: bool) -> list[Array]:
+    b, a, x, start = given
+    sizes = _sizes(b.shape, a.shape, x.shape, 0 if start is None else start.shape[1])
+    factors, y = _factors(calls, b, a, sizes.before), calls.result("y", x.shape, x.dtype)
+    start = np.empty(0, x.dtype) if start is None else start.reshape(-1)
+    _write(calls, sizes, [*factors, x.reshape(-1), start], y.reshape(-1))
+    return [y]
+
+
+def _backward(
+    calls: Calls,
+    form: Any,
+    y: Array,
+    above: Sequence[Array],
+    given: Sequence[Any],
+    needs: Sequence[bool],
+    conjugated: bool,
+) -> list[Array]:
+    """Write the gradients, for real numbers."""
+    b, a, x, start = given
+    starts, names = 0 if start is None else start.shape[1], ("b", "a", "x", "start")
+    shapes = _gradient_shapes(b.shape, a.shape, x.shape, starts, needs)
+    results: list[Array] = []
+    into: list[Array] = []
+    parts = []
+    for name, shape, array, need in zip(names, shapes, given, needs, strict=True):
+        own = np.empty(0, x.dtype)
+        if need:
+            result = calls.result(name, array.shape, x.dtype)
+            own = result.reshape(-1)
+            if shape != array.shape:
+                own = calls.room(math.prod(shape), x.dtype)[: math.prod(shape)]
+                parts.append((result.reshape(-1), own))
+            results.append(result)
+        into.append(own)
+    if needs[3]:
+        calls.launch(fill_with, into[3], 0)
+    sizes = _sizes(b.shape, a.shape, x.shape, starts)
+    read = [above[0], *_factors(calls, b, a, sizes.before), x, y]
+    _write_gradients(calls, sizes, needs, [each.reshape(-1) for each in read], into)
+    for result, own in parts:
+        calls.launch(add_up_rows, result, own)
+    return results
+
+
+def _factors(calls: Calls, b: Array, a: Array, before: int) -> list[Array]:
+    """Return coefficients as kernels read them, each in one piece of memory.
+
+    Those that samples share, and complex ones, are normalised in `a`. Those that samples share have
+    zeros behind the last of many steps.
+    """
+    factors = []
+    for each, divides in ((b, False), (a, len(a) == 1 or a.dtype.kind == "c")):
+        own, ends = each.reshape(-1), before if len(each) == 1 < each.shape[1] else 0
+        if divides or ends:
+            taps = each.shape[2]
+            room = calls.room(own.size + ends * taps, each.dtype)[: own.size + ends * taps]
+            calls.launch(normalise_into, room, own, taps, int(divides))
+            own = room
+        factors.append(own)
+    return factors
 
 
 def _write(calls: Calls, sizes: FilterSizes, given: Sequence[Array], y: Array) -> None:
@@ -223,7 +317,11 @@ def _write_gradients(
 def _gradient_shapes(
     b: Shape, a: Shape, x: Shape, starts: int, needs: Sequence[bool]
 ) -> list[Shape]:
-    """Return the shapes of what is written: of gradients in coefficients, some are added up."""
+    """Return the shapes of what is written.
+
+    Gradients in coefficients are those of each sample and tap, or of each block of samples, step
+    and tap; where samples share them, they are still to be added up.
+    """
     shapes = []
     for (count, changes, taps), need in zip((b, a), needs, strict=False):
         lead = x[0] if count > 1 or changes == 1 else -(-x[0] // WIDTH)
@@ -265,55 +363,6 @@ def _share(calls: Calls, run: Any, sizes: FilterSizes, passes: int) -> None:
     parts = min(blocks, threads * _PARTS) if threads > 1 else 1
     ends = [blocks * k // parts for k in range(parts + 1)]
     calls.together([partial(run, *ends[k : k + 2]) for k in range(parts)])
-
-
-# -- Recordings ------------------------------------------------------------------------------------
-
-
-def record_filter(b: Shape, a: Shape, x: Shape, starts: int, dtype: DTypeLike) -> Recorded:
-    """Record what :func:`filter_samples` does, for arrays of some shapes with samples and steps.
-
-    Arrays of a replay are the memory, the coefficients as :func:`factors_of` makes them, the
-    samples, the terms of leading steps, and the result ``y``.
-    """
-    space = Space(0)
-    sizes = _sizes(b, a, x, starts)
-    shapes = [*_factor_shapes(b, a, sizes.before), x, (x[0], starts)]
-    recorder = Recorder(space, 1 + len(shapes))
-    given = [recorder.array(1 + k, each, dtype).reshape(-1) for k, each in enumerate(shapes)]
-    _write(recorder, sizes, given, recorder.result("y", x, dtype).reshape(-1))
-    return Recorded(recorder.recording(), space.nbytes)
-
-
-def record_filter_vjp(
-    b: Shape, a: Shape, x: Shape, starts: int, needs: tuple[bool, ...], dtype: DTypeLike
-) -> Recorded:
-    """Record what :func:`filter_samples_vjp` does, for arrays of some shapes.
-
-    Arrays of a replay are the memory, the gradients in results, the coefficients as
-    :func:`factors_of` makes them, the samples, the results, and all gradients that are needed, of
-    which those in coefficients are still to be added up over their first axis: it has samples, or
-    blocks of these, if coefficients change that samples share.
-    """
-    space = Space(0)
-    sizes = _sizes(b, a, x, starts)
-    shapes = [x, *_factor_shapes(b, a, sizes.before), x, x]
-    recorder = Recorder(space, 1 + len(shapes))
-    given = [recorder.array(1 + k, each, dtype).reshape(-1) for k, each in enumerate(shapes)]
-    into = []
-    for name, shape, need in zip(
-        FilterGrads._fields, _gradient_shapes(b, a, x, starts, needs), needs, strict=True
-    ):
-        each = recorder.result(name, shape, dtype) if need else np.empty(shape, dtype)
-        into.append(each.reshape(-1))
-    if needs[3]:
-        recorder.launch(fill_with, into[3], 0)
-    _write_gradients(recorder, sizes, needs, given, into)
-    return Recorded(recorder.recording(), space.nbytes)
-
-
-def _factor_shapes(b: Shape, a: Shape, before: int) -> list[Shape]:
-    return [(n, t + before if n == 1 < t else t, taps) for n, t, taps in (b, a)]
 
 
 # -- Shapes ----------------------------------------------------------------------------------------
@@ -372,11 +421,6 @@ def read_sosfilt(sos: Shape, x: Shape, axis: Any, zi: Shape | None) -> tuple[int
     return axis, batch
 
 
-def is_per_sample(lead: Shape) -> bool:
-    """Return whether coefficients with these leading axes differ from sample to sample."""
-    return any(n != 1 for n in lead)
-
-
 def _read_axis(axis: Any, count: int) -> int:
     """Return an axis as it is counted from the last one."""
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
@@ -426,3 +470,54 @@ def _check_delays(zi: Shape, axis: int, batch: Shape) -> None:
             f"zi has axes {tuple(own)} beside that of time; expected some that broadcast "
             f"to {batch}, as x has"
         )
+
+
+# -- The operation ---------------------------------------------------------------------------------
+
+
+def _axes(shapes: Shapes) -> list[MappedAxis]:
+    """Return the axes of samples."""
+    assert shapes[2] is not None
+    samples = shapes[2][0]
+    return [
+        MappedAxis(0, samples, is_shared=k < 2 and each is not None and each[0] == 1)
+        for k, each in enumerate(shapes)
+    ]
+
+
+def _shapes(form: Any, shapes: Shapes) -> list[Shape]:
+    assert shapes[2] is not None
+    return [shapes[2]]
+
+
+def _check(form: Any, shapes: Shapes) -> None:
+    for name, each in zip("ba", shapes, strict=False):
+        if each is None or len(each) != 3 or not each[-1]:
+            raise InputError(f"{name} has shape {each}; expected at least one coefficient")
+
+
+def _check_values(form: Any, given: Sequence[Any]) -> None:
+    a = given[1]
+    if a.shape[1] == 1 and not a[..., 0].all():
+        raise InputError(
+            "a[0] is 0; expected another number, since all coefficients are divided by it"
+        )
+
+
+FILTER = Operation(
+    name="filter",
+    inputs=("b", "a", "x", "start?"),
+    encode=lambda form: ([], []),
+    decode=lambda numbers, tables: (),
+    shapes=_shapes,
+    forward=_forward,
+    backward=_backward,
+    plain=_plain,
+    slope=_slope,
+    again=_again,
+    axes=_axes,
+    out_axes=(0,),
+    reads=(0, 1, 2),
+    check=_check,
+    check_values=_check_values,
+)

@@ -1,20 +1,17 @@
-"""Recursive filters for PyTorch: the operator ``sparsescan::filter``, and its gradients."""
+"""Recursive filters for PyTorch."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from ..ops import filters
-from .calls.arrays import NUMBERS, array_of, check_tensors, here, tensor_of
-from .calls.direct import is_direct, is_mapped, is_transformed, takes_rules
-from .calls.once import Mappable, over_maps
+from ..ops.filters import FILTER, filter_along, filter_sections
+from .binder import FUNCTIONS, bind
+from .calls.arrays import NUMBERS, check_tensors
+
+bind(FILTER)
 
 
 def lfilter(
@@ -98,15 +95,9 @@ def lfilter(
     >>> decay.grad.item()
     2.75
     """
-    *coefficients, x, zi = _as_tensors(b=b, a=a, x=x, zi=zi)
-    shapes = {name: each.shape for name, each in zip("bax", (*coefficients, x), strict=True)}
-    axis, batch = filters.read_lfilter(**shapes, axis=axis, zi=None if zi is None else zi.shape)
-    samples = _folded(x, axis, batch)
-    b, a = (_shared(each if each.dim() > 1 else each[None], 2, batch) for each in coefficients)
-    if zi is None:
-        return _unfolded(_filter(b, a, samples, None), axis, batch)
-    y, final = _with_delays(b, a, samples, _folded(zi, axis, batch))
-    return _unfolded(y, axis, batch), _unfolded(final, axis, batch)
+    b, a, x, zi = _as_tensors(b=b, a=a, x=x, zi=zi)
+    filtered: Tensor | tuple[Tensor, Tensor] = filter_along(FUNCTIONS, b, a, x, axis, zi)
+    return filtered
 
 
 def sosfilt(
@@ -168,23 +159,8 @@ def sosfilt(
     [1.0, 1.0, 1.0, -1.0, -1.0, -0.75]
     """
     sos, x, zi = _as_tensors(sos=sos, x=x, zi=zi)
-    start = None if zi is None else zi.shape
-    axis, batch = filters.read_sosfilt(sos.shape, x.shape, axis, start)
-    samples = _folded(x, axis, batch)
-    own = sos if sos.dim() > 2 else sos[None]
-    sections = [each.split(3, -1) for each in _shared(own, 3, batch).unbind(2)]
-    if zi is None:
-        for b, a in sections:
-            samples = _filter(b, a, samples, None)
-        return _unfolded(samples, axis, batch)
-    finals = []
-    for (b, a), each in zip(sections, zi, strict=True):
-        samples, final = _with_delays(b, a, samples, _folded(each, axis, batch))
-        finals.append(_unfolded(final, axis, batch))
-    return _unfolded(samples, axis, batch), torch.stack(finals)
-
-
-# -- Checks and shapes -----------------------------------------------------------------------------
+    filtered: Tensor | tuple[Tensor, Tensor] = filter_sections(FUNCTIONS, sos, x, axis, zi)
+    return filtered
 
 
 def _as_tensors(**given: Any) -> list[Any]:
@@ -221,263 +197,3 @@ def _as_tensors(**given: Any) -> list[Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | complex) and not isinstance(value, bool)
-
-
-def _folded(x: Tensor, axis: int, batch: tuple[int, ...]) -> Tensor:
-    """Return samples end to end, ``(N, T)``."""
-    moved = x.movedim(axis, -1)
-    return moved.expand(*batch, -1).reshape(math.prod(batch), moved.shape[-1])
-
-
-def _shared(each: Tensor, own: int, batch: tuple[int, ...]) -> Tensor:
-    """Return coefficients of every sample, or one for all; the last `own` axes are theirs."""
-    lead, rest = each.shape[:-own], each.shape[-own:]
-    if not filters.is_per_sample(lead):
-        return each.reshape(1, *rest)
-    return each.expand(*batch, *rest).reshape(math.prod(batch), *rest)
-
-
-def _unfolded(samples: Tensor, axis: int, batch: tuple[int, ...]) -> Tensor:
-    return samples.reshape(*batch, samples.shape[-1]).movedim(-1, axis).contiguous()
-
-
-def _with_delays(b: Tensor, a: Tensor, x: Tensor, zi: Tensor) -> tuple[Tensor, Tensor]:
-    """Return filtered samples, and the delays behind the last of them.
-
-    The delays of the transposed direct form II are what earlier steps will add to later results.
-    """
-    size, steps = zi.shape[1], x.shape[1]
-    if not steps:
-        return x, zi
-    y = _filter(b, a, x, a[:, :size, 0] * zi[:, :steps])
-    final = pad(zi, (0, min(size, steps)))[:, min(size, steps) :]
-    # Coefficients of the last step count for those that follow.
-    b, a = b[:, -1], a[:, -1]
-    ahead = torch.arange(size)
-    # Row j is of the step that is so many before the last, and column i of i steps behind it.
-    k = size + ahead - ahead[:, None]
-    reaches = k <= size
-    for factors, given, sign in ((b, x, 1), (a, y, -1)):
-        padded = pad(factors / a[:, :1], (0, size + 1 - factors.shape[-1]))
-        chosen = padded.index_select(1, k.clamp(max=size).flatten())
-        table = (chosen.unflatten(1, k.shape) * sign * reaches).to(given.dtype)
-        last = pad(given, (size, 0))[:, steps:]
-        final = final + torch.matmul(last[:, None], table)[:, 0]
-    return y, final
-
-
-# -- The operators ---------------------------------------------------------------------------------
-
-_library = torch.library.Library("sparsescan", "FRAGMENT")
-_library.define("filter(Tensor b, Tensor a, Tensor x, Tensor? start) -> Tensor")
-_library.define(
-    "filter_backward(Tensor grads, Tensor b, Tensor a, Tensor x, Tensor y, int starts, "
-    "bool[] needs) -> Tensor[]"
-)
-_filter_op = torch.ops.sparsescan.filter.default
-_filter_backward_op = torch.ops.sparsescan.filter_backward.default
-
-
-def _filter(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
-    """Return filtered samples, as :func:`sparsescan.ops.filters.filter_samples` does."""
-    if x.is_complex() and not a.is_complex():
-        # Its parts are more samples.
-        b, a = (each if len(each) == 1 else each.repeat(2, 1, 1) for each in (b, a))
-        parts: Any = [
-            None if each is None else torch.cat([each.real, each.imag]) for each in (x, start)
-        ]
-        return torch.complex(*_filter(b, a, *parts).chunk(2))
-    given = b, a, x, start
-    if is_transformed():
-        run: Callable[..., Tensor] = _TransformedFilter.apply if takes_rules(*given) else _by_steps
-        return run(*given)
-    if is_direct(*given):
-        direct: Tensor = _Filter.apply(*given)
-        return direct
-    filtered: Tensor = _filter_op(*given)
-    return filtered
-
-
-def _forward(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
-    with here(x):
-        return tensor_of(filters.filter_samples(*map(array_of, (b, a, x, start))))
-
-
-def _backward(
-    grads: Tensor, b: Tensor, a: Tensor, x: Tensor, y: Tensor, starts: int, needs: list[bool]
-) -> list[Tensor]:
-    """Return the gradients that are needed, and nothing in place of others."""
-    if x.is_complex():
-        gradients = _again(starts, grads, b, a, x, y)
-        return [
-            each if need else x.new_empty(0) for each, need in zip(gradients, needs, strict=True)
-        ]
-    with here(x):
-        given = array_of(b), array_of(a), array_of(x), array_of(y)
-        found = filters.filter_samples_vjp(array_of(grads), *given, starts, needs)
-        return [x.new_empty(0) if each is None else tensor_of(each) for each in found]
-
-
-def _fake_forward(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _fake_backward(
-    grads: Tensor, b: Tensor, a: Tensor, x: Tensor, y: Tensor, starts: int, needs: list[bool]
-) -> list[Tensor]:
-    shapes = b.shape, a.shape, x.shape, (x.shape[0], starts)
-    return [x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True)]
-
-
-def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
-    b, a, x, start = inputs
-    ctx.starts = 0 if start is None else start.shape[1]
-    ctx.save_for_backward(b, a, x, output)
-
-
-def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
-    b, a, x, y = ctx.saved_tensors
-    needs, starts = list(ctx.needs_input_grad[:4]), ctx.starts
-    if is_mapped(grads):
-        gradients = over_maps(partial(_again, starts), [grads, b, a, x, y])
-    elif torch.is_grad_enabled() or is_transformed():
-        gradients = _again(starts, grads, b, a, x, y)
-    else:
-        call = _backward if is_direct(grads, b, a, x, y) else _filter_backward_op
-        gradients = call(grads, b, a, x, y, starts, needs)
-    return tuple(each if need else None for each, need in zip(gradients, needs, strict=True))
-
-
-class _Filter(torch.autograd.Function):
-    """The operator with its gradients, for calls that nothing else wants to see."""
-
-    @staticmethod
-    def forward(ctx: Any, b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
-        y = _forward(b, a, x, start)
-        _save(ctx, (b, a, x, start), y)
-        return y
-
-    backward = staticmethod(_differentiate)
-
-
-class _TransformedFilter(Mappable):
-    """The filter for transforms of ``torch.func`` and forward mode: a map makes more samples."""
-
-    @staticmethod
-    def forward(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
-        return _forward(b, a, x, start)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        _save(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[:3], output)
-
-    backward = staticmethod(_differentiate)
-
-    @staticmethod
-    def jvp(
-        ctx: Any,
-        in_b: Tensor | None,
-        in_a: Tensor | None,
-        in_x: Tensor | None,
-        in_start: Tensor | None,
-    ) -> Tensor:
-        """Return the filter by `a` alone of what enters it, since all else is linear."""
-        b, a, x, y = ctx.saved_tensors
-        added = torch.zeros_like(y)
-        for factors, given, sign in ((in_b, x, 1), (b, in_x, 1), (in_a, y, -1)):
-            if factors is not None and given is not None:
-                added = added + sign * _sums(factors, given)
-        if in_start is not None:
-            added = added + _fitted(in_start, y.shape[1])
-        return _filter(a.new_ones(1, 1, 1), a, added, None)
-
-    @staticmethod
-    def vmap(
-        info: Any, dims: Any, b: Tensor, a: Tensor, x: Tensor, start: Tensor | None
-    ) -> tuple[Tensor, int]:
-        """Return the filtered samples of all maps, which are more samples."""
-        count, samples = info.batch_size, x.shape[-2]
-        if dims[2] is not None:
-            samples = x.movedim(dims[2], 0).shape[1]
-
-        def folded(each: Tensor, dim: int | None) -> Tensor:
-            each = each[None] if dim is None else each.movedim(dim, 0)
-            if dim is None and len(each[0]) == 1 != samples and each.dim() == 4:
-                return each[0]
-            return each.expand(count, samples, *each.shape[2:]).flatten(0, 1)
-
-        given = [
-            None if each is None else folded(each, dim)
-            for each, dim in zip((b, a, x, start), dims, strict=True)
-        ]
-        return _TransformedFilter.apply(*given).unflatten(0, (count, samples)), 0
-
-
-# -- By functions that have derivatives ------------------------------------------------------------
-
-
-def _later(x: Tensor, k: int) -> Tensor:
-    """Return samples `k` steps later, with zeros before them."""
-    return pad(x, (min(k, x.shape[-1]), 0))[..., : x.shape[-1]]
-
-
-def _earlier(x: Tensor, k: int) -> Tensor:
-    """Return samples `k` steps earlier, with zeros behind them."""
-    k = min(k, x.shape[-1])
-    return pad(x[..., k:], (0, k))
-
-
-def _sums(factors: Tensor, x: Tensor) -> Tensor:
-    """Return ``Σ_k c_k[t] x[t-k]``."""
-    each = factors.unbind(-1)
-    total = each[0] * x
-    for k in range(1, len(each)):
-        total = total + each[k] * _later(x, k)
-    return total
-
-
-def _fitted(start: Tensor, steps: int) -> Tensor:
-    """Return leading steps with zeros behind them, or as many of them as there are."""
-    return pad(start, (0, steps - start.shape[-1]))
-
-
-def _again(starts: int, grads: Tensor, b: Tensor, a: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
-    """Return what the operator for backward does, by functions that have derivatives."""
-    b, a, x, y = (each.conj() for each in (b, a, x, y))
-    columns = a.unbind(-1)
-    if a.shape[1] > 1:
-        columns = tuple(_earlier(each, k) if k else each for k, each in enumerate(columns))
-    back = torch.stack(columns, -1).flip(1)
-    g = _filter(a.new_ones(1, 1, 1), back, grads.flip(-1), None).flip(-1)
-    in_b = torch.stack([g * _later(x, k) for k in range(b.shape[-1])], -1)
-    in_a = torch.stack([-g * _later(y, k) for k in range(a.shape[-1])], -1)
-    in_x = torch.zeros_like(g)
-    for k, each in enumerate(b.unbind(-1)):
-        in_x = in_x + _earlier(each * g, k)
-    return [in_b.sum_to_size(b.shape), in_a.sum_to_size(a.shape), in_x, _fitted(g, starts)]
-
-
-def _by_steps(b: Tensor, a: Tensor, x: Tensor, start: Tensor | None) -> Tensor:
-    """Return filtered samples step by step, by PyTorch's own operations."""
-    steps, taps = x.shape[-1], a.shape[-1]
-    sums = _sums(b, x)
-    if start is not None:
-        sums = sums + _fitted(start, steps)
-    a = a.expand(-1, steps, -1)
-    results: list[Tensor] = []
-    for t in range(steps):
-        total = sums[:, t]
-        for k in range(1, min(taps, t + 1)):
-            total = total - a[:, t, k] * results[t - k]
-        results.append(total / a[:, t, 0])
-    return torch.stack(results, -1) if results else x.clone()
-
-
-_library.impl("filter", _forward, "CPU")
-_library.impl("filter_backward", _backward, "CPU")
-torch.library.register_fake("sparsescan::filter", _fake_forward, lib=_library)
-torch.library.register_fake("sparsescan::filter_backward", _fake_backward, lib=_library)
-torch.library.register_autograd(
-    "sparsescan::filter", _differentiate, setup_context=_save, lib=_library
-)

@@ -172,7 +172,7 @@ def test_maps(seed: int) -> None:
         ("D", np.ones(2), InputError),
         ("A", np.ones((4, 2), complex), InputTypeError),
         ("u", "no", InputTypeError),
-        ("delta_softplus", 1, InputTypeError),
+        ("delta_softplus", 2, InputTypeError),
     ],
 )
 def test_errors(name: str, value: Any, error: Any) -> None:

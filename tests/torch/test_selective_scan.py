@@ -19,7 +19,7 @@ from torch.func import grad, jacrev, jvp, vmap
 from torch_checks import check_compiled, close
 
 from sparsescan import DeviceError, InputError, InputTypeError
-from sparsescan.execution import selective
+from sparsescan.ops import selective
 from sparsescan.torch import selective_scan
 
 NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
@@ -251,11 +251,21 @@ def test_passes_take_memory_of_a_few_inputs() -> None:
 # -- Compilers and transforms ----------------------------------------------------------------------
 
 
+def grouped(*given: Any) -> list[Any]:
+    """Return inputs of which B and C of all channels are of one group."""
+    return [
+        each[:, None] if k in (3, 4) and each.ndim == 3 else each for k, each in enumerate(given)
+    ]
+
+
 @pytest.mark.parametrize("seed", [1, *slow(4)])
 def test_opcheck(seed: int) -> None:
     case = Case(seed, small=True)
     operator: Any = torch.ops.sparsescan.selective_scan.default
-    torch.library.opcheck(operator, (*case.given, case.softplus, True))
+    given = [
+        None if each is None else each.detach().requires_grad_() for each in grouped(*case.given)
+    ]
+    torch.library.opcheck(operator, (*given, [int(case.softplus)], [], True))
 
 
 @pytest.mark.parametrize("dynamic", [False, *slow(True)])
@@ -332,14 +342,14 @@ def test_errors(name: str) -> None:
 
 
 def test_operators_check_what_they_are_given() -> None:
-    u, delta, A, B, C, *others = (each.detach() for each in full(length=80))
-    others.append(torch.zeros(2, 20, 5))
+    u, delta, A, *others = grouped(*(each.detach() for each in full(length=80)))
+    others += [torch.zeros(2, 20, 5), [1], []]
     call: Any = torch.ops.sparsescan.selective_scan.default
     with pytest.raises(InputError, match="delta has shape"):
-        call(u, delta[:, :-1].contiguous(), A, B, C, *others, True, True)
+        call(u, delta[:, :-1].contiguous(), A, *others, True)
     # Nothing was kept.
-    out, _, kept = call(u.requires_grad_(), delta, A, B, C, *others, True, False)
-    assert kept.shape[1] == 0
+    out, _, kept = call(u.requires_grad_(), delta, A, *others, False)
+    assert kept.numel() == 0
     with pytest.raises(InputError, match=r"kept has shape .*\(2, 2, 5, 20\)"):
         out.sum().backward()
 

@@ -293,7 +293,7 @@ def test_opcheck(seed: int) -> None:
     a[..., 0] = 1
     x, start = torch.randn(5, 4), torch.randn(5, 2)
     inputs = [each.double().requires_grad_() for each in (b, a, x, start)]
-    torch.library.opcheck(torch.ops.sparsescan.filter.default, inputs)
+    torch.library.opcheck(torch.ops.sparsescan.filter.default, (*inputs, [], [], True))
 
 
 def test_compiled_graphs_stay_whole() -> None:

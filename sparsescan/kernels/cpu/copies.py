@@ -27,3 +27,38 @@ def add_range(total, part, begin, end):
     """Add some numbers of an array to those of another."""
     for i in range(begin, end):
         total[i] += part[i]
+
+
+@_kernel
+def add_up_rows(total, rows):
+    """Write the sum of rows, which lie end to end and are as long as it."""
+    size = len(total)
+    for i in range(size):
+        total[i] = rows[i]
+    for first in range(size, len(rows), max(size, 1)):
+        for i in range(size):
+            total[i] += rows[first + i]
+
+
+@_kernel
+def transpose_into(out, array, rows, columns):
+    """Transpose matrices of so many rows and columns, which lie end to end."""
+    for first in range(0, len(out), max(rows * columns, 1)):
+        for i in range(rows):
+            for j in range(columns):
+                out[first + j * rows + i] = array[first + i * columns + j]
+
+
+@_kernel
+def add_up_parts(total, sums, parts, rows, columns, stride):
+    """Write the sum of the parts of each matrix, whose rows begin at multiples of a stride."""
+    for first in range(len(total) // max(columns, 1)):
+        matrix, row = first // rows, first % rows
+        to = first * columns
+        for part in range(parts):
+            begin = ((matrix * parts + part) * rows + row) * stride
+            for column in range(columns):
+                if part == 0:
+                    total[to + column] = sums[begin + column]
+                else:
+                    total[to + column] += sums[begin + column]

@@ -363,6 +363,20 @@ def _filter_block(s, b, a, x, start, y, room, first):
         _move(room, ys + count - s.before, ys - s.before, s.before)
 
 
+@njit(nogil=True, cache=True, error_model="numpy")
+def normalise_into(out, coefficients, taps, divides):
+    """Copy the coefficients of steps, normalised if it `divides`, with zeros behind them."""
+    whole = len(coefficients)
+    for p in range(0, whole, taps):
+        inverse = 1 / coefficients[p]
+        for k in range(taps):
+            out[p + k] = coefficients[p + k] * -inverse if divides else coefficients[p + k]
+        if divides:
+            out[p] = inverse
+    for p in range(whole, len(out)):
+        out[p] = 0
+
+
 @njit(nogil=True, cache=True)
 def filter_blocks(s, b, a, x, start, y, room, first, last):
     """Write what a filter makes of samples ``16·first`` to ``16·last - 1``.

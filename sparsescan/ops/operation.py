@@ -1,0 +1,307 @@
+"""What an operation is: kernels for both passes, and formulas for all other derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ..execution.calls import Calls
+from ..execution.recording import Recorder, Space
+from ..execution.recurrence import Recorded
+
+Array = NDArray[Any]
+Shape = tuple[int, ...]
+# The shapes of all inputs; None stands for one that is not there.
+Shapes = Sequence[Shape | None]
+
+
+class MappedAxis(NamedTuple):
+    """The axis of an input along which the inputs of all maps are put side by side.
+
+    Attributes
+    ----------
+    place : int
+        Which axis it is.
+    size : int
+        How long it is for one map that has an input of its own.
+    is_shared : bool
+        Whether it may have length 1 for all maps.
+    """
+
+    place: int
+    size: int
+    is_shared: bool = False
+
+
+class Functions(Protocol):
+    """Functions of a library of arrays that formulas are written in.
+
+    Those of the array API standard have its names, and their axes come by place.
+    """
+
+    concat: Callable[..., Any]
+    stack: Callable[..., Any]
+    flip: Callable[..., Any]
+    moveaxis: Callable[..., Any]
+    broadcast_to: Callable[..., Any]
+    matmul: Callable[..., Any]
+    exp: Callable[..., Any]
+    sigmoid: Callable[..., Any]
+
+    def filled(self, like: Any, shape: Shape, value: float) -> Any:
+        """Return an array of one number of the kind of another."""
+
+    def contiguous(self, x: Any) -> Any:
+        """Return an array whose numbers lie end to end, where that can be told."""
+
+    def constant(self, array: Array) -> Any:
+        """Return an array of NumPy as one of the library."""
+
+    def is_complex(self, x: Any) -> bool:
+        """Return whether an array has complex numbers."""
+
+    def complex(self, real: Any, imag: Any) -> Any:
+        """Return complex numbers of their parts."""
+
+    def adjoint(self, x: Any) -> Any:
+        """Return the conjugate if gradients are ``∂L/∂Re + i ∂L/∂Im``, else the array itself."""
+
+    def repeat(self, x: Any, count: int, axis: int) -> Any:
+        """Return an array in which each entry along an axis comes so often."""
+
+    def add_at(self, x: Any, places: Array, values: Any) -> Any:
+        """Return an array to whose places along the last axis values are added."""
+
+    def softplus(self, x: Any) -> Any:
+        """Return ``log(1 + exp(x))``."""
+
+    def loop(self, step: Callable[..., Any], begin: Any, rows: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the last state and the stacked outputs of ``state, out = step(state, *rows[t])``.
+
+        A row that is None stays None at each step.
+        """
+
+    def run(self, operation: Operation, form: Any, *given: Any) -> Sequence[Any]:
+        """Return the results of an operation, which has derivatives."""
+
+    def pull(self, function: Callable[..., Any], given: Any, above: Any) -> Sequence[Any]:
+        """Return the gradients in all that is given, from those in the results of a function."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """A function of arrays with kernels for both passes.
+
+    A form is hashable and says what the inputs are, apart from shapes and dtype. `given` are the
+    inputs, of which optional ones may be None; `xp` are the functions of a library.
+
+    Attributes
+    ----------
+    name : str
+        The name, by which programs are found in any process.
+    inputs : tuple of str
+        The names of the inputs; those of optional ones end with a question mark.
+    encode, decode : callable
+        ``encode(form)`` returns whole numbers and tables, lists both, and ``decode`` the form that
+        they stand for.
+    shapes : callable
+        ``shapes(form, shapes)`` returns the shapes of results, and of what is kept behind them.
+    forward : callable
+        ``forward(calls, form, given, keeps)`` writes the results, and what is kept if `keeps`, into
+        memory that it takes from `calls`, in this order.
+    backward : callable
+        ``backward(calls, form, kept, above, given, needs, conjugated=…)`` writes the gradients that
+        are needed, given those in results.
+    plain : callable
+        ``plain(xp, form, *given)`` returns the results by functions that have derivatives.
+    slope : callable or None
+        ``slope(xp, form, kept, given, slopes)`` returns the derivative of results in a direction in
+        this way, where slopes of None are zeros. By default it is that of `plain`.
+    again : callable or None
+        ``again(xp, form, kept, above, given)`` returns all gradients in this way, which may still
+        have to be summed over axes that inputs share. By default they are those of `plain`.
+    axes : callable
+        ``axes(shapes)`` returns the :class:`MappedAxis` of each input.
+    out_axes : tuple of int
+        The axis of maps of each result, and of what is kept.
+    results : int
+        How many results there are.
+    kept : int
+        Which of what is returned gradients are told; the number of results if it is behind them.
+    reads : tuple of int
+        The inputs that gradients read.
+    has_complex : bool
+        Whether `backward` takes complex numbers; if not, `again` does.
+    check : callable or None
+        ``check(form, shapes)`` raises unless kernels may take inputs of these shapes.
+    check_values : callable or None
+        ``check_values(form, given)`` raises unless they may take these numbers.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    encode: Callable[[Any], tuple[list[int], list[Array]]]
+    decode: Callable[[Sequence[int], Sequence[Array]], Any]
+    shapes: Callable[[Any, Shapes], list[Shape]]
+    forward: Callable[..., list[Array]]
+    backward: Callable[..., list[Array]]
+    plain: Callable[..., Sequence[Any]]
+    axes: Callable[[Shapes], list[MappedAxis]]
+    out_axes: tuple[int, ...]
+    reads: tuple[int, ...]
+    slope: Callable[..., Sequence[Any]] | None = None
+    again: Callable[..., Sequence[Any]] | None = None
+    results: int = 1
+    kept: int = 0
+    has_complex: bool = False
+    check: Callable[[Any, Shapes], None] | None = None
+    check_values: Callable[[Any, Sequence[Array | None]], None] | None = None
+
+    @property
+    def key(self) -> str:
+        """Return what stands for the operation in any process."""
+        return self.name
+
+
+def is_empty(shapes: Shapes) -> bool:
+    """Return whether any input has no numbers: no kernel runs then."""
+    return any(shape is not None and 0 in shape for shape in shapes)
+
+
+def again(
+    operation: Operation, xp: Functions, form: Any, kept: Any, above: Any, given: Any
+) -> list[Any]:
+    """Return all gradients by functions that have derivatives; None for inputs that are None."""
+    if operation.again is not None:
+        found = operation.again(xp, form, kept, above, given)
+        pairs = zip(found, given, strict=True)
+        return [None if like is None else _summed(each, like.shape) for each, like in pairs]
+    places = [k for k, each in enumerate(given) if each is not None]
+
+    def results(*arrays: Any) -> Sequence[Any]:
+        whole = list(given)
+        for k, each in zip(places, arrays, strict=True):
+            whole[k] = each
+        return operation.plain(xp, form, *whole)
+
+    grads: list[Any] = [None] * len(given)
+    pulled = xp.pull(results, [given[k] for k in places], above)
+    for k, each in zip(places, pulled, strict=True):
+        grads[k] = each
+    return grads
+
+
+def _summed(grads: Any, shape: Shape) -> Any:
+    """Return gradients summed over the axes along which an input is shared."""
+    pairs = zip(grads.shape, shape, strict=True)
+    axes = tuple(k for k, (own, shared) in enumerate(pairs) if own != shared)
+    return grads.sum(axes, keepdims=True) if axes else grads
+
+
+# -- Recordings ------------------------------------------------------------------------------------
+
+
+def record(
+    operation: Operation, form: Any, shapes: Shapes, dtype: DTypeLike, keeps: bool
+) -> Recorded:
+    """Record the forward pass for inputs of some shapes.
+
+    Arrays of a replay are the memory, the inputs that are there, the results and what is kept.
+    """
+    recorder, nbytes, given = _recorder(shapes, dtype)
+    operation.forward(recorder, form, given, keeps)
+    return Recorded(recorder.recording(), nbytes())
+
+
+def record_gradients(
+    operation: Operation,
+    form: Any,
+    shapes: Shapes,
+    dtype: DTypeLike,
+    needs: tuple[bool, ...],
+    conjugated: bool,
+) -> Recorded:
+    """Record the backward pass for inputs of some shapes.
+
+    Arrays of a replay are the memory, what is kept, the gradients in results, the inputs that are
+    there and read, and the gradients that are needed.
+    """
+    results = operation.shapes(form, shapes)
+    read = [shape if k in operation.reads else None for k, shape in enumerate(shapes)]
+    about = results[operation.kept], *results[: operation.results], *read
+    recorder, nbytes, (kept, *others) = _recorder(about, dtype)
+    above, given = others[: operation.results], others[operation.results :]
+    given = [
+        _stand_in(shape, dtype) if array is None and shape is not None else array
+        for array, shape in zip(given, shapes, strict=True)
+    ]
+    operation.backward(recorder, form, kept, above, given, needs, conjugated=conjugated)
+    return Recorded(recorder.recording(), nbytes())
+
+
+def _recorder(
+    shapes: Shapes, dtype: DTypeLike
+) -> tuple[Recorder, Callable[[], int], list[Array | None]]:
+    """Return a recorder, how much memory it takes in the end, and what stands for arrays."""
+    space = Space(0)
+    recorder = Recorder(space, 1 + sum(shape is not None for shape in shapes))
+    arrays: list[Array | None] = []
+    number = 0
+    for shape in shapes:
+        number += shape is not None
+        arrays.append(None if shape is None else recorder.array(number, shape, dtype))
+    return recorder, lambda: space.nbytes, arrays
+
+
+def _stand_in(shape: Shape, dtype: DTypeLike) -> Array:
+    """Return an array of which only the shape is read."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def compute(operation: Operation, form: Any, given: Sequence[Any], *, keeps: bool) -> list[Array]:
+    """Return the results for contiguous arrays, and what is kept, by kernels that run at once."""
+    return operation.forward(Calls(), form, given, keeps)
+
+
+def compute_gradients(
+    operation: Operation, form: Any, kept: Any, above: Any, given: Any, needs: Sequence[bool]
+) -> list[Array]:
+    """Return the gradients that are needed, ``∂L/∂Re + i ∂L/∂Im``, by kernels that run at once."""
+    return operation.backward(Calls(), form, kept, above, given, tuple(needs), conjugated=True)
+
+
+# -- Maps ------------------------------------------------------------------------------------------
+
+
+def folded(xp: Functions, count: int, array: Any, dim: int | None, axis: MappedAxis) -> Any:
+    """Return an input that has those of all maps side by side on an axis.
+
+    Parameters
+    ----------
+    xp : Functions
+        The functions of a library.
+    count : int
+        How many maps there are.
+    array : array or None
+        The input, with an axis of maps `dim` unless that is None and all maps share it.
+    axis : MappedAxis
+        Where the inputs of maps go.
+    """
+    if array is None or (dim is None and axis.is_shared):
+        return array
+    front = array[None] if dim is None else xp.moveaxis(array, dim, 0)
+    shape = [count, *front.shape[1:]]
+    shape[1 + axis.place] = axis.size
+    whole = xp.moveaxis(xp.broadcast_to(front, tuple(shape)), 0, axis.place)
+    lead, rest = whole.shape[: axis.place], whole.shape[axis.place + 2 :]
+    return whole.reshape(*lead, count * axis.size, *rest)
+
+
+def parted(xp: Functions, count: int, array: Any, axis: int) -> Any:
+    """Return a result with an axis of maps in front, which was in one of its axes."""
+    lead, rest = array.shape[:axis], array.shape[axis + 1 :]
+    return xp.moveaxis(array.reshape(*lead, count, array.shape[axis] // count, *rest), axis, 0)
