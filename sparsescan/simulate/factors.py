@@ -22,6 +22,9 @@ Solve: TypeAlias = Callable[[Vector, bool], Vector]
 # A diagonal entry is the pivot unless another one of its column is so many times larger: the order
 # that keeps sparse factors sparse is then kept, and the solves that follow are refined.
 _THRESHOLD = 0.1
+# Several columns with fewer numbers are solved for one by one: for two columns OpenBLAS wakes its
+# threads, which takes milliseconds where cores are busy.
+_FEW = 40_000
 
 
 class Filled:
@@ -173,6 +176,8 @@ class _Core:
             *factors, info = lapack.dgetrf(entries.reshape(n, n).T)
 
             def solve(x: Vector, transposed: bool) -> Vector:
+                if x.ndim > 1 and x.size < _FEW:
+                    return np.stack([solve(column, transposed) for column in x.T], 1)
                 found: Vector = lapack.dgetrs(*factors, x, trans=int(transposed))[0]
                 return found
 
