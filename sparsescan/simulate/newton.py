@@ -19,6 +19,9 @@ _MOST, _HALVINGS, _REFINED = 100, 40, 40
 _SLOW, _OWN = 0.4, 0.1
 # The error that is left is to be this share of the tolerance.
 _MARGIN = 0.1
+# Corrections are far from a tolerance if they are so many times larger; they are large from this
+# share of the largest one on.
+_FAR, _LARGE = 100.0, 0.25
 # A rate that was measured in an earlier step is taken for so many times larger, each time.
 _OLDER = 2.0
 # A guess is worth an iteration if its residual is smaller than this share of the right-hand side.
@@ -36,20 +39,28 @@ class Tolerance(NamedTuple):
 
     def sizes(self, correction: Vector, state: Vector) -> Vector:
         """Return how large the correction of each unknown is, in tolerances."""
-        return np.asarray(np.abs(correction) / (self.atol + self.rtol * np.abs(state)))
+        found: Vector = np.abs(correction) / (self.atol + self.rtol * np.abs(state))
+        return found
 
     def size(self, correction: Vector, state: Vector) -> float:
         """Return how large a correction is, in tolerances."""
         return float(np.max(self.sizes(correction, state), initial=0.0))
 
 
-def is_enough(sizes: Vector, before: Vector) -> bool:
-    """Return whether corrections, in tolerances, and those before leave small errors.
+def is_enough(sizes: Vector, before: Vector | None) -> bool:
+    """Return whether corrections, in tolerances, and those before, if any, leave small errors.
 
-    Each unknown has a rate of its own: one that is solved for at once says nothing of another.
-    `before` is 0 where no correction was before.
+    Those that are still far from a tolerance are to shrink fast in each unknown that has large
+    ones: others, which are found at once, say nothing of these.
     """
-    return bool(((sizes < _MARGIN) | (sizes * sizes < _MARGIN * (before - sizes))).all())
+    size = sizes.max(initial=0.0)
+    if size < _MARGIN or before is None:
+        return bool(size < _MARGIN)
+    rate = size / before.max()
+    if size > _FAR and size * rate < _MARGIN * (1 - rate):
+        is_large = sizes > _LARGE * size
+        rate = (sizes[is_large] / before[is_large]).max()
+    return bool(0 < rate < 1 and size * rate < _MARGIN * (1 - rate))
 
 
 class NotSolved(Exception):  # noqa: N818
@@ -174,17 +185,18 @@ class Solver:
             wrong = np.flatnonzero(~np.isfinite(rest))
             if len(wrong):
                 raise NotSolved("the equations have values that are not finite", int(wrong[0]))
-        is_own, size, sizes = False, np.inf, np.zeros_like(state)
+        is_own, size = False, np.inf
+        sizes: Vector | None = None
         for iteration in range(1, _MOST + 1):
             is_new = self._solve is None
             if self._solve is None:
                 self._factorise(values(state))
-                is_own, before, sizes = True, np.inf, np.zeros_like(state)
+                is_own, before, sizes = True, np.inf, None
             assert self._solve is not None
             correction = self._solve(rest, False)
             new = state - correction
             past, sizes = sizes, self._tolerance.sizes(correction, new)
-            size = float(np.max(sizes))
+            size = float(sizes.max())
             rate = size / before
             if is_enough(sizes, past):
                 self._count(iteration)
@@ -198,7 +210,7 @@ class Solver:
                     continue
                 correction, new, new_rest, new_norm = _shorter(residual, state, norm, correction)
                 sizes = self._tolerance.sizes(correction, new)
-                size = float(np.max(sizes))
+                size = float(sizes.max())
             elif before < np.inf and rate > (_OWN if is_own else _SLOW):
                 self._solve = None
             state, rest, norm, before = new, new_rest, new_norm, size
