@@ -25,19 +25,22 @@ Arguments: TypeAlias = tuple[Any, ...]
 Function: TypeAlias = Callable[..., Any]
 Value: TypeAlias = Callable[[Arguments], Vector]
 
+_ONE = np.ones(1)
 _TINY = 1e-100  # a complex step: no difference is taken, so that none can cancel
+_STEP = np.complex128(1j * _TINY)  # of NumPy, so that functions may compare it with a number
 # Right derivatives are apart from differences by no more than errors of these and a share: complex
 # steps are exact, and errors of many steps of a run add; differences are told up to the other one.
-_EXACT, _CLOSE = 1e-6, 1e-5
+_EXACT, CLOSE = 1e-6, 1e-5
 # Derivatives in parameters are told if their errors are smaller than this share of all terms.
 _UNTOLD = 1e-4
 # The first comparison takes a step so long, a shorter one in time, and lets pass what is alike to
 # this share, and so much rounding.
 _SHORT, _SHORTEST, _ALIKE = 2.0**-25, 2.0**-32, 1e-6
 _ROUNDING = 64 * float(np.finfo(np.float64).eps)
-# A pass back compares derivatives at so many states first, and then at every state of this number;
-# and where an entry has changed by this share since the last comparison.
-_FIRST, _OTHER = 16, 0.25
+# Passes back compare derivatives at the first so many states of a simulation, and then at every
+# state of this number. Each pass compares Jacobians at its first and last state, too, and where
+# what an entry moves its row by has changed by this share of the row since the comparison before.
+_FIRST, _EVERY, _OTHER = 16, 32, 0.25
 # Random numbers serve again, begun at so many places; directions of some have this share of all.
 _SHIFTS, _SOME = 7, 0.3
 _OTHERS = (
@@ -254,6 +257,15 @@ class Derivative(NamedTuple):
         """Return the sums of absolute values, where :meth:`along` has sums."""
         return self._replace(values=np.abs(self.values)).along(np.abs(direction))
 
+    @property
+    def shares(self) -> Vector:
+        """By how much each entry would have to change to move its row by its own size."""
+        assert self.coloured is not None
+        sizes, x = self.sizes(self.x), np.abs(self.x)
+        with np.errstate(all="ignore"):
+            found: Vector = sizes[self.coloured.rows] / x[self.coloured.pattern.indices]
+        return found
+
     def slopes(self, value: Value, directions: Vector) -> Slopes:
         """Return slopes along directions, by differences."""
         return self._slopes(value, directions, None)
@@ -279,7 +291,7 @@ class Derivative(NamedTuple):
 
     @property
     def _close(self) -> float:
-        return _EXACT if self.origin == "complex" else _CLOSE
+        return _EXACT if self.origin == "complex" else CLOSE
 
     def compare(self, value: Value, direction: Vector, names: Names) -> int | None:
         """Return a row in which differences along a direction are apart, if there is one.
@@ -370,14 +382,15 @@ class Differences:
     ) -> None:
         self._function, self._names, self._how = function, names, how
         self._params = cache(lambda: Coloured(pattern_of_params()))
-        # How often derivatives in the same arguments were compared, in all runs.
+        # How often derivatives in the same arguments were compared, and how many calls for that
+        # there were in passes back (the key is an empty tuple), in all runs.
         self._counts: dict[tuple[int, ...], int] = {}
         self._random: dict[int, Vector] = {}
         self._is_complex: dict[int, bool] = {}
         self._taken: dict[int, Derivative] = {}
-        # In a pass: calls, derivatives at the last comparison, and arguments that had none.
-        self._calls = 0
-        self._compared: dict[int, Vector] = {}
+        # In a pass: the Jacobian at the last comparison and how much it may change, and arguments
+        # that had none.
+        self._compared: tuple[Vector, Vector] | None = None
         self._left: Arguments | None = None
         self.begin()
 
@@ -388,7 +401,7 @@ class Differences:
 
     def begin(self) -> None:
         self._errors = self._sums = np.zeros((1, 1))
-        self._calls, self._compared, self._left = 0, {}, None
+        self._compared, self._left = None, None
 
     def settle(self) -> None:
         if self._left is not None:
@@ -453,20 +466,24 @@ class Differences:
         return np.asarray(coloured.adjoint(values) @ above)
 
     def confirm(self, arguments: Arguments, always: bool = False) -> None:
-        self._calls += 1
-        is_turn = always or self._calls <= _FIRST or self._has_changed(arguments)
-        if is_turn or not self._calls % _FIRST:
+        if always:
+            self._confirm(arguments, 0)
+            return
+        calls = self._counts[()] = self._counts.get((), 0) + 1
+        # Slopes in time or in the length of a step alone are compared at fewer states.
+        has_many = any(each.coloured and each.origin != "given" for each in self._taken.values())
+        is_turn = calls <= _FIRST or (has_many and self._has_changed())
+        self._left = arguments if has_many else None
+        if is_turn or not calls % _EVERY:
             self._left = None
             self._confirm(arguments, 0 if is_turn else 1)
-        else:
-            self._left = arguments
 
-    def _has_changed(self, arguments: Arguments) -> bool:
-        """Return whether the Jacobian is another one than at the last comparison."""
-        taken, before = self._taken.get(0), self._compared.get(0)
-        if taken is None or taken.arguments is not arguments or before is None:
-            return False
-        return bool((np.abs(taken.values - before) > _OTHER * np.abs(before)).any())
+    def _has_changed(self) -> bool:
+        """Return whether the Jacobian is another one than at the last comparison, if any was."""
+        if self._compared is None or 0 not in self._taken:
+            return True
+        before, limit = self._compared
+        return bool((np.abs(self._taken[0].values - before) > limit).any())
 
     def _confirm(self, arguments: Arguments, some: int) -> None:
         """Compare derivatives along a direction of all numbers, or of `some`."""
@@ -481,7 +498,9 @@ class Differences:
         count = self._counts[places] = self._counts.get(places, 0) + 1
         steps: list[Vector] = []
         moved, base = arguments, taken[0].base
-        self._compared = {each.where: each.values for each in taken}
+        if 0 in self._taken and any(each.coloured for each in taken):
+            jacobian = self._taken[0]
+            self._compared = jacobian.values, _OTHER * jacobian.shares
         expected = np.zeros(len(base))
         for each in taken:
             x = each.x
@@ -578,7 +597,7 @@ class Differences:
         A complex number of NumPy is compared by its real part, one of Python not at all.
         """
         known = True if self._how == "complex" else self._is_complex.get(where)
-        seeds: NDArray[Any] = np.ones(1) if coloured is None else coloured.seeds
+        seeds: NDArray[Any] = _ONE if coloured is None else coloured.seeds
         if self._how == "forward" or known is False or not len(seeds):
             return None
         found = np.empty((len(seeds), len(arguments[0])))
@@ -587,7 +606,7 @@ class Differences:
                 if not known:
                     warnings.simplefilter("error")
                 for k, seed in enumerate(seeds):
-                    step = np.add(arguments[where], np.multiply(1j * _TINY, seed))
+                    step = arguments[where] + _STEP * seed
                     moved = np.asarray(self._function(*_with(arguments, where, step)))
                     found[k] = moved.imag
         except Exception:  # what the function raises is its own

@@ -18,6 +18,7 @@ from .adapt import End, March, march_until
 from .arguments import check_form, check_order, names_unknown
 from .at_once import Linear, solve_at_once
 from .derivatives import (
+    CLOSE,
     Arguments,
     Coloured,
     Derivative,
@@ -34,7 +35,7 @@ from .newton import NotSolved, Solver, Tolerance
 from .params import Params, read_array
 from .run import ROOM, Problem, Run, too_short
 from .schemes import BackwardDifferences, ResidualScheme, RungeKutta, Scheme, fresh
-from .slopes import scales
+from .slopes import scales, slopes
 
 How = Literal["complex", "forward", "jax"]
 Watch = Callable[[int], object] | None  # called after each step, with their number
@@ -366,7 +367,7 @@ class _Simulation:
             steps again.
         check : bool, default False
             Whether to compare the Jacobians with differences of the function, entry by entry, at
-            ``u0`` and behind each step.
+            ``u0`` and behind each step, and products of `vjp`, parameter by parameter.
         progress : bool, default False
             Whether to show a bar, by tqdm, once that takes longer than two seconds.
 
@@ -383,8 +384,8 @@ class _Simulation:
             If a step was not solved, or no step to `until` is short enough for its error: its
             attribute `run` has the states before. So has :class:`KeyboardInterrupt`.
         GradientError
-            If a pattern lacks an entry, as far as that is seen; with `check` also if a Jacobian
-            that a function returns is wrong.
+            If a pattern lacks an entry, as far as that is seen; with `check` also if a Jacobian or
+            a product that a function returns is wrong.
         MemoryLimitError
             If `memory_limit` is too low even for segments.
         """
@@ -634,6 +635,8 @@ class _Simulation:
                 if not source.renew(where):
                     raise
                 _check_jacobian(derivative(where), source.value, names)
+        if self._vjp is not None:
+            _check_vjp(source, arguments, base, size, names)
 
     def _matrices(self, batch: int) -> list[Coloured]:
         """Return the patterns of the function's Jacobians in states."""
@@ -729,6 +732,32 @@ def _check_jacobian(derivative: Derivative, value: Value, names: Names) -> None:
         f"the Jacobian of {names.pattern(derivative.where)} is wrong in row {row}{number}: "
         f"differences of {names.function} are others"
     )
+
+
+def _check_vjp(
+    source: Source, arguments: Arguments, base: Vector, size: Vector, names: Names
+) -> None:
+    """Compare what `vjp` returns with differences: number by number, or all of many at once."""
+    x, rng = arguments[-1], np.random.default_rng(0)
+    directions = np.diag(scales(x))
+    if len(x) > _MOST_PARAMS:
+        directions = directions.sum(0) * rng.choice([-1.0, 1.0], (1, len(x)))
+    above = rng.choice([-1.0, 1.0], len(base)) * rng.uniform(0.5, 1.0, len(base))
+    above /= np.where(size > 0, size, 1.0)
+    found = directions * source.in_params(arguments, above[:, None])[:, 0]
+    by_steps = slopes(
+        lambda params: source.value((*arguments[:-1], params)), x, directions, base, size
+    )
+    bound = (8 * by_steps.errors + CLOSE * np.abs(by_steps.values)) @ np.abs(above)
+    # At a kink either side is right.
+    bound += np.nan_to_num(by_steps.most - by_steps.least) @ np.abs(above)
+    bound += CLOSE * np.abs(found).sum(1)
+    is_apart = np.abs(found.sum(1) - by_steps.values @ above) > bound
+    if is_apart.any():
+        number = "params"
+        if len(x) <= _MOST_PARAMS:
+            number = names.number(len(arguments) - 1, int(np.argmax(is_apart)))
+        raise GradientError(f"vjp is wrong in {number}: differences of {names.function} are others")
 
 
 def _read_dt(steps: Any, dt: Any) -> tuple[NDArray[np.float64], bool]:

@@ -672,6 +672,25 @@ def test_newton_ends_when_all_unknowns_are_found() -> None:
     assert (np.abs(new - old + dt * slow[1] * new**2) <= rtol * new).all()
 
 
+def test_comparisons_are_few_once_a_simulation_is_known() -> None:
+    """Complex steps are compared at all states of a first run, if it is short, and at few later."""
+    calls = 0
+
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        nonlocal calls
+        calls += not any(map(np.iscomplexobj, (u, t, p)))
+        return np.sin(t) - p * u**2
+
+    sim, found = TimeSteps(rate, np.eye(2)), []
+    for _ in range(4):
+        run = sim.forward([0.5, 1.0], 0.3, steps=100, dt=0.01)
+        calls = 0
+        run.backward(grad_last=[1.0, 1.0])
+        found.append(calls)
+    assert found[0] >= 16
+    assert min(found[1:]) <= 6
+
+
 @pytest.mark.parametrize("how", [None, "forward"])
 def test_a_small_parameter_that_rounding_hides_is_refused(how: Any) -> None:
     sim = TimeSteps(lambda u, t, p: abs(p) - u, np.eye(1), derivatives=how)
@@ -726,6 +745,42 @@ def test_right_jacobians_pass_and_wrong_ones_do_not_on_all_scales(scale: float) 
             continue
         with pytest.raises(GradientError, match="pattern is wrong in row 2"):
             sim.forward(u0, **about)
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+@pytest.mark.parametrize(("count", "named"), [(3, r"params\['k'\]\[2\]"), (300, "params")])
+@pytest.mark.parametrize("samples", [None, 2])
+def test_right_products_pass_and_wrong_ones_do_not(
+    scale: float, count: int, named: str, samples: int | None
+) -> None:
+    rng = np.random.default_rng()
+    n = 9
+    beside = 10.0 ** rng.uniform(-5, 5, n) * scale  # each unknown has a scale of its own
+    weights, k = rng.standard_normal((n, count)), 10.0 ** rng.uniform(-5, 5, count)
+    k[1] = 0
+
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        return beside * (weights @ (p["k"] / 10.0**5)) ** 2 - p["d"] * abs(u)
+
+    def vjp(factor: float) -> Any:
+        def product(above: Any, u: Any, t: Any, p: Any) -> Any:
+            inner = above * beside * 2 * (weights @ (p["k"] / 10.0**5)) / 10.0**5
+            found = (inner @ weights) if samples is None else (inner @ weights).sum(0)
+            found[2] *= factor
+            return {"k": found, "d": -(above * abs(u)).sum()}
+
+        return product
+
+    u0 = beside * rng.uniform(0.1, 0.5, n if samples is None else (samples, n))
+    k[2] = 10.0**5  # so that its product matters among many
+    for factor in (1.0, 2.0):
+        sim = TimeSteps(rate, np.eye(n), vjp=vjp(factor))
+        about: dict[str, Any] = {"steps": 2, "dt": 1e-3, "atol": 1e-12 * scale, "check": True}
+        if factor == 1:
+            sim.forward(u0, {"k": k, "d": 0.3}, **about)
+            continue
+        with pytest.raises(GradientError, match=f"vjp is wrong in {named}: differences of rate"):
+            sim.forward(u0, {"k": k, "d": 0.3}, **about)
 
 
 @settings(max_examples=times(5), deadline=None)
