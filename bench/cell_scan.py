@@ -155,7 +155,7 @@ class _Step:
                 sign, one = stack.pop()
                 is_inside = one is each or uses[one] == 1
                 if is_inside and one.operation == "product":
-                    found.products.append(_Product(sign, *one.about, *one.arguments))
+                    found.products.append(_Product(sign, *one.details, *one.arguments))
                 elif is_inside and one.operation in ("add", "subtract"):
                     a, b = one.arguments
                     stack += [(-sign if one.operation == "subtract" else sign, b), (sign, a)]
@@ -284,7 +284,9 @@ class _Step:
     def after(self, states: tuple[Any, ...], own: list[Any]) -> tuple[Any, ...]:
         """Return the states after a step."""
         values = {**self.fixed, **dict(zip(self.keys, own, strict=True))}
-        values |= {each: states[each.about[0]] for each in self.order if each.operation == "state"}
+        values |= {
+            each: states[each.details[0]] for each in self.order if each.operation == "state"
+        }
         like = states[0]
         after = [self.jnp.asarray(self._value(each, values), like.dtype) for each in self.outputs]
         return tuple(self.jnp.broadcast_to(each, like.shape) for each in after)
@@ -293,11 +295,11 @@ class _Step:
         """Return the value of a node, computed now unless it is known."""
         if each not in values:
             if each.operation == "number":
-                return each.about[0]
+                return each.details[0]
             if each.operation == "scalar":
-                return self.params[each.about[0]]
+                return self.params[each.details[0]]
             if each.operation == "vector":
-                name, gate = each.about
+                name, gate = each.details
                 return self.blocks[name][gate]
             if each in self.sums:
                 values[each] = self._sum(each, self.phases[each], values)

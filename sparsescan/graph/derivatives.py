@@ -18,21 +18,29 @@ WithSlope: TypeAlias = "tuple[Node, Node | None]"
 def gradients(
     seeds: Sequence[tuple[Node, Node]], same: Mapping[Node, Node] | None = None
 ) -> dict[Node, Node]:
-    """Return the gradients in all nodes, from those in some; derivatives read what is the same."""
+    """Return the gradient in each node, by reverse mode.
+
+    Parameters
+    ----------
+    seeds : sequence of (Node, Node)
+        Results, and the gradients in them.
+    same : mapping of Node to Node, optional
+        For some nodes others with the same values, which derivatives read instead.
+    """
     grads: dict[Node, Node] = {}
     same = same or {}
 
     def add(to: Node, grad: Node) -> None:
         grads[to] = grads[to] + grad if to in grads else grad
 
-    for each, seed in seeds:
-        add(each, seed)
-    for each in reversed(topological([each for each, _ in seeds])):
-        if each not in grads or not each.arguments:
+    for vector, seed in seeds:
+        add(vector, seed)
+    for vector in reversed(topological([vector for vector, _ in seeds])):
+        if vector not in grads or not vector.arguments:
             continue
-        y, *arguments = (same.get(one, one) for one in (each, *each.arguments))
-        pulled = OPERATIONS[each.operation].pull(grads[each], y, *arguments)
-        for argument, grad in zip(each.arguments, pulled, strict=True):
+        y, *arguments = (same.get(node, node) for node in (vector, *vector.arguments))
+        pulled = OPERATIONS[vector.operation].pull(grads[vector], y, *arguments)
+        for argument, grad in zip(vector.arguments, pulled, strict=True):
             if grad is not None and value_of(argument) is None:
                 add(argument, grad)
     return grads
@@ -41,16 +49,21 @@ def gradients(
 def with_slopes(
     roots: Sequence[Node], rule: Callable[[Node, Sequence[WithSlope]], WithSlope | None]
 ) -> list[WithSlope]:
-    """Return some nodes and their slopes, by forward mode; a slope of None is 0.
+    """Return nodes and their slopes, by forward mode; a slope of None is 0.
 
-    ``rule(node, arguments)`` returns a leaf or a linear map and its slope, from its arguments and
-    their slopes; None for a number or an elementwise operation.
+    Parameters
+    ----------
+    roots : sequence of Node
+        The nodes.
+    rule : callable
+        ``rule(node, arguments)`` returns a leaf or a linear map and its slope, from its arguments
+        and their slopes; None for an elementwise operation.
     """
 
-    def either(each: Node, arguments: list[WithSlope]) -> WithSlope:
-        if each.operation == "number":
-            return each, None
-        return rule(each, arguments) or _elementwise(each.operation, arguments)
+    def either(vector: Node, arguments: list[WithSlope]) -> WithSlope:
+        if vector.operation == "number":
+            return vector, None
+        return rule(vector, arguments) or _elementwise(vector.operation, arguments)
 
     values = evaluate(roots, either)
     return [values[root] for root in roots]
@@ -68,7 +81,7 @@ def _elementwise(operation: str, pairs: Sequence[WithSlope]) -> WithSlope:
     whole: Node | None = None
     for k, slope in enumerate(slopes):
         if slope is not None:
-            # The derivative in an argument is a number a unit, so that its transpose is the same.
+            # An elementwise derivative is a diagonal matrix, which is its own transpose.
             part = OPERATIONS[operation].pull(slope, y, *values)[k]
             if part is not None:
                 whole = part if whole is None else whole + part
@@ -76,43 +89,44 @@ def _elementwise(operation: str, pairs: Sequence[WithSlope]) -> WithSlope:
 
 
 def quotients_of(roots: Sequence[Node], outputs: Sequence[Node]) -> dict[Node, Node]:
-    """Return quotients of states that the backward pass takes for their factors, instead of these.
+    """Return quotients that have the same values as factors of outputs, and take less to compute.
 
-    Of ``h = o·tanh(c)`` the state is kept and ``o`` is needed, so that ``tanh(c) = h/o``, and
-    anything where ``o`` is 0: each of its uses is multiplied by ``o``, since ``h`` is the only one
-    that reads it, and the derivative of ``o``, a sigmoid or an exponential, has the factor ``o``.
-    A root is left out: its derivative divides by it.
+    In ``h = o·tanh(c)`` a backward pass finds `h` kept and needs ``o``, so that it may compute
+    ``tanh(c)`` as ``h/o``. Where ``o`` is 0, any number does: only `h` reads ``tanh(c)``, so that
+    each use of it in a gradient is multiplied by ``o``. So is its use in the gradient of ``o``,
+    since the derivative of a sigmoid or an exponential has the factor ``o``. Square roots are left
+    out, since their derivative divides by them.
     """
-    uses = Counter(argument for each in topological(roots) for argument in each.arguments)
+    uses = Counter(argument for vector in topological(roots) for argument in vector.arguments)
     uses.update(roots)
     found: dict[Node, Node] = {}
-    for each in outputs:
-        if each.operation != "multiply":
+    for vector in outputs:
+        if vector.operation != "multiply":
             continue
-        for gate, factor in (each.arguments, each.arguments[::-1]):
+        for other, factor in (vector.arguments, vector.arguments[::-1]):
             is_alone = uses[factor] == 1 and factor.operation != "sqrt"
-            if is_heavy(factor) and is_alone and gate.operation in ("sigmoid", "exp"):
-                found[factor] = where(gate <= 0, 0, each / gate)
+            if is_heavy(factor) and is_alone and other.operation in ("sigmoid", "exp"):
+                found[factor] = where(other <= 0, 0, vector / other)
                 break
     return found
 
 
-def coefficients(each: Node, leaves: Collection[Node]) -> dict[Node, Node]:
+def coefficients(vector: Node, leaves: Collection[Node]) -> dict[Node, Node]:
     """Return the factor of each leaf in a node that is linear in them, such as a gradient."""
     found: dict[Node, Node] = {}
-    for leaf in topological([each], (), leaves.__contains__):
+    for leaf in topological([vector], (), leaves.__contains__):
         if leaf in leaves:
             rule = partial(_towards, leaf, leaves)
-            ((_, slope),) = with_slopes([each], rule)
+            ((_, slope),) = with_slopes([vector], rule)
             assert slope is not None
             found[leaf] = slope
     return found
 
 
 def _towards(
-    leaf: Node, leaves: Collection[Node], each: Node, _: Sequence[WithSlope]
+    leaf: Node, leaves: Collection[Node], vector: Node, _: Sequence[WithSlope]
 ) -> WithSlope | None:
     """Return a leaf and its slope, 1 or 0."""
-    if each in leaves or not each.arguments:
-        return each, number(1) if each is leaf else None
+    if vector in leaves or not vector.arguments:
+        return vector, number(1) if vector is leaf else None
     return None

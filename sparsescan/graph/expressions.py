@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 def topological(
     roots: Iterable[Node],
     known: Container[Node] = (),
-    is_leaf: Callable[[Node], object] = lambda each: False,
+    is_leaf: Callable[[Node], object] = lambda vector: False,
 ) -> list[Node]:
     """Return some nodes and all that they are computed from, each behind its arguments.
 
@@ -22,21 +22,21 @@ def topological(
     roots : iterable of Node
         The nodes.
     known : container of Node
-        Nodes that are left out, with what only they are computed from.
+        Nodes that are left out, with all that only they are computed from.
     is_leaf : callable
-        Whether a node with arguments is there without them.
+        ``is_leaf(node)`` says whether the arguments of a node are left out.
     """
     order: dict[Node, None] = {}
     stack = [(root, False) for root in reversed(list(roots))]
     while stack:
-        each, is_done = stack.pop()
-        if each in order or each in known:
+        vector, is_done = stack.pop()
+        if vector in order or vector in known:
             continue
-        if is_done or not each.arguments or is_leaf(each):
-            order[each] = None
+        if is_done or not vector.arguments or is_leaf(vector):
+            order[vector] = None
             continue
-        stack.append((each, True))
-        stack += [(argument, False) for argument in reversed(each.arguments)]
+        stack.append((vector, True))
+        stack += [(argument, False) for argument in reversed(vector.arguments)]
     return list(order)
 
 
@@ -45,27 +45,27 @@ def evaluate(
     rule: Callable[[Node, list[Value]], Value],
     known: Mapping[Node, Value] | None = None,
 ) -> dict[Node, Value]:
-    """Return the value of each node that some are computed from, and of these.
+    """Return a value for each root and for each node that it is computed from.
 
     Parameters
     ----------
     roots : iterable of Node
         The nodes.
     rule : callable
-        ``rule(node, values)`` is the value of a node, from those of its arguments.
+        ``rule(node, values)`` returns the value of a node, from the values of its arguments.
     known : mapping of Node, optional
-        Values that are known.
+        Values of nodes for which the rule is not called.
     """
     values = dict(known or {})
-    for each in topological(roots, values):
-        values[each] = rule(each, [values[argument] for argument in each.arguments])
+    for vector in topological(roots, values):
+        values[vector] = rule(vector, [values[argument] for argument in vector.arguments])
     return values
 
 
-def with_arguments(each: Node, arguments: Sequence[Node]) -> Node:
-    """Return the operation of other arguments, simplified."""
-    same = all(a is b for a, b in zip(arguments, each.arguments, strict=True))
-    return each if same else apply(each.operation, *arguments)
+def with_arguments(vector: Node, arguments: Sequence[Node]) -> Node:
+    """Return the same operation of other arguments, simplified."""
+    same = all(a is b for a, b in zip(arguments, vector.arguments, strict=True))
+    return vector if same else apply(vector.operation, *arguments)
 
 
 def replaced(roots: Sequence[Node], new: Mapping[Node, Node]) -> list[Node]:
@@ -75,11 +75,11 @@ def replaced(roots: Sequence[Node], new: Mapping[Node, Node]) -> list[Node]:
 
 
 def bare(roots: Sequence[Node]) -> list[Node]:
-    """Return expressions in which what is differentiated as something else is only its value."""
+    """Return expressions in which surrogates and stopped gradients are only their values."""
 
-    def rule(each: Node, arguments: list[Node]) -> Node:
-        is_value = each.operation in ("stop_gradient", "surrogate")
-        return arguments[0] if is_value else with_arguments(each, arguments)
+    def rule(vector: Node, arguments: list[Node]) -> Node:
+        is_value = vector.operation in ("stop_gradient", "surrogate")
+        return arguments[0] if is_value else with_arguments(vector, arguments)
 
     made = evaluate(roots, rule)
     return [made[root] for root in roots]

@@ -18,57 +18,60 @@ def least_kept(
     outputs: Sequence[Node],
     sources: Collection[Node],
 ) -> list[Node]:
-    """Return the fewest vectors to keep, from which a backward pass computes what it needs.
+    """Return the fewest vectors that a forward pass has to keep for a backward pass.
 
-    They are a least cut between sources and what the backward pass needs. Of all least cuts it is
-    the one that leaves fewest operations to that pass.
+    The backward pass computes all else that it needs from these vectors. They are a least cut
+    between the sources and what the backward pass needs: of all least cuts the one that leaves the
+    fewest operations to the backward pass.
 
     Parameters
     ----------
     forward : sequence of Node
-        All that the forward pass computes, each behind its arguments.
+        All that the forward pass computes, each node behind its arguments.
     needed_back : sequence of Node
         What the backward pass computes.
     outputs : sequence of Node
-        What is kept anyway.
+        Vectors that are kept in any case.
     sources : collection of Node
-        Leaves that the backward pass cannot read. It reads all others.
+        Leaves that the backward pass cannot read. It can read all other leaves.
     """
-    free = {each for each in forward if not each.arguments and each not in sources}
+    free = {vector for vector in forward if not vector.arguments and vector not in sources}
     free.update(outputs)
-    inside = [each for each in forward if each not in free]
+    inside = [vector for vector in forward if vector not in free]
     members = set(inside)
     needed = members.intersection(topological(needed_back, is_leaf=(members | free).__contains__))
-    users: dict[Node, list[Node]] = {each: [] for each in inside}
-    for each in inside:
-        for argument in each.arguments:
+    users: dict[Node, list[Node]] = {vector: [] for vector in inside}
+    for vector in inside:
+        for argument in vector.arguments:
             if argument in members:
-                users[argument].append(each)
-    cut = _least_cut(users, [each for each in inside if each in sources], needed)
-    return [each for each in inside if each in cut]
+                users[argument].append(vector)
+    cut = _least_cut(users, [vector for vector in inside if vector in sources], needed)
+    return [vector for vector in inside if vector in cut]
 
 
 def _least_cut(users: dict[Node, list[Node]], sources: list[Node], needed: set[Node]) -> set[Node]:
-    """Return the fewest nodes that all ways from some to others lead through, the last there are.
+    """Return the fewest nodes that all ways from sources to needed nodes lead through.
 
-    By flow: each node takes one unit, and is two places, before and behind it.
+    This is a maximum flow (Ford and Fulkerson, 1956). Each node is two places, before and behind
+    it, with a capacity of 1 between them. Of all least cuts it returns the last one on the ways.
     """
     begin: _Place = (None, 0)
     end: _Place = (None, 1)
+    # What can still flow from a place to another.
     room: dict[_Place, dict[_Place, float]] = {begin: {}, end: {}}
 
     def connect(a: _Place, b: _Place, capacity: float) -> None:
         room.setdefault(a, {})[b] = capacity
         room.setdefault(b, {}).setdefault(a, 0)
 
-    for each, readers in users.items():
-        connect((each, 0), (each, 1), 1)
+    for vector, readers in users.items():
+        connect((vector, 0), (vector, 1), 1)
         for user in readers:
-            connect((each, 1), (user, 0), math.inf)
-    for each in sources:
-        connect(begin, (each, 0), math.inf)
-    for each in needed:
-        connect((each, 1), end, math.inf)
+            connect((vector, 1), (user, 0), math.inf)
+    for vector in sources:
+        connect(begin, (vector, 0), math.inf)
+    for vector in needed:
+        connect((vector, 1), end, math.inf)
     while True:
         way: dict[_Place, _Place] = {begin: begin}
         queue = [begin]
@@ -84,11 +87,11 @@ def _least_cut(users: dict[Node, list[Node]], sources: list[Node], needed: set[N
             room[way[at]][at] -= 1
             room[at][way[at]] += 1
             at = way[at]
-    # From where the end can still be reached.
+    # The places from which the end can still be reached.
     reach, stack = {end}, [end]
     while stack:
         at = stack.pop()
         found = [place for place in room[at] if room[place][at] > 0 and place not in reach]
         reach.update(found)
         stack += found
-    return {each for each in users if (each, 1) in reach and (each, 0) not in reach}
+    return {vector for vector in users if (vector, 1) in reach and (vector, 0) not in reach}

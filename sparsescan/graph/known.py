@@ -1,8 +1,4 @@
-"""Vectors of a step that are known, for each unit, whatever input, state and parameters are.
-
-A gate that multiplies what has no weights at all has no effect, so that its slopes, and entries of
-a Jacobian, are always zero.
-"""
+"""What is known of vectors whatever their leaves are: units that never change, and bounds."""
 
 from __future__ import annotations
 
@@ -19,62 +15,62 @@ from .render.numpy import function_of
 
 
 class Known(NamedTuple):
-    """Knowledge of a vector.
+    """What is known of a vector.
 
     Attributes
     ----------
     where : ndarray of bool
-        Units that always have one value.
+        Which units always have the same value.
     value : ndarray of float64
-        That value, or anything.
+        The value of these units; anything for others.
     """
 
     where: NDArray[np.bool_]
     value: NDArray[np.float64]
 
 
-def is_zero(given: Known) -> NDArray[np.bool_]:
+def is_zero(known: Known) -> NDArray[np.bool_]:
     """Return which units of a vector are always zero."""
-    zero: NDArray[np.bool_] = given.where & (given.value == 0)
+    zero: NDArray[np.bool_] = known.where & (known.value == 0)
     return zero
 
 
 def known_of(roots: Iterable[Node], leaves: Mapping[Node, Known], size: int) -> dict[Node, Known]:
-    """Return what is known of some vectors, and of all that they are computed from.
+    """Return what is known of vectors and of all that they are computed from.
 
     Parameters
     ----------
     roots : iterable of Node
         The vectors.
     leaves : mapping of Node to Known
-        What is known of leaves; of others nothing is.
+        What is known of leaves; nothing is known of those that are not there.
     size : int
         How many units there are.
     """
 
-    def rule(each: Node, given: list[Known]) -> Known:
-        if each.operation in OPERATIONS:
-            return _result(each.operation, given)
-        value = value_of(each)
+    def rule(vector: Node, arguments: list[Known]) -> Known:
+        if vector.operation in OPERATIONS:
+            return _result(vector.operation, arguments)
+        value = value_of(vector)
         return Known(np.full(size, value is not None), np.full(size, value or 0.0))
 
     return evaluate(roots, rule, leaves)
 
 
-def _result(operation: str, given: Sequence[Known]) -> Known:
+def _result(operation: str, arguments: Sequence[Known]) -> Known:
     """Return what is known of the result of an operation."""
-    where = functools.reduce(np.logical_and, [each.where for each in given])
+    where = functools.reduce(np.logical_and, [known.where for known in arguments])
     with np.errstate(all="ignore"):
-        value = function_of(operation)(*(each.value for each in given))
+        value = function_of(operation)(*(known.value for known in arguments))
         value = np.broadcast_to(value, where.shape)
     if operation in ("multiply", "divide"):
-        # Zero times anything, but for infinities, which have no place in a pattern.
-        zero = is_zero(given[0])
+        # Zero times anything is zero: patterns hold for finite numbers.
+        zero = is_zero(arguments[0])
         if operation == "multiply":
-            zero = zero | is_zero(given[1])
+            zero = zero | is_zero(arguments[1])
         return Known(where | zero, np.where(zero, 0, value))
     if operation == "where":
-        condition, a, b = given
+        condition, a, b = arguments
         chosen = np.where(condition.value != 0, a.where, b.where)
         same = a.where & b.where & (a.value == b.value)
         return Known((condition.where & chosen) | same, np.where(same, a.value, value))
@@ -82,14 +78,16 @@ def _result(operation: str, given: Sequence[Known]) -> Known:
 
 
 def intervals(roots: Iterable[Node]) -> dict[Node, Interval]:
-    """Return between which bounds nodes are, whatever leaves are, NaN apart."""
+    """Return an interval that holds each node, and all that it is computed from, NaN apart."""
     return evaluate(roots, _interval)
 
 
-def _interval(each: Node, given: list[Interval]) -> Interval:
-    value = value_of(each)
+def _interval(vector: Node, intervals: list[Interval]) -> Interval:
+    value = value_of(vector)
     if value is not None:
         return value, value
-    if each.operation == "multiply" and each.arguments[0] is each.arguments[1]:
-        return 0.0, max(abs(bound) for bound in given[0]) ** 2
-    return OPERATIONS[each.operation].bounds(*given) if each.operation in OPERATIONS else ANY
+    if vector.operation == "multiply" and vector.arguments[0] is vector.arguments[1]:
+        return 0.0, max(abs(bound) for bound in intervals[0]) ** 2
+    return (
+        OPERATIONS[vector.operation].bounds(*intervals) if vector.operation in OPERATIONS else ANY
+    )

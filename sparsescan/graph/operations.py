@@ -19,23 +19,24 @@ from .tracing import is_tracing, refuse
 
 
 class Node:
-    """A vector of one number a unit: an operation and its arguments.
+    """A vector of one number a unit, as an operation of other vectors.
 
     Attributes
     ----------
     operation : str
         A name of `OPERATIONS`, ``number``, or what a front end calls its leaves and linear maps.
     arguments : tuple of Node
-        What the operation is of.
-    about : tuple
-        What else tells it from others, such as the number, or the name of a parameter.
+        The vectors that the operation reads.
+    details : tuple
+        What else identifies the node: the value of a number, or the name that a front end gives a
+        leaf or the matrix of a linear map.
     """
 
-    __slots__ = ("__weakref__", "about", "arguments", "operation")
+    __slots__ = ("__weakref__", "arguments", "details", "operation")
 
     operation: str
     arguments: tuple[Node, ...]
-    about: tuple[Any, ...]
+    details: tuple[Any, ...]
 
     def __add__(self, other: Any) -> Node:
         return apply("add", self, other)
@@ -92,18 +93,18 @@ class Node:
 
     __hash__ = object.__hash__
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **about: Any) -> Node:
-        """Let a number of NumPy stand before an operator; refuse all other calls."""
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Node:
+        """Compute what an operator with a number of NumPy before it means; refuse other calls."""
         if ufunc.__name__ == "matmul":
             refuse("@", "matrix")
         if method == "reduce":
             refuse(f"numpy.{ufunc.__name__}.reduce, which is over units", "sums")
         compute = getattr(operator, _OPERATORS.get(ufunc.__name__, ""), None)
-        others = [each for each in given if not isinstance(each, Node)]
-        if compute is None or method != "__call__" or about or any(map(_axes, others)):
+        has_axes = any(getattr(x, "ndim", 0) for x in inputs if not isinstance(x, Node))
+        if compute is None or method != "__call__" or options or has_axes:
             refuse("a call of NumPy", "functions")
-        made: Node = compute(*(each if isinstance(each, Node) else float(each) for each in given))
-        return made
+        result: Node = compute(*(x if isinstance(x, Node) else float(x) for x in inputs))
+        return result
 
     def __array_function__(self, function: Any, *_: Any, **__: Any) -> NoReturn:
         _refuse_function(function, "a call of NumPy")
@@ -117,7 +118,7 @@ class Node:
             refuse("@ of two vectors, which is a sum over units", "sums")
         if not callable(other):
             refuse("@", "matrix")
-        return NotImplemented  # a matrix, which says how it is called
+        return NotImplemented  # the matrix's own method says how to call it
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -127,21 +128,22 @@ class Node:
         refuse(f"the attribute {name!r}", "functions", name)
 
     def __reduce__(self) -> Any:
-        return _again, (self.operation, self.arguments, self.about)
+        return _unpickled, (self.operation, self.arguments, self.details)
 
     def __repr__(self) -> str:
         return self._text(_DEPTH)
 
     def _text(self, depth: int) -> str:
-        """Return an expression, without what is nested deeper than so."""
-        inner = [repr(each) for each in self.about]
-        inner += [each._text(depth - 1) if depth else "…" for each in self.arguments]
+        """Return the expression; what is nested deeper than `depth` is left out."""
+        inner = [*map(repr, self.details)]
+        inner += [vector._text(depth - 1) if depth else "…" for vector in self.arguments]
         return f"{self.operation}({', '.join(inner)})"
 
 
-# How deep expressions are shown: of one that is read twice, twice as much is in each level.
+# How deep expressions are shown. The text of a vector that is read twice is there twice, so that
+# texts may double with each level.
 _DEPTH = 8
-# Operators of NumPy that a number of its own before one of them calls.
+# The functions that NumPy calls for an operator with one of its numbers on the left.
 _OPERATORS = {
     "add": "add",
     "subtract": "sub",
@@ -152,13 +154,13 @@ _OPERATORS = {
     "greater": "gt",
     "greater_equal": "ge",
 }
-# What is over all units in NumPy and PyTorch.
+# Names of functions of NumPy and PyTorch that reduce all units to one number.
 _REDUCTIONS = {
     *("all", "any", "argmax", "argmin", "cumprod", "cumsum", "dot", "layer_norm", "logsumexp"),
     *("max", "mean", "median", "min", "norm", "prod", "softmax", "std", "sum", "var"),
 }
-# Methods that symbols do not have, what calls them, and what to write instead: a text, or the
-# name of one in a :class:`Front`.
+# For each method that symbols refuse: what in a traced function calls it, and what to write
+# instead, as a text or as the name of a text of :class:`Front`.
 _REFUSED = {
     "bool": ("a branch on a number that only a step has", "where(condition, a, b)"),
     "iter": ("a loop over units", "elementwise"),
@@ -197,66 +199,62 @@ def _refusing(what: str, instead: str) -> Callable[..., NoReturn]:
     return lambda *_, **__: refuse(what, instead)
 
 
-for names, about in _REFUSED.items():
+for names, texts in _REFUSED.items():
     for name in names.split():
-        setattr(Node, f"__{name}__", _refusing(*about))
-
-
-def _axes(given: Any) -> int:
-    return getattr(given, "ndim", 0)
+        setattr(Node, f"__{name}__", _refusing(*texts))
 
 
 _interned: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
 _lock = new_lock()
 
 
-def node(operation: str, *arguments: Node, about: tuple[Any, ...] = ()) -> Node:
-    """Return the one node of an operation and its arguments, which are not simplified."""
-    key = operation, arguments, about
+def node(operation: str, *arguments: Node, details: tuple[Any, ...] = ()) -> Node:
+    """Return the one node with this operation, these arguments and details, not simplified."""
+    key = operation, arguments, details
     with _lock:
-        made = _interned.get(key)
-        if made is None:
-            made = object.__new__(Node)
-            made.operation, made.arguments, made.about = operation, arguments, about
-            _interned[key] = made
-        return made
+        found = _interned.get(key)
+        if found is None:
+            found = object.__new__(Node)
+            found.operation, found.arguments, found.details = key
+            _interned[key] = found
+        return found
 
 
-def _again(operation: str, arguments: tuple[Node, ...], about: tuple[Any, ...]) -> Node:
-    return node(operation, *arguments, about=about)
+def _unpickled(operation: str, arguments: tuple[Node, ...], details: tuple[Any, ...]) -> Node:
+    return node(operation, *arguments, details=details)
 
 
 def number(value: float) -> Node:
-    """Return a number."""
+    """Return the node of a number; 0.0 and -0.0 are two."""
     value = float(value)
-    return node("number", about=(value, math.copysign(1.0, value)))
+    return node("number", details=(value, math.copysign(1.0, value)))
 
 
-def value_of(given: Node) -> float | None:
-    """Return the number that a node is, or None."""
-    return given.about[0] if given.operation == "number" else None
+def value_of(vector: Node) -> float | None:
+    """Return the value of a number; None for other nodes."""
+    return vector.details[0] if vector.operation == "number" else None
 
 
-def as_node(given: Any) -> Node:
-    """Return a node, or a number as one."""
-    if isinstance(given, Node):
-        return given
+def as_node(value: Any) -> Node:
+    """Return a node as it is, and a number as a node."""
+    if isinstance(value, Node):
+        return value
     try:
-        return number(given)
+        return number(value)
     except Exception:
-        refuse(f"{short(given)} among vectors", "vectors and numbers")
+        refuse(f"{short(value)} among vectors", "vectors and numbers")
 
 
-def apply(operation: str, *given: Any) -> Node:
-    """Return the node of an operation, simplified."""
-    arguments = tuple(map(as_node, given))
-    values = [value_of(each) for each in arguments]
+def apply(operation: str, *vectors: Any) -> Node:
+    """Return an operation of vectors and numbers, simplified."""
+    arguments = tuple(map(as_node, vectors))
+    values = [*map(value_of, arguments)]
     fold = OPERATIONS[operation].fold
     if fold is not None and None not in values:
         try:
             return number(fold(*values))
         except (ArithmeticError, ValueError):
-            pass  # such as 1 / 0, which kernels do as IEEE 754 says
+            pass  # kernels compute 1 / 0, for example, as IEEE 754 says
     simpler = _simpler(operation, arguments, values)
     return node(operation, *arguments) if simpler is None else simpler
 
@@ -264,7 +262,7 @@ def apply(operation: str, *given: Any) -> Node:
 def _simpler(
     operation: str, arguments: tuple[Node, ...], values: list[float | None]
 ) -> Node | None:
-    """Return what is the same and takes less, also where a number is infinite or NaN, or None."""
+    """Return a simpler node with the same values, also of infinities and NaN; else None."""
     if operation == "negative":
         (a,) = arguments
         return a.arguments[0] if a.operation == "negative" else None
@@ -309,20 +307,20 @@ def _simpler(
 def _power(base: Node, exponent: Any) -> Node:
     """Return a power whose exponent is a small integer, or a half."""
     try:
-        given = float(exponent) if not isinstance(exponent, Node) else math.nan
+        power = float(exponent) if not isinstance(exponent, Node) else math.nan
     except Exception:
-        given = math.nan
-    if given == 0.5:
+        power = math.nan
+    if power == 0.5:
         return apply("sqrt", base)
-    if not given.is_integer() or abs(given) > 16:
+    if not power.is_integer() or abs(power) > 16:
         refuse(f"the exponent {short(exponent)}", "exp(exponent * log(base))")
-    result, square, left = number(1), base, int(abs(given))
+    result, square, left = number(1), base, int(abs(power))
     while left:
         if left & 1:
             result = result * square
         left >>= 1
         square = square * square if left else square
-    return result if given >= 0 else 1 / result
+    return result if power >= 0 else 1 / result
 
 
 # -- The table ------------------------------------------------------------------------------------
@@ -344,7 +342,7 @@ def _within(low: float, high: float) -> _Bounds:
 
 def _rising(function: Callable[..., float]) -> _Bounds:
     """Return the bounds of a function that rises with all of its arguments."""
-    return lambda *given: (function(*(a[0] for a in given)), function(*(a[1] for a in given)))
+    return lambda *ends: (function(*(a[0] for a in ends)), function(*(a[1] for a in ends)))
 
 
 def _difference(a: Interval, b: Interval) -> Interval:
@@ -370,19 +368,21 @@ class Operation(NamedTuple):
     Attributes
     ----------
     numpy, cpu, cuda : str
-        Its text for each target, with ``{0}``, ``{1}``, … for the arguments; "" if the target has
-        no such function.
+        Its text for each target, with ``{0}``, ``{1}``, … for the arguments; "" if a CPU or CUDA
+        has no such function.
     pull : callable
-        ``pull(g, y, *arguments)`` is the gradient in each argument, from that in the result `y`;
-        None for an argument that has none.
+        ``pull(g, y, *arguments)`` returns the gradient in each argument, from the gradient `g` in
+        the result `y`; None for an argument that has no gradient.
     fold : callable or None
-        What it is of numbers.
+        ``fold(*numbers)`` computes the operation of numbers.
     bounds : callable
-        Between which numbers it is, NaN apart, from the bounds of the arguments.
+        ``bounds(*intervals)`` returns an interval of the result, NaN apart, from intervals of the
+        arguments.
     is_heavy : bool
-        Whether it takes as long as some twenty others, so that it is worth a loop of its own.
+        Whether the operation takes as long as some twenty others, so that it is worth a loop of its
+        own.
     formula : callable or None
-        It by other operations, ``formula(*arguments)``, for targets without a text.
+        ``formula(*arguments)`` writes the operation by others, for targets without a text.
     """
 
     numpy: str
@@ -396,15 +396,15 @@ class Operation(NamedTuple):
 
 
 def _everywhere(
-    text: str, pull: _Pull, fold: _Fold = None, bounds: _Bounds = _anywhere, **given: Any
+    text: str, pull: _Pull, fold: _Fold = None, bounds: _Bounds = _anywhere, **others: Any
 ) -> Operation:
     """Return an operation with one text for all targets, unless another text is given."""
     texts = {"numpy": text, "cpu": text, "cuda": text}
-    return Operation(pull=pull, fold=fold, bounds=bounds, **texts | given)
+    return Operation(pull=pull, fold=fold, bounds=bounds, **texts | others)
 
 
-def _infix(symbol: str, *given: Any) -> Operation:
-    return _everywhere(f"({{0}} {symbol} {{1}})", *given)
+def _infix(symbol: str, *others: Any) -> Operation:
+    return _everywhere(f"({{0}} {symbol} {{1}})", *others)
 
 
 def _function(name: str, pull: _Pull, bounds: _Bounds, fold: _Fold = None) -> Operation:
@@ -539,12 +539,12 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def formula_of(each: Node, target: str) -> Callable[..., Node] | None:
-    """Return what an operation is by others, if a target has no text for it."""
-    operation = OPERATIONS.get(each.operation)
+def formula_of(vector: Node, target: str) -> Callable[..., Node] | None:
+    """Return the formula of an operation, if a target has no text for it."""
+    operation = OPERATIONS.get(vector.operation)
     return None if operation is None or getattr(operation, target) else operation.formula
 
 
-def is_heavy(each: Node) -> bool:
+def is_heavy(vector: Node) -> bool:
     """Return whether a node is an operation that takes long."""
-    return each.operation in OPERATIONS and OPERATIONS[each.operation].is_heavy
+    return vector.operation in OPERATIONS and OPERATIONS[vector.operation].is_heavy

@@ -88,11 +88,11 @@ def _passes(program: CellProgram, state: int, root: Node, *, is_nan: bool) -> bo
 
     def rule(each: Node, given: list[bool]) -> bool:
         if each.operation == "state":
-            return bool(each.about[0] == state)
+            return bool(each.details[0] == state)
         if each.operation == "slot":
             return any(
-                term.argument.operation == "state" and term.argument.about[0] == state
-                for term in program.slots[each.about[0]].terms
+                term.argument.operation == "state" and term.argument.details[0] == state
+                for term in program.slots[each.details[0]].terms
             )
         if each.operation in ("add", "subtract", "multiply", "negative"):
             return any(given)

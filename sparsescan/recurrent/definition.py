@@ -129,7 +129,7 @@ class _Declared(Parameter):
 
     def block(self, which: int) -> Any:
         """Return what stands for one block."""
-        return node("vector", about=(self.name, which))
+        return node("vector", details=(self.name, which))
 
     @property
     def name(self) -> str:
@@ -209,7 +209,7 @@ class Input(_Matrix):
                 f"a product of {self.name}, an Input, with another vector than the input x",
                 "a Hidden for it: Hidden(…) multiplies any vector of units",
             )
-        return node("product", INPUT, about=(self.name, block, False))
+        return node("product", INPUT, details=(self.name, block, False))
 
 
 class Hidden(_Matrix):
@@ -234,7 +234,7 @@ class Hidden(_Matrix):
         """Return a product with a vector of units."""
         if not isinstance(vector, Node):
             refuse(f"a product of {self.name} with {short(vector)}", "a vector of units")
-        return node("product", vector, about=(self.name, block, is_transposed))
+        return node("product", vector, details=(self.name, block, is_transposed))
 
 
 class Vector(_Declared):
@@ -291,7 +291,7 @@ class Scalar(_Declared):
 
     def block(self, which: int) -> Any:
         """Return what stands for the number."""
-        return node("scalar", about=(self.name, 0))
+        return node("scalar", details=(self.name, 0))
 
 
 class _Option:
@@ -627,7 +627,7 @@ def trace(cls: Any, options: Mapping[str, Any], bias: bool = True) -> CellProgra
     _check_names(cls)
     step, traced = cls.step, _Traced(cls, options, bias)
     count = _count_states(cls, traced)
-    states = [node("state", about=(k,)) for k in range(count)]
+    states = [node("state", details=(k,)) for k in range(count)]
     with tracing(_FRONT):
         returned, names = _with_names(step, traced, INPUT, *states)
     outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
@@ -668,7 +668,7 @@ def check_uses(cls: Any) -> None:
 def _unused(cls: Any, program: CellProgram) -> list[str]:
     """Return what a class declares and a program does not use."""
     uses = {
-        each.about if each.operation == "product" else (*each.about, False)
+        each.details if each.operation == "product" else (*each.details, False)
         for each in topological(program.traced)
         if each.operation in ("product", "scalar", "vector")
     }

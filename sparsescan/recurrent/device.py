@@ -151,9 +151,9 @@ class DeviceDirection:
             added += [self._block(places, name, gate) for name, gate in slot.vectors]
             biases.append([each for each in added if each is not None])
         rows = [
-            self._block(places, *row.about)
+            self._block(places, *row.details)
             if row.operation == "vector"
-            else np.broadcast_to(places[row.about[0]], units)
+            else np.broadcast_to(places[row.details[0]], units)
             for row in cell.program.rows[: code.leaves]
         ]
         about = code, self.layout, stacked, nothing, self.dtype
@@ -226,7 +226,7 @@ class DeviceDirection:
         if argument.operation == "input":
             return "input", 0
         if argument.operation == "state":
-            return "state", self.code.states.index(argument.about[0])
+            return "state", self.code.states.index(argument.details[0])
         return "argument", self.code.arguments.index(self.cell.program.arguments.index(argument))
 
     def _find_parts(self) -> dict[str, list[list[_Part]]]:
@@ -259,7 +259,7 @@ class DeviceDirection:
             for name, gate in slot.vectors:
                 parts[name][gate].append(_Part(*of_sums, False))
         for r, row in enumerate(program.rows[: code.leaves]):
-            name, gate = row.about
+            name, gate = row.details
             parts[name][gate].append(_Part(len(self.jobs) + 2, r, False))
         return parts
 

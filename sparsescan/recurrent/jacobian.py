@@ -93,7 +93,7 @@ class Equations(Structure):
         rows = []
         for row in self.program.rows:
             if row.operation != "derived":
-                name, gate = row.about
+                name, gate = row.details
                 array = params[name].astype(dtype, copy=False)
                 rows.append(array if row.operation == "scalar" else self.block(name, gate, array))
         if self.program.derived:
@@ -178,7 +178,7 @@ class Equations(Structure):
             returned = [program.arguments[b] for b in self.linear.stages[stage].arguments]
             return [self.pull(xp, weights, out, argument) for argument in returned]
 
-        states = [node("state", about=(k,)) for k in range(program.states)]
+        states = [node("state", details=(k,)) for k in range(program.states)]
         read = [rows[:, self.places[each]] if each in self.places else None for each in states]
         given = [each if each is None else each[:, self.own] for each in read]
         x = self._own_input(rows[:, self.places[INPUT]]) if INPUT in self.places else None
@@ -246,9 +246,9 @@ class Equations(Structure):
                 rows[k] = rows[k] + total
         for row, total in zip(program.rows, rows, strict=True):
             if row.operation == "scalar":
-                grads[row.about[0]][...] += total.sum()
+                grads[row.details[0]][...] += total.sum()
             elif row.operation == "vector":
-                name, gate = row.about
+                name, gate = row.details
                 self.block(name, gate, grads[name])[...] += total
         return {name: masked(xp, grad, self.masks.get(name)) for name, grad in grads.items()}
 

@@ -101,7 +101,7 @@ def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
         is_same = kinds.isdisjoint(("input", "state", "slot"))
         if is_same or (is_there and given.operation in ("input", "state")):
             return given
-        return slopes.setdefault(given, node("slope", about=(len(slopes),)))
+        return slopes.setdefault(given, node("slope", details=(len(slopes),)))
 
     written = {each: each for each in leaves}
 
@@ -135,7 +135,7 @@ def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
     def numbers(grad: Node | None) -> dict[Node, int]:
         found = {} if grad is None else coefficients(grad, leaves)
         return {
-            leaf: int(given.about[0])
+            leaf: int(given.details[0])
             if given.operation == "slope"
             else len(slopes) + columns.setdefault(given, len(columns))
             for leaf, given in found.items()
@@ -160,8 +160,8 @@ def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
 
 def _gradients(program: CellProgram) -> list[Node]:
     """Return the gradients that come from behind."""
-    leaves = [node("gradient", about=(k,)) for k in range(program.states)]
-    return leaves + [node("back", about=(k,)) for k in range(len(program.arguments))]
+    leaves = [node("gradient", details=(k,)) for k in range(program.states)]
+    return leaves + [node("back", details=(k,)) for k in range(len(program.arguments))]
 
 
 def _without_quotients(program: CellProgram, zeros: Collection[int]) -> list[Node | None]:
@@ -175,7 +175,7 @@ def _without_quotients(program: CellProgram, zeros: Collection[int]) -> list[Nod
     given = [each for each in roots if each is not None]
     # What the forward pass computes stays as it is.
     plain = {each: each for each in forward}
-    plain |= {node("back", about=(b,)): number(0) for b in zeros}
+    plain |= {node("back", details=(b,)): number(0) for b in zeros}
     for each in topological(given):
         if each.operation == "where" and each.arguments[2].operation == "divide":
             whole, gate = each.arguments[2].arguments
@@ -221,7 +221,7 @@ def _stages(program: CellProgram, slot_grads: Sequence[Node | None]) -> tuple[Ba
     stages = [slot.stage for slot in program.slots]
     reads = [
         {
-            each.about[0]
+            each.details[0]
             for each in topological([] if grad is None else [grad])
             if each.operation == "back"
         }
@@ -286,7 +286,7 @@ class Factors(NamedTuple):
 
 def factors(program: CellProgram, linear: LinearProgram) -> list[Factors]:
     """Return the factors of a Jacobian, those that meet a gradient first before others."""
-    states = [node("state", about=(k,)) for k in range(program.states)]
+    states = [node("state", details=(k,)) for k in range(program.states)]
     given = _gradients(program)[: program.states]
     found = []
     for n, stage in enumerate(linear.stages):
@@ -333,4 +333,4 @@ def _to(program: CellProgram, term: Term) -> Node:
     """Return the gradient in what a product multiplies."""
     if term.argument.operation == "state":
         return term.argument
-    return node("back", about=(program.arguments.index(term.argument),))
+    return node("back", details=(program.arguments.index(term.argument),))

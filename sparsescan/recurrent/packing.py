@@ -276,7 +276,7 @@ class Direction:
             if argument is INPUT:
                 stage, source = 0, 0
             elif argument.operation == "state":
-                stage, source = 0, 1 + argument.about[0]
+                stage, source = 0, 1 + argument.details[0]
             else:
                 stage = 1 + program.stage_of(argument)
                 source = -1 - program.arguments.index(argument)
@@ -396,7 +396,7 @@ class Direction:
     def _back_stage(self, each: Product) -> int:
         """Return before which stage's backward part a product is returned; -1 and -2 after all."""
         if each.source < 0:
-            return self.program.back_stage_of(node("back", about=(-1 - each.source,)))
+            return self.program.back_stage_of(node("back", details=(-1 - each.source,)))
         return -1 if each.source else -2
 
     def _row_back(self, each: Product) -> int:
@@ -453,7 +453,7 @@ class Direction:
         for r, row in enumerate(self.program.rows):
             if row.operation == "derived":
                 continue
-            name, gate = row.about
+            name, gate = row.details
             if row.operation == "scalar":
                 own = np.full(self.units, self._offsets[name])
             else:
@@ -558,7 +558,7 @@ class Direction:
             found[name].append(("rows", 0, order))
         for r, row in enumerate(self.program.rows):
             if row.operation != "derived":
-                name, gate = row.about
+                name, gate = row.details
                 order = np.full(math.prod(self.cell.shapes[name]), -1)
                 if row.operation == "vector":
                     units = np.arange(self.units)
@@ -617,12 +617,12 @@ class Direction:
         for r, row in enumerate(self.program.rows):
             own = units + r * self.units + np.arange(self.units)
             if row.operation == "vector":
-                name, gate = row.about
+                name, gate = row.details
                 order = np.full(math.prod(self.cell.shapes[name]), -1)
                 order[gate * self.units : (gate + 1) * self.units] = own
                 found[name].append(order)
             elif row.operation == "scalar":
-                found[row.about[0]] += list(own[:, None])
+                found[row.details[0]] += list(own[:, None])
         return {
             name: np.stack(orders, 1) if orders else np.zeros((math.prod(shape), 0), np.int64)
             for (name, orders), shape in zip(found.items(), self.cell.shapes.values(), strict=True)

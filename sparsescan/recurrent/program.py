@@ -152,7 +152,7 @@ class CellProgram:
     def multiplied(self) -> list[int]:
         """The states that matrices multiply."""
         arguments = [term.argument for slot in self.slots for term in slot.terms]
-        return sorted({each.about[0] for each in arguments if each.operation == "state"})
+        return sorted({each.details[0] for each in arguments if each.operation == "state"})
 
     def stage_of(self, each: Node) -> int:
         """Return the stage after whose sums a forward node can be computed."""
@@ -168,7 +168,7 @@ class CellProgram:
             if one.operation != "back":
                 return min([self.stages - 1, *later])
             # It is there when all sums that read the argument have their gradients.
-            read = self.arguments[one.about[0]]
+            read = self.arguments[one.details[0]]
             return -1 + min(
                 slot.stage for slot in self.slots for term in slot.terms if term.argument is read
             )
@@ -181,7 +181,7 @@ class CellProgram:
 
 def _stage_of(each: Node, slots: Sequence[Slot]) -> int:
     def rule(one: Node, before: list[int]) -> int:
-        return max([slots[one.about[0]].stage if one.operation == "slot" else 0, *before])
+        return max([slots[one.details[0]].stage if one.operation == "slot" else 0, *before])
 
     return evaluate([each], rule)[each]
 
@@ -212,11 +212,11 @@ def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> Ce
             if term.argument.operation not in ("input", "state")
         )
     )
-    seeds = [(each, node("gradient", about=(k,))) for k, each in enumerate(step.outputs)]
-    backs = {each: node("back", about=(k,)) for k, each in enumerate(arguments)}
+    seeds = [(each, node("gradient", details=(k,))) for k, each in enumerate(step.outputs)]
+    backs = {each: node("back", details=(k,)) for k, each in enumerate(arguments)}
     quotients = quotients_of([*step.outputs, *arguments], step.outputs)
-    slots = [node("slot", about=(k,)) for k in range(len(step.slots))]
-    states = [node("state", about=(k,)) for k in range(len(outputs))]
+    slots = [node("slot", details=(k,)) for k in range(len(step.slots))]
+    states = [node("state", details=(k,)) for k in range(len(outputs))]
     while True:
         adjoints = gradients([*seeds, *backs.items()], quotients)
         # What is only multiplied for a condition, for example, has no gradient.
@@ -308,7 +308,7 @@ def _with_slots(outputs: Sequence[Node], names: Mapping[Node, str]) -> _Step:
             read = [term.argument for term in sums.terms]
             later = [a for a in read if a.operation not in ("input", "state")]
             stage = max([1 + _stage_of(argument, slots) for argument in later], default=0)
-            made[each] = node("slot", about=(len(slots),))
+            made[each] = node("slot", details=(len(slots),))
             slots.append(Slot(sums.terms, sums.vectors, stage))
             for other in sums.rest:
                 made[each] = made[each] + other
@@ -317,14 +317,14 @@ def _with_slots(outputs: Sequence[Node], names: Mapping[Node, str]) -> _Step:
     for each in order:
         if each.operation == "product":
             (argument,) = each.arguments
-            open_sums[each] = _Sum((Term._make((*each.about, close(argument))),), (), ())
+            open_sums[each] = _Sum((Term._make((*each.details, close(argument))),), (), ())
         elif each.operation == "add" and any(a in open_sums for a in each.arguments):
             parts = []
             for argument in each.arguments:
                 if argument in open_sums:
                     parts.append(open_sums.pop(argument))
                 elif argument.operation == "vector":
-                    parts.append(_Sum((), (argument.about,), ()))
+                    parts.append(_Sum((), (argument.details,), ()))
                 else:
                     parts.append(_Sum((), (), (made[argument],)))
             a, b = parts
@@ -340,7 +340,9 @@ def _with_slots(outputs: Sequence[Node], names: Mapping[Node, str]) -> _Step:
 def _ordered(step: _Step) -> _Step:
     """Return a step whose slots are in the order in which they are stored."""
     order = _order(step.slots)
-    place = {node("slot", about=(old,)): node("slot", about=(k,)) for k, old in enumerate(order)}
+    place = {
+        node("slot", details=(old,)): node("slot", details=(k,)) for k, old in enumerate(order)
+    }
     step = step.changed(lambda roots: replaced(roots, place))
     return step._replace(slots=[step.slots[old] for old in order])
 
@@ -401,9 +403,9 @@ def _hoisted(roots: Sequence[Node]) -> tuple[dict[Node, Node], list[Node], list[
     tops = [each for each in order if each in alone and each in read and each.arguments]
     derived = []
     for k, each in enumerate(tops):
-        adjoints = gradients([(each, node("gradient", about=(len(rows) + k,)))])
+        adjoints = gradients([(each, node("gradient", details=(len(rows) + k,)))])
         places = [r for r, row in enumerate(rows) if row in adjoints]
         value, *grads = bare([each, *(adjoints[rows[r]] for r in places)])
         derived.append(Derived(value, tuple(zip(places, grads, strict=True))))
-    leaves = {each: node("derived", about=(k,)) for k, each in enumerate(tops)}
+    leaves = {each: node("derived", details=(k,)) for k, each in enumerate(tops)}
     return leaves, [*rows, *leaves.values()], derived

@@ -291,7 +291,7 @@ def program_text(cls: type, program: CellProgram) -> str:
     """
     text = _texts.get(program)
     if text is None:
-        read: dict[Node, int] = {node("state", about=(k,)): k for k in range(program.states)}
+        read: dict[Node, int] = {node("state", details=(k,)): k for k in range(program.states)}
         read |= {each: -1 - k for k, each in enumerate(program.arguments)}
         slots = [
             (
@@ -300,7 +300,7 @@ def program_text(cls: type, program: CellProgram) -> str:
             )
             for slot in program.slots
         ]
-        rows = [(row.operation, row.about) for row in program.rows]
+        rows = [(row.operation, row.details) for row in program.rows]
         parameters = [
             (name, type(each).__name__, each.blocks, getattr(each, "biased", ()))
             for name, each in declared(cls).items()

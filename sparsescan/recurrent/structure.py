@@ -110,7 +110,7 @@ class Structure:
         grads = [*self.linear.row_grads, self.linear.input_grad]
         given = [each for each in grads if each is not None]
         read.update(each for each in topological(given) if each.operation in ("input", "state"))
-        states = [node("state", about=(k,)) for k in range(program.states)]
+        states = [node("state", details=(k,)) for k in range(program.states)]
         widths: list[tuple[Node | None, int]] = [(a, self.units) for a in program.arguments]
         widths += [(INPUT, self.inputs), (None, 1), *((each, self.size) for each in states)]
         self.places: dict[Node, slice] = {}
@@ -126,7 +126,7 @@ class Structure:
         self.copied = [
             (at, None if each is INPUT else slice(k * self.size, (k + 1) * self.size))
             for each, at in self.places.items()
-            for k in (each.about[0] if each.operation == "state" else 0,)
+            for k in (each.details[0] if each.operation == "state" else 0,)
             if each is INPUT or each.operation == "state"
         ]
 
@@ -202,10 +202,10 @@ class Structure:
             for k in slots:
                 if not self.sums[k].biases:
                     zero = ~self._reads_something(self.program.slots[k], known)
-                    known[node("slot", about=(k,))] = Known(zero, np.zeros(self.units))
+                    known[node("slot", details=(k,))] = Known(zero, np.zeros(self.units))
             known = known_of(arguments, known, self.units)
         known = known_of(linear.slopes, known, self.units)
-        known |= {node("slope", about=(k,)): known[each] for k, each in enumerate(linear.slopes)}
+        known |= {node("slope", details=(k,)): known[each] for k, each in enumerate(linear.slopes)}
         known = known_of(linear.columns, known, self.units)
         return [is_zero(known[each]) for each in (*linear.slopes, *linear.columns)]
 

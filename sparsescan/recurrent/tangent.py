@@ -115,7 +115,7 @@ def _make(cell: type[Cell], program: CellProgram, bias: bool) -> Tangent:
         else:
             own[name] = _alike(each)
     reads_units = any(
-        INPUT in one.arguments and not (one.operation == "product" and one.about[0] in inputs)
+        INPUT in one.arguments and not (one.operation == "product" and one.details[0] in inputs)
         for one in topological(program.traced)
     ) or any(one is INPUT for one in program.traced)
     if reads_units:
@@ -170,12 +170,12 @@ class _Step:
 
         def rule(each: Node, arguments: Sequence[WithSlope]) -> WithSlope | None:
             if each.operation == "state":
-                (k,) = each.about
+                (k,) = each.details
                 return states[count + k], states[k]
             if each is INPUT:
                 return _product(_UNITS, 0, INPUT), _product(_UNITS, 1, INPUT)
             if each.operation in ("vector", "scalar"):
-                return self._parameter(each.operation, *each.about)
+                return self._parameter(each.operation, *each.details)
             return self._product(each, *arguments) if each.operation == "product" else None
 
         pairs = with_slopes(self._traced, rule)
@@ -184,12 +184,12 @@ class _Step:
 
     def _parameter(self, operation: str, name: str, gate: int) -> tuple[Node, Node]:
         names = name, self._prefix + name
-        value, slope = (node(operation, about=(own, gate)) for own in names)
+        value, slope = (node(operation, details=(own, gate)) for own in names)
         return value, slope
 
     def _product(self, each: Node, argument: WithSlope) -> WithSlope:
         """Return a product and its derivative, ``W v̇ + Ẇ v``."""
-        name, gate, is_transposed = each.about
+        name, gate, is_transposed = each.details
         parameter = self._parameters[name]
         slope: Node | None
         if isinstance(parameter, Input):
@@ -209,4 +209,4 @@ class _Step:
 
 
 def _product(name: str, gate: int, vector: Node, is_transposed: bool = False) -> Node:
-    return node("product", vector, about=(name, gate, is_transposed))
+    return node("product", vector, details=(name, gate, is_transposed))

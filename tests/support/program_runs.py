@@ -42,7 +42,7 @@ def evaluate(each: Node, known: Mapping[Node, Array], memo: dict[Node, Array]) -
         return known[each]
     if each not in memo:
         if each.operation == "number":
-            memo[each] = np.float64(each.about[0])
+            memo[each] = np.float64(each.details[0])
         elif each.operation not in FUNCTIONS:
             raise MissingError(f"{each} is not there")
         else:
@@ -114,13 +114,13 @@ class _Run:
         for k, each in enumerate(program.derived):
             row = program.rows[len(program.rows) - len(program.derived) + k]
             assert row.operation == "derived"
-            assert row.about == (k,)
+            assert row.details == (k,)
             value = evaluate(each.value, leaves, {})
             self.rows[row] = np.broadcast_to(value, shape[-1:])
         self.row_grads = [np.zeros(shape[-1]) for _ in program.rows]
 
     def _row(self, arrays: Mapping[str, Array], row: Node) -> Array:
-        name, gate = row.about
+        name, gate = row.details
         return arrays[name] if row.operation == "scalar" else self._block(arrays[name], gate)
 
     def _block(self, array: Array, gate: int) -> Array:
@@ -139,7 +139,7 @@ class _Run:
         known = dict(self.rows)
         for each in _leaves_of(self.program):
             if each.operation == "state":
-                known[each] = states[each.about[0]]
+                known[each] = states[each.details[0]]
             elif each.operation == "input" and self.program.uses_input:
                 known[each] = x
         return known
@@ -151,7 +151,7 @@ class _Run:
         if term.argument.operation == "input":
             return x
         assert term.argument.operation == "state", f"nothing computes {term.argument}"
-        return states[term.argument.about[0]]
+        return states[term.argument.details[0]]
 
     # -- Passes -----------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class _Run:
         """Return the states after a step, and what is kept of it."""
         program = self.program
         known = self._leaves(x, states)
-        slots = {each.about[0]: each for each in _leaves_of(program) if each.operation == "slot"}
+        slots = {each.details[0]: each for each in _leaves_of(program) if each.operation == "slot"}
         arguments: dict[Node, Array] = {}
         outputs: dict[Node, Array] = {}
         for stage in range(program.stages):
@@ -215,7 +215,7 @@ class _Run:
             (program.input_grad, "input", 0),
         )
         symbols = {
-            each: each.about[0]
+            each: each.details[0]
             for each in _backward_leaves(program)
             if each.operation in ("gradient", "back")
         }
@@ -256,7 +256,7 @@ class _Run:
                     elif term.argument.operation == "input":
                         input_grad = input_grad + result
                     else:
-                        new[term.argument.about[0]] += result
+                        new[term.argument.details[0]] += result
                     pair = (given, grad) if term.is_transposed else (grad, given)
                     self._block(self.grads[term.matrix], term.gate)[:] += pair[0].T @ pair[1]
                     bias = self._bias(self.grads, term)
@@ -281,13 +281,13 @@ class _Run:
                 known = dict(leaves)
                 for leaf in _leaves_under([grad]):
                     if leaf.operation == "gradient":
-                        assert leaf.about == (first + k,)
+                        assert leaf.details == (first + k,)
                         known[leaf] = self.row_grads[first + k]
                 value = np.broadcast_to(evaluate(grad, known, {}), self.shape[-1:])
                 sums[row] = sums[row] + value
         for row, total in zip(program.rows[:first], sums, strict=False):
             if row.operation == "scalar":
-                self.grads[row.about[0]] += total.sum()
+                self.grads[row.details[0]] += total.sum()
             else:
                 self._row(self.grads, row)[:] += total
 

@@ -1,4 +1,4 @@
-"""The base of renderers: expressions as assignments, named as in the definition."""
+"""The base of renderers: expressions as assignments, with names of the traced function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Renderer:
     Parameters
     ----------
     names : mapping of Node to str
-        Names that some nodes have in what they were traced from.
+        Names that the traced function has for some nodes.
     """
 
     target: ClassVar[Literal["numpy", "cpu", "cuda"]]
@@ -37,8 +37,8 @@ class Renderer:
     @classmethod
     @cache
     def _reserved(cls) -> re.Pattern[str]:
-        """Return what matches a name that means something else."""
-        texts = [getattr(each, cls.target) for each in OPERATIONS.values()]
+        """Return a pattern of names that mean something else in the text."""
+        texts = [getattr(vector, cls.target) for vector in OPERATIONS.values()]
         names = [name for text in texts for name in re.findall(r"(?<![.\w])[a-z_]\w*", text)]
         return re.compile("|".join((*cls.words, *names)))
 
@@ -46,76 +46,77 @@ class Renderer:
         """Return the text of a number, also of those for which Python has no literal."""
         return repr(value).replace("inf", "1e999").replace("nan", "(1e999 - 1e999)")
 
-    def name_of(self, each: Node) -> str:
-        """Return the name of a node, that of what was traced if it has one."""
-        if each not in self._names:
-            name = self.traced_names.get(each, "")
+    def name_of(self, vector: Node) -> str:
+        """Return the name of a node: if it can, the one that the traced function has for it."""
+        if vector not in self._names:
+            name = self.traced_names.get(vector, "")
             is_name = name.isidentifier() and not keyword.iskeyword(name)
-            self._names[each] = self.new_name(name if is_name else self.default_name(each))
-        return self._names[each]
+            self._names[vector] = self.new_name(name if is_name else self.default_name(vector))
+        return self._names[vector]
 
-    def default_name(self, each: Node) -> str:
-        """Return a name for a node that has none in what was traced."""
-        return f"{each.operation[:1]}{each.about[0]}" if each.about else "t"
+    def default_name(self, vector: Node) -> str:
+        """Return a name for a node without one in the traced function."""
+        return f"{vector.operation[:1]}{vector.details[0]}" if vector.details else "t"
 
-    def new_name(self, given: str) -> str:
-        """Return a name that nothing else has, or has had."""
-        name, count = given, 1
+    def new_name(self, wanted: str) -> str:
+        """Return a name that no other node has: the wanted one, maybe with a number."""
+        name, count = wanted, 1
         while name in self._taken or self._reserved().fullmatch(name):
             count += 1
-            name = f"{given}_{count}"
+            name = f"{wanted}_{count}"
         self._taken.add(name)
         return name
 
     def assignments(
         self, roots: Iterable[Node], known: Mapping[Node, str], load: Callable[[Node], str]
     ) -> tuple[list[str], dict[Node, str]]:
-        """Return assignments that compute some nodes, and the text that stands for each.
+        """Return assignments that compute nodes, and for each node the text that stands for it.
 
         Parameters
         ----------
         roots : iterable of Node
-            What is computed.
+            The nodes to compute.
         known : mapping
-            Texts of nodes that have been computed.
+            Texts of nodes that have been computed before.
         load : callable
-            It returns the text of a leaf, or of a node that is loaded; "" for what is computed.
+            ``load(node)`` returns the text that loads a node, or "" for a node to compute.
         """
         roots = list(roots)
         lines: list[str] = []
         texts = dict(known)
         pruned = topological(roots, texts, load)
-        uses = Counter(a for each in pruned for a in each.arguments)
-        # A formula may read an argument several times.
-        uses.update(a for each in pruned if formula_of(each, self.target) for a in each.arguments)
+        uses = Counter(argument for vector in pruned for argument in vector.arguments)
+        for vector in pruned:
+            if formula_of(vector, self.target):  # which may read an argument several times
+                uses.update(vector.arguments)
         uses.update(roots)
-        for each in pruned:
-            if each.operation == "number":
-                texts[each] = self.number(each.about[0])
+        for vector in pruned:
+            if vector.operation == "number":
+                texts[vector] = self.number(vector.details[0])
                 continue
-            text = load(each)
+            text = load(vector)
             is_loaded = bool(text)
             if not is_loaded:
-                formula = formula_of(each, self.target)
+                formula = formula_of(vector, self.target)
                 if formula is not None:
-                    whole = formula(*each.arguments)
+                    whole = formula(*vector.arguments)
                     more, texts = self.assignments([whole], texts, load)
                     lines += more
-                    texts[each] = texts[whole]
+                    texts[vector] = texts[whole]
                     continue
-                template = getattr(OPERATIONS[each.operation], self.target)
-                text = template.format(*(texts[a] for a in each.arguments))
-            is_named = each in self.traced_names or uses[each] > 1 or each in roots
+                template = getattr(OPERATIONS[vector.operation], self.target)
+                text = template.format(*(texts[a] for a in vector.arguments))
+            is_named = vector in self.traced_names or uses[vector] > 1 or vector in roots
             if is_loaded or is_named or len(text) > LONG:
-                name = self.name_of(each)
+                name = self.name_of(vector)
                 lines.append(f"{name} = {without_brackets(text)}")
                 text = name
-            texts[each] = text
+            texts[vector] = text
         return lines, texts
 
 
 def without_brackets(text: str) -> str:
-    """Return an expression without brackets around all of it."""
+    """Return an expression without the brackets around the whole of it, if there are any."""
     if not text.startswith("("):
         return text
     depth = 0

@@ -45,7 +45,7 @@ def heavy_first(
     """Return the operations that take long of those that some nodes are, in order of dependence."""
     order = topological(roots, known, is_leaf)
     level: dict[Node, int] = {}
-    for each in order:
-        before = max([level.get(argument, 0) for argument in each.arguments], default=0)
-        level[each] = before + is_heavy(each)
+    for vector in order:
+        before = max([level.get(argument, 0) for argument in vector.arguments], default=0)
+        level[vector] = before + is_heavy(vector)
     return sorted(filter(is_heavy, order), key=level.__getitem__)

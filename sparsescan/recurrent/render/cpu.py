@@ -111,7 +111,7 @@ class CPURenderer(LaneRenderer):
             return ""
         if each.operation == "input":
             return "load(x, j)"
-        (which, *_) = each.about
+        (which, *_) = each.details
         if each.operation == "slot":
             return f"load(parts, {_at(which, 'part')})"
         if each.operation == "state":
@@ -202,14 +202,14 @@ class CPURenderer(LaneRenderer):
             and users == [each]
             and argument not in (*program.kept, *program.outputs, *program.arguments)
         ):
-            return int(argument.about[0])
+            return int(argument.details[0])
         self._rows_forward += 1
         return self._rows_forward - 1
 
     def _stored(self, place: str, row: int, text: str) -> tuple[str, str]:
         """Return the text that stores a vector, and that which loads it."""
         if place == "state":
-            old = self._leaf(node("state", about=(row,)))
+            old = self._leaf(node("state", details=(row,)))
             at = "new_h, j" if row == 0 else f"new_c, {_at(row - 1, 'plane')}"
             return f"store_some({at}, less_or(at, length, {text}, {old}), left)", f"load({at})"
         if place == "parts":
@@ -267,7 +267,7 @@ class CPURenderer(LaneRenderer):
         lines: list[str] = []
         known: dict[Node, str] = {}
         later: dict[int, str] = {}
-        seeds = [node("gradient", about=(k,)) for k in range(program.states)]
+        seeds = [node("gradient", details=(k,)) for k in range(program.states)]
         states = [each for each in program.state_grads if each is not None] if stage == 0 else []
         roots = [each for _, each in stores if each is not None] + states
         read = set(topological(roots, where, lambda each: where.get(each) or self._load(each)))
@@ -313,7 +313,7 @@ class CPURenderer(LaneRenderer):
         if each in program.kept:
             return f"load(kept, {_at(program.kept.index(each), 'size')})"
         if each.operation == "back":
-            return f"load(parts, {_at(each.about[0], 'part')})"
+            return f"load(parts, {_at(each.details[0], 'part')})"
         if each in program.outputs and each.operation not in ("state", "input", "number"):
             k = program.outputs.index(each)
             return "load(new_h, j)" if k == 0 else f"load(new_c, {_at(k - 1, 'plane')})"
@@ -339,7 +339,7 @@ class CPURenderer(LaneRenderer):
             for each in dict.fromkeys(read)
             if has_grad[each]
             and stages[each] == stage
-            and not (each.operation == "gradient" and each.about[0] > 0)
+            and not (each.operation == "gradient" and each.details[0] > 0)
             and each.operation != "back"
         ]
 
@@ -349,7 +349,7 @@ class CPURenderer(LaneRenderer):
 
         def load(each: Node) -> str:
             if each.operation == "gradient":
-                return f"load(row_grads, {_at(each.about[0], 'row_step')})"
+                return f"load(row_grads, {_at(each.details[0], 'row_step')})"
             return self._leaf(each)
 
         lines, texts = self.assignments(dict.fromkeys(grad for _, grad in pairs), {}, load)

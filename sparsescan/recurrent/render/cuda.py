@@ -181,7 +181,7 @@ class CudaProgram:
 
     def _turn(self, each: Node) -> tuple[int, int, int]:
         """Return when a vector is computed: by stage, then those first that few sums are in."""
-        sums = [one.about[0] for one in topological([each]) if one.operation == "slot"]
+        sums = [one.details[0] for one in topological([each]) if one.operation == "slot"]
         return self._stage[each], len(sums), min(sums, default=0)
 
     def _find_phases(self) -> None:
@@ -224,7 +224,7 @@ class CudaProgram:
 
     def _source(self, argument: Node) -> int:
         if argument.operation == "state":
-            return self._state[argument.about[0]]
+            return self._state[argument.details[0]]
         return self.shared + self._argument[argument]
 
     def _target(self, source: int) -> int:
@@ -469,7 +469,7 @@ class _Text(CudaRenderer):
 
         def load(each: Node) -> str:
             if each.operation == "gradient":
-                return f"totals[{each.about[0]}]"
+                return f"totals[{each.details[0]}]"
             return self._row(each)
 
         for k, row in enumerate(program.derived):
@@ -546,7 +546,7 @@ class _Text(CudaRenderer):
         """Return the text of a leaf, or "" for what is computed."""
         code = self._code
         if each.operation == "slot":
-            slot = each.about[0]
+            slot = each.details[0]
             parts = [f"now[at + {slot}]"] if slot < code.inputs else []
             parts.append(f"bias[{slot}]")
             shares = code.shares[self.program.slots[slot].stage]
@@ -554,7 +554,7 @@ class _Text(CudaRenderer):
                 parts.append(f"sums[first + {shares.index(slot)}]")
             return " + ".join(parts)
         if each.operation == "state":
-            return f"state[{code._state[each.about[0]]}]"
+            return f"state[{code._state[each.details[0]]}]"
         if each.operation == "input":
             return f"now[at + {code.inputs}]"
         return self._row(each)
@@ -664,13 +664,13 @@ class _Text(CudaRenderer):
         """Return the text of a leaf or of what is loaded, or "" for what is computed."""
         code = self._code
         if each.operation == "gradient":
-            own = code._state[each.about[0]]
+            own = code._state[each.details[0]]
             text = f"later[{own}]"
             return f"{text} + {self._loaded('above', 0, stage)}" if own == code.output else text
         if each.operation == "back":
-            return f"got[at_got + {code._got[self._argument_target(each.about[0])]}]"
+            return f"got[at_got + {code._got[self._argument_target(each.details[0])]}]"
         if each.operation == "state":
-            return self._loaded("before", code._state[each.about[0]], stage)
+            return self._loaded("before", code._state[each.details[0]], stage)
         if each.operation == "input":
             return self._loaded("input", 0, stage)
         if each in self._loaded_nodes:

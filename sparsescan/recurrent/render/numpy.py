@@ -77,9 +77,9 @@ class ArrayCode:
         self.program, self._title, self._gates = program, title, gates
         self.linear: LinearProgram = linear(program)
         self.names = dict(program.names)
-        self.names |= {node("state", about=(k,)): name for k, name in enumerate(states)}
+        self.names |= {node("state", details=(k,)): name for k, name in enumerate(states)}
         self.names |= {
-            row: self._gate(*row.about).replace(".", "_")
+            row: self._gate(*row.details).replace(".", "_")
             for row in program.rows
             if row.operation != "derived"
         }
@@ -212,7 +212,7 @@ class ArrayCode:
             if each in rows:
                 text = f"rows[{rows[each]}]"
             elif each.operation in arrays:
-                text = f"{arrays[each.operation]}[{each.about[0]}]"
+                text = f"{arrays[each.operation]}[{each.details[0]}]"
             else:
                 continue
             texts[each] = writer.name_of(each)
@@ -223,7 +223,7 @@ class ArrayCode:
         """Return what computes the sums of all stages, and the names of what is known then."""
         program = self.program
         lines, texts = self._leaves(writer, [*roots, *program.arguments])
-        read_slots = {each.about[0] for each in topological(roots) if each.operation == "slot"}
+        read_slots = {each.details[0] for each in topological(roots) if each.operation == "slot"}
         for stage in range(program.stages):
             slots = [k for k, each in enumerate(program.slots) if each.stage == stage]
             is_last = stage == program.stages - 1
@@ -232,7 +232,7 @@ class ArrayCode:
                 continue
             more, texts = writer.assignments(arguments, texts)
             lines += more
-            leaves = [node("slot", about=(k,)) for k in slots]
+            leaves = [node("slot", details=(k,)) for k in slots]
             texts |= {leaf: writer.name_of(leaf) for leaf in leaves}
             for k, leaf in zip(slots, leaves, strict=True):
                 about = self.describe(program.slots[k], partial(_read, writer, texts))
@@ -250,14 +250,14 @@ class ArrayCode:
             places[each] = places.get(each, []) + more
         writer = Writer(self.names, list(places), places)
         lines, texts = self._leaves(writer, places)
-        read = {each.about[0] for each in topological(places) if each.operation == "back"}
+        read = {each.details[0] for each in topological(places) if each.operation == "back"}
         for number, (own, returned) in enumerate(self.linear.stages):
             own_grads = [grads.get(k) for k in own]
             more_lines, texts = writer.assignments([g for g in own_grads if g is not None], texts)
             lines += more_lines
             lines += [f"out[{k}][...] = 0" for k in own if k in grads and grads[k] is None]
             if not read.isdisjoint(returned):
-                leaves = [node("back", about=(k,)) for k in returned]
+                leaves = [node("back", details=(k,)) for k in returned]
                 texts |= {leaf: writer.name_of(leaf) for leaf in leaves}
                 lines.append(f"{_target([texts[leaf] for leaf in leaves])} = back({number})")
         return lines + writer.assignments(last, texts)[0]

@@ -19,7 +19,7 @@ def describe(code: ArrayCode) -> list[str]:
     program = code.program
     again = _made_again(code)
     writer = Writer(code.names, [*program.arguments, *program.outputs, *program.kept, *again])
-    states = [node("state", about=(k,)) for k in range(program.states)]
+    states = [node("state", details=(k,)) for k in range(program.states)]
     texts: dict[Node, str] = {}
     lines = []
 
@@ -28,7 +28,7 @@ def describe(code: ArrayCode) -> list[str]:
         nonlocal texts
         derived = [each for each in topological(roots) if each.operation == "derived"]
         for each in derived:
-            value = program.derived[each.about[0]].value
+            value = program.derived[each.details[0]].value
             if each not in texts:
                 texts[each] = writer.name_of(each)
                 (text,) = compute([value])
@@ -44,7 +44,7 @@ def describe(code: ArrayCode) -> list[str]:
             lines.append(f"  stage {stage + 1} of {program.stages}:")
         for k, slot in enumerate(program.slots):
             if slot.stage == stage:
-                leaf = node("slot", about=(k,))
+                leaf = node("slot", details=(k,))
                 texts[leaf] = writer.name_of(leaf)
                 about = code.describe(
                     slot, lambda one: without_brackets(texts.get(one) or writer.name_of(one))

@@ -82,7 +82,7 @@ class _Direction:
         self._order = topological(program.traced)
         self._outputs = program.traced
         products = Counter(
-            (*each.arguments, each.about[0], each.about[2])
+            (*each.arguments, each.details[0], each.details[2])
             for each in self._order
             if each.operation == "product"
         )
@@ -102,8 +102,8 @@ class _Direction:
 
     def _leaf(self, each: Node) -> Tensor:
         if each.operation == "number":
-            return self._x.new_full((), each.about[0])
-        name, gate = each.about
+            return self._x.new_full((), each.details[0])
+        name, gate = each.details
         param = self._params[name]
         return param if each.operation == "scalar" else self._block(param, gate)
 
@@ -112,7 +112,7 @@ class _Direction:
 
     def _product(self, each: Node, given: Tensor, wholes: dict[Any, Tensor]) -> Tensor:
         """Return a product, from that of all gates if others need these."""
-        name, gate, is_transposed = each.about
+        name, gate, is_transposed = each.details
         parameter, matrix = self._parameters[name], self._params[name]
         bias, biased = self._params.get(bias_name(name)), parameter.biased
         if is_transposed:
@@ -139,7 +139,7 @@ class _Direction:
             elif each is INPUT:
                 made[each] = self._x[t]
             elif each.operation == "state":
-                made[each] = states[each.about[0]]
+                made[each] = states[each.details[0]]
             elif each.operation == "product":
                 made[each] = self._product(each, made[each.arguments[0]], wholes)
             else:
