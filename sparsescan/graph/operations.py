@@ -220,6 +220,11 @@ def node(operation: str, *arguments: Node, details: tuple[Any, ...] = ()) -> Nod
         return found
 
 
+def symbol(kind: str, *details: Any) -> Node:
+    """Return the leaf of a kind, with the details that a front end gives it."""
+    return node(kind, details=details)
+
+
 def _unpickled(operation: str, arguments: tuple[Node, ...], details: tuple[Any, ...]) -> Node:
     return node(operation, *arguments, details=details)
 
@@ -227,7 +232,7 @@ def _unpickled(operation: str, arguments: tuple[Node, ...], details: tuple[Any, 
 def number(value: float) -> Node:
     """Return the node of a number; 0.0 and -0.0 are two."""
     value = float(value)
-    return node("number", details=(value, math.copysign(1.0, value)))
+    return symbol("number", value, math.copysign(1.0, value))
 
 
 def value_of(vector: Node) -> float | None:

@@ -18,7 +18,7 @@ from ..checks import check_choice
 from ..errors import InputError, InputTypeError, short
 from ..graph import functions
 from ..graph.expressions import topological
-from ..graph.operations import Node, as_node, node, number
+from ..graph.operations import Node, as_node, node, number, symbol
 from ..graph.tracing import Front, refuse, tracing
 from ..parameters.parametrised import Parameter
 from .program import INPUT, CellProgram, analyse
@@ -129,7 +129,7 @@ class _Declared(Parameter):
 
     def block(self, which: int) -> Any:
         """Return what stands for one block."""
-        return node("vector", details=(self.name, which))
+        return symbol("vector", self.name, which)
 
     @property
     def name(self) -> str:
@@ -291,7 +291,7 @@ class Scalar(_Declared):
 
     def block(self, which: int) -> Any:
         """Return what stands for the number."""
-        return node("scalar", details=(self.name, 0))
+        return symbol("scalar", self.name, 0)
 
 
 class _Option:
@@ -627,7 +627,7 @@ def trace(cls: Any, options: Mapping[str, Any], bias: bool = True) -> CellProgra
     _check_names(cls)
     step, traced = cls.step, _Traced(cls, options, bias)
     count = _count_states(cls, traced)
-    states = [node("state", details=(k,)) for k in range(count)]
+    states = [symbol("state", k) for k in range(count)]
     with tracing(_FRONT):
         returned, names = _with_names(step, traced, INPUT, *states)
     outputs = returned if isinstance(returned, (tuple, list)) else (returned,)

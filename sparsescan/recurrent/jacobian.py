@@ -27,7 +27,7 @@ from ..chains.implicit import ImplicitChain
 from ..checks import check_flag, check_has_shape
 from ..errors import Allocating, InputError
 from ..execution.sharing import even_slices, map_shared
-from ..graph.operations import Node, node
+from ..graph.operations import Node, symbol
 from ..parameters.parametrised import masked
 from ..symbolic.pattern import Pattern
 from .linear import ONE, Key
@@ -178,7 +178,7 @@ class Equations(Structure):
             returned = [program.arguments[b] for b in self.linear.stages[stage].arguments]
             return [self.pull(xp, weights, out, argument) for argument in returned]
 
-        states = [node("state", details=(k,)) for k in range(program.states)]
+        states = [symbol("state", k) for k in range(program.states)]
         read = [rows[:, self.places[each]] if each in self.places else None for each in states]
         given = [each if each is None else each[:, self.own] for each in read]
         x = self._own_input(rows[:, self.places[INPUT]]) if INPUT in self.places else None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..graph.derivatives import coefficients
 from ..graph.expressions import replaced, topological
-from ..graph.operations import Node, node, number, value_of
+from ..graph.operations import Node, number, symbol, value_of
 from .program import INPUT, CellProgram, Term
 
 # A block of a matrix, and whether it is transposed.
@@ -77,7 +77,7 @@ def linear(program: CellProgram) -> LinearProgram:
     LSTM, is added up once. What a product returns is nothing where none of its slots has a
     gradient, as in a condition, or where all that it has cancels.
     """
-    readers = [_readers(program, argument) for argument in program.arguments]
+    readers = [*map(program.readers, program.arguments)]
     zeros = set[int]()
     while True:
         found = _linear(program, zeros)
@@ -101,7 +101,7 @@ def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
         is_same = kinds.isdisjoint(("input", "state", "slot"))
         if is_same or (is_there and given.operation in ("input", "state")):
             return given
-        return slopes.setdefault(given, node("slope", details=(len(slopes),)))
+        return slopes.setdefault(given, symbol("slope", len(slopes)))
 
     written = {each: each for each in leaves}
 
@@ -160,8 +160,8 @@ def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
 
 def _gradients(program: CellProgram) -> list[Node]:
     """Return the gradients that come from behind."""
-    leaves = [node("gradient", details=(k,)) for k in range(program.states)]
-    return leaves + [node("back", details=(k,)) for k in range(len(program.arguments))]
+    leaves = [symbol("gradient", k) for k in range(program.states)]
+    return leaves + [symbol("back", k) for k in range(len(program.arguments))]
 
 
 def _without_quotients(program: CellProgram, zeros: Collection[int]) -> list[Node | None]:
@@ -175,7 +175,7 @@ def _without_quotients(program: CellProgram, zeros: Collection[int]) -> list[Nod
     given = [each for each in roots if each is not None]
     # What the forward pass computes stays as it is.
     plain = {each: each for each in forward}
-    plain |= {node("back", details=(b,)): number(0) for b in zeros}
+    plain |= {symbol("back", b): number(0) for b in zeros}
     for each in topological(given):
         if each.operation == "where" and each.arguments[2].operation == "divide":
             whole, gate = each.arguments[2].arguments
@@ -184,15 +184,6 @@ def _without_quotients(program: CellProgram, zeros: Collection[int]) -> list[Nod
                 plain[each] = b if a is gate else a
     new = dict(zip(given, replaced(given, plain), strict=True))
     return [None if each is None else new[each] for each in roots]
-
-
-def _readers(program: CellProgram, argument: Node) -> list[int]:
-    """Return the slots that have products of an argument."""
-    return [
-        k
-        for k, slot in enumerate(program.slots)
-        if any(term.argument is argument for term in slot.terms)
-    ]
 
 
 def _shared_sums(roots: Sequence[Node], leaves: Sequence[Node]) -> list[Node]:
@@ -217,7 +208,7 @@ def _stages(program: CellProgram, slot_grads: Sequence[Node | None]) -> tuple[Ba
     The value of a surrogate may be known before what it is differentiated by, and slots that its
     gradient is in come later than the gradients of what is computed of it.
     """
-    readers = [_readers(program, argument) for argument in program.arguments]
+    readers = [*map(program.readers, program.arguments)]
     stages = [slot.stage for slot in program.slots]
     reads = [
         {
@@ -286,7 +277,7 @@ class Factors(NamedTuple):
 
 def factors(program: CellProgram, linear: LinearProgram) -> list[Factors]:
     """Return the factors of a Jacobian, those that meet a gradient first before others."""
-    states = [node("state", details=(k,)) for k in range(program.states)]
+    states = [symbol("state", k) for k in range(program.states)]
     given = _gradients(program)[: program.states]
     found = []
     for n, stage in enumerate(linear.stages):
@@ -333,4 +324,4 @@ def _to(program: CellProgram, term: Term) -> Node:
     """Return the gradient in what a product multiplies."""
     if term.argument.operation == "state":
         return term.argument
-    return node("back", details=(program.arguments.index(term.argument),))
+    return symbol("back", program.arguments.index(term.argument))

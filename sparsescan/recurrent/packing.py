@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..execution.calls import LINE, Calls
-from ..graph.operations import node
+from ..graph.operations import symbol
 from ..kernels.cpu.copies import fill_with
 from ..kernels.cpu.lanes import lanes as lanes_of
 from ..kernels.cpu.lanes import sample_lanes
@@ -396,7 +396,7 @@ class Direction:
     def _back_stage(self, each: Product) -> int:
         """Return before which stage's backward part a product is returned; -1 and -2 after all."""
         if each.source < 0:
-            return self.program.back_stage_of(node("back", details=(-1 - each.source,)))
+            return self.program.back_stage_of(symbol("back", -1 - each.source))
         return -1 if each.source else -2
 
     def _row_back(self, each: Product) -> int:

@@ -1,12 +1,13 @@
 """Programs of a step: its operations in order, and what its backward pass needs.
 
-A step is elementwise but for its products with matrices. Products that are only added to each other
-share a *slot*, a vector of sums. What a product multiplies may have been computed in the same step,
-so a step has *stages*: sums, elementwise operations, sums, elementwise operations, …, each of which
-reads the ones before.
+A step has products with matrices, and all its other operations are elementwise. Products that are
+only added to each other share a *slot*, a vector of sums. A product may multiply what the same step
+has computed, so a step has *stages*: sums, elementwise operations, sums, elementwise operations, ….
+Each stage reads the stages before it.
 
-Gradients run back through the same stages. They are symbols, too: those in the states after a step
-(``gradient``), and those that products return (``back``) stand for themselves.
+Gradients run back through the same stages. They are expressions, too, with two more kinds of
+leaves: gradients in the states after a step (``gradient``), and gradients that products return
+(``back``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from ..graph.derivatives import gradients, quotients_of
 from ..graph.expressions import bare, evaluate, replaced, topological, with_arguments
 from ..graph.kept import least_kept
-from ..graph.operations import Node, node
+from ..graph.operations import Node, node, symbol
 
 INPUT = node("input")
 # Slots up to which their orders are tried.
@@ -107,8 +108,8 @@ class CellProgram:
     derived : tuple of Derived
         The latter.
     kept : tuple of Node
-        What the backward pass reads beside states and inputs, and cannot compute from these; it
-        computes the arguments, too, which gradients of weights read.
+        Vectors that the backward pass reads besides states and inputs, since it cannot compute
+        them. It computes the arguments again, which gradients of weights read.
     slot_grads, state_grads, row_grads : tuple of Node or None
         Gradients in slots, in states before the step but for those by products, and in rows of
         parameters; None for zeros.
@@ -154,6 +155,14 @@ class CellProgram:
         arguments = [term.argument for slot in self.slots for term in slot.terms]
         return sorted({each.details[0] for each in arguments if each.operation == "state"})
 
+    def readers(self, argument: Node) -> list[int]:
+        """Return the numbers of the slots that have products of an argument."""
+        return [
+            k
+            for k, slot in enumerate(self.slots)
+            if any(term.argument is argument for term in slot.terms)
+        ]
+
     def stage_of(self, each: Node) -> int:
         """Return the stage after whose sums a forward node can be computed."""
         return _stage_of(each, self.slots)
@@ -168,10 +177,8 @@ class CellProgram:
             if one.operation != "back":
                 return min([self.stages - 1, *later])
             # It is there when all sums that read the argument have their gradients.
-            read = self.arguments[one.details[0]]
-            return -1 + min(
-                slot.stage for slot in self.slots for term in slot.terms if term.argument is read
-            )
+            readers = self.readers(self.arguments[one.details[0]])
+            return min(self.slots[k].stage for k in readers) - 1
 
         return evaluate([each], rule)[each]
 
@@ -212,11 +219,11 @@ def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> Ce
             if term.argument.operation not in ("input", "state")
         )
     )
-    seeds = [(each, node("gradient", details=(k,))) for k, each in enumerate(step.outputs)]
-    backs = {each: node("back", details=(k,)) for k, each in enumerate(arguments)}
+    seeds = [(each, symbol("gradient", k)) for k, each in enumerate(step.outputs)]
+    backs = {each: symbol("back", k) for k, each in enumerate(arguments)}
     quotients = quotients_of([*step.outputs, *arguments], step.outputs)
-    slots = [node("slot", details=(k,)) for k in range(len(step.slots))]
-    states = [node("state", details=(k,)) for k in range(len(outputs))]
+    slots = [symbol("slot", k) for k in range(len(step.slots))]
+    states = [symbol("state", k) for k in range(len(outputs))]
     while True:
         adjoints = gradients([*seeds, *backs.items()], quotients)
         # What is only multiplied for a condition, for example, has no gradient.
@@ -271,7 +278,7 @@ class _Step(NamedTuple):
         change: Callable[[list[Node]], list[Node]],
         arguments: Mapping[Node, Node] | None = None,
     ) -> _Step:
-        """Return a step whose expressions are changed, those that products are of as it is said."""
+        """Return a step with changed expressions; `arguments` replaces what products multiply."""
         roots = [*self.roots, *self.names]
         new = dict(zip(roots, change(roots), strict=True))
         read = new | dict(arguments or {})
@@ -302,13 +309,13 @@ def _with_slots(outputs: Sequence[Node], names: Mapping[Node, str]) -> _Step:
     made: dict[Node, Node] = {}
 
     def close(each: Node) -> Node:
-        """Return a node whose sum, if it is one, is finished."""
+        """Return the new node for a node; a sum with products becomes a slot."""
         sums = open_sums.pop(each, None)
         if sums is not None:
             read = [term.argument for term in sums.terms]
             later = [a for a in read if a.operation not in ("input", "state")]
             stage = max([1 + _stage_of(argument, slots) for argument in later], default=0)
-            made[each] = node("slot", details=(len(slots),))
+            made[each] = symbol("slot", len(slots))
             slots.append(Slot(sums.terms, sums.vectors, stage))
             for other in sums.rest:
                 made[each] = made[each] + other
@@ -340,25 +347,23 @@ def _with_slots(outputs: Sequence[Node], names: Mapping[Node, str]) -> _Step:
 def _ordered(step: _Step) -> _Step:
     """Return a step whose slots are in the order in which they are stored."""
     order = _order(step.slots)
-    place = {
-        node("slot", details=(old,)): node("slot", details=(k,)) for k, old in enumerate(order)
-    }
+    place = {symbol("slot", old): symbol("slot", k) for k, old in enumerate(order)}
     step = step.changed(lambda roots: replaced(roots, place))
     return step._replace(slots=[step.slots[old] for old in order])
 
 
 def _runs(order: Sequence[int], members: Sequence[set[int]]) -> int:
-    """Return in how many runs of neighbours the slots are that read the same."""
+    """Return how many runs of neighbours in an order the sets of slots fall into, all together."""
     return sum(
-        place == 0 or order[place - 1] not in own
-        for own in members
-        for place, each in enumerate(order)
-        if each in own
+        place == 0 or order[place - 1] not in readers
+        for readers in members
+        for place, slot in enumerate(order)
+        if slot in readers
     )
 
 
 def _order(slots: Sequence[Slot]) -> list[int]:
-    """Return an order in which slots that read the same are neighbours, those with inputs first."""
+    """Return an order of slots: readers of the input first, readers of one vector together."""
     readers: dict[Node, set[int]] = {}
     for k, each in enumerate(slots):
         for term in each.terms:
@@ -378,7 +383,10 @@ def _order(slots: Sequence[Slot]) -> list[int]:
 
 
 def _told_apart(values: Iterable[Node]) -> list[Node]:
-    """Return different nodes, no states or inputs, for what has one value and several gradients."""
+    """Return a node of its own for each of some values, which are no states or inputs.
+
+    Vectors of one value may have different gradients.
+    """
     apart: dict[Node, None] = {}
     for each in values:
         while each in apart or each.operation in ("input", "state"):
@@ -388,9 +396,16 @@ def _told_apart(values: Iterable[Node]) -> list[Node]:
 
 
 def _hoisted(roots: Sequence[Node]) -> tuple[dict[Node, Node], list[Node], list[Derived]]:
-    """Return leaves for what depends on parameters alone, rows of parameters, and what these are.
+    """Find what depends on parameters alone, and is computed once for all steps.
 
-    Rows are parameters, and then those leaves.
+    Returns
+    -------
+    leaves : dict of Node to Node
+        A leaf ``derived`` for each such expression.
+    rows : list of Node
+        The parameters that elementwise operations read, then these leaves.
+    derived : list of Derived
+        The expressions.
     """
     order = topological(roots)
     rows = [each for each in order if each.operation in ("vector", "scalar")]
@@ -403,9 +418,9 @@ def _hoisted(roots: Sequence[Node]) -> tuple[dict[Node, Node], list[Node], list[
     tops = [each for each in order if each in alone and each in read and each.arguments]
     derived = []
     for k, each in enumerate(tops):
-        adjoints = gradients([(each, node("gradient", details=(len(rows) + k,)))])
+        adjoints = gradients([(each, symbol("gradient", len(rows) + k))])
         places = [r for r, row in enumerate(rows) if row in adjoints]
         value, *grads = bare([each, *(adjoints[rows[r]] for r in places)])
         derived.append(Derived(value, tuple(zip(places, grads, strict=True))))
-    leaves = {each: node("derived", details=(k,)) for k, each in enumerate(tops)}
+    leaves = {each: symbol("derived", k) for k, each in enumerate(tops)}
     return leaves, [*rows, *leaves.values()], derived

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..execution.recording import Recorder, Recording, Space
-from ..graph.operations import Node, node
+from ..graph.operations import Node, symbol
 from .compiled import source_of
 from .definition import declared
 from .host_sizes import Extent
@@ -291,7 +291,7 @@ def program_text(cls: type, program: CellProgram) -> str:
     """
     text = _texts.get(program)
     if text is None:
-        read: dict[Node, int] = {node("state", details=(k,)): k for k in range(program.states)}
+        read: dict[Node, int] = {symbol("state", k): k for k in range(program.states)}
         read |= {each: -1 - k for k, each in enumerate(program.arguments)}
         slots = [
             (

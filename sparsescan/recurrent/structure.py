@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..arrays.arrays import Mirrored, check_memory
 from ..graph.expressions import topological
 from ..graph.known import Known, is_zero, known_of
-from ..graph.operations import Node, node
+from ..graph.operations import Node, symbol
 from ..locks import cached_property
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, indptr_of, of_mask, product, rows_of, trusted
@@ -110,7 +110,7 @@ class Structure:
         grads = [*self.linear.row_grads, self.linear.input_grad]
         given = [each for each in grads if each is not None]
         read.update(each for each in topological(given) if each.operation in ("input", "state"))
-        states = [node("state", details=(k,)) for k in range(program.states)]
+        states = [symbol("state", k) for k in range(program.states)]
         widths: list[tuple[Node | None, int]] = [(a, self.units) for a in program.arguments]
         widths += [(INPUT, self.inputs), (None, 1), *((each, self.size) for each in states)]
         self.places: dict[Node, slice] = {}
@@ -202,10 +202,10 @@ class Structure:
             for k in slots:
                 if not self.sums[k].biases:
                     zero = ~self._reads_something(self.program.slots[k], known)
-                    known[node("slot", details=(k,))] = Known(zero, np.zeros(self.units))
+                    known[symbol("slot", k)] = Known(zero, np.zeros(self.units))
             known = known_of(arguments, known, self.units)
         known = known_of(linear.slopes, known, self.units)
-        known |= {node("slope", details=(k,)): known[each] for k, each in enumerate(linear.slopes)}
+        known |= {symbol("slope", k): known[each] for k, each in enumerate(linear.slopes)}
         known = known_of(linear.columns, known, self.units)
         return [is_zero(known[each]) for each in (*linear.slopes, *linear.columns)]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..graph.derivatives import WithSlope, with_slopes
 from ..graph.expressions import topological
-from ..graph.operations import Node, node, number
+from ..graph.operations import Node, node, number, symbol
 from ..locks import new_lock
 from .cell import Cell
 from .definition import Bias, Hidden, Input, Scalar, Vector, bias_name, declared, shapes_of
@@ -23,7 +23,7 @@ _UNITS = "input_of_units"
 
 
 class Tangent(NamedTuple):
-    """A class of cells for derivatives, and where its parameters come from.
+    """A class of cells that compute derivatives of another class, and where it has parameters from.
 
     Attributes
     ----------
@@ -32,11 +32,11 @@ class Tangent(NamedTuple):
     names : tuple of str
         The parameters of the other cell, in its order.
     inputs : frozenset of str
-        Those that multiply the input. Here they are ``[[W, 0], [Ẇ, W]]``; all others are there as
-        they are and, behind all of them, as their derivatives.
+        The parameters that multiply the input. This class has ``[[W, 0], [Ẇ, W]]`` in their place.
+        It has all other parameters, and behind them their derivatives.
     reads_units : bool
-        Whether there is one more parameter, behind those of the other cell: the identity matrix,
-        of twice as many rows and columns as there are units.
+        Whether the class has one more parameter behind those of the other cell: the identity
+        matrix, with twice as many rows and columns as there are units.
     """
 
     cell: type[Cell]
@@ -62,14 +62,14 @@ class Tangent(NamedTuple):
         identity : callable
             It returns the identity matrix.
         """
-        own, others = [], []
+        values, derivatives = [], []
         for name, param, slope in zip(self.names, params, slopes, strict=True):
             if name in self.inputs:
-                own.append(block(param, slope))
+                values.append(block(param, slope))
             else:
-                own.append(param)
-                others.append(slope)
-        return [*own, *([identity()] if self.reads_units else []), *others]
+                values.append(param)
+                derivatives.append(slope)
+        return [*values, *([identity()] if self.reads_units else []), *derivatives]
 
     def parted(self, grads: Sequence[Any]) -> list[Any]:
         """Return gradients in the parameters of the other cell, from those in all of these."""
@@ -184,7 +184,7 @@ class _Step:
 
     def _parameter(self, operation: str, name: str, gate: int) -> tuple[Node, Node]:
         names = name, self._prefix + name
-        value, slope = (node(operation, details=(own, gate)) for own in names)
+        value, slope = (symbol(operation, each, gate) for each in names)
         return value, slope
 
     def _product(self, each: Node, argument: WithSlope) -> WithSlope:

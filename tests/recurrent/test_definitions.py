@@ -21,7 +21,7 @@ import torch
 from program_runs import evaluate
 
 from sparsescan import InputError, InputTypeError
-from sparsescan.graph.operations import Node, node, number
+from sparsescan.graph.operations import Node, number, symbol
 from sparsescan.recurrent import (
     Cell,
     Choice,
@@ -253,8 +253,8 @@ def test_the_line_is_that_of_a_helper() -> None:
 
 def test_vectors_of_other_code_are_compared_and_kept() -> None:
     """Only a step may not ask whether symbols are equal."""
-    a, b = node("state", details=(0,)), node("state", details=(1,))
-    assert a == node("state", details=(0,))
+    a, b = symbol("state", 0), symbol("state", 1)
+    assert a == symbol("state", 0)
     assert a != b
     assert [b, a].index(a) == 1
     with pytest.raises(InputTypeError):
@@ -729,12 +729,12 @@ FUNCTIONS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_and_derivatives_where_they_jump_and_far_out(name: str) -> None:
     function, expected = FUNCTIONS[name]
-    a = node("state", details=(0,))
+    a = symbol("state", 0)
     program = analyse([function(a)])
     points = torch.tensor(POINTS, dtype=torch.float64, requires_grad=True)
     y = expected(points)
     (slope,) = torch.autograd.grad(y.sum(), points)
-    known = {a: np.array(POINTS), node("gradient", details=(0,)): np.ones(len(POINTS))}
+    known = {a: np.array(POINTS), symbol("gradient", 0): np.ones(len(POINTS))}
     found = evaluate(program.outputs[0], known, {})
     np.testing.assert_allclose(found, y.detach(), rtol=1e-12, atol=1e-300)
     (grad,) = program.state_grads
@@ -745,7 +745,7 @@ def test_functions_and_derivatives_where_they_jump_and_far_out(name: str) -> Non
 
 
 def test_equal_expressions_are_one_node() -> None:
-    a, b = node("state", details=(0,)), node("state", details=(1,))
+    a, b = symbol("state", 0), symbol("state", 1)
     assert tanh(a + b) is tanh(a + b)
     assert tanh(a + b) is not tanh(b + a)
     assert number(0.0) is not number(-0.0)
@@ -755,7 +755,7 @@ def test_equal_expressions_are_one_node() -> None:
 
 def test_long_expressions_are_shown_in_part() -> None:
     """One that is read twice in each of many levels would have more text than there is memory."""
-    a = node("state", details=(0,))
+    a = symbol("state", 0)
     for _ in range(60):
         a = tanh(a * a)
     assert repr(a).startswith("tanh(multiply(tanh(multiply(")
@@ -788,12 +788,12 @@ def test_numbers_are_computed_beforehand() -> None:
 
 
 def test_what_is_differentiated_as_something_else_is_its_value() -> None:
-    a = node("state", details=(0,))
+    a = symbol("state", 0)
     step = surrogate(lambda a: a > 0, lambda a: 1 / (1 + a * a))
     program = analyse([step(a) + stop_gradient(a * a)])
     assert repr(program.outputs[0]) == repr((a > 0) + a * a)
     (grad,) = program.state_grads
-    assert grad is node("gradient", details=(0,)) * (1 / (1 + a * a))
+    assert grad is symbol("gradient", 0) * (1 / (1 + a * a))
     for functions in ((1, abs), (abs, None)):
         with pytest.raises(InputError, match="expected a function of one vector"):
             surrogate(*functions)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import keyword
+import linecache
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ..expressions import topological
 from ..operations import OPERATIONS, Node, formula_of
@@ -113,6 +114,20 @@ class Renderer:
                 text = name
             texts[vector] = text
         return lines, texts
+
+
+def function_text(name: str, parameters: str, title: str, lines: Iterable[str]) -> str:
+    """Return the text of a function."""
+    body = "\n".join(f"    {line}" for line in (f'"""{title}"""', *lines))
+    return f"def {name}({parameters}):\n{body}"
+
+
+def functions_of(text: str, file: str, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that a text defines, and `names`, which it reads; tracebacks show the text."""
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    space = dict(names)
+    exec(compile(text, file, "exec"), space)
+    return space
 
 
 def without_brackets(text: str) -> str:

@@ -8,7 +8,7 @@ loop of its own: iterations of a short one do not wait for each other.
 from __future__ import annotations
 
 from ...graph.expressions import evaluate, topological
-from ...graph.operations import OPERATIONS, Node, node
+from ...graph.operations import OPERATIONS, Node, symbol
 from ...graph.render.cpu import LaneRenderer, heavy_first
 from ...locks import cached_property
 from ..program import CellProgram
@@ -209,7 +209,7 @@ class CPURenderer(LaneRenderer):
     def _stored(self, place: str, row: int, text: str) -> tuple[str, str]:
         """Return the text that stores a vector, and that which loads it."""
         if place == "state":
-            old = self._leaf(node("state", details=(row,)))
+            old = self._leaf(symbol("state", row))
             at = "new_h, j" if row == 0 else f"new_c, {_at(row - 1, 'plane')}"
             return f"store_some({at}, less_or(at, length, {text}, {old}), left)", f"load({at})"
         if place == "parts":
@@ -267,7 +267,7 @@ class CPURenderer(LaneRenderer):
         lines: list[str] = []
         known: dict[Node, str] = {}
         later: dict[int, str] = {}
-        seeds = [node("gradient", details=(k,)) for k in range(program.states)]
+        seeds = [symbol("gradient", k) for k in range(program.states)]
         states = [each for each in program.state_grads if each is not None] if stage == 0 else []
         roots = [each for _, each in stores if each is not None] + states
         read = set(topological(roots, where, lambda each: where.get(each) or self._load(each)))

@@ -10,13 +10,13 @@ tracebacks show.
 from __future__ import annotations
 
 import hashlib
-import linecache
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 from ...graph.expressions import topological
 from ...graph.operations import Node, is_heavy
+from ...graph.render.base import function_text, functions_of
 from ...graph.render.cuda import CudaRenderer
 from ..program import CellProgram
 
@@ -696,8 +696,8 @@ def _range(stages: Sequence[int], stage: int) -> tuple[int, int]:
 
 def _function(name: str, parameters: str, title: str, lines: Sequence[str]) -> str:
     """Return the text of a device function."""
-    body = "\n".join(f"    {line}" for line in lines or ["pass"])
-    return f'@cuda.jit(device=True)\ndef {name}({parameters}):\n    """{title}"""\n{body}\n'
+    text = function_text(name, parameters, title, lines or ["pass"])
+    return f"@cuda.jit(device=True)\n{text}\n"
 
 
 @cache
@@ -714,7 +714,5 @@ def functions(text: str, title: str, names: dict[str, Any]) -> dict[str, Callabl
     dtype = names["zero"].dtype
     digest = hashlib.sha256(f"{dtype} {text}".encode()).hexdigest()[:16]
     file = f"<{title}, {dtype}, {digest}>"
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    space: dict[str, Any] = {"__name__": __name__, **names}
-    exec(compile(text, file, "exec"), space)
+    space = functions_of(text, file, {"__name__": __name__, **names})
     return {name: each for name, each in space.items() if name not in names and name[0] != "_"}

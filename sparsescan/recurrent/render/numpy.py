@@ -8,14 +8,13 @@ and ``back(stage)`` the gradients that its products return.
 from __future__ import annotations
 
 import itertools
-import linecache
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 from ...graph.expressions import topological
-from ...graph.operations import Node, node
-from ...graph.render.base import without_brackets
+from ...graph.operations import Node, symbol
+from ...graph.render.base import function_text, functions_of, without_brackets
 from ...graph.render.numpy import ArrayRenderer, helpers
 from ..linear import LinearProgram, linear
 from ..program import INPUT, CellProgram, Slot
@@ -77,7 +76,7 @@ class ArrayCode:
         self.program, self._title, self._gates = program, title, gates
         self.linear: LinearProgram = linear(program)
         self.names = dict(program.names)
-        self.names |= {node("state", details=(k,)): name for k, name in enumerate(states)}
+        self.names |= {symbol("state", k): name for k, name in enumerate(states)}
         self.names |= {
             row: self._gate(*row.details).replace(".", "_")
             for row in program.rows
@@ -93,11 +92,8 @@ class ArrayCode:
         functions = self._made.get(xp)
         if functions is None:
             text = "\n\n\n".join(self.text(which) for which in ("forward", "backward"))
-            name = f"<{self._title} on arrays, {next(_numbers)}>"
-            linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
-            functions = helpers(xp)
-            exec(compile(text, name, "exec"), functions)
-            self._made[xp] = functions
+            file = f"<{self._title} on arrays, {next(_numbers)}>"
+            functions = self._made[xp] = functions_of(text, file, helpers(xp))
         return functions
 
     def text(self, which: str) -> str:
@@ -138,7 +134,7 @@ class ArrayCode:
         lines, texts = self._stages(writer, roots)
         lines += writer.assignments(roots, texts)[0]
         doc = f"Write the {what} a step of {self._title}."
-        return _function(name, f"sums, x, states, rows, {into}, dtype", doc, lines)
+        return function_text(name, f"sums, x, states, rows, {into}, dtype", doc, lines)
 
     def _columns(self) -> str:
         columns, first = self.linear.columns, len(self.linear.slopes)
@@ -146,7 +142,7 @@ class ArrayCode:
         lines, texts = self._leaves(writer, columns)
         lines += writer.assignments(columns, texts)[0]
         doc = "Write the products of slopes that are factors of a Jacobian."
-        return _function("columns", "slopes, rows, dtype", doc, lines)
+        return function_text("columns", "slopes, rows, dtype", doc, lines)
 
     def _param_grads(self) -> str:
         grads = self.linear.row_grads
@@ -154,7 +150,7 @@ class ArrayCode:
         last = _places("out", enumerate((g for g in grads if g is not None), len(slots)))
         doc = "Write the gradients in sums, and in parameters of each unit."
         lines = self._grads(slots, last)
-        return _function(
+        return function_text(
             "param_grads", "back, slopes, x, states, rows, grads, out, dtype", doc, lines
         )
 
@@ -168,7 +164,7 @@ class ArrayCode:
         last = _places("out", enumerate([] if grad is None else [grad], len(slots)))
         doc = "Write the gradients in sums, and in the input of each unit."
         lines = self._grads(read, last)
-        return _function(
+        return function_text(
             "input_grads", "back, slopes, x, states, rows, grads, out, dtype", doc, lines
         )
 
@@ -181,7 +177,7 @@ class ArrayCode:
         more, texts = writer.assignments(values, texts)
         result = ", ".join(without_brackets(texts[each]) for each in values)
         doc = "Return what depends on parameters alone."
-        return _function("derived", "rows, dtype", doc, [*lines, *more, f"return [{result}]"])
+        return function_text("derived", "rows, dtype", doc, [*lines, *more, f"return [{result}]"])
 
     def _derived_grads(self) -> str:
         derived = self.program.derived
@@ -197,7 +193,7 @@ class ArrayCode:
             for row, grad in each.grads
         )
         doc = "Return gradients in parameters, by number, from those in what depends on them."
-        return _function(
+        return function_text(
             "derived_grads", "rows, grads, dtype", doc, [*lines, *more, f"return [{result}]"]
         )
 
@@ -232,7 +228,7 @@ class ArrayCode:
                 continue
             more, texts = writer.assignments(arguments, texts)
             lines += more
-            leaves = [node("slot", details=(k,)) for k in slots]
+            leaves = [symbol("slot", k) for k in slots]
             texts |= {leaf: writer.name_of(leaf) for leaf in leaves}
             for k, leaf in zip(slots, leaves, strict=True):
                 about = self.describe(program.slots[k], partial(_read, writer, texts))
@@ -257,7 +253,7 @@ class ArrayCode:
             lines += more_lines
             lines += [f"out[{k}][...] = 0" for k in own if k in grads and grads[k] is None]
             if not read.isdisjoint(returned):
-                leaves = [node("back", details=(k,)) for k in returned]
+                leaves = [symbol("back", k) for k in returned]
                 texts |= {leaf: writer.name_of(leaf) for leaf in leaves}
                 lines.append(f"{_target([texts[leaf] for leaf in leaves])} = back({number})")
         return lines + writer.assignments(last, texts)[0]
@@ -279,9 +275,3 @@ def _places(array: str, numbered: Iterable[tuple[int, Node]]) -> dict[Node, list
     for k, each in numbered:
         places.setdefault(each, []).append(f"{array}[{k}]")
     return places
-
-
-def _function(name: str, arguments: str, doc: str, lines: Sequence[str]) -> str:
-    """Return the text of a function."""
-    body = [f'"""{doc}"""', *lines]
-    return "\n".join([f"def {name}({arguments}):", *(f"    {line}" for line in body)])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from ...graph.expressions import topological
-from ...graph.operations import Node, node
+from ...graph.operations import Node, symbol
 from ...graph.render.base import without_brackets
 from .numpy import ArrayCode, Writer
 
@@ -19,7 +19,7 @@ def describe(code: ArrayCode) -> list[str]:
     program = code.program
     again = _made_again(code)
     writer = Writer(code.names, [*program.arguments, *program.outputs, *program.kept, *again])
-    states = [node("state", details=(k,)) for k in range(program.states)]
+    states = [symbol("state", k) for k in range(program.states)]
     texts: dict[Node, str] = {}
     lines = []
 
@@ -44,7 +44,7 @@ def describe(code: ArrayCode) -> list[str]:
             lines.append(f"  stage {stage + 1} of {program.stages}:")
         for k, slot in enumerate(program.slots):
             if slot.stage == stage:
-                leaf = node("slot", details=(k,))
+                leaf = symbol("slot", k)
                 texts[leaf] = writer.name_of(leaf)
                 about = code.describe(
                     slot, lambda one: without_brackets(texts.get(one) or writer.name_of(one))
