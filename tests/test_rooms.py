@@ -92,6 +92,11 @@ def test_every_file_is_in_a_room() -> None:
     assert {room_of(path.with_suffix("").parts) for path in FILES} == set(ROOMS)
 
 
+def test_the_root_has_few_files() -> None:
+    """What has several files is a folder."""
+    assert len([path for path in FILES if len(path.parts) == 1]) <= 8
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_import_runs_back(room: str) -> None:
     back = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ..checks import check_count_or_none, check_flag, check_has_shape
@@ -29,10 +28,10 @@ def check_options(
 
 
 def check_input(name: str, x: Any, size: int, *axes: str) -> None:
-    """Raise unless an input has the axes that one of some texts names, and then `size` numbers."""
-    counts = [len(each.split(", ")) + 1 for each in axes]
-    if len(x.shape) not in counts or x.shape[-1] != size:
-        expected = " or ".join(f"({each}, {size})" for each in axes)
+    """Raise unless an input has axes as one of the texts names them, and then `size` numbers."""
+    has_axes = any(names.count(",") + 2 == len(x.shape) for names in axes)
+    if not has_axes or x.shape[-1] != size:
+        expected = " or ".join(f"({names}, {size})" for names in axes)
         raise InputError(f"{name} has shape {tuple(x.shape)}; expected {expected}")
 
 
@@ -50,7 +49,7 @@ def check_lengths(lengths: Any, shape: Shape) -> None:
 
 def check_length_range(lengths: NDArray[Any], steps: int) -> None:
     """Raise unless lengths are from 0 to the number of steps."""
-    if lengths.size and not (np.min(lengths) >= 0 and np.max(lengths) <= steps):
+    if lengths.size and not (lengths.min() >= 0 and lengths.max() <= steps):
         raise InputError(
             f"lengths is {short(lengths.tolist())}; expected integers from 0 to {steps}"
         )
@@ -68,7 +67,7 @@ def check_resets(resets: Any, x: Any, names: tuple[str, str] = ("resets", "x")) 
     `names` are those of the resets and of the input, for errors.
     """
     name, of = names
-    if str(resets.dtype) not in ("bool", "torch.bool"):
+    if resets.dtype != bool and str(resets.dtype) != "torch.bool":
         raise InputTypeError(
             f"{name} has dtype {resets.dtype}; expected bool: {name} != 0 makes bools of numbers"
         )

@@ -43,6 +43,10 @@ class Writer(ArrayRenderer):
         """Return the name of a node, that of the definition if it has one."""
         return "x" if each is INPUT else super().name_of(each)
 
+    def text_of(self, texts: Mapping[Node, str], each: Node) -> str:
+        """Return the text of what a product multiplies."""
+        return without_brackets(texts.get(each) or self.name_of(each))
+
 
 class ArrayCode:
     """Functions of a step on arrays, as text, and compiled once for each library.
@@ -138,66 +142,51 @@ class ArrayCode:
 
     def _columns(self) -> str:
         columns, first = self.linear.columns, len(self.linear.slopes)
-        writer = Writer(self.names, columns, _places("slopes", enumerate(columns, first)))
-        lines, texts = self._leaves(writer, columns)
-        lines += writer.assignments(columns, texts)[0]
+        lines, _ = self._written(columns, _places("slopes", enumerate(columns, first)))
         doc = "Write the products of slopes that are factors of a Jacobian."
         return function_text("columns", "slopes, rows, dtype", doc, lines)
 
     def _param_grads(self) -> str:
-        grads = self.linear.row_grads
-        slots = range(len(self.program.slots))
-        last = _places("out", enumerate((g for g in grads if g is not None), len(slots)))
-        doc = "Write the gradients in sums, and in parameters of each unit."
-        lines = self._grads(slots, last)
-        return function_text(
-            "param_grads", "back, slopes, x, states, rows, grads, out, dtype", doc, lines
-        )
+        slots, grads = range(len(self.program.slots)), self.linear.row_grads
+        return self._grads("param_grads", "parameters of each unit", slots, grads)
 
     def _input_grads(self) -> str:
-        slots, grad = self.program.slots, self.linear.input_grad
-        read = [
+        slots = [
             k
-            for k, slot in enumerate(slots)
+            for k, slot in enumerate(self.program.slots)
             if self.program.stages > 1 or any(term.argument is INPUT for term in slot.terms)
         ]
-        last = _places("out", enumerate([] if grad is None else [grad], len(slots)))
-        doc = "Write the gradients in sums, and in the input of each unit."
-        lines = self._grads(read, last)
-        return function_text(
-            "input_grads", "back, slopes, x, states, rows, grads, out, dtype", doc, lines
-        )
+        return self._grads("input_grads", "the input of each unit", slots, [self.linear.input_grad])
 
     def _derived(self) -> str:
         values = [each.value for each in self.program.derived]
         if not values:
             return ""
-        writer = Writer(self.names, values)
-        lines, texts = self._leaves(writer, values)
-        more, texts = writer.assignments(values, texts)
-        result = ", ".join(without_brackets(texts[each]) for each in values)
+        lines, texts = self._written(values)
+        lines.append(f"return [{', '.join(without_brackets(texts[each]) for each in values)}]")
         doc = "Return what depends on parameters alone."
-        return function_text("derived", "rows, dtype", doc, [*lines, *more, f"return [{result}]"])
+        return function_text("derived", "rows, dtype", doc, lines)
 
     def _derived_grads(self) -> str:
-        derived = self.program.derived
-        if not derived:
+        grads = [pair for each in self.program.derived for pair in each.grads]
+        if not self.program.derived:
             return ""
-        roots = [grad for each in derived for _, grad in each.grads]
-        writer = Writer(self.names, roots)
-        lines, texts = self._leaves(writer, roots)
-        more, texts = writer.assignments(roots, texts)
-        result = ", ".join(
-            f"({row}, {without_brackets(texts[grad])})"
-            for each in derived
-            for row, grad in each.grads
-        )
+        lines, texts = self._written([grad for _, grad in grads])
+        pairs = (f"({row}, {without_brackets(texts[grad])})" for row, grad in grads)
+        lines.append(f"return [{', '.join(pairs)}]")
         doc = "Return gradients in parameters, by number, from those in what depends on them."
-        return function_text(
-            "derived_grads", "rows, grads, dtype", doc, [*lines, *more, f"return [{result}]"]
-        )
+        return function_text("derived_grads", "rows, grads, dtype", doc, lines)
 
     # -- Their parts ----------------------------------------------------------------------------
+
+    def _written(
+        self, roots: Sequence[Node], places: Mapping[Node, list[str]] | None = None
+    ) -> tuple[list[str], dict[Node, str]]:
+        """Return lines that compute nodes from leaves, and the text of each node."""
+        writer = Writer(self.names, roots, places)
+        lines, texts = self._leaves(writer, roots)
+        more, texts = writer.assignments(roots, texts)
+        return lines + more, texts
 
     def _leaves(self, writer: Writer, roots: Iterable[Node]) -> tuple[list[str], dict[Node, str]]:
         """Return what reads the leaves of expressions from arguments, and their names."""
@@ -231,17 +220,21 @@ class ArrayCode:
             leaves = [symbol("slot", k) for k in slots]
             texts |= {leaf: writer.name_of(leaf) for leaf in leaves}
             for k, leaf in zip(slots, leaves, strict=True):
-                about = self.describe(program.slots[k], partial(_read, writer, texts))
+                about = self.describe(program.slots[k], partial(writer.text_of, texts))
                 lines.append(f"# {texts[leaf]} = {about}")
             given = [str(stage), *(without_brackets(texts[each]) for each in arguments)]
             names = [texts[leaf] for leaf in leaves]
             lines.append(f"{_target(names)} = sums({', '.join(given)})")
         return lines, texts
 
-    def _grads(self, slots: Iterable[int], last: dict[Node, list[str]]) -> list[str]:
-        """Return what writes the gradients in some slots, stage by stage, and then others."""
+    def _grads(
+        self, name: str, what: str, slots: Iterable[int], others: Iterable[Node | None]
+    ) -> str:
+        """Return a function that writes the gradients in some slots, stage by stage, and others."""
         grads = {k: self.linear.slot_grads[k] for k in slots}
         places = _places("out", ((k, grad) for k, grad in grads.items() if grad is not None))
+        found = (grad for grad in others if grad is not None)
+        last = _places("out", enumerate(found, len(self.program.slots)))
         for each, more in last.items():
             places[each] = places.get(each, []) + more
         writer = Writer(self.names, list(places), places)
@@ -256,12 +249,11 @@ class ArrayCode:
                 leaves = [symbol("back", k) for k in returned]
                 texts |= {leaf: writer.name_of(leaf) for leaf in leaves}
                 lines.append(f"{_target([texts[leaf] for leaf in leaves])} = back({number})")
-        return lines + writer.assignments(last, texts)[0]
-
-
-def _read(writer: Writer, texts: Mapping[Node, str], each: Node) -> str:
-    """Return the text of what a product reads."""
-    return without_brackets(texts.get(each) or writer.name_of(each))
+        lines += writer.assignments(last, texts)[0]
+        parameters = "back, slopes, x, states, rows, grads, out, dtype"
+        return function_text(
+            name, parameters, f"Write the gradients in sums, and in {what}.", lines
+        )
 
 
 def _target(names: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
 from ...graph.expressions import topological
 from ...graph.operations import Node, symbol
@@ -46,9 +47,7 @@ def describe(code: ArrayCode) -> list[str]:
             if slot.stage == stage:
                 leaf = symbol("slot", k)
                 texts[leaf] = writer.name_of(leaf)
-                about = code.describe(
-                    slot, lambda one: without_brackets(texts.get(one) or writer.name_of(one))
-                )
+                about = code.describe(slot, partial(writer.text_of, texts))
                 lines.append(f"    {texts[leaf]} = {about}")
         compute([each for each in program.arguments if program.stage_of(each) == stage])
     new = compute(program.outputs)
