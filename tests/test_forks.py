@@ -282,7 +282,7 @@ def affine(monkeypatch: pytest.MonkeyPatch) -> Work:
 
     from sparsescan.torch import affine
 
-    monkeypatch.setattr(affine, "_recurrences", OrderedDict())
+    monkeypatch.setattr(affine, "_known", OrderedDict())
     monkeypatch.setattr(affine, "_MOST", 1)
     a, b, first = torch.rand(7, 9), torch.rand(7, 9), torch.rand(9)
 

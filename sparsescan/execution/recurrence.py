@@ -7,18 +7,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from ..arrays.addresses import kernel_address
 from ..kernels.cpu import complex_recurrence as complex_kernels
 from ..kernels.cpu import recurrence as kernels
-from ..kernels.cpu.copies import copy_into
 from ..kernels.cpu.lanes import lanes
 from ..kernels.cpu.recurrence import Stack, Steps
 from ..kernels.cpu.tables import LANES
 from ..symbolic.pattern import Pattern
 from .calls import Calls
-from .recording import Recorder, Recording, Space
+from .recording import Recording
 from .threads import thread_count
 from .workspace import KINDS
 
@@ -248,88 +247,3 @@ class Recorded(NamedTuple):
 
     recording: Recording
     nbytes: int
-
-
-def record_states(
-    pattern: Pattern,
-    transposed: bool,
-    values: Shape,
-    offsets: Shape | None,
-    initial: Shape | None,
-    dtype: DTypeLike,
-) -> Recorded:
-    """Record :func:`write_states` for arrays of some shapes, of at least one step.
-
-    If the values have one step, and offsets have more, all steps share the matrix. Arrays of a
-    replay are the memory, values of matrices, offsets, the initial state, and the result
-    ``states``.
-
-    Parameters
-    ----------
-    pattern : Pattern
-        The pattern of the matrices.
-    transposed : bool
-        Whether a step applies the transposed matrix.
-    values, offsets, initial : tuple of int
-        The shapes of the arrays; None for offsets or an initial state that are 0, and no arrays.
-    dtype : dtype
-        Of all arrays.
-    """
-    space, given = Space(0), [each for each in (values, offsets, initial) if each is not None]
-    recorder = Recorder(space, 1 + len(given))
-    arrays = iter(recorder.array(1 + k, shape, dtype) for k, shape in enumerate(given))
-    a = next(arrays)
-    b = None if offsets is None else next(arrays)
-    y0 = recorder.zeros(pattern.shape[0], dtype) if initial is None else next(arrays)
-    batch = max((values[1:-1], (offsets or ())[1:-1], (initial or ())[:-1]), key=len)
-    steps = values[0] if offsets is None else offsets[0]
-    states = recorder.result("states", (steps, *batch, pattern.shape[0]), dtype)
-    write_states(recorder, Matrices(pattern, a, transposed, steps), b, y0, states)
-    return Recorded(recorder.recording(), space.nbytes)
-
-
-def record_gradients(
-    pattern: Pattern,
-    transposed: bool,
-    values: Shape,
-    states: Shape,
-    initial: Shape | None,
-    dtype: DTypeLike,
-    *,
-    conjugated: bool = True,
-) -> Recorded:
-    """Record the gradients in all that enters a recurrence, for arrays of some shapes.
-
-    Arrays of a replay are the memory, values of matrices, gradients of a loss in the states, the
-    initial state, the states, and the results: ``matrices``, ``offsets`` and ``initial``, in the
-    latter two the gradients of every sample.
-
-    Parameters
-    ----------
-    pattern, transposed, dtype
-        As for :func:`record_states`.
-    values, states : tuple of int
-        The shapes of the arrays; there is at least one step.
-    initial : tuple of int or None
-        The shape of the initial state. If it is None, the gradients in matrices are not computed,
-        and no initial state and states enter.
-    conjugated : bool, default True
-        Whether gradients in complex numbers are those of PyTorch, ``∂L/∂Re + i ∂L/∂Im``; JAX has
-        the conjugates of these.
-    """
-    space = Space(0)
-    recorder = Recorder(space, 3 if initial is None else 5)
-    a, loss = recorder.array(1, values, dtype), recorder.array(2, states, dtype)
-    matrices = Matrices(pattern, a, transposed, states[0])
-    in_matrices = None if initial is None else recorder.result("matrices", values, dtype)
-    in_offsets = recorder.result("offsets", states, dtype)
-    in_initial = recorder.result("initial", states[1:], dtype)
-    recorder.launch(copy_into, in_offsets[-1].ravel(), loss[-1].ravel())
-    back = matrices.adjoint(conjugated=conjugated)
-    write_states(recorder, back.part(0, -1), loss[-2::-1], loss[-1], in_offsets[-2::-1])
-    write_states(recorder, back.part(-1, None), None, in_offsets[0], in_initial[None])
-    if initial is not None and in_matrices is not None:
-        y0, y = recorder.array(3, initial, dtype), recorder.array(4, states, dtype)
-        vectors = in_offsets, y, y0
-        write_outer_products(recorder, matrices, *vectors, in_matrices, conjugated=conjugated)
-    return Recorded(recorder.recording(), space.nbytes)

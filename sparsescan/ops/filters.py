@@ -31,7 +31,7 @@ from ..kernels.cpu.filters import (
     normalise_into,
 )
 from ..kernels.cpu.sixteen import WIDTH
-from .operation import Functions, MappedAxis, Operation, Shape, Shapes
+from .operation import Functions, MappedAxis, Operation, Shape, Shapes, memory
 
 Array = NDArray[Any]
 
@@ -244,7 +244,7 @@ def _backward(
             result = calls.result(name, array.shape, x.dtype)
             own = result.reshape(-1)
             if shape != array.shape:
-                own = calls.room(math.prod(shape), x.dtype)[: math.prod(shape)]
+                own = memory(calls, (math.prod(shape),), x.dtype)
                 parts.append((result.reshape(-1), own))
             results.append(result)
         into.append(own)
@@ -269,7 +269,7 @@ def _factors(calls: Calls, b: Array, a: Array, before: int) -> list[Array]:
         own, ends = each.reshape(-1), before if len(each) == 1 < each.shape[1] else 0
         if divides or ends:
             taps = each.shape[2]
-            room = calls.room(own.size + ends * taps, each.dtype)[: own.size + ends * taps]
+            room = memory(calls, (own.size + ends * taps,), each.dtype)
             calls.launch(normalise_into, room, own, taps, int(divides))
             own = room
         factors.append(own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -140,6 +141,9 @@ class Operation:
         ``check(form, shapes)`` raises unless kernels may take inputs of these shapes.
     check_values : callable or None
         ``check_values(form, given)`` raises unless they may take these numbers.
+    on_device : tuple of callable or None
+        Both passes for arrays of CuPy: ``forward(form, given)``, and ``backward(form, kept, above,
+        given, needs)``.
     """
 
     name: str
@@ -160,11 +164,18 @@ class Operation:
     has_complex: bool = False
     check: Callable[[Any, Shapes], None] | None = None
     check_values: Callable[[Any, Sequence[Array | None]], None] | None = None
+    on_device: tuple[Callable[..., list[Any]], Callable[..., list[Any]]] | None = None
 
     @property
     def key(self) -> str:
         """Return what stands for the operation in any process."""
         return self.name
+
+
+def memory(calls: Calls, shape: Shape, dtype: DTypeLike) -> Array:
+    """Return memory of a shape, with any content."""
+    count = math.prod(shape)
+    return calls.room(count, dtype)[:count].reshape(shape)
 
 
 def is_empty(shapes: Shapes) -> bool:

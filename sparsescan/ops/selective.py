@@ -32,7 +32,7 @@ from ..kernels.cpu.selective import (
     SelectiveGradients,
     SelectiveScan,
 )
-from .operation import Functions, MappedAxis, Operation, Shape, Shapes
+from .operation import Functions, MappedAxis, Operation, Shape, Shapes, memory
 
 Array = NDArray[Any]
 
@@ -94,7 +94,7 @@ def _forward(calls: Calls, form: Form, given: Sequence[Any], keeps: bool) -> lis
         segments = _segments_of(scan.length, states)
         results.append(calls.result("kept", (batch, segments, states, channels), dtype))
         kept = results[-1].reshape(-1)
-    final = calls.room(batch * states * channels, dtype)[: batch * states * channels]
+    final = memory(calls, (batch * states * channels,), dtype)
     arrays = results[0].reshape(-1), final, kept
 
     def call(first: int, last: int) -> None:
@@ -144,7 +144,7 @@ def _backward(
     into = {
         name: each
         if each.shape == shapes[name] and name != "start"
-        else _new(calls, shapes[name], dtype)
+        else memory(calls, shapes[name], dtype)
         for name, each in results.items()
     }
     none = np.empty(0, dtype)
@@ -195,15 +195,9 @@ def _backward(
     return list(results.values())
 
 
-def _new(calls: Calls, shape: Shape, dtype: Any) -> Array:
-    """Return memory of a shape."""
-    count = math.prod(shape)
-    return calls.room(count, dtype)[:count].reshape(shape)
-
-
 def _turned(calls: Calls, array: Array) -> Array:
     """Return the numbers of an array whose last two axes are exchanged, end to end."""
-    whole = _new(calls, (array.size,), array.dtype)
+    whole = memory(calls, (array.size,), array.dtype)
     calls.launch(transpose_into, whole, array.reshape(-1), *array.shape[-2:])
     return whole
 

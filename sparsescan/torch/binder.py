@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,94 +101,51 @@ class Bound:
 
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
-        self._programs: OrderedDict[Any, _Program] = OrderedDict()
+        self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._lock = new_lock()
         self._register()
 
     def __call__(self, form: Any, *given: Tensor | None) -> Sequence[Tensor]:
         """Return the results."""
-        keeps = torch.is_grad_enabled() and any(
-            each is not None and each.requires_grad for each in given
-        )
-        results: Sequence[Tensor]
         if is_transformed():
             if self.operation.slope is None or not takes_rules(*given):
                 return self.operation.plain(FUNCTIONS, form, *given)
-            results = _Transformed.apply(self, form, *given)
-        elif not is_direct(*given):
-            numbers, tables = self.encoded(form)
-            found = self._call(*given, numbers, tables, keeps)
-            results = (found,) if isinstance(found, Tensor) else found
-        elif keeps:
-            results = _Direct.apply(self, form, *given)
-        else:
-            results = self.forward(form, given, keeps=False)
-        return results[: self.operation.results]
+            results: Sequence[Tensor] = _Transformed.apply(self, form, *given)
+            return results[: self.operation.results]
+        if is_direct(*given):
+            return self.run(self.program(form, given), given)
+        numbers, tables = self.encoded(form)
+        found = self._call(*given, numbers, tables, _has_graph(given))
+        return (found,) if isinstance(found, Tensor) else found[: self.operation.results]
 
     # -- Kernels -----------------------------------------------------------------------------------
 
-    def forward(self, form: Any, given: Sequence[Tensor | None], *, keeps: bool) -> list[Tensor]:
-        """Return the results, and what is kept behind them if it `keeps`."""
-        operation = self.operation
-        given = [None if each is None else _plain(each) for each in given]
-        if operation.check_values is not None:
-            operation.check_values(form, [array_of(each) for each in given])
+    def program(
+        self, form: Any, given: Sequence[Tensor | None], view: View | None = None
+    ) -> Program:
+        """Return both passes for inputs of the shapes of these."""
+        shapes = _shapes_of(given)
         first = given[0]
         assert first is not None
-        program = self._program(form, given)
-        if ops.is_empty(program.shapes):
-            results = [*operation.plain(FUNCTIONS, form, *given)]
-            shapes = operation.shapes(form, program.shapes)
-            more = [first.new_zeros(shape) for shape in shapes[operation.results :]]
-            return [*results, *(more if keeps else [])]
-        if program.count():
-            return program.forward(given, keeps)
-        with here(first):
-            arrays = list(map(array_of, given))
-            return list(map(tensor_of, ops.compute(operation, form, arrays, keeps=keeps)))
-
-    def backward(
-        self,
-        form: Any,
-        kept: Tensor,
-        above: Sequence[Tensor],
-        given: Sequence[Tensor | None],
-        needs: Sequence[bool],
-    ) -> list[Tensor]:
-        """Return the gradients that are needed; of inputs that are not read only shapes count."""
-        operation, flags = self.operation, tuple(needs)
-        program = self._program(form, given)
-        program.check(kept, above)
-        if ops.is_empty(program.shapes) or (kept.is_complex() and not operation.has_complex):
-            found = ops.again(operation, FUNCTIONS, form, kept, above, given)
-            return [each for each, need in zip(found, flags, strict=True) if need]
-        kept, *above = map(_plain, (kept, *above))
-        given = [
-            _plain(each) if each is not None and k in operation.reads else each
-            for k, each in enumerate(given)
-        ]
-        if program.is_recorded:
-            return program.backward(kept, above, given, flags)
-        with here(kept):
-            arrays = list(map(array_of, above)), list(map(array_of, given))
-            found = ops.compute_gradients(operation, form, array_of(kept), *arrays, flags)
-            return list(map(tensor_of, found))
-
-    def _program(self, form: Any, given: Sequence[Tensor | None]) -> _Program:
-        shapes = tuple([None if each is None else tuple(each.shape) for each in given])
-        first = given[0]
-        assert first is not None
-        key = form, shapes, first.dtype
+        key = form, shapes, first.dtype, view
         program = self._programs.get(key)
         if program is None:
+            inside = shapes if view is None else view.inputs
             if self.operation.check is not None:
-                self.operation.check(form, shapes)
-            program = _Program(self.operation, form, shapes, first.dtype)
+                self.operation.check(form, inside)
+            program = Program(self, form, first.dtype, shapes, view)
             with self._lock:
                 self._programs[key] = program
                 while len(self._programs) > _MOST:
                     self._programs.popitem(last=False)
         return program
+
+    def run(self, program: Program, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """Return the results by a program, for calls that nothing else wants to see."""
+        if _has_graph(given):
+            results: Sequence[Tensor] = _Direct.apply(program, *given)
+            return results[: self.operation.results]
+        return program.forward(given, keeps=False)
 
     # -- The operators -----------------------------------------------------------------------------
 
@@ -207,8 +165,9 @@ class Bound:
         operators = torch.ops.sparsescan
         self._call: Any = getattr(operators, name).default
         self.call_back: Any = getattr(operators, f"{name}_backward").default
-        _library.impl(name, self._operator, "CPU")
-        _library.impl(f"{name}_backward", self._operator_back, "CPU")
+        for device in ("CPU",) if operation.on_device is None else ("CPU", "CUDA"):
+            _library.impl(name, self._operator, device)
+            _library.impl(f"{name}_backward", self._operator_back, device)
         register: Any = torch.library
         register.register_fake(f"sparsescan::{name}", self._fake, lib=_library)
         register.register_fake(f"sparsescan::{name}_backward", self._fake_back, lib=_library)
@@ -224,14 +183,15 @@ class Bound:
 
     def _operator(self, *arguments: Any) -> Any:
         *given, numbers, tables, keeps = arguments
-        form = self._decoded(numbers, tables)
-        return self._results(self.forward(form, given, keeps=keeps))
+        program = self.program(self._decoded(numbers, tables), given)
+        return self._results(program.forward(given, keeps))
 
     def _operator_back(self, *arguments: Any) -> list[Tensor]:
         kept, *tensors, numbers, tables, needs = arguments
-        form, count = self._decoded(numbers, tables), self.operation.results
-        above, given = tensors[:count], tensors[count:]
-        found = iter(self.backward(form, kept, above, given, needs))
+        above, given = tensors[: self.operation.results], tensors[self.operation.results :]
+        program = self.program(self._decoded(numbers, tables), given)
+        read = {k: given[k] for k in self.operation.reads}
+        found = iter(program.backward(kept, above, read, needs))
         return [next(found) if need else kept.new_empty(0) for need in needs]
 
     def _fake(self, *arguments: Any) -> Any:
@@ -248,7 +208,8 @@ class Bound:
     def _save(self, ctx: Any, inputs: Any, output: Any) -> None:
         *given, numbers, tables, _ = inputs
         results = output if isinstance(output, tuple) else (output,)
-        _save(ctx, self, self._decoded(numbers, tables), given, results)
+        ctx.bound, ctx.form, ctx.program = self, self._decoded(numbers, tables), None
+        _save(ctx, given, results)
         # PyTorch takes an empty list for one of tensors.
         ctx.behind = None if numbers else [], [None] * len(tables), None
 
@@ -267,11 +228,24 @@ class Bound:
 
 def _plain(tensor: Tensor) -> Tensor:
     """Return a tensor whose memory is all that there is of it, in one piece."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
-def _shapes_of(given: Sequence[Tensor | None]) -> Shapes:
-    return [None if each is None else tuple(each.shape) for each in given]
+def _moved(tensor: Tensor, shape: Shape) -> Tensor:
+    """Return a tensor of another shape with the same numbers, which is no view."""
+    return tensor.new_empty(shape).copy_(tensor.reshape(shape))
+
+
+def _has_graph(given: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(
+        each is not None and each.requires_grad for each in given
+    )
+
+
+def _shapes_of(given: Sequence[Tensor | None]) -> tuple[Shape | None, ...]:
+    return tuple([None if each is None else tuple(each.shape) for each in given])
 
 
 # Operations by their names: compilers follow a look into a dictionary.
@@ -286,44 +260,55 @@ def bind(operation: Operation) -> Bound:
 # -- Derivatives -----------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, bound: Bound, form: Any, given: Sequence[Any], results: Sequence[Any]) -> None:
-    operation = bound.operation
-    ctx.bound, ctx.form = bound, form
+def _save(ctx: Any, given: Sequence[Any], results: Sequence[Any]) -> None:
+    operation = ctx.bound.operation
     if operation.kept >= operation.results:
         ctx.mark_non_differentiable(results[operation.kept])
     # Of inputs that are not read only shapes are kept: they may change before the backward pass.
-    ctx.shapes = [
-        None if each is None or k in operation.reads else each.shape for k, each in enumerate(given)
-    ]
-    read = [each if k in operation.reads else None for k, each in enumerate(given)]
-    ctx.save_for_backward(results[operation.kept], *read)
+    ctx.shapes = _shapes_of(given) if ctx.program is None else ctx.program.shapes
+    ctx.save_for_backward(results[operation.kept], *[given[k] for k in operation.reads])
 
 
 def _gradients(ctx: Any, above: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
     """Return the gradients in inputs, given those in all results; None where none is needed."""
-    kept, *given = ctx.saved_tensors
-    bound, form, count = ctx.bound, ctx.form, ctx.bound.operation.results
-    given = [
-        kept.new_empty(()).expand(shape) if each is None and shape is not None else each
-        for each, shape in zip(given, ctx.shapes, strict=True)
+    bound, form, program = ctx.bound, ctx.form, ctx.program
+    operation, saved = bound.operation, ctx.saved_tensors
+    kept, count = saved[0], operation.results
+    is_once = not torch.is_grad_enabled() and is_direct(*saved, *above[:count])
+    given = dict(zip(operation.reads, saved[1:], strict=True))
+    if is_once and program is not None:
+        rest = iter(program.backward(kept, above[:count], given, needs))
+        return [next(rest) if need else None for need in needs]
+    view = None if program is None else program.view
+    whole = [
+        given[k] if k in given else None if shape is None else kept.new_empty(()).expand(shape)
+        for k, shape in enumerate(ctx.shapes)
     ]
-    tensors = [kept, *above[:count], *given]
+    tensors = [kept, *above[:count], *whole]
 
     def again(kept: Tensor, *tensors: Any) -> Sequence[Any]:
         above, given = tensors[:count], tensors[count:]
+        if view is not None:
+            kept, above, given = view.inside(kept, above, given)
         found = ops.again(bound.operation, FUNCTIONS, form, kept, above, given)
-        return [kept.new_zeros(0) if each is None else each for each in found]
+        return [
+            kept.new_zeros(0) if each is None else each.reshape(like.shape)
+            for each, like in zip(found, tensors[count:], strict=True)
+        ]
 
     if any(map(is_mapped, tensors)):
         found = over_maps(again, tensors)
     elif torch.is_grad_enabled() or is_transformed():
         found = again(*tensors)
-    elif is_direct(*tensors):
-        rest = iter(bound.backward(form, kept, above[:count], given, needs))
+    elif is_once:
+        program = bound.program(form, whole)
+        rest = iter(program.backward(kept, above[:count], given, needs))
         return [next(rest) if need else None for need in needs]
     else:
+        if view is not None:
+            kept, above, whole = view.inside(kept, above[:count], whole)
         numbers, tables = bound.encoded(form)
-        found = bound.call_back(*tensors, numbers, tables, list(needs))
+        found = bound.call_back(kept, *above[:count], *whole, numbers, tables, list(needs))
     return [each if need else None for each, need in zip(found, needs, strict=True)]
 
 
@@ -331,14 +316,15 @@ class _Direct(torch.autograd.Function):
     """An operation with its gradients, for calls that nothing else wants to see."""
 
     @staticmethod
-    def forward(ctx: Any, bound: Bound, form: Any, *given: Tensor | None) -> tuple[Tensor, ...]:
-        results = bound.forward(form, given, keeps=True)
-        _save(ctx, bound, form, given, results)
+    def forward(ctx: Any, program: Program, *given: Tensor | None) -> tuple[Tensor, ...]:
+        results = program.forward(given, keeps=True)
+        ctx.bound, ctx.form, ctx.program = program.bound, program.form, program
+        _save(ctx, given, results)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> Any:
-        return None, None, *_gradients(ctx, above, ctx.needs_input_grad[2:])
+        return None, *_gradients(ctx, above, ctx.needs_input_grad[1:])
 
 
 class _Transformed(Mappable):
@@ -346,13 +332,14 @@ class _Transformed(Mappable):
 
     @staticmethod
     def forward(bound: Bound, form: Any, *given: Tensor | None) -> tuple[Tensor, ...]:
-        return tuple(bound.forward(form, given, keeps=True))
+        return tuple(bound.program(form, given).forward(given, keeps=True))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        bound, form, *given = inputs
-        _save(ctx, bound, form, given, output)
-        ctx.save_for_forward(output[bound.operation.kept], *given)
+        ctx.bound, ctx.form, *given = inputs
+        ctx.program = None
+        _save(ctx, given, output)
+        ctx.save_for_forward(output[ctx.bound.operation.kept], *given)
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> Any:
@@ -386,69 +373,154 @@ def _shape_of_one(array: Tensor | None, dim: int | None) -> Shape | None:
     return shape if dim is None else shape[:dim] + shape[dim + 1 :]
 
 
-# -- Recordings ------------------------------------------------------------------------------------
+# -- Programs --------------------------------------------------------------------------------------
 
 
-class _Program:
-    """Both passes of an operation for contiguous tensors of some shapes in host memory.
+class View(NamedTuple):
+    """Shapes that an operation sees in place of a caller's, for as many numbers each.
+
+    Attributes
+    ----------
+    inputs : sequence
+        Those of the inputs.
+    result, outside : tuple of int
+        That of the result, and what the caller gets in its place.
+    """
+
+    inputs: Shapes
+    result: Shape
+    outside: Shape
+
+    def inside(self, kept: Tensor, above: Sequence[Tensor], given: Sequence[Any]) -> Any:
+        """Return the result, its gradient, and inputs, as the operation sees them."""
+        whole = [
+            None if each is None or shape is None else each.reshape(shape)
+            for each, shape in zip(given, self.inputs, strict=True)
+        ]
+        return kept.reshape(self.result), [above[0].reshape(self.result)], whole
+
+
+class Program:
+    """Both passes of an operation for tensors of some shapes, without derivatives.
 
     Parameters
     ----------
-    operation : Operation
+    bound : Bound
         The operation.
     form : object
         Its form.
-    shapes : sequence
-        The shapes of all inputs.
     dtype : dtype
         Of all tensors.
+    shapes : tuple
+        The shapes of all inputs.
+    view : View, optional
+        What the operation sees in place of these, if that is something else.
+
+    Attributes
+    ----------
+    bound, form, shapes, view
+        As given.
     """
 
-    def __init__(self, operation: Operation, form: Any, shapes: Shapes, dtype: torch.dtype) -> None:
-        self.shapes = shapes
-        self._about, self._dtype, self._calls = (operation, form, shapes, str(dtype)[6:]), dtype, 0
-        shapes_of = operation.shapes(form, shapes)
-        self._shapes = shapes_of[operation.kept], *shapes_of[: operation.results]
+    def __init__(
+        self, bound: Bound, form: Any, dtype: torch.dtype, shapes: Any, view: View | None
+    ) -> None:
+        self.bound, self.form, self.shapes, self.view = bound, form, shapes, view
+        self._operation, self._dtype, self._calls = bound.operation, dtype, 0
+        self._inputs = shapes if view is None else view.inputs
+        results = bound.operation.shapes(form, self._inputs)
+        own = results if view is None else [view.outside]
+        self._results = own[self._operation.kept], *own[: self._operation.results]
+        self._more = results[self._operation.results :]
+        self._is_empty = ops.is_empty(self._inputs)
         self._recorded: dict[Any, tuple[Recorded, list[ResultTensor]]] = {}
         self._rooms = StepPool(partial(Room, 0))
 
-    def check(self, kept: Tensor, above: Sequence[Tensor]) -> None:
-        """Raise unless these are what the forward pass has kept, and gradients in its results."""
-        names = "kept", *(f"above_{k}" for k in range(len(above)))
-        for name, each, shape in zip(names, (kept, *above), self._shapes, strict=True):
-            if each.shape != shape or each.dtype != self._dtype:
-                raise InputError(
-                    f"{name} has shape {tuple(each.shape)} and dtype {each.dtype}; expected "
-                    f"{shape} and {self._dtype}"
-                )
-
-    def count(self) -> bool:
-        """Count a call, and return whether there have been enough of them to record it."""
-        self._calls += 1
-        return self.is_recorded
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether calls are recorded."""
-        return self._calls > _OFTEN
-
     def forward(self, given: Sequence[Tensor | None], keeps: bool) -> list[Tensor]:
-        """Return the results, and what is kept."""
-        return self._run(ops.record, (keeps,), [each for each in given if each is not None])
+        """Return the results, and what is kept behind them if it `keeps`."""
+        operation = self._operation
+        given = [None if each is None else _plain(each) for each in given]
+        first: Any = given[0]
+        if operation.check_values is not None:
+            operation.check_values(self.form, [array_of(each) for each in given])
+        if self._is_empty:
+            results = [*operation.plain(FUNCTIONS, self.form, *self._inside(given))]
+            results += [first.new_zeros(shape) for shape in self._more * keeps]
+            return results if self.view is None else [_moved(results[0], self.view.outside)]
+        self._calls += 1
+        if self._calls > _OFTEN and first.is_cpu:
+            there = [each for each in given if each is not None]
+            return self._run(ops.record, (keeps,), there, self._results[1:])
+        with here(first):
+            arrays = list(map(array_of, self._inside(given)))
+            if operation.on_device is not None and not first.is_cpu:
+                found = operation.on_device[0](self.form, arrays)
+            else:
+                found = ops.compute(operation, self.form, arrays, keeps=keeps)
+            if self.view is not None:
+                found = [found[0].reshape(self.view.outside)]
+            return list(map(tensor_of, found))
 
     def backward(
-        self, kept: Tensor, above: Sequence[Tensor], given: Sequence[Any], needs: tuple[bool, ...]
+        self,
+        kept: Tensor,
+        above: Sequence[Tensor],
+        given: dict[int, Tensor | None],
+        needs: Sequence[bool],
     ) -> list[Tensor]:
-        """Return the gradients that are needed."""
-        reads = self._about[0].reads
-        read = [given[k] for k in reads if given[k] is not None]
-        return self._run(ops.record_gradients, (needs, True), [kept, *above, *read])
+        """Return the gradients that are needed; `given` are the inputs that gradients read."""
+        operation, needs = self._operation, tuple(needs)
+        for k, each in enumerate((kept, *above)):
+            if each.shape != self._results[k] or each.dtype != self._dtype:
+                raise InputError(
+                    f"{f'above_{k - 1}' if k else 'kept'} has shape {tuple(each.shape)} and dtype "
+                    f"{each.dtype}; expected {self._results[k]} and {self._dtype}"
+                )
+        kept, *above = [_plain(each) for each in (kept, *above)]
+        read = {k: None if each is None else _plain(each) for k, each in given.items()}
+        by_kernels = not self._is_empty and (operation.has_complex or not self._dtype.is_complex)
+        if by_kernels and self._calls > _OFTEN and kept.is_cpu:
+            arrays = [kept, *above, *[each for each in read.values() if each is not None]]
+            shapes = [shape for shape, need in zip(self.shapes, needs, strict=True) if need]
+            return self._run(ops.record_gradients, (needs, True), arrays, shapes)
+        whole: Any = [
+            read[k] if k in read else None if shape is None else kept.new_empty(()).expand(shape)
+            for k, shape in enumerate(self.shapes)
+        ]
+        if self.view is not None:
+            kept, above, whole = self.view.inside(kept, above, whole)
+        if not by_kernels:
+            every = ops.again(operation, FUNCTIONS, self.form, kept, above, whole)
+            found = [each for each, need in zip(every, needs, strict=True) if need]
+        else:
+            with here(kept):
+                known = array_of(kept), list(map(array_of, above)), list(map(array_of, whole))
+                if operation.on_device is not None and not kept.is_cpu:
+                    grads = operation.on_device[1](self.form, *known, needs)
+                else:
+                    grads = ops.compute_gradients(operation, self.form, *known, needs)
+                found = list(map(tensor_of, grads))
+        shapes = [shape for shape, need in zip(self.shapes, needs, strict=True) if need]
+        return [each.reshape(shape) for each, shape in zip(found, shapes, strict=True)]
 
-    def _run(self, record: Any, more: Any, given: list[Tensor]) -> list[Tensor]:
+    def _inside(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return inputs as the operation sees them."""
+        return [
+            each if each is None or shape is None else each.view(shape)
+            for each, shape in zip(given, self._inputs, strict=True)
+        ]
+
+    def _run(
+        self, record: Any, more: Any, given: list[Tensor], shapes: Sequence[Shape]
+    ) -> list[Tensor]:
+        """Return the results of a recording, of which the first ones have these shapes."""
         found = self._recorded.get((record, more))
         if found is None:
-            recorded = record(*self._about, *more)
-            results = [ResultTensor.of(each, self._dtype) for each in recorded.recording.results]
+            recorded = record(self._operation, self.form, self._inputs, str(self._dtype)[6:], *more)
+            results = [
+                ResultTensor.of(each, self._dtype, shape)
+                for each, shape in zip_longest(recorded.recording.results, shapes)
+            ]
             found = self._recorded[record, more] = recorded, results
         recorded, results = found
         room, scratch = self._rooms.take(), take_scratch(recorded.nbytes)

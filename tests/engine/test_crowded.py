@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsescan import Pattern
 from sparsescan.execution import recording
-from sparsescan.execution.recurrence import record_states
+from sparsescan.ops.operation import record
+from sparsescan.ops.recurrence import RECURRENCE, Form
 
 SHAPE = 64, 8, 4096  # two threads' work
 
@@ -19,8 +19,8 @@ def test_what_waits_for_others_goes_on_alone(
     monkeypatch: pytest.MonkeyPatch, with_threads: Callable[[int], None]
 ) -> None:
     with_threads(2)
-    pattern = Pattern.diagonal(SHAPE[-1])
-    recorded = record_states(pattern, False, SHAPE, SHAPE, None, np.float32)
+    form = Form("diagonal", SHAPE[-1], False)
+    recorded = record(RECURRENCE, form, (SHAPE, SHAPE, None), np.float32, False)
     assert recorded.recording.threads == 2
     now, slow, parts = [0.0], [False], list[int]()
 
@@ -50,8 +50,8 @@ def test_what_waits_for_others_goes_on_alone(
 def test_results_do_not_depend_on_it(with_threads: Callable[[int], None]) -> None:
     with_threads(2)
     rng = np.random.default_rng()
-    pattern = Pattern.diagonal(SHAPE[-1])
-    recorded = record_states(pattern, False, SHAPE, SHAPE, None, np.float32)
+    form = Form("diagonal", SHAPE[-1], False)
+    recorded = record(RECURRENCE, form, (SHAPE, SHAPE, None), np.float32, False)
     a, b = (rng.random(SHAPE, np.float32) for _ in range(2))
     found = []
     for alone in (0, 1):

@@ -125,6 +125,23 @@ def test_jit_and_second_derivatives(seed: int) -> None:
     close(actual, expected)
 
 
+@settings(max_examples=examples(4), deadline=None)
+@given(st.integers(0, 2**32))
+def test_forward_mode(seed: int) -> None:
+    """Once, twice, and of gradients."""
+    case = Case(seed, most=4)
+    along = {name: case.normal(each.shape) for name, each in case.inputs.items()}
+    some = {name: 0 * each if k else each for k, (name, each) in enumerate(along.items())}
+
+    def slopes(function: Any, inputs: dict[str, Any]) -> Any:
+        once = lambda each: jax.jvp(function, (each,), (along,))[1]  # noqa: E731
+        loss = lambda each: jnp.sin(function(each)).sum().real  # noqa: E731
+        twice = jax.jvp(once, (inputs,), (some,))
+        return twice, jax.jvp(jax.grad(loss), (inputs,), (along,))
+
+    close(*(jax.jit(slopes, static_argnums=0)(f, case.inputs) for f in (case.run, case.loop)))
+
+
 @pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
 def test_vmap(seed: int) -> None:
     """Maps over some of the arguments, once and twice, with gradients of each map."""

@@ -16,7 +16,7 @@ from torch_checks import check_compiled, close
 
 from sparsescan import DeviceError, InputError, InputTypeError, Pattern
 from sparsescan.symbolic.pattern import of_mask
-from sparsescan.torch import affine, affine_scan
+from sparsescan.torch import affine, affine_scan, binder
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -105,7 +105,7 @@ class Case:
 def runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return how often a case is run until its results are looked at."""
     if request.param:
-        monkeypatch.setattr(affine, "_OFTEN", 0)
+        monkeypatch.setattr(binder, "_OFTEN", 0)
     return 1 + request.param
 
 
@@ -137,7 +137,7 @@ def test_first_and_second_derivatives(runs: int, seed: int) -> None:
 @pytest.mark.parametrize("seed", [1, *slow(0)])
 def test_opcheck(seed: int) -> None:
     case = Case(seed, most=4)
-    kind, indices = "diagonal" if case.is_number else "dense", (None, None)
+    kind, indices = "diagonal" if case.is_number else "dense", ()
     matrices = case.matrices.detach().clone()
     if case.is_number:
         matrices = matrices.reshape(*matrices.shape[: 2 if matrices.dim() == 3 else 1], 1)
@@ -153,9 +153,20 @@ def test_opcheck(seed: int) -> None:
         matrices = matrices[None]
     if kind == "dense" and len(case.kept) == 1:
         kind, matrices = "diagonal", matrices[..., 0]
-    matrices.requires_grad_()
-    arguments = matrices, case.offsets, case.initial, kind, *indices, case.transposed
-    torch.library.opcheck(torch.ops.sparsescan.affine_scan.default, arguments)
+    offsets, initial, size = case.offsets, case.initial, len(case.kept)
+    matrices = matrices.flatten(-2) if kind == "dense" else matrices
+    matrices = matrices if matrices.dim() == 3 else matrices[:, None]
+    if offsets is not None and offsets.dim() == 2:
+        offsets = offsets[:, None]
+    if initial is not None and initial.dim() == 1:
+        initial = initial[None]
+    inputs = [
+        None if each is None else each.detach().requires_grad_()
+        for each in (matrices, offsets, initial)
+    ]
+    numbers = [("dense", "diagonal", "sparse").index(kind), size, int(case.transposed)]
+    operator = torch.ops.sparsescan.affine_scan.default
+    torch.library.opcheck(operator, (*inputs, numbers, list(indices), True))
 
 
 @pytest.mark.parametrize("seed", [5, *slow(6, 7, 8)])
@@ -190,11 +201,12 @@ def test_errors() -> None:
 
 def test_recordings_are_as_many_as_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(affine, "_MOST", 3)
-    monkeypatch.setattr(affine, "_OFTEN", 1)
+    monkeypatch.setattr(binder, "_MOST", 3)
+    monkeypatch.setattr(binder, "_OFTEN", 1)
     for steps in (1, 2, 3, 4, 5, 5, 5):
         affine_scan(torch.ones(steps, 2), pattern=Pattern.diagonal(2))
-    assert len(affine._recurrences) == 3
-    made = [each for each in affine._recurrences.values() if not isinstance(each, int)]
+    assert len(affine._known) == len(affine._bound._programs) == 3
+    made = [each for each in affine._bound._programs.values() if each._recorded]
     assert len(made) == 1
     with torch.no_grad():
         turned = torch.rand(2, 5).t()  # not contiguous

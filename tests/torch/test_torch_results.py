@@ -16,7 +16,7 @@ from torch_doors import DOORS, door
 
 import sparsescan.torch
 from sparsescan.recurrent.catalogue import LEM, PeepholeLSTM
-from sparsescan.torch import affine, lfilter, module
+from sparsescan.torch import binder, lfilter, module
 from sparsescan.torch.calls.prepared import only
 
 FORMS = "steps first", "batch first", "one sample", "packed"
@@ -28,7 +28,7 @@ LENGTHS = torch.tensor([2, 4, 1, 3, 4])
 def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run calls as they run the first time, or as they do when they have come a few times."""
     is_prepared = request.param == "prepared"
-    monkeypatch.setattr(affine, "_OFTEN", -1 if is_prepared else 1 << 30)
+    monkeypatch.setattr(binder, "_OFTEN", -1 if is_prepared else 1 << 30)
     with only("sparsescan") if is_prepared else nullcontext():
         yield
 
