@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from .expressions import evaluate, topological
 from .functions import where
-from .operations import OPERATIONS, Node, apply, is_heavy, number, value_of
+from .operations import OPERATIONS, Node, apply, is_heavy, linear_map, number, value_of
 
 # A node, and its derivative in a direction.
 WithSlope: TypeAlias = "tuple[Node, Node | None]"
@@ -38,6 +38,10 @@ def gradients(
     for vector in reversed(topological([vector for vector, _ in seeds])):
         if vector not in grads or not vector.arguments:
             continue
+        if vector.operation == "product":
+            *matrix, is_transposed = vector.details
+            add(vector.arguments[0], linear_map(matrix, grads[vector], not is_transposed))
+            continue
         y, *arguments = (same.get(node, node) for node in (vector, *vector.arguments))
         pulled = OPERATIONS[vector.operation].pull(grads[vector], y, *arguments)
         for argument, grad in zip(vector.arguments, pulled, strict=True):
@@ -56,14 +60,20 @@ def with_slopes(
     roots : sequence of Node
         The nodes.
     rule : callable
-        ``rule(node, arguments)`` returns a leaf or a linear map and its slope, from its arguments
-        and their slopes; None for an elementwise operation.
+        ``rule(node, arguments)`` returns a node and its slope, from its arguments and their slopes.
+        It may return None for elementwise operations, and for products with constant matrices.
     """
 
     def either(vector: Node, arguments: list[WithSlope]) -> WithSlope:
         if vector.operation == "number":
             return vector, None
-        return rule(vector, arguments) or _elementwise(vector.operation, arguments)
+        found = rule(vector, arguments)
+        if found is None and vector.operation == "product":
+            *matrix, is_transposed = vector.details
+            value, slope = arguments[0]
+            slope = None if slope is None else linear_map(matrix, slope, is_transposed)
+            return linear_map(matrix, value, is_transposed), slope
+        return found or _elementwise(vector.operation, arguments)
 
     values = evaluate(roots, either)
     return [values[root] for root in roots]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from ..errors import short
@@ -24,7 +24,7 @@ class Node:
     Attributes
     ----------
     operation : str
-        A name of `OPERATIONS`, ``number``, or what a front end calls its leaves and linear maps.
+        A name of `OPERATIONS`, ``number``, ``product`` for a linear map, or the kind of a leaf.
     arguments : tuple of Node
         The vectors that the operation reads.
     details : tuple
@@ -223,6 +223,11 @@ def node(operation: str, *arguments: Node, details: tuple[Any, ...] = ()) -> Nod
 def symbol(kind: str, *details: Any) -> Node:
     """Return the leaf of a kind, with the details that a front end gives it."""
     return node(kind, details=details)
+
+
+def linear_map(matrix: Sequence[Any], vector: Node, is_transposed: bool = False) -> Node:
+    """Return a product of a vector and a matrix, or its transpose; a front end names the matrix."""
+    return node("product", vector, details=(*matrix, is_transposed))
 
 
 def _unpickled(operation: str, arguments: tuple[Node, ...], details: tuple[Any, ...]) -> Node:

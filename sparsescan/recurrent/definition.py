@@ -18,7 +18,7 @@ from ..checks import check_choice
 from ..errors import InputError, InputTypeError, short
 from ..graph import functions
 from ..graph.expressions import topological
-from ..graph.operations import Node, as_node, node, number, symbol
+from ..graph.operations import Node, as_node, linear_map, number, symbol
 from ..graph.tracing import Front, refuse, tracing
 from ..parameters.parametrised import Parameter
 from .program import INPUT, CellProgram, analyse
@@ -209,7 +209,7 @@ class Input(_Matrix):
                 f"a product of {self.name}, an Input, with another vector than the input x",
                 "a Hidden for it: Hidden(…) multiplies any vector of units",
             )
-        return node("product", INPUT, details=(self.name, block, False))
+        return linear_map((self.name, block), INPUT)
 
 
 class Hidden(_Matrix):
@@ -234,7 +234,7 @@ class Hidden(_Matrix):
         """Return a product with a vector of units."""
         if not isinstance(vector, Node):
             refuse(f"a product of {self.name} with {short(vector)}", "a vector of units")
-        return node("product", vector, details=(self.name, block, is_transposed))
+        return linear_map((self.name, block), vector, is_transposed)
 
 
 class Vector(_Declared):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..graph.derivatives import WithSlope, with_slopes
 from ..graph.expressions import topological
-from ..graph.operations import Node, node, number, symbol
+from ..graph.operations import Node, linear_map, number, symbol
 from ..locks import new_lock
 from .cell import Cell
 from .definition import Bias, Hidden, Input, Scalar, Vector, bias_name, declared, shapes_of
@@ -173,7 +173,7 @@ class _Step:
                 (k,) = each.details
                 return states[count + k], states[k]
             if each is INPUT:
-                return _product(_UNITS, 0, INPUT), _product(_UNITS, 1, INPUT)
+                return linear_map((_UNITS, 0), INPUT), linear_map((_UNITS, 1), INPUT)
             if each.operation in ("vector", "scalar"):
                 return self._parameter(each.operation, *each.details)
             return self._product(each, *arguments) if each.operation == "product" else None
@@ -193,20 +193,16 @@ class _Step:
         parameter = self._parameters[name]
         slope: Node | None
         if isinstance(parameter, Input):
-            value = _product(name, gate, INPUT)
-            slope = _product(name, parameter.blocks + gate, INPUT)
+            value = linear_map((name, gate), INPUT)
+            slope = linear_map((name, parameter.blocks + gate), INPUT)
         else:
             v, v_slope = argument
-            value = _product(name, gate, v, is_transposed)
-            slope = _product(self._prefix + name, gate, v, is_transposed)
+            value = linear_map((name, gate), v, is_transposed)
+            slope = linear_map((self._prefix + name, gate), v, is_transposed)
             if v_slope is not None:
-                slope = _product(name, gate, v_slope, is_transposed) + slope
+                slope = linear_map((name, gate), v_slope, is_transposed) + slope
         place = self._biases.get((name, gate))
         if self._bias and place is not None and not is_transposed:
             added, added_slope = self._parameter("vector", *place)
             value, slope = value + added, slope + added_slope
         return value, slope
-
-
-def _product(name: str, gate: int, vector: Node, is_transposed: bool = False) -> Node:
-    return node("product", vector, details=(name, gate, is_transposed))
