@@ -14,6 +14,7 @@ from ..checks import check_has_shape
 from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
 from ..recurrent.arguments import (
+    Returned,
     check_has_resets,
     check_input,
     check_length_range,
@@ -21,7 +22,9 @@ from ..recurrent.arguments import (
     check_options,
     check_resets,
     check_state,
+    returned,
 )
+from ..recurrent.host_sizes import LAYERS
 from ..recurrent.memory import beside
 from ..recurrent.step import OneCell, RecurrentLike
 from .ffi.calls import FLOATS, as_arrays, check_platform, together
@@ -42,7 +45,7 @@ def recurrent(
     *,
     memory_limit: int | None = None,
     truncate: int | None = None,
-    return_states: bool = False,
+    return_states: Returned = False,
 ) -> tuple[Any, Any]:
     """Return the outputs and the last states of a recurrent network.
 
@@ -79,14 +82,17 @@ def recurrent(
         Steps of a segment: gradients flow at most to the segment before, as those of
         :class:`sparsescan.recurrent.TrainingStep`; by default through all steps. They are computed
         in reverse mode alone. The limit is then that of the windows that are computed at once.
-    return_states : bool, default False
-        Whether outputs are all states of the last layer, ``[h, c]`` of an LSTM.
+    return_states : bool or "layers", default False
+        Whether outputs are all states of the last layer, ``[h, c]`` of an LSTM; with ``"layers"``
+        those of each direction of all layers.
 
     Returns
     -------
     output : jax.Array, shape (T, [batch,] directions · hidden_size)
         The outputs ``h_t`` of the last layer, 0 in steps that a sample does not have. With
         `return_states` there are ``states · directions · hidden_size``, one state after the other.
+        With ``"layers"`` the shape is ``(T, [batch,] layers · directions, state_size)``:
+        ``output[..., k, :]`` are the states that ``state[k]`` is the last of.
     state : jax.Array, shape (layers · directions, [batch,] state_size)
         The states after the last step of each sample.
 
@@ -125,7 +131,7 @@ def recurrent(
         )
     net: RecurrentLike = OneCell(network) if isinstance(network, Cell) else network
     options = check_options(net, memory_limit, truncate, return_states)
-    memory_limit, truncate, return_states = options
+    memory_limit, truncate, returns = *options[:2], returned(options[2])
     known = net.params
     if not isinstance(params, Mapping) or set(params) != set(known):
         names = sorted(map(str, params)) if isinstance(params, Mapping) else short(params)
@@ -155,10 +161,12 @@ def recurrent(
         resets = None if resets is None else resets[:, None]
     given = together((own, inputs, begin, lengths, resets))
     if truncate is None or len(inputs) <= 2 * truncate or inputs.size == 0:
-        output, last = run(TracedNetwork(net), memory_limit, return_states, *given)
+        output, last = run(TracedNetwork(net), memory_limit, returns, *given)
     else:
-        about = TracedNetwork(net), memory_limit, truncate, return_states
+        about = TracedNetwork(net), memory_limit, truncate, returns
         output, last = run_truncated(*about, *given)
+    if returns == LAYERS:
+        output = output.reshape(*output.shape[:2], len(last), net.state_size)
     return (output, last) if is_batched else (output[:, 0], last[:, 0])
 
 

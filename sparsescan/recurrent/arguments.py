@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from ..checks import check_count_or_none, check_flag, check_has_shape
+from ..checks import check_choice, check_count_or_none, check_flag, check_has_shape
 from ..errors import InputError, InputTypeError, short
-from .host_sizes import Layers
+from .host_sizes import FIRST, LAYERS, STATES, Layers
 
 Shape = tuple[int, ...]
+Returned = bool | Literal["layers"]
 
 
 def check_options(
     network: Layers, memory_limit: Any, truncate: Any, return_states: Any
-) -> tuple[int | None, int | None, bool]:
-    """Return the options of a training step: a limit, the steps of a segment, and a flag."""
+) -> tuple[int | None, int | None, Returned]:
+    """Return the options of a training step: a limit, steps of a segment, and what it returns."""
     memory_limit = check_count_or_none("memory_limit", memory_limit, 0)
     truncate = check_count_or_none("truncate", truncate, 1)
     if truncate is not None and len(network.cells[0]) > 1:
@@ -24,7 +25,22 @@ def check_options(
             f"truncate is {truncate}, and the network has two directions; expected None, or one "
             "direction: segments of both would not be the same"
         )
-    return memory_limit, truncate, check_flag("return_states", return_states)
+    return memory_limit, truncate, check_return_states(return_states)
+
+
+def check_return_states(value: Any) -> Returned:
+    """Return a flag, or "layers"."""
+    if isinstance(value, str):
+        check_choice("return_states", value, "layers")
+        return "layers"
+    return check_flag("return_states", value)
+
+
+def returned(return_states: Returned) -> int:
+    """Return which states are outputs: those of all layers, of the last one, or its first."""
+    if return_states == "layers":
+        return LAYERS
+    return STATES if return_states else FIRST
 
 
 def check_input(name: str, x: Any, size: int, *axes: str) -> None:

@@ -20,7 +20,7 @@ from ..parameters.fixed import Fixed
 from ..parameters.parametrised import Parametrised, check_mask, initial
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern
-from .arguments import check_state
+from .arguments import Returned, check_state
 from .compiled import renderer_of
 from .definition import (
     Hidden,
@@ -373,7 +373,7 @@ class Cell(Parametrised, Fixed):
         *,
         memory_limit: int | None = None,
         truncate: int | None = None,
-        return_states: bool = False,
+        return_states: Returned = False,
     ) -> TrainingStep:
         """Return a training step, which runs whole sequences by compiled kernels.
 
@@ -384,9 +384,9 @@ class Cell(Parametrised, Fixed):
         truncate : int, optional
             Steps of a segment: gradients flow at most to the segment before; by default through
             all steps.
-        return_states : bool, default False
+        return_states : bool or "layers", default False
             Whether outputs are all states of the last layer, ``[h, c]`` of an LSTM, and not the
-            first alone.
+            first alone; with ``"layers"`` those of each direction of all layers.
 
         Returns
         -------

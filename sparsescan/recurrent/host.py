@@ -17,9 +17,9 @@ from ..execution.calls import Calls
 from ..execution.replays import Replays
 from ..execution.sharing import even_slices
 from ..execution.threads import thread_count
-from ..kernels.cpu.copies import add_range, fill_with
+from ..kernels.cpu.copies import add_range, copy_into, fill_with
 from ..kernels.cpu.tiles import TILE_ROWS, TILE_VECTORS
-from .host_sizes import Extent, HostSizes, Layers
+from .host_sizes import LAYERS, Extent, HostSizes, Layers
 from .loops import callers, sharing, sums
 from .loops import sequences as kernels
 from .loops.pauses import STRICT
@@ -146,6 +146,7 @@ class HostMemory(HostSizes, Memory):
             self._resets = self.calls.zeros((self.steps + 1) * self.padded, np.uint8)
         (self.lengths,), (self.zeros,) = arrays["lengths"], arrays["zeros"]
         self._grads, self._parts = arrays["grads"], arrays["part"]
+        (self._above,) = arrays.get("above", [none])
         self._ones = self.calls.room(2 * self.group, self.dtype)
         self.calls.launch(fill_with, self._ones, 1)
         gates = arrays["gates"]
@@ -304,12 +305,12 @@ class HostMemory(HostSizes, Memory):
 
     def _turn_out(self, start: int, stop: int) -> None:
         """Write the outputs of some steps, of both directions, which share cache lines."""
-        out = self._output[start:].reshape(-1)
-        first = len(self.directions) - self.per_layer
-        for k, one in enumerate(self.directions[first:], first):
+        out, count = self._output[start:].reshape(-1), len(self.directions)
+        first = 0 if self._returns == LAYERS else count - self.per_layer
+        for k in range(first, count):
+            width, column, step = self.columns_of(self.directions[k])
             for n, states in enumerate(self._state_parts(k)[: self._outputs]):
-                column = (n * self.per_layer + one.back) * self.units
-                where = start + 1, stop + 1, out, self.widths[-1], column
+                where = start + 1, stop + 1, out, width, column + n * step
                 self.calls.launch(callers.turn_out, states, self._all_samples(k), *where)
 
     def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
@@ -419,6 +420,21 @@ class HostMemory(HostSizes, Memory):
         shape = self.steps, self.batch, self.widths[layer]
         below: Array = self._grads[layer % len(self._grads)][: math.prod(shape)].reshape(shape)
         return below
+
+    def above(self, ks: range, above: Array, below: Array) -> Array:
+        """Return the gradients in the outputs of the layer before one: those of the caller, too."""
+        if not self._adds_above:
+            return below
+        total = self._above[: self.steps * self.batch * self.widths[-1]]
+        if ks.stop == len(self.directions):  # the caller's array stays as it is
+            first = (copy_into, total, above.reshape(-1)) if above.size else (fill_with, total, 0)
+            self.calls.launch(*first)
+        part = below.reshape(-1), self.batch, self.per_layer * self.units
+        for one in self.directions[ks.start - self.per_layer : ks.start]:
+            width, column, _ = self.columns_of(one)
+            about = *part, one.back * self.units, self.units, total, width, column
+            self._for_steps(partial(self.calls.launch, callers.add_columns, *about))
+        return total
 
     def back(
         self, ks: range, weights: list[Weights], above: Array, below: Array | None
@@ -625,6 +641,7 @@ class _Group:
         memory, one, weights = self.memory, self.memory.directions[k], self.memory.packed[k]
         products, parts, block, row_grads = self._scratch[k]
         step, renderer = memory.grad_step(one), one.renderer
+        width, _, next_output = memory.columns_of(one)
         return Sequence(
             steps=memory.steps,
             back=one.back,
@@ -638,8 +655,8 @@ class _Group:
             pairs=one.sample_rows == 2,
             lengths=memory.lengths,
             states=memory.plane_of(memory.states, one),
-            width=memory.widths[one.layer],
-            next_output=memory.next_output(one),
+            width=width,
+            next_output=next_output,
             inputs=one.inputs,
             cols=one.cols,
             block=one.block,
@@ -722,7 +739,7 @@ def _back(
     one, weights = memory.directions[k], all_weights[k]
     below = parts[one.back].reshape(-1) if parts else memory.no_caller.x
     about = group.sequence(k, span), weights.back, memory.states[one.layer - 1]
-    flat = above.reshape(-1)
+    flat = above.reshape(-1)[memory.columns_of(one)[1] :]
     if one.kept and not memory.keeps_gates:
         memory.calls.launch(kernels.find_ends, *about, flat, memory.ends[one.back], *span)
         _run(group, k, all_weights, span, is_again=True)

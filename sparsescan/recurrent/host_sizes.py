@@ -33,6 +33,11 @@ class Layers(Protocol):
         ...
 
 
+# Which states are outputs: the first one of the last layer's cells, all of them, or those of all
+# layers, one direction after the other.
+FIRST, STATES, LAYERS = range(3)
+
+
 class Extent(NamedTuple):
     """The shape of inputs, and the passes, that the memory of a training step is for.
 
@@ -46,8 +51,8 @@ class Extent(NamedTuple):
         Whether a backward pass returns what gradients of parameters are sums of.
     has_resets : bool
         Whether states may begin anew in the middle.
-    returns_states : bool
-        Whether outputs are all states of the last layer.
+    returns : int
+        Which states are outputs: `FIRST`, `STATES` or `LAYERS`.
     """
 
     steps: int
@@ -55,7 +60,7 @@ class Extent(NamedTuple):
     segment: int
     keeps_samples: bool = False
     has_resets: bool = False
-    returns_states: bool = False
+    returns: int = FIRST
 
 
 class HostSizes:
@@ -68,7 +73,7 @@ class HostSizes:
     directions: list[Direction]
 
     def __init__(self, network: Layers, directions: list[Direction], extent: Extent) -> None:
-        steps, batch, segment, keeps_samples, has_resets, returns_states = extent
+        steps, batch, segment, keeps_samples, has_resets, returns = extent
         self.directions, self.per_layer = directions, len(network.cells[0])
         self._keeps_samples, self._has_resets = keeps_samples, has_resets
         self.steps, self.batch = steps, batch
@@ -80,9 +85,9 @@ class HostSizes:
         one = directions[0]
         self.units, self.dtype, self.lanes = one.units, one.dtype, one.lanes
         self.widths = [network.input_size, *(len(c) * c[0].hidden_size for c in network.cells)]
-        # How many states of the last layer are outputs.
-        self._outputs = one.states if returns_states else 1
-        self.widths[-1] *= self._outputs
+        # How many states of a cell are outputs.
+        self._returns, self._outputs = returns, 1 if returns == FIRST else one.states
+        self.widths[-1] *= self._outputs * (len(network.cells) if returns == LAYERS else 1)
         self._all_threads = thread_count()
         # Multiply-adds of a direction.
         self._work = work = steps * batch * max(one.products, one.units) * (one.cols + one.units)
@@ -167,6 +172,8 @@ class HostSizes:
         sizes += [("gates", size + self.lanes) for size in some]
         inner = max(self.widths[1:-1], default=0)
         sizes += [("grads", self.steps * self.batch * inner)] * min(2, len(self.widths) - 2)
+        if self._adds_above:
+            sizes += [("above", self.steps * self.batch * self.widths[-1])]
         if self.per_layer > 1:
             sizes += [("part", self.steps * self.batch * max(self.widths[:-1]))]
         for _, samples in self._spans():
@@ -189,15 +196,28 @@ class HostSizes:
         """The numbers from the gradients in a state to those in the next."""
         return self.padded * self.units + self.lanes
 
-    def next_output(self, one: Direction) -> int:
-        """Return the columns from the outputs of one state of a direction to those of the next."""
+    @property
+    def _adds_above(self) -> bool:
+        """Whether gradients in outputs of a layer are the caller's and those of the layer above."""
+        return self._returns == LAYERS and len(self.widths) > 2 and self.has_backward
+
+    def columns_of(self, one: Direction) -> tuple[int, int, int]:
+        """Return where a direction has its outputs in a row, and the gradients in them.
+
+        That is the length of a row, the first column, and from the columns of a state to those of
+        the next, or 0 if the first state alone has any.
+        """
+        if self._returns == LAYERS:
+            k = (one.layer - 1) * self.per_layer + one.back
+            return self.widths[-1], k * one.states * self.units, self.units
         is_last = one.layer == len(self.widths) - 1
-        return self.per_layer * self.units if is_last and self._outputs > 1 else 0
+        step = self.per_layer * self.units if is_last and self._outputs > 1 else 0
+        return self.widths[one.layer], one.back * self.units, step
 
     def _writes_output(self, one: Direction) -> bool:
         """Return whether a direction writes the outputs while it runs, all by itself."""
         is_last = one.layer == len(self.widths) - 1
-        return is_last and self.has_sample_lanes and self.per_layer == self._outputs == 1
+        return is_last and self.has_sample_lanes and self.widths[-1] == self.units
 
     def times(self, one: Direction, span: tuple[int, int]) -> int:
         """Return the first in time of some steps, which are given in the order of a direction."""

@@ -107,8 +107,16 @@ class Memory(ABC):
         for ks in reversed(self.layers):
             below = self.below(ks.start) if ks.start > 0 else input_grad
             params |= zip(ks, self.back(ks, weights, above, below), strict=True)
-            above = above if below is None else below
+            if below is not None and ks.start > 0:
+                above = self.above(ks, above, below)
         return input_grad, self.state_grad(), [params[k] for k in range(len(self.directions))]
+
+    def above(self, ks: range, above: Array, below: Array) -> Array:
+        """Return the gradients in the outputs of the layer before one, whose inputs have `below`.
+
+        The gradients in all outputs are `above`.
+        """
+        return below
 
     @abstractmethod
     def fits(self, x: Array, has_resets: bool) -> bool:

@@ -13,6 +13,7 @@ from ..checks import check_count, check_flag
 from ..errors import InputError, InputTypeError, short
 from ..locks import cached_property
 from ..parameters.fixed import Fixed
+from .arguments import Returned
 from .cell import Cell
 from .cells import GRUCell, LSTMCell, RNNCell
 from .definition import matrices_of
@@ -143,7 +144,7 @@ class Recurrent(Fixed):
         *,
         memory_limit: int | None = None,
         truncate: int | None = None,
-        return_states: bool = False,
+        return_states: Returned = False,
     ) -> TrainingStep:
         """Return a training step, which runs this network forward and backward.
 
@@ -154,9 +155,9 @@ class Recurrent(Fixed):
         truncate : int, optional
             Steps of a segment: gradients flow at most to the segment before; by default through
             all steps.
-        return_states : bool, default False
+        return_states : bool or "layers", default False
             Whether outputs are all states of the last layer, ``[h, c]`` of an LSTM, and not the
-            first alone.
+            first alone; with ``"layers"`` those of each direction of all layers.
 
         Returns
         -------

@@ -13,7 +13,7 @@ from ..execution.recording import Recorder, Recording, Space
 from ..graph.operations import Node, symbol
 from .compiled import source_of
 from .definition import declared
-from .host_sizes import Extent
+from .host_sizes import FIRST, Extent
 from .packing import Direction, Product
 from .program import CellProgram
 from .step import RecurrentLike, check_limit, memory_on_host, segments
@@ -53,7 +53,7 @@ def record(
     has_reset_states: bool = False,
     has_backward: bool = True,
     keeps_samples: bool = False,
-    returns_states: bool = False,
+    returns: int = FIRST,
     needs_input_grad: bool = True,
     memory_limit: int | None = None,
 ) -> RecordedStep:
@@ -81,8 +81,8 @@ def record(
         each direction the gradients in slots, ``products``, and what they are multiplied by,
         ``states``, ``arguments`` and, above the first layer, ``input``, of all steps and samples;
         and the gradients in ``rows`` of parameters, of all samples. See :class:`Parameters`.
-    returns_states : bool, default False
-        Whether outputs are all states of the last layer.
+    returns : int, default FIRST
+        Which states are outputs, as of an :class:`~sparsescan.recurrent.host_sizes.Extent`.
     needs_input_grad : bool, default True
         Whether its results are gradients in inputs, too.
     memory_limit : int, optional
@@ -95,7 +95,7 @@ def record(
     """
     for segment in segments(steps):
         kept = segment if has_backward else 0
-        extent = Extent(steps, batch, kept, keeps_samples, has_resets, returns_states)
+        extent = Extent(steps, batch, kept, keeps_samples, has_resets, returns)
         passes = Passes(network, extent, dtype, lengths=lengths, has_reset_states=has_reset_states)
         if memory_limit is None or passes.nbytes <= memory_limit:
             break

@@ -26,6 +26,7 @@ from ..execution.calls import Calls
 from ..execution.sharing import quiet
 from ..formatting import exact_bytes, format_bytes
 from .arguments import (
+    Returned,
     check_has_resets,
     check_input,
     check_length_range,
@@ -33,10 +34,11 @@ from .arguments import (
     check_options,
     check_resets,
     check_state,
+    returned,
 )
 from .definition import CellLike
 from .host import HostMemory
-from .host_sizes import Extent, Layers
+from .host_sizes import FIRST, Extent, Layers
 from .memory import Memory, beside
 from .packing import Direction, is_sparse, sample_rows
 from .truncated import TruncatedMemory
@@ -122,8 +124,8 @@ class TrainingStep:
         device, has.
     truncate : int, optional
         Steps of a segment; by default gradients flow through all steps.
-    return_states : bool, default False
-        Whether outputs are all states of the last layer.
+    return_states : bool or "layers", default False
+        Whether outputs are all states of the last layer; with ``"layers"`` those of all layers.
 
     Attributes
     ----------
@@ -151,7 +153,7 @@ class TrainingStep:
         network: RecurrentLike,
         memory_limit: int | None = None,
         truncate: int | None = None,
-        return_states: bool = False,
+        return_states: Returned = False,
     ) -> None:
         self.network = network
         self.memory_limit, self.truncate, self.return_states = check_options(
@@ -231,7 +233,9 @@ class TrainingStep:
         output : ndarray, shape (T, [batch,] directions · hidden_size)
             The outputs ``h_t`` of the last layer, 0 in steps that a sample does not have. With
             `return_states` there are ``states · directions · hidden_size``: those of one state of
-            the cells after the other, ``[h, c]`` of an LSTM.
+            the cells after the other, ``[h, c]`` of an LSTM. With ``"layers"`` the shape is ``(T,
+            [batch,] layers · directions, state_size)``: ``output[..., k, :]`` are the states that
+            ``state[k]`` is the last of, ``[h, c]`` of an LSTM.
         state : ndarray, shape (layers · directions, [batch,] state_size)
             The states after the last step of each sample.
 
@@ -281,6 +285,7 @@ class TrainingStep:
             with memory.here():
                 output, last = memory.forward(params, x, state, lengths, resets)
         self._is_forward = True
+        output = output.reshape(self._output_shape(output.shape))
         return self._as_given(output), self._as_given(last)
 
     # -- Backward ---------------------------------------------------------------------------------
@@ -345,13 +350,14 @@ class TrainingStep:
         """Return memory that keeps the gates of all steps if the limit allows."""
         steps, batch, _ = x.shape
         memory: Memory | TruncatedMemory
+        returns = returned(self.return_states)
         if device_of(x) is not None and (self.truncate is not None or self.return_states):
             raise InputError(
                 f"truncate is {self.truncate} and return_states is {self.return_states}, and x is "
                 "on a device; expected None and False, or arrays in host memory"
             )
         if self.truncate is not None and steps > 2 * self.truncate:
-            make = partial(_memory_like, self.network, x, has_resets, self.return_states)
+            make = partial(_memory_like, self.network, x, has_resets, returns)
             own = self.truncate, segments(2 * self.truncate), self.memory_limit
             memory = TruncatedMemory(make, steps, batch, *own)
             check_limit(self.memory_limit, memory.nbytes, steps, batch)
@@ -362,7 +368,7 @@ class TrainingStep:
         if self._made_for != key:
             self._made_for, self._directions = key, _directions_of(self.network, x)
         for segment in segments(steps):
-            about = self._directions, x, segment, has_resets, self.return_states
+            about = self._directions, x, segment, has_resets, returns
             memory = _memory_for(self.network, *about)
             if self.memory_limit is None or memory.nbytes <= self.memory_limit:
                 break
@@ -404,9 +410,11 @@ class TrainingStep:
     ) -> tuple[Array, Array]:
         """Return the gradients in both results of the forward pass, with an axis of samples."""
         xp, checked = np if memory.device is None else load_cupy(), []
-        for name, grad, shape in (
-            ("grad_output", output, (memory.steps, memory.batch, memory.widths[-1])),
-            ("grad_state", state, (self._count, memory.batch, self.network.state_size)),
+        whole = memory.steps, memory.batch, memory.widths[-1]
+        rows = self._count, memory.batch, self.network.state_size
+        for name, grad, shape, expected in (
+            ("grad_output", output, whole, self._output_shape(whole)),
+            ("grad_state", state, rows, rows),
         ):
             if grad is None:
                 # On the host nothing stands for zeros.
@@ -414,10 +422,16 @@ class TrainingStep:
                 continue
             array = read_array(name, grad)
             check_one_place(name, device_of(array), "x", memory.device)
-            expected = shape if self._is_batched else (shape[0], shape[2])
-            check_has_shape(name, array, expected)
+            given = expected if self._is_batched else (expected[0], *expected[2:])
+            check_has_shape(name, array, given)
             checked.append(for_kernels(array.reshape(shape), memory.dtype))
         return checked[0], checked[1]
+
+    def _output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of outputs: with an axis of directions if they are of all layers."""
+        if self.return_states != "layers":
+            return shape
+        return *shape[:2], self._count, self.network.state_size
 
     def _as_given(self, array: Array) -> Array:
         """Return a result with an axis of samples if the input had one."""
@@ -554,12 +568,12 @@ def _memory_for(
     x: Array,
     segment: int,
     has_resets: bool = False,
-    returns_states: bool = False,
+    returns: int = FIRST,
 ) -> Memory:
     """Return memory for inputs like `x`, which keeps the gates of `segment` steps."""
     steps, batch, _ = x.shape
     if device_of(x) is None:
-        extent = Extent(steps, batch, segment, False, has_resets, returns_states)
+        extent = Extent(steps, batch, segment, False, has_resets, returns)
         return HostMemory(network, directions, extent, Calls())
     from .device import DeviceMemory
 
@@ -570,14 +584,14 @@ def _memory_like(
     network: Layers,
     x: Array,
     has_resets: bool,
-    returns_states: bool,
+    returns: int,
     steps: int,
     batch: int,
     segment: int,
 ) -> Memory:
     """Return memory for other steps and samples than those of `x`, on the host."""
     like = np.broadcast_to(np.zeros((), x.dtype), (steps, batch, x.shape[2]))
-    about = _directions_of(network, like), like, segment, has_resets, returns_states
+    about = _directions_of(network, like), like, segment, has_resets, returns
     return _memory_for(network, *about)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..checks import check_flag
 from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
+from ..recurrent.arguments import Returned
 from ..recurrent.definition import initial_of
 from .calls.sequences import Sequences
 from .calls.shapes import register
@@ -44,8 +45,8 @@ class CellModule(Sequences, nn.Module):
         Bytes that a call may keep for its backward pass, beside input and output; see :class:`RNN`.
     truncate : int, optional
         Steps of a segment: gradients flow at most to the segment before; see :class:`RNN`.
-    return_states : bool, default False
-        Whether a call returns the states of all steps, too; see :class:`RNN`.
+    return_states : bool or "layers", default False
+        Whether a call returns the states of all steps, too, and of which layers; see :class:`RNN`.
     **options
         Options of the cells.
 
@@ -71,7 +72,7 @@ class CellModule(Sequences, nn.Module):
         *,
         memory_limit: int | None = None,
         truncate: int | None = None,
-        return_states: bool = False,
+        return_states: Returned = False,
         **options: Any,
     ) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from torch import _VF, Tensor, nn  # noqa: F401, for PyTorch's source: see `_in_
 from torch.nn.utils.rnn import PackedSequence  # noqa: F401
 
 from ..errors import InputError
+from ..recurrent.arguments import Returned
 from .calls.sequences import Sequences
 from .conversion.kinds import Kind
 
@@ -72,7 +73,7 @@ class _Recurrent(Sequences, metaclass=Kind):
     # What `torch.jit.script` goes by.
     __annotations__ = nn.RNNBase.__annotations__
     __jit_unused_properties__: ClassVar[Any] = [
-        *("all_weights", "memory_limit", "truncate", "return_states", "is_usual", "_returns_others")
+        *("all_weights", "memory_limit", "truncate", "return_states", "is_usual", "_returns")
     ]
 
     def __init__(
@@ -80,7 +81,7 @@ class _Recurrent(Sequences, metaclass=Kind):
         *arguments: Any,
         memory_limit: int | None = None,
         truncate: int | None = None,
-        return_states: bool = False,
+        return_states: Returned = False,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
@@ -101,7 +102,11 @@ class _Recurrent(Sequences, metaclass=Kind):
         if resets is None and not self.return_states:
             return self._theirs.forward(self, given, hx)
         if self.proj_size:
-            what = "return_states is True" if resets is None else "resets were given"
+            what = (
+                f"return_states is {self.return_states!r}"
+                if resets is None
+                else "resets were given"
+            )
             raise InputError(
                 f"{what}, and proj_size is {self.proj_size}; expected 0: PyTorch computes "
                 "projections, and has neither resets nor return_states"
@@ -142,7 +147,10 @@ class RNN(_Recurrent, nn.RNN):
     `return_states`, likewise, returns the states of all steps: ``output, (h_n, c_n), (h, c) =
     LSTM(12, 20, return_states=True)(x)``, where `c` has the cell states of the last layer in the
     form of the output, which is `h`. Gradients flow through all of them. Cells of one state return
-    their output a second time.
+    their output a second time. With ``return_states="layers"`` they are the states of all layers,
+    each with one more axis: ``h`` is ``(T, batch, layers · directions, hidden_size)``, or what
+    `batch_first` or a `PackedSequence` make of that, and ``h[..., k, :]`` are the states of which
+    ``h_n[k]`` is the last.
 
     There are derivatives of any order, in both modes. The derivative of a network in a direction is
     a forward pass of cells of twice as many states, which also compute the derivatives, and the

@@ -32,9 +32,9 @@ def test_gradients_flow_to_the_segment_before(seed: int) -> None:
     layers, units = int(rng.integers(1, 3)), int(rng.integers(1, 5))
     net = KINDS[kind](2, units, layers, rng=rng)
     x = rng.standard_normal((steps, batch, 2))
-    whole = bool(rng.integers(2))
-    width = net.state_size if whole else units
-    above = rng.standard_normal((steps, batch, width))
+    whole: Any = (False, True, "layers")[rng.integers(3)]
+    is_whole, width = whole == "layers", net.state_size if whole else units
+    above = rng.standard_normal((steps, batch, *[layers] * is_whole, width))
     state, carry = rng.standard_normal((2, layers, batch, net.state_size))
     lengths = rng.integers(0, steps + 1, batch) if rng.integers(2) else None
     resets = rng.random((steps, batch)) < 0.2 if rng.integers(2) else None
@@ -60,10 +60,11 @@ def test_gradients_flow_to_the_segment_before(seed: int) -> None:
     counts = torch.tensor(np.full(batch, steps) if lengths is None else lengths)
     flags = None if resets is None else torch.tensor(resets)
     about = kind, named, *exact[:2], counts, flags
-    outputs, last = plain_run(*about, own_anew)
-    filled = np.zeros((steps, batch, net.state_size))
+    outputs, last = plain_run(*about, own_anew, all_layers=is_whole)
+    filled = np.zeros((*above.shape[:-1], net.state_size))
     filled[..., :width] = above
-    own = truncated_grads(*about, k, torch.tensor(filled), torch.tensor(carry), own_anew)
+    cotangents = torch.tensor(filled), torch.tensor(carry)
+    own = truncated_grads(*about, k, *cotangents, own_anew, all_layers=is_whole)
     for ours, theirs in zip(
         (*results, *grads), (torch.cat(outputs, -1)[..., :width], last, *own), strict=True
     ):
@@ -87,8 +88,8 @@ def test_windows_are_computed_some_at_once(monkeypatch: pytest.MonkeyPatch) -> N
         np.testing.assert_allclose(mapped[name][1], each, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_derivatives_of_all_states(bidirectional: bool) -> None:
+@pytest.mark.parametrize(("which", "bidirectional"), [(True, False), ("layers", True)])
+def test_derivatives_of_all_states(which: Any, bidirectional: bool) -> None:
     """Of any order, in both modes."""
     rng = np.random.default_rng(0)
     net = LSTM(2, 3, 2, bidirectional=bidirectional, rng=rng)
@@ -96,7 +97,7 @@ def test_derivatives_of_all_states(bidirectional: bool) -> None:
     state = jnp.zeros((2 * (1 + bidirectional), 2, 6))
 
     def ours(x: Any, params: Any) -> Any:
-        return jnp.sin(recurrent(net, params, x, state, return_states=True)[0])
+        return jnp.sin(recurrent(net, params, x, state, return_states=which)[0])
 
     params = {name: each.astype(float) for name, each in net.params.items()}
     named = {name: torch.tensor(each) for name, each in params.items()}
@@ -104,13 +105,16 @@ def test_derivatives_of_all_states(bidirectional: bool) -> None:
     about = torch.tensor(np.array(state)), torch.tensor([4, 4])
 
     def plain(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(plain_run("LSTM", named, x, *about)[0], -1).sin()
+        outputs, _ = plain_run("LSTM", named, x, *about, all_layers=which == "layers")
+        return torch.cat(outputs, -1).sin()
 
     expected = plain(given)
     np.testing.assert_allclose(ours(x, params), expected.detach().numpy(), atol=1e-12)
     hessian = torch.autograd.functional.hessian(lambda x: plain(x).sum(), given)
     found = jax.jit(jax.hessian(lambda x: ours(x, params).sum()))(x)
     np.testing.assert_allclose(found, hessian.numpy(), atol=1e-10)
+    mapped = jax.jit(jax.vmap(lambda scale: ours(scale * x, params)))(jnp.array([2.0, 1.0]))
+    np.testing.assert_allclose(mapped[1], ours(x, params), atol=1e-12)
 
 
 def test_errors() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fresh_python import run_python
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from network_oracle import autograd_of
 from plain_networks import plain_run, truncated_grads
@@ -47,10 +47,12 @@ def test_gradients_flow_to_the_segment_before(seed: int) -> None:
     kind = str(rng.choice(list(KINDS)))
     steps, batch, k = int(rng.integers(0, 40)), int(rng.integers(1, 5)), int(rng.integers(1, 9))
     net = KINDS[kind](int(rng.integers(1, 5)), int(rng.integers(1, 6)), int(rng.integers(1, 4)))
-    whole = bool(rng.integers(2)) and net.state_size > net.hidden_size
+    whole: Any = (False, net.state_size > net.hidden_size, "layers")[rng.integers(3)]
+    is_whole = whole == "layers"
     arguments, (above, carry) = arguments_of(rng, net, steps, batch, F8)
     if whole:
-        above = rng.standard_normal((steps, batch, net.state_size))
+        lead = steps, batch, *[len(net.cells)] * is_whole
+        above = rng.standard_normal((*lead, net.state_size))
     x, state, lengths, resets = arguments
     resets = resets if rng.integers(2) else None
     given = with_states(rng, (x, state, lengths, resets))
@@ -65,12 +67,14 @@ def test_gradients_flow_to_the_segment_before(seed: int) -> None:
     }
     about = kind, params, *leaves, tensors[2], flags
     anew = None if given[4] is None else torch.tensor(given[4]).requires_grad_()
-    outputs, last = plain_run(*about, anew) if steps else ([torch.zeros(above.shape)], leaves[1])
-    expected = {"output": torch.cat(outputs[: 1 + whole], -1), "last": last}
-    filled = np.concatenate([above, np.zeros((*above.shape[:2], net.state_size))], -1)
+    outputs, last = [torch.zeros(above.shape)], leaves[1]
+    if steps:
+        outputs, last = plain_run(*about, anew, all_layers=is_whole)
+    expected = {"output": torch.cat(outputs[: 1 + bool(whole)], -1), "last": last}
+    filled = np.concatenate([above, np.zeros((*above.shape[:-1], net.state_size))], -1)
     own = torch.tensor(filled[..., : net.state_size]), torch.tensor(carry)
     names = ["input", "state", *params, *([] if anew is None else ["reset_states"])]
-    expected |= zip(names, truncated_grads(*about, k, *own, anew), strict=True)
+    expected |= zip(names, truncated_grads(*about, k, *own, anew, all_layers=is_whole), strict=True)
     arrays = {name: each.detach().numpy() for name, each in expected.items()}
     with patch.object(truncated, "_SAMPLES", int(rng.choice([1, 6, 1024]))):
         for _ in range(3):
@@ -136,6 +140,8 @@ def test_errors_name_truncate() -> None:
         GRU(2, 3, bidirectional=True).training_step(truncate=5)
     with pytest.raises(InputTypeError, match="return_states is 3"):
         net.training_step(return_states=3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="return_states is 'all'; expected 'layers'"):
+        net.training_step(return_states="all")  # type: ignore[arg-type]
     step = GRUCell(2, 3).training_step(truncate=1)
     step.forward(np.zeros((5, 1, 2)))
     with pytest.raises(InputError, match="grad_output has shape"):
@@ -149,17 +155,22 @@ def test_errors_name_truncate() -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(seeds)
 def test_outputs_are_all_states(dtype: Any, seed: int) -> None:
-    """Gradients in each of them count, also where steps without any are left out."""
+    """Gradients in each of them count, also where steps without any are left out.
+
+    They are those of the last layer, or those of all layers, of cells of one state, too.
+    """
     rng = np.random.default_rng(seed)
-    net = made(rng, SEVERAL[rng.integers(len(SEVERAL))], dtype=dtype)
+    is_whole = bool(rng.integers(2))
+    net = made(rng, None if is_whole else SEVERAL[rng.integers(len(SEVERAL))], dtype=dtype)
     steps, batch = int(rng.integers(1, 40)), int(rng.choice([1, 2, 5, 16, 17, 33]))
     given, (above, carry) = arguments_of(rng, net, steps, batch, dtype)
     x, state, lengths, resets = given
     resets = resets if rng.integers(2) else None
     several = net.state_size // net.hidden_size
-    above = rng.standard_normal((*above.shape[:2], several * above.shape[2])).astype(dtype)
+    row = (len(state), net.state_size) if is_whole else (several * above.shape[2],)
+    above = rng.standard_normal((*above.shape[:2], *row)).astype(dtype)
     above[rng.random(steps) < rng.choice([0, 0.9])] = 0
-    above[..., : above.shape[2] // several] *= rng.integers(2)
+    above[..., : above.shape[-1] // several] *= rng.integers(2)
     expected = autograd_of(net, x, state, lengths, above, carry, resets)
     rows, segment = rows_for(rng, net, dtype), int(rng.integers(1, 9))
     with (
@@ -167,10 +178,33 @@ def test_outputs_are_all_states(dtype: Any, seed: int) -> None:
         patch.object(step_module, "_SEGMENT", segment),
         patch.object(host, "_DIRECT", 2),
     ):
-        step = net.training_step(return_states=True)
+        step = net.training_step(return_states="layers" if is_whole else True)
+        before = above.copy()
         for _ in range(4):
             actual = results_of(step, (x, state, lengths, resets), (above, carry))
+    assert np.array_equal(above, before)
+    assume(expected.nearest > 1e-5)
     close(actual, expected, dtype)
+
+
+def test_states_of_layers_of_one_sample_and_without_gradients() -> None:
+    net = LSTM(3, 5, 2, bidirectional=True, rng=0)
+    x = np.random.default_rng(0).standard_normal((7, 1, 3), np.float32)
+    step, other = (net.training_step(return_states=each) for each in ("layers", False))
+    whole, _ = step.forward(x)
+    carry = np.ones((4, 1, 10), np.float32)
+    found = step.backward(grad_state=carry)
+    output, last = step.forward(x[:, 0])
+    assert output.shape == (7, 4, 10)
+    np.testing.assert_array_equal(output, whole[:, 0])
+    # Forward in time the last row has the last states, backward in time the first.
+    np.testing.assert_array_equal(output[[-1, 0, -1, 0], range(4)], last)
+    expected, _ = other.forward(x)
+    np.testing.assert_array_equal(output[:, 2:, :5].reshape(7, 10), expected[:, 0])
+    close(found.params, other.backward(grad_state=carry).params, F4)
+    step.forward(x[:, 0])
+    with pytest.raises(InputError, match=r"grad_output has shape \(7, 1, 4, 10\); expected \(7, 4"):
+        step.backward(whole)
 
 
 # -- The memory of a process -----------------------------------------------------------------------

@@ -32,14 +32,14 @@ def autograd_of(
     """Return outputs, last states and gradients, as a training step is asked for.
 
     Where a sample is reset, a sequence of its own begins, with zeros or with `reset_states`.
-    Outputs are all states of the last layer if there are gradients in them.
+    Outputs are all states of the last layer, or of all layers, if there are gradients in them.
     """
     steps, batch, _ = x.shape
     lengths = np.full(batch, steps) if lengths is None else lengths
     resets = np.zeros((steps, batch), bool) if resets is None else resets
     results = Expected()
     results |= {
-        "output": np.zeros((steps, batch, above.shape[2])),
+        "output": np.zeros((steps, batch, *above.shape[2:])),
         "last": np.array(state, np.float64),
         "input": np.zeros(x.shape),
         "state": np.array(carry, np.float64),
@@ -70,7 +70,7 @@ def _run_sample(
     resets: Array,
 ) -> None:
     units, given, layers = net.hidden_size, x[:length], []
-    width = len(net.cells[0])
+    width, is_whole = len(net.cells[0]), above.ndim == 4
     for layer in range(len(net.cells)):
         layers.append(given)
         outputs = []
@@ -80,14 +80,22 @@ def _run_sample(
             runs, _ = _run(net, layer, back, given, *both, None, resets)
             outputs.append([_turned(each, back) for each in runs.outputs])
             last = np.concatenate([each[-1] for each in runs.outputs], axis=-1)
+            if is_whole:
+                results["output"][:length, n, k] = np.concatenate(outputs[-1], axis=-1)[:, 0]
             results["last"][k, n] = last[0]
         every = [np.concatenate(each, axis=-1) for each in zip(*outputs, strict=True)]
         given = every[0]
-    wide = width * units
-    whole = np.concatenate(every[: above.shape[-1] // wide], axis=-1)
-    results["output"][:length, n] = whole[:, 0]
-    grad = above[:length]
+    wide, grad = width * units, above[:length]
+    if not is_whole:
+        whole = np.concatenate(every[: above.shape[-1] // wide], axis=-1)
+        results["output"][:length, n] = whole[:, 0]
     for layer, cells in reversed(list(enumerate(net.cells))):
+        if is_whole:
+            own = above[:length, :, layer * width : (layer + 1) * width]
+            own = own.reshape(length, 1, width, -1, units).swapaxes(2, 3).reshape(length, 1, -1)
+            if layer + 1 < len(net.cells):
+                own[..., :wide] += grad
+            grad = own
         below = np.zeros(layers[layer].shape)
         for back, cell in enumerate(cells):
             k = layer * width + back

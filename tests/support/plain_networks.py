@@ -36,8 +36,12 @@ def plain_run(
     resets: Tensor | None = None,
     reset_states: Tensor | None = None,
     cut: int = 0,
+    *,
+    all_layers: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
     """Return the outputs of each state, and the last states, of a network of one or two directions.
+
+    Outputs are those of the last layer, or those of the directions of all layers in one more axis.
 
     States before step `cut` are constants, in a network of one direction. Resets set states to
     zeros unless others are given.
@@ -46,7 +50,7 @@ def plain_run(
     others = torch.zeros_like(state) if reset_states is None else reset_states
     bidirectional = any(name.endswith("_reverse") for name in params)
     layers = len(state) // (1 + bidirectional)
-    steps, lasts = len(x), []
+    steps, lasts, every = len(x), [], []
     outputs: list[Tensor] = []
     for layer in range(layers):
         found = []
@@ -70,12 +74,15 @@ def plain_run(
                 states = [torch.where(has, *both) for both in zip(new, states, strict=True)]
                 rows[t] = [torch.where(has, each, 0) for each in states]
             found.append(rows)
+            every.append(torch.stack([torch.stack(row) for row in rows]))
             lasts.append(torch.cat(states, -1))
         outputs = [
             torch.stack([torch.cat([rows[t][n] for rows in found], -1) for t in range(steps)])
             for n in range(count)
         ]
         x = outputs[0]
+    if all_layers:
+        outputs = list(torch.stack(every, -2).unbind(1))
     return outputs, torch.stack(lasts)
 
 
@@ -90,6 +97,8 @@ def truncated_grads(
     above: Tensor,
     carry: Tensor,
     reset_states: Tensor | None = None,
+    *,
+    all_layers: bool = False,
 ) -> list[Tensor]:
     """Return gradients that flow at most to the segment before.
 
@@ -104,6 +113,7 @@ def truncated_grads(
         outputs, last = plain_run(
             *(kind, params, x, state, lengths, resets, reset_states),
             cut=max(0, begin - truncate),
+            all_layers=all_layers,
         )
         own = slice(begin, begin + truncate)
         loss = (torch.cat(outputs, -1)[own] * above[own]).sum()

@@ -53,8 +53,11 @@ class Case:
         self.is_packed = draw(3) == 1
         if not self.is_packed:
             self.lengths[:] = self.steps
-        width = self.count * units * (1 + bidirectional)
-        self.above = normal(self.steps, self.batch, width)
+        row: tuple[int, ...] = (self.count * units * (1 + bidirectional),)
+        self.is_whole = options.get("return_states") == "layers"
+        if self.is_whole:
+            row = rows, self.count * units
+        self.above = normal(self.steps, self.batch, *row)
         self.carry = normal(*self.state.shape)
         self.resets = self.reset_states = None
         if draw(3) == 1:
@@ -87,8 +90,8 @@ class Case:
 
 
 @settings(max_examples=examples(40), deadline=None)
-@given(seeds, st.sampled_from(list(KINDS)), st.booleans())
-def test_truncated_gradients(seed: int, kind: str, whole: bool) -> None:
+@given(seeds, st.sampled_from(list(KINDS)), st.sampled_from([False, True, "layers"]))
+def test_truncated_gradients(seed: int, kind: str, whole: Any) -> None:
     case = Case(seed, kind, return_states=whole)
     case.net.truncate = case.truncate
     params, given = dict(case.net.named_parameters()), (case.x, case.state, case.lengths)
@@ -99,21 +102,22 @@ def test_truncated_gradients(seed: int, kind: str, whole: bool) -> None:
     loss = loss + (last * case.carry).sum()
     actual = torch.autograd.grad(loss, case.leaves)
     about = case.resets, case.truncate, case.above, case.carry, case.reset_states
-    expected = truncated_grads(kind, params, *given, *about)
+    expected = truncated_grads(kind, params, *given, *about, all_layers=case.is_whole)
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
 @settings(max_examples=examples(40), deadline=None)
-@given(seeds, st.sampled_from(list(KINDS)), st.booleans())
-def test_all_states(seed: int, kind: str, bidirectional: bool) -> None:
-    case = Case(seed, kind, bidirectional=bidirectional, return_states=True)
+@given(seeds, st.sampled_from(list(KINDS)), st.booleans(), st.sampled_from([True, "layers"]))
+def test_all_states(seed: int, kind: str, bidirectional: bool, which: Any) -> None:
+    case = Case(seed, kind, bidirectional=bidirectional, return_states=which)
     found = []
     params = dict(case.net.named_parameters())
     for outputs, last in (
         case.called(),
         plain_run(
-            *(kind, params, case.x, case.state, case.lengths, case.resets, case.reset_states)
+            *(kind, params, case.x, case.state, case.lengths, case.resets, case.reset_states),
+            all_layers=case.is_whole,
         ),
     ):
         loss = (torch.cat(outputs, -1) * case.above).sum() + (last * case.carry).sum()
@@ -122,12 +126,13 @@ def test_all_states(seed: int, kind: str, bidirectional: bool) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("which", [True, "layers"])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_derivatives_of_all_states() -> None:
+def test_derivatives_of_all_states(which: Any) -> None:
     """By transforms, and of gradients, which are differentiated step by step."""
-    net = LSTM(2, 3, dtype=F8, return_states=True)
+    net = LSTM(2, 3, 2, bidirectional=True, dtype=F8, return_states=which)
     params = dict(net.named_parameters())
-    x, state = torch.randn(4, 2, 2, dtype=F8), torch.zeros(1, 2, 6, dtype=F8)
+    x, state = torch.randn(4, 2, 2, dtype=F8), torch.zeros(4, 2, 6, dtype=F8)
     lengths = torch.full((2,), 4)
 
     def loss(outputs: Any) -> Any:
@@ -137,12 +142,43 @@ def test_derivatives_of_all_states() -> None:
         return loss(net(x)[2])
 
     def plain(x: torch.Tensor) -> Any:
-        return loss(plain_run("LSTM", params, x, state, lengths)[0])
+        whole = which == "layers"
+        return loss(plain_run("LSTM", params, x, state, lengths, all_layers=whole)[0])
 
     for derivative in (torch.func.grad, torch.func.hessian):
         torch.testing.assert_close(derivative(ours)(x), derivative(plain)(x))
     hessians = [torch.autograd.functional.hessian(each, x) for each in (ours, plain)]
     torch.testing.assert_close(*hessians)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_states_of_all_layers(batch_first: bool) -> None:
+    """They are in the form of the input, arrays of their own, and of what a layer has computed."""
+    torch.manual_seed(0)
+    options = {"bidirectional": True, "batch_first": batch_first, "dropout": 0.5}
+    net = LSTM(3, 5, 2, **options, return_states="layers")
+    x = torch.randn(9, 7, 3)
+    found = []
+    for run in (net, lambda x: net._without_kernels(x, None)):
+        torch.manual_seed(1)
+        output, (h_n, c_n), (h, c) = run(x)
+        assert h.shape == c.shape == (9, 7, 4, 5)
+        for each in (output, h, c):
+            assert (each.transpose(0, 1) if batch_first else each).is_contiguous()
+        assert torch.equal(output, h[:, :, 2:].flatten(-2))
+        ends = (h, c) if not batch_first else (each.transpose(0, 1) for each in (h, c))
+        for last, states in zip((h_n, c_n), ends, strict=True):
+            assert torch.equal(last[::2], states[-1].transpose(0, 1)[::2])
+            assert torch.equal(last[1::2], states[0].transpose(0, 1)[1::2])
+        loss = (output * h[:, :, 2:].flatten(-2) + h[:, :, :2].flatten(-2)).sum() + c.sin().sum()
+        found.append([output, h, c, *torch.autograd.grad(loss, list(net.parameters()))])
+        h[:] = 0  # which others do not share
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    one = net(x[0])
+    assert one[2][0].shape == (7, 4, 5)
+    gru = module(MGU)(3, 4, return_states="layers")
+    assert gru(x)[2].shape == (9, 7, 1, 4)
 
 
 def test_options_go_with_the_module() -> None:
@@ -161,6 +197,8 @@ def test_options_go_with_the_module() -> None:
 def test_compiled_graphs_stay_whole() -> None:
     torch.manual_seed(0)
     net, x = LSTM(3, 4, truncate=10, return_states=True), torch.randn(50, 2, 3)
+    check_compiled(lambda x: net(x)[2][1].square().sum(), [x], list(net.parameters()))
+    net = LSTM(3, 4, 2, return_states="layers")
     check_compiled(lambda x: net(x)[2][1].square().sum(), [x], list(net.parameters()))
 
 
@@ -198,5 +236,7 @@ def test_errors_name_what_cannot_be_truncated() -> None:
         convert(nn.GRU(3, 4), truncate=-1)
     with pytest.raises(InputTypeError, match="return_states is 3"):
         GRU(3, 4, return_states=3)
+    with pytest.raises(InputError, match="return_states is 'all'; expected 'layers'"):
+        GRU(3, 4, return_states="all")
     with pytest.raises(InputError, match="return_states is True, and proj_size is 2"):
         LSTM(3, 4, proj_size=2, return_states=True)(x)

@@ -29,6 +29,7 @@ from ...execution.calls import LINE
 from ...execution.recording import Recording, groups_of
 from ...recurrent import Recurrent
 from ...recurrent.definition import CellLike
+from ...recurrent.host_sizes import FIRST, LAYERS, STATES
 from ...recurrent.memory import has_reset_states
 from ...recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
 from ...recurrent.step import RecurrentLike
@@ -79,7 +80,7 @@ class TracedNetwork:
 
 
 class _Form(NamedTuple):
-    """A network, its marks, bytes of a pass if limited, and whether outputs are all states.
+    """A network, its marks, bytes of a pass if limited, and which states are outputs.
 
     `has_reset_states` says whether the states that resets set are beside the initial ones.
     `members` is how many members there are, 0 if arrays have no axis of these.
@@ -89,7 +90,7 @@ class _Form(NamedTuple):
     has_lengths: bool
     has_resets: bool
     memory_limit: int | None
-    returns_states: bool = False
+    returns: int = FIRST
     has_reset_states: bool = False
     members: int = 0
 
@@ -137,18 +138,19 @@ class _Form(NamedTuple):
 def run(
     network: TracedNetwork,
     memory_limit: int | None,
-    returns_states: bool,
+    returns: int,
     params: Sequence[Any],
     x: Any,
     state: Any,
     lengths: Any,
     resets: Any,
 ) -> tuple[Any, Any]:
-    """Return outputs, which may be all states of the last layer, and last states.
+    """Return outputs, those of one step in one axis, and last states.
 
     The states that resets set may be :func:`~sparsescan.recurrent.memory.beside` the initial ones.
     """
-    returns = returns_states and network.cells[0].program.states > 1
+    if network.cells[0].program.states == 1 and returns == STATES:
+        returns = FIRST
     marks_of = lengths is not None, resets is not None
     has_states = has_reset_states(state, len(network.cells))
     form = _Form(network, *marks_of, memory_limit, returns, has_states)
@@ -208,7 +210,7 @@ def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str, needs_
         has_reset_states=form.has_reset_states,
         has_backward=keeps != "",
         keeps_samples=keeps == "each",
-        returns_states=form.returns_states,
+        returns=form.returns,
         needs_input_grad=needs_x,
         memory_limit=form.memory_limit if keeps == "all" else None,
     )
@@ -265,7 +267,7 @@ def fits(
     has_lengths: bool,
     has_resets: bool,
     memory_limit: int | None,
-    returns_states: bool,
+    returns: int,
     has_reset_states: bool,
     steps: int,
     batch: int,
@@ -273,7 +275,7 @@ def fits(
 ) -> bool:
     """Return whether a backward pass fits in a limit."""
     marks = has_lengths, has_resets
-    form = _Form(network, *marks, memory_limit, returns_states, has_reset_states)
+    form = _Form(network, *marks, memory_limit, returns, has_reset_states)
     try:
         _step_of(form, steps, batch, dtype, "all", True)
     except MemoryLimitError:
@@ -401,7 +403,7 @@ def _along(form: _Form, given: Sequence[Any], slopes: Sequence[Any]) -> Any:
     """Return the derivatives of outputs and last states in a direction."""
     if form.members:
         return jax.vmap(functools.partial(_along, form.one))(list(given), list(slopes))
-    if form.network.network.cells[1:]:
+    if _is_by_layers(form):
         numbers, marks = given[: form.size], given[form.size :]
         by_layers = functools.partial(_by_layers, form, marks)
         return jax.jvp(by_layers, tuple(numbers), tuple(slopes))[1]
@@ -409,7 +411,7 @@ def _along(form: _Form, given: Sequence[Any], slopes: Sequence[Any]) -> Any:
     whole = made.joined(given[: form.size], slopes)
     own = form._replace(network=made.network)
     output, last = _run.bind(*whole, *given[form.size :], form=own, keeps="")
-    if form.returns_states:
+    if form.returns:
         output = output[..., : output.shape[-1] // 2]
     return output, last[..., : last.shape[-1] // 2]
 
@@ -422,7 +424,7 @@ def _gradients_along(
         each = functools.partial(_gradients_along, form.one)
         return jax.vmap(each)(list(above), list(given), list(slopes))
     numbers, marks = given[: form.size], given[form.size :]
-    if form.network.network.cells[1:]:
+    if _is_by_layers(form):
         by_layers = functools.partial(_by_layers, form, marks)
 
         def product(*numbers: Any) -> Any:
@@ -436,25 +438,36 @@ def _gradients_along(
     *_, kept = _run.bind(*whole, form=own, keeps="all")
     in_output, in_last = above
     in_last = jnp.concatenate([in_last, jnp.zeros_like(in_last)], -1)
-    if form.returns_states:
+    if form.returns:
         in_output = jnp.concatenate([in_output, jnp.zeros_like(in_output)], -1)
     grads = _gradients.bind(kept, in_output, in_last, *whole, form=own, maps=0, needs_x=True)
     return made.parted(grads)
 
 
+def _is_by_layers(form: _Form) -> bool:
+    """Return whether a network is differentiated layer by layer."""
+    return len(form.network.network.cells) > 1 or form.returns == LAYERS
+
+
 def _by_layers(form: _Form, marks: Sequence[Any], *numbers: Any) -> tuple[Any, Any]:
     """Return outputs and last states of several layers, each by itself."""
     *params, x, state = numbers
-    net, rest, lasts = form.network.network, iter(params), []
+    net, rest, lasts, every = form.network.network, iter(params), [], []
+    shape = form.network.cells[0].program.states, len(net.cells[0]), net.cells[0][0].hidden_size
     rows = len(net.cells[0]) * (1 + form.has_reset_states)
     for k, layer in enumerate(_layers(form.network)):
         own = [next(rest) for _ in range(layer.count)]
         begin = state[k * rows : (k + 1) * rows]
-        returns = form.returns_states and k + 1 == len(net.cells)
-        about = form._replace(network=layer, returns_states=returns)
+        is_last = k + 1 == len(net.cells)
+        returns = STATES if form.returns == LAYERS or (is_last and form.returns) else FIRST
+        about = form._replace(network=layer, returns=returns)
         x, last = _run.bind(*own, x, begin, *marks, form=about, keeps="")
         lasts.append(last)
-    return x, jnp.concatenate(lasts)
+        if form.returns == LAYERS:
+            states = x.reshape(*x.shape[:2], *shape).swapaxes(2, 3)
+            every.append(states.reshape(x.shape))
+            x = x[..., : math.prod(shape[1:])]
+    return jnp.concatenate(every, -1) if every else x, jnp.concatenate(lasts)
 
 
 @functools.lru_cache(maxsize=256)
@@ -584,8 +597,9 @@ def _shapes_of_run(*given: Any, form: _Form, keeps: str) -> list[Any]:
     x = given[form.network.count]
     net = form.network.network
     (*lead, steps, batch, _), one = x.shape, form.network.cells[0]
-    states = one.program.states if form.returns_states else 1
-    rows, width = len(form.network.cells), states * len(net.cells[0]) * one.hidden_size
+    states = one.program.states if form.returns else 1
+    rows = len(form.network.cells)
+    width = states * (rows if form.returns == LAYERS else len(net.cells[0])) * one.hidden_size
     shapes = (*lead, steps, batch, width), (*lead, rows, batch, net.state_size)
     results = [alike(x, shape) for shape in shapes]
     return [*results, alike(x, _step_for(form, x, keeps).kept, np.uint8)] if keeps else results

@@ -23,7 +23,7 @@ def run_truncated(
     network: TracedNetwork,
     memory_limit: int | None,
     truncate: int,
-    returns_states: bool,
+    returns: int,
     params: list[Any],
     x: Any,
     state: Any,
@@ -31,7 +31,7 @@ def run_truncated(
     resets: Any,
 ) -> tuple[Any, Any]:
     """Return outputs and last states; there are more steps than those of two segments."""
-    about = network, memory_limit, truncate, returns_states, params, x, state, lengths, resets
+    about = network, memory_limit, truncate, returns, params, x, state, lengths, resets
     (output, last), _ = _forward(*about)
     return output, last
 
@@ -40,7 +40,7 @@ def _forward(
     network: TracedNetwork,
     memory_limit: int | None,
     truncate: int,
-    returns_states: bool,
+    returns: int,
     params: list[Any],
     x: Any,
     state: Any,
@@ -55,7 +55,7 @@ def _forward(
     def step(state: Any, given: Any) -> Any:
         k, part, flags = given
         own = _lengths_from(lengths, x, truncate, k[None], 1)
-        about = network, None, returns_states, params, part
+        about = network, None, returns, params, part
         output, last = run(*about, _begun(state, anew), own, flags)
         return last, (state, output)
 
@@ -69,7 +69,7 @@ def _backward(
     network: TracedNetwork,
     memory_limit: int | None,
     truncate: int,
-    returns_states: bool,
+    returns: int,
     kept: Any,
     above: Any,
 ) -> tuple[Any, ...]:
@@ -79,7 +79,7 @@ def _backward(
     count, has_lengths = len(starts) - 1, lengths is not None or steps % truncate > 0
     most = windows_at_once(network.cells, count, 2 * truncate, batch)
     marks = has_lengths, resets is not None
-    about = network, *marks, memory_limit, returns_states, anew is not None
+    about = network, *marks, memory_limit, returns, anew is not None
     while most > 1 and not fits(*about, 2 * truncate, most * batch, x.dtype.name):
         most //= 2
     calls = -(-count // most)
@@ -106,7 +106,7 @@ def _backward(
         counts = _lengths_from(lengths, x, truncate, windows, 2)
 
         def function(params: Any, part: Any, begin: Any) -> Any:
-            about = network, memory_limit, returns_states
+            about = network, memory_limit, returns
             return run(*about, params, part, begin, counts, flags)
 
         own = params, part, _begun(begin, anew)

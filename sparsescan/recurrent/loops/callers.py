@@ -14,6 +14,7 @@ from ...kernels.cpu.lanes import (
     load,
     load_pair_square,
     load_samples,
+    load_some,
     load_square,
     number,
     sample_count,
@@ -267,6 +268,17 @@ def clear_outputs(output, lengths, width, begin, end):
             if t >= lengths[b]:
                 for i in range((t * batch + b) * width, (t * batch + b + 1) * width):
                     output[i] = 0
+
+
+@_kernel
+def add_columns(x, batch, row, at, count, out, width, column, begin, end):
+    """Add so many columns of some steps of an array to columns of another one."""
+    lanes = lane_count(x)
+    for b in range(begin * batch, end * batch):
+        place, to = b * row + at, b * width + column
+        for i in range(0, count, lanes):
+            more = load_some(out, to + i, count - i) + load_some(x, place + i, count - i)
+            store_some(out, to + i, more, count - i)
 
 
 # -- Parameters of the caller ----------------------------------------------------------------------

@@ -71,7 +71,6 @@ def no_grads_above(s, first, above, t):
     at, samples = (t * s.given + first) * s.width, min(s.samples, s.given - first)
     if s.width == s.units:
         return all_zero(above, at, samples * s.units)
-    at += s.back * s.units
     for b in range(samples):
         for k in range(1 + s.others if s.next_output > 0 else 1):
             if not all_zero(above, at + b * s.width + k * s.next_output, s.units):

@@ -93,8 +93,8 @@ class Sequence(NamedTuple):
     states : ndarray
         ``[steps + 2][batch][units]``, or that for each group.
     width, next_output : int
-        Length of a row of the outputs of both directions; and the columns from those of the first
-        state to those of the next, 0 if the first states alone are outputs.
+        Length of a row of the outputs of both directions, or all; and the columns from those of the
+        first state to those of the next, 0 if the first states alone are outputs.
     inputs, cols, block : int
         Length of an input, and of one here, which may be filled up; and how much of it is the
         state of one direction of the layer below.
@@ -371,7 +371,7 @@ def _take_above(s, first, above, t):
 @_helper
 def _take_rows(s, first, above, t, k):
     """Put the gradients in the `k`-th outputs of a step where products are."""
-    at = (t * s.given + first) * s.width + k * s.next_output + s.back * s.units
+    at = (t * s.given + first) * s.width + k * s.next_output
     if s.sample_lanes:
         left = s.given - first
         turn_row_in(above, at, s.width, left, s.units, s.products, 0, s.pairs)
@@ -570,8 +570,9 @@ def _clear_returned(s):
 def back(s, products, x, sums, above, below, begin, end):
     """Write the gradients in the slots and inputs of some steps, the last step first.
 
-    `above` holds the gradients in the outputs, `below` gets those in the inputs unless it is empty,
-    and ``s.carry`` holds those in the states before, on entry and on return.
+    `above` holds the gradients in the outputs, from the direction's first on, `below` gets those in
+    the inputs unless it is empty, and ``s.carry`` holds those in the states before, on entry and on
+    return.
     """
     for first in range(s.first, s.first + s.count, s.samples):
         _clear_returned(s)

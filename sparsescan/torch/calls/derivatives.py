@@ -27,7 +27,7 @@ from ...execution.threads import lent, share
 from ...kernels.addresses import address_of
 from ...locks import new_lock
 from ...recurrent.definition import shapes_of
-from ...recurrent.host_sizes import Extent
+from ...recurrent.host_sizes import FIRST, LAYERS, STATES, Extent
 from ...recurrent.recorded import Passes
 from ...recurrent.step_pool import StepPool
 from ...recurrent.tangent import Tangent, tangent_of
@@ -88,7 +88,7 @@ def run_differentiable(
     rows = range(0, len(weights), len(names))
     cells = [dict(zip(names, weights[k : k + len(names)], strict=True)) for k in rows]
     about = shape.program, cells, shape.directions, x, state, lengths, dropout, resets
-    return run_plain(kind.cell, *about, return_states=shape.return_states)
+    return run_plain(kind.cell, *about, returns=shape.returns)
 
 
 def _run_layers(
@@ -101,20 +101,24 @@ def _run_layers(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     count, rows = (len(each) // shape.num_layers for each in (weights, state))
-    lasts = []
+    lasts, every = [], []
     marks = [None if each is None else each[None] for each in (lengths, resets)]
     for layer in range(shape.num_layers):
         if layer and dropout:
             x = dropped(x, dropout, lengths)
         is_last = layer + 1 == shape.num_layers
-        returns = shape.return_states and is_last
-        one = shape._replace(input_size=x.shape[-1], num_layers=1, return_states=returns)
+        returns = STATES if shape.returns == LAYERS or (is_last and shape.returns) else FIRST
+        one = shape._replace(input_size=x.shape[-1], num_layers=1, returns=returns)
         own = [each[None] for each in weights[layer * count : (layer + 1) * count]]
         begin = state[layer * rows : (layer + 1) * rows]
         output, last = _Layer.apply(one, *marks, x[None], begin[None], *own)
         x = output[0]
         lasts.append(last[0])
-    return x, torch.cat(lasts)
+        if shape.returns == LAYERS:
+            states = x.unflatten(-1, (-1, shape.directions, shape.hidden_size))
+            every.append(states.transpose(-3, -2).flatten(-2))
+            x = states[:, :, 0].flatten(-2)
+    return torch.cat(every, -2) if every else x, torch.cat(lasts)
 
 
 class _OfLayer(Mappable):
@@ -265,13 +269,13 @@ class _Tangent(NamedTuple):
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the derivatives of the outputs and the last states."""
         output, last = _Layer.apply(self.shape, *self.tensors)
-        if self.shape.return_states:
+        if self.shape.returns:
             output = output[..., : output.shape[-1] // 2]
         return output, last[..., : last.shape[-1] // 2]
 
     def gradients(self, in_output: Tensor, in_last: Tensor) -> tuple[Tensor, ...]:
         """Return the derivatives of the gradients, from those in outputs and last states."""
-        if self.shape.return_states:
+        if self.shape.returns:
             in_output = torch.cat([in_output, torch.zeros_like(in_output)], -1)
         above = in_output, torch.cat([in_last, torch.zeros_like(in_last)], -1)
         x, state, *params = _Gradients.apply(self.shape, *above, *self.tensors)
@@ -321,7 +325,7 @@ class _MemberPasses:
         has_lengths, has_resets, has_reset_states = marks
         network = network_of(shape)
         kept = max(1, steps) if has_backward else 0
-        extent = Extent(steps, batch, kept, False, has_resets, shape.return_states)
+        extent = Extent(steps, batch, kept, False, has_resets, shape.returns)
         counts = np.int64 if has_lengths else None
         dtype = str(self._dtype)[6:]
         passes = Passes(network, extent, dtype, lengths=counts, has_reset_states=has_reset_states)

@@ -17,6 +17,7 @@ from torch.nn import functional
 from ...graph.expressions import topological
 from ...graph.operations import OPERATIONS, Node
 from ...recurrent.definition import bias_name, declared
+from ...recurrent.host_sizes import FIRST, LAYERS
 from ...recurrent.program import INPUT, CellProgram
 from .direct import is_forward_twice
 from .resets import begins_before
@@ -172,7 +173,7 @@ def run_plain(
     dropout: float = 0.0,
     resets: Tensor | None = None,
     *,
-    return_states: bool = False,
+    returns: int = FIRST,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs and the last states of a network.
 
@@ -194,16 +195,17 @@ def run_plain(
         Share of the outputs between layers that are dropped.
     resets : Tensor of bool, shape (T, batch), optional
         Where states begin anew.
-    return_states : bool, default False
-        Whether outputs are all states of the last layer.
+    returns : int, default FIRST
+        Which states are outputs: `FIRST`, `STATES` or `LAYERS`.
     """
-    units, lasts = state.shape[-1] // program.states, []
+    units, lasts, every = state.shape[-1] // program.states, [], []
     begin = state.unflatten(0, (len(cells), -1))
     for first in range(0, len(cells), directions):
         if first and dropout:
             x = dropped(x, dropout, lengths)
         outputs: list[list[Tensor]] = []
-        count = program.states if return_states and first + directions == len(cells) else 1
+        is_returned = returns == LAYERS or (returns and first + directions == len(cells))
+        count = program.states if is_returned else 1
         for back, params in enumerate(cells[first : first + directions]):
             one = _Direction(cell, program, params, x, units)
             states, *others = (each.split(units, -1) for each in begin[first + back])
@@ -225,5 +227,9 @@ def run_plain(
             none = [x.new_zeros((0, x.shape[1], units))] * count
             outputs.append([torch.stack(each) for each in zip(*rows, strict=True)] or none)
             lasts.append(torch.cat(states, -1))
-        x = torch.cat([each for parts in zip(*outputs, strict=True) for each in parts], -1)
-    return x, torch.stack(lasts)
+        parts = list(zip(*outputs, strict=True))
+        if returns == LAYERS:
+            every += [torch.cat(each, -1) for each in outputs]
+            parts = parts[:1]
+        x = torch.cat([each for part in parts for each in part], -1)
+    return torch.stack(every, -2) if every else x, torch.stack(lasts)

@@ -17,6 +17,8 @@ from torch.utils.flop_counter import register_flop_formula
 from ...errors import InputError
 from ...locks import new_lock
 from ...recurrent import TrainingStep
+from ...recurrent.arguments import Returned
+from ...recurrent.host_sizes import FIRST, LAYERS, STATES
 from ...recurrent.memory import beside, has_reset_states
 from ...recurrent.step_pool import StepPool, run_forward, runs_on_gpu
 from ..conversion.probe import asks_for_some, is_looked_at, probe
@@ -30,6 +32,8 @@ from .shapes import Shape, kind_of, network_of
 
 # Networks whose training steps are kept for the next call; those used last.
 _KEPT = 32
+# What `return_states` is for outputs of each kind.
+_RETURNED: dict[int, Returned] = {FIRST: False, STATES: True, LAYERS: "layers"}
 
 
 def _fits_gpu(mode: str, has_bias: bool, hidden_size: int, dtype: str) -> bool:
@@ -54,7 +58,7 @@ def has_kernels(mode: str, hidden_size: int, x: Tensor, has_bias: bool = True) -
 def _make(shape: Shape, kept: Sequence[NDArray[np.bool_] | None]) -> TrainingStep:
     limit, truncate = (None if each < 0 else each for each in (shape.memory_limit, shape.truncate))
     return network_of(shape, kept).training_step(
-        memory_limit=limit, truncate=truncate, return_states=shape.return_states
+        memory_limit=limit, truncate=truncate, return_states=_RETURNED[shape.returns]
     )
 
 
@@ -142,7 +146,7 @@ def _forget(address: int, _: Any) -> None:
 
 _ABOUT = (
     "str mode, int hidden_size, int num_layers, bool has_bias, bool bidirectional, "
-    "int memory_limit, int truncate, bool return_states"
+    "int memory_limit, int truncate, int returns"
 )
 _COUNT = 8  # of these
 _GIVEN = "Tensor x, Tensor? state, Tensor? lengths, Tensor[] params, Tensor?[] masks"
@@ -243,7 +247,7 @@ def _fake_forward(
     x: Tensor, state: Any, lengths: Any, params: Any, masks: Any, *about: Any, resets: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape, (steps, batch, _) = Shape.of(x, about[:_COUNT]), x.shape
-    output = x.new_empty((steps, batch, shape.output_size))
+    output = x.new_empty((steps, batch, *shape.output_shape))
     last = x.new_empty((shape.num_layers * shape.directions, batch, shape.state_size))
     return output, last, x.new_empty(1)
 

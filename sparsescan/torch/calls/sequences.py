@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ...checks import check_count_or_none, check_flag, check_has_shape
+from ...checks import check_count_or_none, check_has_shape
 from ...errors import InputError, InputTypeError, short
-from ...recurrent.arguments import check_has_resets, check_input
+from ...recurrent.arguments import (
+    Returned,
+    check_has_resets,
+    check_input,
+    check_return_states,
+    returned,
+)
+from ...recurrent.host_sizes import FIRST, LAYERS
 from ..conversion.structure import is_pruning
 from .derivatives import run_differentiable
 from .direct import as_leaf, is_exported_to_onnx, is_recorded, is_transformed
@@ -43,8 +50,8 @@ class Sequences:
     truncate : int or None
         Steps of a segment, of which gradients flow at most to the one before; None, the default,
         if they flow through all steps.
-    return_states : bool
-        Whether a call returns the states of all steps, too.
+    return_states : bool or "layers"
+        Whether a call returns the states of all steps, too, and whether those of all layers.
     """
 
     _theirs: ClassVar[Any] = None
@@ -71,7 +78,7 @@ class Sequences:
 
     _memory_limit: int | None = None
     _truncate: int | None = None
-    _return_states = False
+    _return_states: Returned = False
 
     @property
     def memory_limit(self) -> int | None:
@@ -92,13 +99,13 @@ class Sequences:
         self._truncate = check_count_or_none("truncate", steps, 1)
 
     @property
-    def return_states(self) -> bool:
+    def return_states(self) -> Returned:
         """Whether a call returns the states of all steps, too."""
         return self._return_states
 
     @return_states.setter
-    def return_states(self, returns: bool) -> None:
-        self._return_states = check_flag("return_states", returns)
+    def return_states(self, returns: Returned) -> None:
+        self._return_states = check_return_states(returns)
 
     @property
     def is_usual(self) -> bool:
@@ -137,7 +144,9 @@ class Sequences:
             The last states.
         states : Tensor, PackedSequence or tuple of these
             With `return_states` only: the states of the last layer after each step, in the form of
-            `output`; several as a tuple, ``(h, c)`` of an LSTM. The first is `output`.
+            `output`; several as a tuple, ``(h, c)`` of an LSTM. The first is `output`. With
+            ``"layers"`` those of all layers, each ``(…, layers · directions, hidden_size)``:
+            ``h[..., k, :]`` are those that ``h_n[k]`` is the last of.
 
         Raises
         ------
@@ -228,16 +237,33 @@ class Sequences:
         if state is not None and not is_batched:
             state = state.unsqueeze(1)
         output, last = run(x, state, None, weights, flags)
-        outputs = apart(output, self.states) if self._returns_others else (output,)
+        outputs = self._outputs(output)
         if not is_batched:
-            outputs, last = tuple(each.squeeze(1) for each in outputs), last.squeeze(1)
+            outputs, last = [each.squeeze(1) for each in outputs], last.squeeze(1)
         elif self.batch_first:
             # A view cannot be detached in place. In forward mode there is none of this in place.
             turn = Tensor.transpose if is_transformed() else Tensor.transpose_
-            outputs = tuple(turn(each, 0, 1) for each in outputs)
+            outputs = [turn(each, 0, 1) for each in outputs]
+        return self._results(outputs, self._parted(last))
+
+    def _outputs(self, output: Tensor) -> list[Tensor]:
+        """Return the outputs of a module, each an array of its own, from those of its cells.
+
+        They are the states that it returns, of all layers behind the first state of the last one.
+        """
+        returns = self._returns
+        states = list(apart(output, self.states)) if returns else [output]
+        if returns == LAYERS:
+            last = states[0][..., -1 - self.bidirectional :, :].flatten(-2)
+            states.insert(0, last.clone(memory_format=torch.contiguous_format))
+        return states
+
+    def _results(self, outputs: list[Any], last: Any) -> Any:
+        """Return what a call returns."""
         if not self.return_states:
-            return outputs[0], self._parted(last)
-        return outputs[0], self._parted(last), outputs if self.states > 1 else outputs[0]
+            return outputs[0], last
+        states = tuple(outputs[self.return_states == "layers" :])
+        return outputs[0], last, states if self.states > 1 else states[0]
 
     def _check_truncated(self, *, has_kernels: bool) -> None:
         """Raise unless gradients can be truncated."""
@@ -262,7 +288,7 @@ class Sequences:
             or (hx is not None and len(states) != self.states)
             or not all(isinstance(each, Tensor) for each in (x, *states))
             or x.dtype not in _DTYPES
-            or ((is_cut or self._returns_others) and x.device.type != "cpu")
+            or ((is_cut or self._returns) and x.device.type != "cpu")
             or any(each.dtype != x.dtype or each.device != x.device for each in (*states, *weights))
             or not has_kernels(self.mode, self.hidden_size, x, bool(self.bias))
             or torch.is_autocast_enabled(x.device.type)
@@ -284,9 +310,10 @@ class Sequences:
         return (self.num_layers * (1 + self.bidirectional), *batch, self.hidden_size)
 
     @property
-    def _returns_others(self) -> bool:
-        """Whether the states of all steps are more than the output."""
-        return self.return_states and self.states > 1
+    def _returns(self) -> int:
+        """Which states operators return: only the first if others are not asked for."""
+        is_first = self.return_states is True and self.states == 1
+        return FIRST if is_first else returned(self.return_states)
 
     def _parted(self, last: Tensor) -> Any:
         """Return the last states as PyTorch does: several as a tuple."""
@@ -309,11 +336,8 @@ class Sequences:
         output, last = run(x.reshape(steps, batch, -1), state, has.sum(0), weights, flags)
         rows = output.flatten(0, 1).index_select(0, places)
         states = self.permute_hidden(self._parted(last), back)
-        if not self.return_states:
-            return PackedSequence(rows, sizes, order, back), states
-        parts = apart(rows, self.states)
-        every = tuple(PackedSequence(each, sizes, order, back) for each in parts)
-        return every[0], states, every if self.states > 1 else every[0]
+        outputs = [PackedSequence(each, sizes, order, back) for each in self._outputs(rows)]
+        return self._results(outputs, states)
 
     def _masks(self, weights: list[Tensor]) -> list[Tensor | None]:
         """Return the masks of pruned matrices, or None for others; [] if nothing is pruned.
@@ -345,7 +369,7 @@ class Sequences:
         masks = self._masks(weights)
         calls = self.num_layers if self.dropout > 0 and self.training else 1
         width, states = len(weights) // calls, 0 if state is None else len(state) // calls
-        lasts = []
+        lasts, every, is_whole = [], [], self._returns == LAYERS
         for call in range(calls):
             own = slice(call * width, (call + 1) * width)
             begin = None if state is None else state[call * states : (call + 1) * states]
@@ -355,7 +379,7 @@ class Sequences:
                 each if keeps and each is not None else -1
                 for each in (self.memory_limit, self.truncate)
             )
-            returns = self._returns_others and call + 1 == calls
+            returns = self._returns if is_whole or call + 1 == calls else FIRST
             x, last, _ = run(
                 *(x, begin, lengths, weights[own], masks[own], self.mode, self.hidden_size),
                 *(self.num_layers // calls, *flags, *limits, returns, keeps),
@@ -363,8 +387,13 @@ class Sequences:
             )
             lasts.append(last)
             if call + 1 < calls:
+                if is_whole:
+                    every.append(x)
+                    x = x[..., : self.hidden_size].flatten(-2)
                 x = dropped(x, self.dropout, lengths)
-        return x, lasts[0] if calls == 1 else torch.cat(lasts)
+        if calls == 1:
+            return x, lasts[0]
+        return torch.cat([*every, x], -2) if every else x, torch.cat(lasts)
 
     def _check(self, given: Any, hx: Any, name: str = "hx") -> None:
         """Raise unless an input and states have the shapes of this module."""
@@ -409,7 +438,7 @@ class Sequences:
         """Run all layers so."""
         about = self.mode, self.hidden_size, self.num_layers
         flags = bool(self.bias), bool(self.bidirectional)
-        shape = Shape.of(x, (*about, *flags, -1, -1, self._returns_others))
+        shape = Shape.of(x, (*about, *flags, -1, -1, self._returns))
         if state is None:
             rows = shape.num_layers * shape.directions
             state = x.new_zeros((rows, x.shape[1], shape.state_size))

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...errors import InputError
 from ...recurrent import Cell, GRUCell, LSTMCell, Recurrent, RNNCell
 from ...recurrent.definition import read_options, shapes_of
+from ...recurrent.host_sizes import FIRST, LAYERS
 from ...recurrent.program import CellProgram
 from ...recurrent.recorded import program_text
 
@@ -71,8 +72,9 @@ class Shape(NamedTuple):
         Bytes for what the backward pass needs; -1 if there is no limit.
     truncate : int
         Steps of a segment, of which gradients flow to the one before; -1 if they flow through all.
-    return_states : bool
-        Whether outputs are all states of the last layer.
+    returns : int
+        Which states are outputs: `FIRST`, `STATES` or `LAYERS` of
+        :mod:`~sparsescan.recurrent.host_sizes`. Outputs of all layers have an axis of directions.
     """
 
     mode: str
@@ -83,7 +85,7 @@ class Shape(NamedTuple):
     bidirectional: bool
     memory_limit: int = -1
     truncate: int = -1
-    return_states: bool = False
+    returns: int = FIRST
 
     @classmethod
     def of(cls, x: Tensor, about: tuple[Any, ...]) -> Shape:
@@ -102,10 +104,12 @@ class Shape(NamedTuple):
         return kind_of(self.mode).program(self.has_bias)
 
     @property
-    def output_size(self) -> int:
-        """Numbers of an output."""
-        own = self.state_size if self.return_states else self.hidden_size
-        return self.directions * own
+    def output_shape(self) -> tuple[int, ...]:
+        """The shape of an output."""
+        if self.returns == LAYERS:
+            return self.num_layers * self.directions, self.state_size
+        own = self.state_size if self.returns else self.hidden_size
+        return (self.directions * own,)
 
     @property
     def state_size(self) -> int:
