@@ -7,6 +7,7 @@ size) and an optional initial state (batch or 1, size), and returns the states (
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,17 +99,20 @@ def whole_shapes(
 # -- Kernel calls ----------------------------------------------------------------------------------
 
 
-def _read(form: Form, given: Sequence[Any]) -> tuple[Matrices, Any, Any]:
-    """Return what kernels read: without axes of samples where all samples share an input."""
+def _without_shared_axes(given: Sequence[Any]) -> list[Any]:
+    """Return inputs without axes of samples where all samples share an input."""
     a, b, y0 = given
-    steps = len(a) if b is None else len(b)
-    values = a[:, 0] if a.shape[1] == 1 else a
-    matrices = Matrices(form.pattern, values, form.transposed, steps)
-    if b is not None and b.shape[1] == 1:
-        b = b[:, 0]
-    if y0 is not None and len(y0) == 1:
-        y0 = y0[0]
-    return matrices, b, y0
+    return [
+        a[:, 0] if a.shape[1] == 1 else a,
+        b[:, 0] if b is not None and b.shape[1] == 1 else b,
+        y0[0] if y0 is not None and len(y0) == 1 else y0,
+    ]
+
+
+def _read(form: Form, given: Sequence[Any]) -> tuple[Matrices, Any, Any]:
+    """Return what kernels read."""
+    values, b, y0 = _without_shared_axes(given)
+    return Matrices(form.pattern, values, form.transposed, len(values if b is None else b)), b, y0
 
 
 def _forward(calls: Calls, form: Form, given: Sequence[Any], keeps: bool) -> list[Array]:
@@ -250,7 +254,7 @@ def _again(xp: Functions, form: Form, states: Any, above: Any, given: Any) -> li
 
 
 def _on_device(form: Form, given: Sequence[Any]) -> list[Any]:
-    a, b, y0 = given
+    a, b, y0 = _without_shared_axes(given)
     states = affine_scan(a, b, y0, pattern=form.pattern, transposed=form.transposed)
     return [states if states.ndim == 3 else states[:, None]]
 
@@ -258,22 +262,25 @@ def _on_device(form: Form, given: Sequence[Any]) -> list[Any]:
 def _gradients_on_device(
     form: Form, states: Any, above: Sequence[Any], given: Sequence[Any], needs: Sequence[bool]
 ) -> list[Any]:
-    a, _, y0 = given
+    a, _, y0 = _without_shared_axes(given)
+    is_one = states.shape[1] == 1
     found = affine_scan_vjp(
         a,
         initial=y0,
-        states=states,
-        grads=above[0],
+        states=states[:, 0] if is_one else states,
+        grads=above[0][:, 0] if is_one else above[0],
         pattern=form.pattern,
         transposed=form.transposed,
         needs_matrices_grad=needs[0],
     )
     grads = []
     for grad, like, need, axis in zip(found, given, needs, (1, 1, 0), strict=True):
-        if need and grad is not None:
-            is_shared = like.shape[axis] == 1 != grad.shape[axis]
-            grads.append(grad.sum(axis, keepdims=True) if is_shared else grad)
-    return grads
+        if need:
+            is_shared = like.shape[axis] == 1 and grad.ndim == len(like.shape)
+            grads.append(grad.sum(axis) if is_shared else grad)
+    return [
+        grad.reshape(like.shape) for grad, like in zip(grads, compress(given, needs), strict=True)
+    ]
 
 
 # -- The operation ---------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arrays.arrays import is_cupy
 from ..errors import InputError
 from ..execution.recurrence import Recorded
 from ..kernels.addresses import address_of
@@ -453,7 +454,7 @@ class Program:
             return self._run(ops.record, (keeps,), there, self._results[1:])
         with here(first):
             arrays = list(map(array_of, self._inside(given)))
-            if operation.on_device is not None and not first.is_cpu:
+            if operation.on_device is not None and is_cupy(arrays[0]):
                 found = operation.on_device[0](self.form, arrays)
             else:
                 found = ops.compute(operation, self.form, arrays, keeps=keeps)
@@ -495,7 +496,7 @@ class Program:
         else:
             with here(kept):
                 known = array_of(kept), list(map(array_of, above)), list(map(array_of, whole))
-                if operation.on_device is not None and not kept.is_cpu:
+                if operation.on_device is not None and is_cupy(known[0]):
                     grads = operation.on_device[1](self.form, *known, needs)
                 else:
                     grads = ops.compute_gradients(operation, self.form, *known, needs)

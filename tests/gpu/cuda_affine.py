@@ -19,7 +19,7 @@ import sparsescan.torch
 from sparsescan import CSRChain, DeviceError, Pattern, affine_scan, affine_scan_vjp
 from sparsescan.arrays.arrays import is_cupy
 from sparsescan.symbolic.pattern import of_mask
-from sparsescan.torch import affine as door
+from sparsescan.torch import binder
 
 Array = NDArray[Any]
 
@@ -161,8 +161,9 @@ def test_the_door_of_pytorch(cupy: Any, monkeypatch: pytest.MonkeyPatch, seed: i
     def array(tensor: Tensor | None) -> Any:
         return None if tensor is None else cupy.asarray(tensor.detach().numpy())
 
-    monkeypatch.setattr(door, "array_of", array)
-    monkeypatch.setattr(door, "tensor_of", lambda array: torch.from_numpy(array.get()))
+    monkeypatch.setattr(binder, "array_of", array)
+    monkeypatch.setattr(binder, "tensor_of", lambda array: torch.from_numpy(array.get()))
+    monkeypatch.setattr(binder, "_OFTEN", 1 << 30)
     launches = fake_cupy.watch(monkeypatch)
     generator = torch.Generator().manual_seed(seed)
     shape = (4, 2, 3) if seed == 2 else (4, 2, 3, 3)
