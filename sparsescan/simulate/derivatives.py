@@ -25,7 +25,6 @@ Arguments: TypeAlias = tuple[Any, ...]
 Function: TypeAlias = Callable[..., Any]
 Value: TypeAlias = Callable[[Arguments], Vector]
 
-_ONE = np.ones(1)
 _TINY = 1e-100  # a complex step: no difference is taken, so that none can cancel
 _STEP = np.complex128(1j * _TINY)  # of NumPy, so that functions may compare it with a number
 # Right derivatives are apart from differences by no more than errors of these and a share: complex
@@ -597,28 +596,27 @@ class Differences:
         A complex number of NumPy is compared by its real part, one of Python not at all.
         """
         known = True if self._how == "complex" else self._is_complex.get(where)
-        seeds: NDArray[Any] = _ONE if coloured is None else coloured.seeds
+        seeds: Any = (1.0,) if coloured is None else coloured.seeds
         if self._how == "forward" or known is False or not len(seeds):
             return None
-        found = np.empty((len(seeds), len(arguments[0])))
+        found = []
         try:
             with nullcontext() if known else warnings.catch_warnings():
                 if not known:
                     warnings.simplefilter("error")
-                for k, seed in enumerate(seeds):
+                for seed in seeds:
                     step = arguments[where] + _STEP * seed
                     moved = np.asarray(self._function(*_with(arguments, where, step)))
-                    found[k] = moved.imag
+                    found.append(moved.imag.copy())
+            values = found[0] if coloured is None else np.concatenate(found)[coloured.where]
         except Exception:  # what the function raises is its own
             if self._how == "complex":
                 raise
             self._is_complex[where] = False
             return None
         self._is_complex[where] = True
-        values = found[0] if coloured is None else np.take(found, coloured.where)
         values, base = np.asarray(values / _TINY), moved.real.copy()
-        found_here = Derivative(arguments, where, coloured, values, base, base, "complex")
-        self._taken[where] = found_here
+        self._taken[where] = Derivative(arguments, where, coloured, values, base, base, "complex")
         return values
 
 
