@@ -99,7 +99,7 @@ def solve_at_once(
     """
     steps, n = len(dt), states.shape[1]
     recurrence = _Recurrence(*patterns, equations.matrices)
-    before: Vector | None = None
+    before = size = np.inf
     for iteration in range(1, most + 1):
         new, old = states[1:].reshape(-1), states[:-1].reshape(-1)
         rest, *values = equations.linearised(new, old, times[:-1], dt, params)
@@ -108,10 +108,10 @@ def solve_at_once(
         own = (each.reshape(steps, -1) for each in values)
         correction = recurrence.solve(rest.reshape(steps, n), *own)
         states[1:] += correction
-        sizes = tolerance.sizes(correction, states[1:])
-        if is_enough(sizes, before):
+        size = tolerance.size(correction, states[1:])
+        if is_enough(size, size / before):
             return iteration
-        before, size = sizes, sizes.max()
+        before = size
     raise NotSolved(
         f"after {most} iterations the correction is {size:.3g} times what the tolerances allow"
     )

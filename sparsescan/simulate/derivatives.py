@@ -310,8 +310,14 @@ class Derivative(NamedTuple):
             self._search(value, row, direction, names)
         return row
 
-    def compare_entries(self, value: Value) -> tuple[int, int] | tuple[None, None]:
-        """Return an entry that is apart from differences in its number alone, if there is one."""
+    def compare_entries(self, value: Value, names: Names) -> tuple[int, int] | tuple[None, None]:
+        """Return an entry that is apart from differences in its number alone, if there is one.
+
+        Raises
+        ------
+        GradientError
+            If the pattern lacks an entry of that row: columns are differentiated together.
+        """
         assert self.coloured is not None
         by_steps, scale = self.slopes_of_entries(value)
         found = self.values * scale
@@ -320,7 +326,9 @@ class Derivative(NamedTuple):
         if not is_apart.any():
             return None, None
         entry = int(np.argmax(is_apart))
-        return int(self.coloured.rows[entry]), int(self.coloured.pattern.indices[entry])
+        row = int(self.coloured.rows[entry])
+        self._search(value, row, scales(self.x), names)
+        return row, int(self.coloured.pattern.indices[entry])
 
     def _search(self, value: Value, row: int, direction: Vector, names: Names) -> None:
         """Raise an error if a row depends on a number that its pattern lacks."""
@@ -528,7 +536,7 @@ class Differences:
             row, column = of_all.compare(self.value, direction, self._names), None
             is_complex = each.origin == "complex"
             if row is None and in_full and is_complex and each.coloured is not None:
-                row, column = of_all.compare_entries(self.value)
+                row, column = of_all.compare_entries(self.value, self._names)
             if row is None:
                 continue
             if self.renew(each.where):

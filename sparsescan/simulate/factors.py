@@ -73,7 +73,8 @@ class Matrices:
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
         self.adjoint = Filled.transposes(pattern)
-        rows, n = rows_of(pattern), pattern.shape[0]
+        self._rows = rows = rows_of(pattern)
+        n = pattern.shape[0]
         is_alone = np.diff(pattern.indptr) == 1
         is_alone[rows[rows != pattern.indices]] = False
         self._is_split = n <= 2 * is_alone.sum() < 2 * n
@@ -97,6 +98,11 @@ class Matrices:
         beside = block(self._beside, len(self._alone))
         self._coupling, self._back = Filled(beside), Filled(beside.T)
         self.cost = self._core.cost
+
+    def row_sizes(self, values: Vector, x: Vector) -> Vector:
+        """Return how large products with the rows of a matrix are, given sizes of a vector."""
+        terms = np.abs(values) * x[self.pattern.indices]
+        return np.asarray(np.bincount(self._rows, terms, self.pattern.shape[0]))
 
     @property
     def nbytes(self) -> int:

@@ -19,9 +19,9 @@ _MOST, _HALVINGS, _REFINED = 100, 40, 40
 _SLOW, _OWN = 0.4, 0.1
 # The error that is left is to be this share of the tolerance.
 _MARGIN = 0.1
-# Corrections are far from a tolerance if they are so many times larger; they are large from this
-# share of the largest one on.
-_FAR, _LARGE = 100.0, 0.25
+# A correction of so many tolerances is not the last one, however fast corrections shrink: unknowns
+# that are found at once say nothing of others, and the first two corrections little of a rate.
+_FAR = 1000.0
 # A rate that was measured in an earlier step is taken for so many times larger, each time.
 _OLDER = 2.0
 # A guess is worth an iteration if its residual is smaller than this share of the right-hand side.
@@ -37,30 +37,21 @@ class Tolerance(NamedTuple):
     rtol: float
     atol: float
 
-    def sizes(self, correction: Vector, state: Vector) -> Vector:
-        """Return how large the correction of each unknown is, in tolerances."""
-        found: Vector = np.abs(correction) / (self.atol + self.rtol * np.abs(state))
+    def allowed(self, state: Vector) -> Vector:
+        """Return the tolerance of each unknown."""
+        found: Vector = self.atol + self.rtol * np.abs(state)
         return found
 
     def size(self, correction: Vector, state: Vector) -> float:
         """Return how large a correction is, in tolerances."""
-        return float(np.max(self.sizes(correction, state), initial=0.0))
+        return float(np.max(np.abs(correction) / self.allowed(state), initial=0.0))
 
 
-def is_enough(sizes: Vector, before: Vector | None) -> bool:
-    """Return whether corrections, in tolerances, and those before, if any, leave small errors.
-
-    Those that are still far from a tolerance are to shrink fast in each unknown that has large
-    ones: others, which are found at once, say nothing of these.
-    """
-    size = sizes.max(initial=0.0)
-    if size < _MARGIN or before is None:
-        return bool(size < _MARGIN)
-    rate = size / before.max()
-    if size > _FAR and size * rate < _MARGIN * (1 - rate):
-        is_large = sizes > _LARGE * size
-        rate = (sizes[is_large] / before[is_large]).max()
-    return bool(0 < rate < 1 and size * rate < _MARGIN * (1 - rate))
+def is_enough(size: float, rate: float) -> bool:
+    """Return whether a correction, in tolerances, and how they shrink leave a small error."""
+    if size < _MARGIN:
+        return True
+    return size < _FAR and 0 < rate < 1 and size * rate / (1 - rate) < _MARGIN
 
 
 class NotSolved(Exception):  # noqa: N818
@@ -180,37 +171,40 @@ class Solver:
             Where iterations begin.
         """
         state, rest = guess, residual(guess)
-        norm, before = _norm(rest), np.inf
-        if not norm < np.inf:
-            wrong = np.flatnonzero(~np.isfinite(rest))
-            if len(wrong):
-                raise NotSolved("the equations have values that are not finite", int(wrong[0]))
-        is_own, size = False, np.inf
-        sizes: Vector | None = None
+        wrong = np.flatnonzero(~np.isfinite(rest))
+        if len(wrong):
+            raise NotSolved("the equations have values that are not finite", int(wrong[0]))
+        is_own, size, before, norm = False, np.inf, np.inf, np.inf
+        scale: Vector | float = 1.0
         for iteration in range(1, _MOST + 1):
             is_new = self._solve is None
             if self._solve is None:
-                self._factorise(values(state))
-                is_own, before, sizes = True, np.inf, None
+                entries = values(state)
+                self._factorise(entries)
+                is_own, before = True, np.inf
             assert self._solve is not None
             correction = self._solve(rest, False)
             new = state - correction
-            past, sizes = sizes, self._tolerance.sizes(correction, new)
-            size = float(sizes.max())
+            if is_new:
+                allowed = self._tolerance.allowed(np.abs(state) + np.abs(correction))
+                scale = self.matrices.row_sizes(entries, allowed)
+                norm = _largest(rest / scale)
+            size = self._tolerance.size(correction, new)
             rate = size / before
-            if is_enough(sizes, past):
+            if is_enough(size, rate):
                 self._count(iteration)
                 return new, iteration
             new_rest = residual(new)
-            new_norm = _norm(new_rest)
+            new_norm = _largest(new_rest / scale)
             is_worse = not size <= 2 * before or not new_norm < np.inf
             if is_worse or (is_new and size > 1 and not new_norm < norm):
                 self._solve = None
                 if not is_own:  # the factors are those of another state
                     continue
-                correction, new, new_rest, new_norm = _shorter(residual, state, norm, correction)
-                sizes = self._tolerance.sizes(correction, new)
-                size = float(sizes.max())
+                correction, new, new_rest, new_norm = _shorter(
+                    residual, scale, state, norm, correction
+                )
+                size = self._tolerance.size(correction, new)
             elif before < np.inf and rate > (_OWN if is_own else _SLOW):
                 self._solve = None
             state, rest, norm, before = new, new_rest, new_norm, size
@@ -291,23 +285,36 @@ class Solver:
 
 
 def _norm(x: Vector) -> float:
-    """Return the 2-norm; infinity where squares are too large."""
+    """Return the 2-norm."""
     return math.sqrt(np.square(x).sum())  # threads of BLAS would wait for busy cores
 
 
+def _largest(x: Vector) -> float:
+    """Return the largest absolute value."""
+    return float(np.abs(x).max())
+
+
 def _shorter(
-    residual: Callable[[Vector], Vector], state: Vector, norm: float, correction: Vector
+    residual: Callable[[Vector], Vector],
+    scale: Vector | float,
+    state: Vector,
+    norm: float,
+    correction: Vector,
 ) -> tuple[Vector, Vector, Vector, float]:
-    """Return a part of a correction, the state behind it, the smaller residual, and its norm."""
+    """Return a part of a correction, the state behind it, the smaller residual, and its norm.
+
+    The norm is the largest number, in the scale of each equation: what rounding leaves of a large
+    one does not hide another.
+    """
     for k in range(1, _HALVINGS + 1):
         part = 0.5**k * correction
         new = state - part
         rest = residual(new)
-        size = _norm(rest)
+        size = _largest(rest / scale)
         if size < norm:
             return part, new, rest, size
     raise NotSolved(
-        f"Newton's direction does not lower the residual, whose norm is {norm:.3g}: the step may "
-        "be too long to have a solution, or the residual is not differentiable there, or its "
-        "Jacobian is wrong"
+        f"Newton's direction does not lower the residual, which is {norm:.3g} times what the "
+        "tolerances allow: the step may be too long to have a solution, or the residual is not "
+        "differentiable there, or its Jacobian is wrong"
     )

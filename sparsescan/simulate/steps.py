@@ -724,7 +724,7 @@ def _check_jacobian(derivative: Derivative, value: Value, names: Names) -> None:
         direction *= x != 0
     row, column = derivative.compare(value, direction, names), None
     if row is None:
-        row, column = derivative.compare_entries(value)
+        row, column = derivative.compare_entries(value, names)
     if row is None:
         return
     number = "" if column is None else f", by {names.number(derivative.where, column)}"

@@ -507,6 +507,17 @@ def test_newton_finds_what_is_far() -> None:
     assert_close(sim.forward([20.0, -30.0], 1.0, steps=1, dt=1.0).last, [1.0, 1.0])
 
 
+def test_rounding_of_a_large_equation_does_not_hide_a_small_one() -> None:
+    """Each counts in its own scale where Newton's method asks whether a correction helps."""
+    rng, tight = np.random.default_rng(), {"rtol": 1e-12, "atol": 1e-20}
+    sim = ImplicitSteps(lambda u, u_old, t, dt, p: u ** [3, 2] - p, np.eye(2))
+    for _ in range(20):
+        p = np.array([1e-18, 10 ** rng.uniform(15, 17)])
+        root = p ** [1 / 3, 1 / 2]
+        u0 = root * 10 ** rng.uniform([-1, -0.3], [1, 0.3])
+        assert_close(sim.forward(u0, p, steps=1, dt=1.0, **tight).last, root)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_an_interrupt_keeps_what_is_there() -> None:
     def rate(u: Any, t: Any, p: Any) -> Any:
@@ -545,6 +556,17 @@ def test_a_pattern_that_lacks_an_entry_is_named() -> None:
     wrong = TimeSteps(lambda u, t, p: -u, np.eye(n), jacobian=lambda u, t, p: np.full(n, -2.0))
     with pytest.raises(GradientError, match="pattern is wrong in row 0"):
         wrong.forward(rng.random(n), steps=1, dt=0.1, check=True)
+
+
+def test_a_missing_entry_beside_a_large_one_is_named() -> None:
+    """It shows where its column is differentiated together with another one of another scale."""
+
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        return np.stack([u[2], p * (3e-3 * u[0] - u[1]) + 1e7 * u[2], -u[2]])
+
+    sim = TimeSteps(rate, np.array([[1, 0, 1], [0, 1, 1], [0, 0, 1]]))
+    with pytest.raises(GradientError, match="pattern lacks an entry: equation 1 depends on unknow"):
+        sim.forward([100.0, 1.0, 1.0], 2.0, steps=3, dt=0.1)
 
 
 def test_functions_that_complex_steps_mislead_are_differenced() -> None:
