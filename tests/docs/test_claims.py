@@ -186,12 +186,15 @@ def test_the_table_of_rooms_has_every_folder_and_file_of_the_root() -> None:
     assert {name.strip("`") for name in rooms} == inside - {"__init__", "__main__", "__pycache__"}
 
 
-def test_the_table_of_files_of_cells_has_every_one() -> None:
+@pytest.mark.parametrize(
+    ("room", "before"), [("graph", "These are the files of"), ("recurrent", "## How to add a cell")]
+)
+def test_a_table_of_files_has_every_one(room: str, before: str) -> None:
     text = (DOCS / "contributing.md").read_text()
-    table = text[text.index("| file |") : text.index("## How to add a cell")]
+    end = text.index(before)
+    table = text[text.rindex("| file |", 0, end) : end]
     listed = [name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in row.split(", ")]
-    folder = ROOT / "recurrent"
-    inside = {path.name + "/" * path.is_dir() for path in folder.iterdir()}
+    inside = {path.name + "/" * path.is_dir() for path in (ROOT / room).iterdir()}
     assert sorted(listed) == sorted(
         f"`{name}`" for name in inside - {"__init__.py", "__pycache__/"}
     )
