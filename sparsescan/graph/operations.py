@@ -413,8 +413,8 @@ def _everywhere(
     return Operation(pull=pull, fold=fold, bounds=bounds, **texts | others)
 
 
-def _infix(symbol: str, *others: Any) -> Operation:
-    return _everywhere(f"({{0}} {symbol} {{1}})", *others)
+def _infix(sign: str, *others: Any) -> Operation:
+    return _everywhere(f"({{0}} {sign} {{1}})", *others)
 
 
 def _function(name: str, pull: _Pull, bounds: _Bounds, fold: _Fold = None) -> Operation:

@@ -73,9 +73,9 @@ class LinearProgram(NamedTuple):
 def linear(program: CellProgram) -> LinearProgram:
     """Return the gradients of a program by slopes.
 
-    A sum of gradients that several others are multiples of, such as that in the new ``c`` of an
-    LSTM, is added up once. What a product returns is nothing where none of its slots has a
-    gradient, as in a condition, or where all that it has cancels.
+    A sum of gradients that several others are multiples of is added up once, such as the gradient
+    in the new ``c`` of an LSTM. Products return no gradient to an argument if none of their slots
+    has one: the argument is only used in a condition, or its gradients cancel.
     """
     readers = [*map(program.readers, program.arguments)]
     zeros = set[int]()
@@ -95,23 +95,26 @@ def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
     leaves = _gradients(program)
     slopes: dict[Node, Node] = {}
 
-    def factor(given: Node, is_there: bool) -> Node:
-        """Return what stands for a factor: itself if it needs no slope, as input and state may."""
-        kinds = {each.operation for each in topological([given])}
+    def factor(whole: Node, may_be_read: bool) -> Node:
+        """Return the slope that stands for a factor, or the factor itself if it needs none.
+
+        The functions that use it may read inputs and states if `may_be_read`.
+        """
+        kinds = {each.operation for each in topological([whole])}
         is_same = kinds.isdisjoint(("input", "state", "slot"))
-        if is_same or (is_there and given.operation in ("input", "state")):
-            return given
-        return slopes.setdefault(given, symbol("slope", len(slopes)))
+        if is_same or (may_be_read and whole.operation in ("input", "state")):
+            return whole
+        return slopes.setdefault(whole, symbol("slope", len(slopes)))
 
     written = {each: each for each in leaves}
 
-    def write(root: Node | None, sources: Iterable[Node], is_there: bool = False) -> Node | None:
-        """Return a gradient as a sum over sources, which are written."""
+    def write(root: Node | None, sources: Iterable[Node], may_read: bool = False) -> Node | None:
+        """Return a gradient as a sum over sources that have been written, each times a factor."""
         total: Node | None = None
         found = {} if root is None else coefficients(root, list(sources))
-        for source, given in found.items():
-            if value_of(given) != 0:
-                term = written[source] * factor(given, is_there)
+        for source, whole in found.items():
+            if value_of(whole) != 0:
+                term = written[source] * factor(whole, may_read)
                 total = term if total is None else total + term
         return total
 
@@ -135,10 +138,10 @@ def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
     def numbers(grad: Node | None) -> dict[Node, int]:
         found = {} if grad is None else coefficients(grad, leaves)
         return {
-            leaf: int(given.details[0])
-            if given.operation == "slope"
-            else len(slopes) + columns.setdefault(given, len(columns))
-            for leaf, given in found.items()
+            leaf: int(slope.details[0])
+            if slope.operation == "slope"
+            else len(slopes) + columns.setdefault(slope, len(columns))
+            for leaf, slope in found.items()
         }
 
     slot_columns = [
@@ -165,10 +168,10 @@ def _gradients(program: CellProgram) -> list[Node]:
 
 
 def _without_quotients(program: CellProgram, zeros: Collection[int]) -> list[Node | None]:
-    """Return all gradients without some from behind, in which factors of states are themselves.
+    """Return all gradients, in which arguments in `zeros` return no gradient.
 
-    A backward pass that keeps the states divides by the other factor, to keep one vector less. Here
-    they have just been computed.
+    Where a backward pass divides a state by one factor to find the other one, so that it keeps one
+    vector less, these gradients read that factor: here it has just been computed.
     """
     forward = topological([*program.outputs, *program.arguments])
     roots = [*program.slot_grads, *program.state_grads, *program.row_grads, program.input_grad]
