@@ -404,6 +404,19 @@ def test_functions_that_lose_samples_are_named() -> None:
         good.backward(grad_last=np.ones(6))
 
 
+def test_small_gradients_beside_large_ones_have_small_errors() -> None:
+    """Pivots are chosen by size, whatever the scales of unknowns are."""
+    rng, dt = np.random.default_rng(), 0.1
+    for _ in range(20):
+        jacobian = np.array([[-1, -1e16], [0.4, -20]]) * rng.uniform(0.5, 2, (2, 2))
+        sim = TimeSteps(lambda u, t, p, jacobian=jacobian: jacobian @ u, np.ones((2, 2)))
+        above = np.array([0.01, 2]) * rng.uniform(0.5, 2, 2)
+        grads = sim.forward([1e8, 1e-8], steps=1, dt=dt).backward(grad_last=above)
+        (a, b), (c, d) = np.eye(2) - dt * jacobian
+        expected = np.array([d * above[0] - c * above[1], a * above[1] - b * above[0]])
+        assert_close(grads.u0 * (a * d - b * c) / expected, np.ones(2), 1e-9)
+
+
 def test_several_losses_are_one_call() -> None:
     second, rate = chain(20)
     rng = np.random.default_rng()

@@ -279,6 +279,11 @@ class System:
         return False
 
 
+def inverted(matrix: Any, scale: Any) -> Any:
+    """Return an inverse, whose pivots are chosen in the scale of each unknown."""
+    return scale[:, None] * np.linalg.inv(matrix / scale[:, None] * scale) / scale
+
+
 def oracle(system: System, states: Any, theta: float, weights: Any) -> tuple[Any, ...]:
     """Return gradients of ``weights · states[-1]``, and what each may be off by.
 
@@ -294,7 +299,7 @@ def oracle(system: System, states: Any, theta: float, weights: Any) -> tuple[Any
     hidden = np.zeros(system.n)
     for k in reversed(range(steps)):
         old, new = at[k], at[k + 1]
-        inverse = np.linalg.inv(eye - theta * dt * new[1])
+        inverse = inverted(eye - theta * dt * new[1], s)
         found = inverse.T @ above
         reach = np.abs(inverse).T @ sizes
         mixed = [(1 - theta) * a + theta * b for a, b in zip(old, new, strict=True)]
@@ -320,14 +325,13 @@ def is_solved(system: System, states: Any, theta: float, tolerance: tuple[float,
     """Return whether states solve their steps, up to the tolerances and to rounding."""
     rtol, atol = tolerance
     dt, exact, rounding = system.dt, np.longdouble, 64 * float(np.finfo(float).eps)
-    params = system.params.astype(exact)
+    params, s = system.params.astype(exact), system.scale
     for k, (old, new) in enumerate(itertools.pairwise(states)):
         ends = [system(u.astype(exact), t * dt, params) for u, t in ((old, k), (new, k + 1))]
         rest = new.astype(exact) - old - exact(dt) * ((1 - theta) * ends[0] + theta * ends[1])
         sizes = [system.by_hand(u, t * dt)[4] for u, t in ((old, k), (new, k + 1))]
         rounded = np.abs(new) + np.abs(old) + dt * ((1 - theta) * sizes[0] + theta * sizes[1])
-        matrix = np.eye(system.n) - theta * dt * system.by_hand(new, (k + 1) * dt)[1]
-        inverse = np.linalg.inv(matrix)
+        inverse = inverted(np.eye(system.n) - theta * dt * system.by_hand(new, (k + 1) * dt)[1], s)
         allowed = UNSOLVED * (rtol * np.abs(new) + atol) + rounding * np.abs(inverse) @ rounded
         if np.any(~(np.abs(inverse @ rest.astype(float)) <= allowed)):
             return False
