@@ -23,7 +23,7 @@ from .definition import CellLike, bias_name, declared
 from .loops.cuda.kernels import SequenceKernels, sequence_kernels
 from .loops.cuda.layout import LoopLayout, layout_of, packing_order, samples_of
 from .loops.cuda.parts import sequence_source
-from .memory import Memory
+from .memory import Memory, beside, has_reset_states
 from .program import CellProgram, Term
 from .render.cuda import cuda_program
 
@@ -341,7 +341,7 @@ class DeviceMemory(Memory):
         has_resets: bool = False,
     ) -> None:
         self._xp = load_cupy()
-        self._has_resets, self._is_reset = has_resets, False
+        self._has_resets, self._is_reset, self._has_reset_states = has_resets, False, False
         self.directions = directions
         one = directions[0]
         self.steps, self.batch, self.segment, self.dtype = steps, batch, segment, one.dtype
@@ -398,7 +398,9 @@ class DeviceMemory(Memory):
         if code.leaves:
             shapes += [("summed", (self.per_layer, code.leaves, self.batch, units))]
         ones = 1, min(self.segment, self.steps) * self.batch
-        return [*shapes, ("carry", self._state_shape), ("ones", ones)]
+        # With resets there are gradients in the states that they set, too.
+        carries = len(self.directions), 1 + self._has_resets, *self._state_shape[1:]
+        return [*shapes, ("carries", carries), ("ones", ones)]
 
     def allocate(self) -> None:
         """Take the memory, on the current stream."""
@@ -406,7 +408,7 @@ class DeviceMemory(Memory):
         arrays: dict[str, list[Array]] = {"grads": []}
         for name, shape in self._shapes():
             arrays.setdefault(name, []).append(self._xp.empty(shape, self.dtype))
-        (self._inputs,), (self._carry,) = arrays["inputs"], arrays["carry"]
+        (self._inputs,), (self._carries,) = arrays["inputs"], arrays["carries"]
         self._states, self._grads = arrays["states"], arrays["grads"]
         self._products, self._rest, self._more = (
             arrays[name] for name in ("products", "rest", "more")
@@ -416,7 +418,9 @@ class DeviceMemory(Memory):
         )
         (self._ones,) = arrays["ones"]  # whose products with rows add them up
         self._ones.fill(1)
-        self._firsts, self._lasts = self._state_places(last=False), self._state_places(last=True)
+        ahead, behind = self.steps, self.steps + 1
+        self._firsts, self._lasts = self._state_places(0, behind), self._state_places(ahead, 1)
+        self._ends = self._state_places(behind, 0)  # what resets set is where no step reads
         # The stream that this memory is made on, that of the latest call, and when that is done.
         self._home = self._latest = self._xp.cuda.get_current_stream()
         self._done = self._xp.cuda.Event(disable_timing=True)
@@ -425,8 +429,8 @@ class DeviceMemory(Memory):
     @contextmanager
     def here(self) -> Iterator[None]:
         """Let the block work on this memory, on the current stream of its device."""
-        device: int = self._carry.data.device_id
-        with place("the states", self._carry, None, None) as stream, current(device):
+        device: int = self._carries.data.device_id
+        with place("the states", self._carries, None, None) as stream, current(device):
             if not is_same_stream(stream, self._latest):
                 stream.wait_event(self._done)
             try:
@@ -464,8 +468,11 @@ class DeviceMemory(Memory):
         resets: NDArray[np.uint8] | None = None,
     ) -> None:
         """Take over inputs, initial states, by default zeros, lengths and resets."""
-        xp = self._xp
+        xp, anew = self._xp, None
         self._is_reset = resets is not None
+        self._has_reset_states = has_reset_states(state, len(self.directions))
+        if state is not None and self._has_reset_states:
+            state, anew = state[::2], state[1::2]
         self._lengths, self._has = xp.full(self.batch, self.steps, np.int64), None
         if lengths is not None:
             self._lengths = xp.asarray(lengths)
@@ -476,6 +483,9 @@ class DeviceMemory(Memory):
             where[...] = 0 if state is None else state[k, :, columns]
             if read is not None and self._is_reset:
                 read[...] = where
+        for k, columns, _, read in self._ends:
+            if read is not None and self._is_reset:
+                read[...] = 0 if anew is None else anew[k, :, columns]
         if resets is not None:
             flags = xp.asarray(resets) != 0
             if self._has is not None:
@@ -483,15 +493,15 @@ class DeviceMemory(Memory):
             self._take_resets(flags)
 
     def _take_resets(self, flags: Array) -> None:
-        """Put resets behind the lengths, and zeros in the place of initial states."""
+        """Put resets behind the lengths, and what they set in the place of initial states."""
         xp, count = self._xp, self.steps * self.batch
         whole = xp.zeros(self.batch + self._flag_words, np.int64)
         whole[: self.batch] = self._lengths
         whole[self.batch :].view(np.uint16)[:count] = flags.reshape(-1)
         self._lengths = whole
-        for k, _, _, read in self._firsts:
+        for (k, _, _, read), (*_, end) in zip(self._firsts, self._ends, strict=True):
             if read is not None and self.steps and not self.directions[k].back:
-                read[...] = xp.where(flags[0, :, None], self.dtype.type(0), read)
+                read[...] = xp.where(flags[0, :, None], end, read)
 
     def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
         """Return outputs and last states."""
@@ -517,16 +527,18 @@ class DeviceMemory(Memory):
         """Return the outputs of a layer, of a slot before the first step, and each step."""
         return self._states[layer][self._code.output]
 
-    def _state_places(self, last: bool) -> list[tuple[int, slice, Array, Array | None]]:
-        """Return, for each part of the first or last states, its direction, columns and slots.
+    def _state_places(
+        self, slot: int, slot_back: int
+    ) -> list[tuple[int, slice, Array, Array | None]]:
+        """Return, for each part of the states in a slot, its direction, columns and slots.
 
-        Those are the one that is written, and the one that is read if that is another.
+        Those are the one that is written, and the one that is read if that is another. In
+        directions that run backward in time the slot is `slot_back`.
         """
         units, places, parts = self._units, [], len(self._code.states)
         for k, one in enumerate(self.directions):
-            first_slot, last_slot = (self.steps + 1, 1) if one.back else (0, self.steps)
             columns = slice(one.back * units, (one.back + 1) * units)
-            slots = self._states[one.layer - 1][:, last_slot if last else first_slot, :, columns]
+            slots = self._states[one.layer - 1][:, slot_back if one.back else slot, :, columns]
             for number, part in enumerate(self._code.states):
                 own = slice(part * units, (part + 1) * units)
                 read = slots[parts + number] if self._has_resets else None
@@ -536,13 +548,24 @@ class DeviceMemory(Memory):
     def read_carry(self, carry: Array) -> None:
         """Take over the gradients in the last states."""
         self._move_states(self._carry, carry, self._code.states)
+        if self._is_reset:
+            self._carries[:, 1] = 0
 
     def state_grad(self) -> Array:
-        """Return the gradients in the initial states."""
-        grad = self._xp.empty(self._state_shape, self.dtype)
-        order = self._code.states
-        self._move_states(grad, self._carry, [order.index(k) for k in range(len(order))])
-        return grad
+        """Return the gradients in the initial states, and in those that resets set if given."""
+        order, grads = self._code.states, []
+        for carry in [self._carry, *([self._carries[:, 1]] if self._has_reset_states else [])]:
+            grads.append(self._xp.empty(self._state_shape, self.dtype))
+            self._move_states(grads[-1], carry, [order.index(k) for k in range(len(order))])
+        return beside(self._xp, *grads) if self._has_reset_states else grads[0]
+
+    @property
+    def _carry(self) -> Array:
+        """The gradients in the states before the steps that are left."""
+        if self._is_reset:
+            return self._carries[:, 0]
+        flat = self._carries.reshape(-1)[: math.prod(self._state_shape)]
+        return flat.reshape(self._state_shape)
 
     def _move_states(self, to: Array, given: Array, order: Sequence[int]) -> None:
         """Copy gradients in states, in another order."""
@@ -637,7 +660,7 @@ class DeviceMemory(Memory):
         `above` holds the gradients in its outputs, and `below` gets those in its inputs.
         """
         xp, code, layer = self._xp, self._code, self.directions[ks.start].layer - 1
-        carry = self._carry[ks.start : ks.stop]
+        carry = (self._carries if self._is_reset else self._carry)[ks.start : ks.stop]
         results: list[list[Array] | None] = [None for _ in ks]
         is_sum = self.per_layer > 1 or code.has_input_grad or not code.inputs
         if below is not None and is_sum:

@@ -15,7 +15,7 @@ Array = NDArray[Any]
 def beside(xp: Any, state: Any, reset_states: Any) -> Any:
     """Return initial states, the state that resets set behind that of each direction.
 
-    Both are ``(layers · directions, batch, …)``, of NumPy or JAX; and so are the gradients in what
+    Both are ``(layers · directions, batch, …)``, of any package; and so are the gradients in what
     is returned, ``(2 · layers · directions, batch, …)``.
     """
     return xp.stack([state, reset_states], 1).reshape(-1, *state.shape[1:])
@@ -77,8 +77,8 @@ class Memory(ABC):
         """Return outputs and last states.
 
         Initial states are by default zeros, and lengths by default all steps. Where `resets` are
-        not 0, the state of a sample begins anew before a step, with zeros or, on the host, with
-        what is :func:`beside` its initial state.
+        not 0, the state of a sample begins anew before a step, with zeros or with what is
+        :func:`beside` its initial state.
         """
         self._packed: list[Any] | None = self.weights(params)
         self.read(x, state, lengths, resets)

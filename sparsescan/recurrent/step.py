@@ -225,8 +225,8 @@ class TrainingStep:
             episodes do not affect each other. ``resets[0]`` replaces the initial state of the
             direction that runs forward by zeros. Steps that a sample does not have are not reset.
         reset_states : array_like, shape (layers · directions, [batch,] state_size), optional
-            The states that `resets` set in place of zeros, such as learned ones; in host memory. In
-            all resets of a sample they are the same: its row of each direction.
+            The states that `resets` set in place of zeros, such as learned ones. In all resets of a
+            sample they are the same: its row of each direction.
 
         Returns
         -------
@@ -242,9 +242,9 @@ class TrainingStep:
         Raises
         ------
         InputError, InputTypeError
-            If a shape, a dtype or a length is wrong; if there are `reset_states` without `resets`,
-            or on a device; or if there are more units than a GPU's kernels take, in float32 at
-            least 1,228 of an LSTM, in float64 half as many.
+            If a shape, a dtype or a length is wrong; if there are `reset_states` without `resets`;
+            or if there are more units than a GPU's kernels take, in float32 at least 1,228 of an
+            LSTM, in float64 half as many.
         DeviceError
             If arrays and parameters are not in one place.
         MemoryLimitError
@@ -268,8 +268,6 @@ class TrainingStep:
         x = read_array("x", x)
         if reset_states is not None:
             check_has_resets(resets)
-            if device_of(x) is not None:
-                raise InputError("reset_states is given, and x is on a device; expected None")
         with streams.place("x", x, None, None):
             params = [_read_params(given, shapes) for shapes in self._shapes]
             x, state, lengths = self._read(x, state, reset_states, lengths, params)
@@ -392,7 +390,7 @@ class TrainingStep:
         named = {"state": state, "reset_states": reset_states}
         states = {k: read_array(k, each) for k, each in named.items() if each is not None}
         every = [param for own in params for param in own]
-        namespace(x, *every, *states.values())  # which raises if they are not in one place
+        xp = namespace(x, *every, *states.values())  # which raises if they are not in one place
         for name, each in states.items():
             check_state(each, (self._count, *x.shape[1:-1], net.state_size), x, name)
         dtype = np.result_type(*{array.dtype for array in (x, *every, *states.values())})
@@ -402,7 +400,7 @@ class TrainingStep:
         state = states.get("state")
         if reset_states is not None:
             anew = states["reset_states"]
-            state = beside(np, np.zeros_like(anew) if state is None else state, anew)
+            state = beside(xp, xp.zeros_like(anew) if state is None else state, anew)
         return x, state, None if lengths is None else _read_lengths(lengths, steps, batch)
 
     def _read_grads(

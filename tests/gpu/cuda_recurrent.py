@@ -57,6 +57,7 @@ def on_device(cupy: Any, net: Any, arguments: Any, step: Any = None, **options: 
     x, state, lengths, above, carry, *resets = arguments
     given = (cupy.asarray(array) for array in (x, state, above, carry))
     x, state, above, carry = given
+    resets[1:] = map(cupy.asarray, resets[1:])  # states that resets set
     step = net.training_step(**options) if step is None else step
     results = gradients_of(step, x, state, lengths, above, carry, *resets)
     assert all(is_cupy(array) for array in results.values())

@@ -32,6 +32,11 @@ def flags_of(rng: np.random.Generator, x: Any) -> Any:
     return rng.random(x.shape[:2]) < rng.choice([0.2, 0.5, 1.0], p=[0.5, 0.4, 0.1])
 
 
+def anew_of(rng: np.random.Generator, state: Any) -> list[Any]:
+    """Return the states that resets set, or nothing in one of two."""
+    return [rng.standard_normal(state.shape)] * int(rng.integers(2))
+
+
 @settings(max_examples=examples(40) if IN_PYTHON else 1)
 @given(
     networks(units=7, inputs=5, layers=2),
@@ -43,9 +48,11 @@ def test_episodes_are_sequences_of_their_own(
     rng = np.random.default_rng(seed)
     arguments = arguments_of(rng, net, steps, batch, F8, shorter)
     resets = flags_of(rng, arguments[0])
-    expected = autograd_of(net, *arguments, resets)
+    anew = anew_of(rng, arguments[1])
+    expected = autograd_of(net, *arguments, resets, *anew)
     with pytest.MonkeyPatch.context() as patch:
-        agree(on_device(cupy_or_stand_in(patch), net, (*arguments, resets)), dict(expected), F8)
+        given_arrays = *arguments, resets, *anew
+        agree(on_device(cupy_or_stand_in(patch), net, given_arrays), dict(expected), F8)
 
 
 @pytest.mark.parametrize("samples", [0, 1, 2, 4])
@@ -64,8 +71,9 @@ def test_any_cell(
     resets = flags_of(rng, arguments[0])
     if samples:
         monkeypatch.setattr(recurrent_device, "samples_of", lambda *about: samples)
-    expected = autograd_of(net, *arguments, resets)
-    agree(on_device(cupy, net, (*arguments, cupy.asarray(resets))), dict(expected), F8)
+    anew = anew_of(rng, arguments[1])
+    expected = autograd_of(net, *arguments, resets, *anew)
+    agree(on_device(cupy, net, (*arguments, cupy.asarray(resets), *anew)), dict(expected), F8)
 
 
 @pytest.mark.parametrize("kind", [RNN, GRU, LSTM])
@@ -80,13 +88,13 @@ def test_with_and_without_by_turns(cupy: Any, monkeypatch: pytest.MonkeyPatch, k
     step, expected = net.training_step(), []
     for has in (False, True, False, True):
         arguments = arguments_of(rng, net, 7, 2, F8, shorter=True)
-        resets = flags_of(rng, arguments[0]) if has else None
-        expected.append((arguments, resets, autograd_of(host, *arguments, resets)))
-        agree(on_device(cupy, net, (*arguments, resets), step), dict(expected[-1][2]), F8)
+        resets = [flags_of(rng, arguments[0]), *anew_of(rng, arguments[1])] if has else []
+        expected.append((arguments, resets, autograd_of(host, *arguments, *resets)))
+        agree(on_device(cupy, net, (*arguments, *resets), step), dict(expected[-1][2]), F8)
         nbytes = step.nbytes
     smaller = net.training_step(memory_limit=nbytes - 1)
     for arguments, resets, results in expected:
-        agree(on_device(cupy, net, (*arguments, resets), smaller), dict(results), F8)
+        agree(on_device(cupy, net, (*arguments, *resets), smaller), dict(results), F8)
     assert not smaller.keeps_gates
 
 
@@ -133,6 +141,5 @@ def test_what_is_wrong_is_said(cupy: Any) -> None:
         step.forward(x, resets=flags.astype(np.int64))
     with pytest.raises(InputError, match=r"resets has shape \(2, 2\); expected \(3, 2\)"):
         step.forward(x, resets=flags[:2])
-    anew = cupy.asarray(np.zeros((1, 2, 4), F4))
-    with pytest.raises(InputError, match="reset_states is given, and x is on a device"):
-        step.forward(x, resets=flags, reset_states=anew)
+    with pytest.raises(DeviceError, match="some arrays are CuPy's and some NumPy's"):
+        step.forward(x, resets=flags, reset_states=np.zeros((1, 2, 4), F4))

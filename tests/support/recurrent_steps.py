@@ -70,13 +70,15 @@ def gradients_of(
     above: Array,
     carry: Array,
     resets: Array | None = None,
+    reset_states: Array | None = None,
 ) -> dict[str, Array]:
     """Return outputs, states and gradients by a training step."""
-    output, last = step.forward(x, state, lengths, resets)
+    output, last = step.forward(x, state, lengths, resets, reset_states)
     grads = step.backward(above, carry)
-    return {"output": output, "last": last, "input": grads.input, "state": grads.state} | (
-        grads.params
-    )
+    found = {"output": output, "last": last, "input": grads.input, "state": grads.state}
+    if reset_states is not None:
+        found["reset_states"] = grads.reset_states
+    return found | grads.params
 
 
 def arguments_of(

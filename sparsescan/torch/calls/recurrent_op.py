@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ...arrays.arrays import namespace
 from ...errors import InputError
 from ...locks import new_lock
 from ...recurrent import TrainingStep
@@ -234,7 +235,7 @@ def _backward(
         grads = step.backward(*above, needs_input_grad=about[_COUNT])
         in_state = grads.state
         if grads.reset_states is not None:
-            in_state = beside(np, in_state, grads.reset_states)
+            in_state = beside(namespace(in_state), in_state, grads.reset_states)
         arrays = [in_state, *grads.params.values()]
         if grads.input is not None:
             arrays.append(grads.input)

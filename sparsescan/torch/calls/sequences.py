@@ -178,7 +178,7 @@ class Sequences:
         weights: list[Tensor] = list(self._flat_weights) if is_made else self._weights()
         is_taken = self._takes(input, hx, weights)
         if is_taken and reset_states is not None:
-            is_taken = weights[0].is_cpu and self._takes(input, reset_states, weights)
+            is_taken = self._takes(input, reset_states, weights)
         if self.truncate is not None and torch.is_grad_enabled():
             is_empty = isinstance(input, Tensor) and 0 in input.shape
             self._check_truncated(has_kernels=(is_taken or is_empty) and not is_recorded())

@@ -170,10 +170,14 @@ def _gathering(p: Pass, stage: int) -> Any:
 
 
 def _clearing(p: Pass) -> Any:
-    """Return a device function that clears the gradients in states that samples do not read."""
+    """Return a device function that moves the gradients in states that samples do not read.
+
+    They are in the states that resets set, behind those in the initial states.
+    """
     zero, units, lanes, rounds, own = p.zero, p.units, p.lanes, p.rounds, p.own
     padded, size, parts = p.padded, p.size, len(p.code.states)
     carries, per_round = _places_of(p).carries, p.threads // lanes
+    itemsize = p.dtype.itemsize
 
     @cuda.jit(device=True)
     def clear(batch, where, pool, ends):
@@ -188,8 +192,13 @@ def _clearing(p: Pass) -> Any:
                     and sample + m < batch
                     and is_reset(ends, own, t + back, sample + m, batch)
                 ):
+                    of_resets = ends[own + 1] + batch * parts * units * itemsize
+                    to = (2 * back * batch + sample + m) * parts * units + unit
                     for j in range(parts):
-                        put(pool, carries + j * size + (mine + m) * padded + unit, zero)
+                        at = carries + j * size + (mine + m) * padded + unit
+                        total = load(of_resets, to + j * units, zero) + get(pool, at)
+                        store(of_resets, to + j * units, total, zero)
+                        put(pool, at, zero)
             turn += 1
 
     return clear
@@ -249,7 +258,9 @@ def back_kernel(p: Pass) -> Any:
     parts, swaps, leaves, gots = len(code.states), code.swaps, code.leaves, code.gots
     got_size, mid_size = max(own * gots, 1), max(own * code.back_mids, 1)
     grads_size, rows_size = code.slots + 1, max(code.rows, 1)
-    has_resets, ends_size = p.has_resets, own + p.has_resets
+    has_resets, ends_size = p.has_resets, own + 2 * p.has_resets
+    # With resets the gradients in the states that they set are behind those of each direction.
+    each_carry = 1 + has_resets
     start = starter(p, pool_size, now_size, ahead_size)
     compute = _computing(p, moves, code.stages - 1)
 
@@ -274,6 +285,7 @@ def back_kernel(p: Pass) -> Any:
         back, lane, mine, sample, owns = start(pool, now, ahead, ends, lengths, batch)
         if has_resets:
             ends[own] = lengths + batch * 8
+            ends[own + 1] = carry
         weights += back * weight_bytes
         addresses = weights, params, products, rest, direct, summed, more, states, inputs_at, above
         begin_weights(weights, thread, held)
@@ -286,7 +298,7 @@ def back_kernel(p: Pass) -> Any:
             unit = turn * per_round + thread // lanes
             for m in range(own):
                 if owns and unit < units and sample + m < batch:
-                    place = (back * batch + sample + m) * parts * units + unit
+                    place = (each_carry * back * batch + sample + m) * parts * units + unit
                     at = carries + (mine + m) * padded + unit
                     for j in range(parts):
                         put(pool, at + j * size, load(carry, place + j * units, zero))
@@ -330,7 +342,7 @@ def back_kernel(p: Pass) -> Any:
             unit = turn * per_round + thread // lanes
             for m in range(own):
                 if owns and unit < units and sample + m < batch:
-                    place = (back * batch + sample + m) * parts * units + unit
+                    place = (each_carry * back * batch + sample + m) * parts * units + unit
                     at = carries + (mine + m) * padded + unit
                     for j in range(parts):
                         store(carry, place + j * units, get(pool, at + j * size), zero)

@@ -105,11 +105,14 @@ def _advancing(p: Pass, stage: int, each: int) -> Any:
         state_bytes = (steps + 2) * batch * width * itemsize
         to = ((t + 1) * batch + sample + m) * width + back * units + unit
         if has_resets:
-            # The next step reads what follows.
+            # The next step reads what follows. What resets set is in the slot that no step reads.
             is_anew = is_reset(ends, own, t + 1 - back, sample + m, batch)
             for j in range(parts):
                 store(states + j * state_bytes, to, state[j], zero)
-                state[j] = zero if is_anew else state[j]
+            if is_anew:
+                given = to + ((-1 if back else steps) - t) * batch * width
+                for j in range(parts):
+                    state[j] = load(states + (first_read + j) * state_bytes, given, zero)
         for j in range(parts):
             at = new + j * size if j < shared else fixed + (j - shared) * size
             put(pool, at + place, state[j])

@@ -21,7 +21,9 @@ sums without products of the input have theirs in `rest`. What is more, vectors 
 beside those and arguments of matrices, is in `more`, ``[direction][vector][step][sample][unit]``.
 
 Where samples begin anew in the middle, kernels of their own have the states that the next step
-reads behind those that steps have written, 0 for samples that are reset; and behind the lengths
+reads behind those that steps have written. For samples that are reset these are those in the slot
+at the end where a direction does not begin, which no step reads; and the gradients in them are
+behind the direction's in ``carry``. Behind the lengths there is
 ``[step][sample]``, and a row more: whether the sample is reset when a direction goes to this step
 from the one before in time, or back.
 """
