@@ -12,18 +12,7 @@ import numpy as np
 from ..arrays.arrays import check_no_mask
 from ..checks import check_has_shape
 from ..errors import InputError, InputTypeError, short
-from ..recurrent import Cell, Recurrent
-from ..recurrent.arguments import (
-    Returned,
-    check_has_resets,
-    check_input,
-    check_length_range,
-    check_lengths,
-    check_options,
-    check_resets,
-    check_state,
-    returned,
-)
+from ..recurrent import Cell, Recurrent, arguments
 from ..recurrent.host_sizes import LAYERS
 from ..recurrent.memory import beside
 from ..recurrent.step import OneCell, RecurrentLike
@@ -45,7 +34,7 @@ def recurrent(
     *,
     memory_limit: int | None = None,
     truncate: int | None = None,
-    return_states: Returned = False,
+    return_states: arguments.Returned = False,
 ) -> tuple[Any, Any]:
     """Return the outputs and the last states of a recurrent network.
 
@@ -130,8 +119,8 @@ def recurrent(
             "Cell"
         )
     net: RecurrentLike = OneCell(network) if isinstance(network, Cell) else network
-    options = check_options(net, memory_limit, truncate, return_states)
-    memory_limit, truncate, returns = *options[:2], returned(options[2])
+    options = arguments.check_options(net, memory_limit, truncate, return_states)
+    memory_limit, truncate, returns = *options[:2], arguments.returned(options[2])
     known = net.params
     if not isinstance(params, Mapping) or set(params) != set(known):
         names = sorted(map(str, params)) if isinstance(params, Mapping) else short(params)
@@ -143,18 +132,18 @@ def recurrent(
     )
     for name, param, like in zip(names, own, known.values(), strict=True):
         check_has_shape(name, param, like.shape)
-    check_input("x", inputs, net.input_size, "T, batch", "T")
+    arguments.check_input("x", inputs, net.input_size, "T, batch", "T")
     states = (sum(map(len, net.cells)), *inputs.shape[1:-1], net.state_size)
     begin = jnp.zeros(states, inputs.dtype) if begin is None else begin
-    check_state(begin, states, inputs)
+    arguments.check_state(begin, states, inputs)
     if anew is not None:
-        check_state(anew, states, inputs, "reset_states")
-        check_has_resets(resets)
+        arguments.check_state(anew, states, inputs, "reset_states")
+        arguments.check_has_resets(resets)
         begin = beside(jnp, begin, anew)
     if lengths is not None:
         lengths = _read_lengths(lengths, inputs.shape)
     if resets is not None:
-        resets = check_resets(_as_array("resets", resets, bool), inputs)
+        resets = arguments.check_resets(_as_array("resets", resets, bool), inputs)
     is_batched = inputs.ndim == 3
     if not is_batched:
         inputs, begin = inputs[:, None], begin[:, None]
@@ -173,9 +162,9 @@ def recurrent(
 def _read_lengths(lengths: Any, x: tuple[int, ...]) -> Any:
     """Return lengths as programs take them, which check those that are not known yet."""
     array = _as_array("lengths", lengths, np.int32)
-    check_lengths(array, x[1:-1])
+    arguments.check_lengths(array, x[1:-1])
     if not isinstance(array, jax.core.Tracer):
-        check_length_range(np.asarray(array), x[0])
+        arguments.check_length_range(np.asarray(array), x[0])
     # Numbers that int32 does not hold stay out of range; bounds have to be of the dtype.
     known_range = jnp.iinfo(array.dtype)
     low, high = max(-1, int(known_range.min)), min(x[0] + 1, _MOST, int(known_range.max))

@@ -25,17 +25,7 @@ from ..errors import Allocating, InputError, MemoryLimitError
 from ..execution.calls import Calls
 from ..execution.sharing import quiet
 from ..formatting import exact_bytes, format_bytes
-from .arguments import (
-    Returned,
-    check_has_resets,
-    check_input,
-    check_length_range,
-    check_lengths,
-    check_options,
-    check_resets,
-    check_state,
-    returned,
-)
+from . import arguments
 from .definition import CellLike
 from .host import HostMemory
 from .host_sizes import FIRST, Extent, Layers
@@ -153,10 +143,10 @@ class TrainingStep:
         network: RecurrentLike,
         memory_limit: int | None = None,
         truncate: int | None = None,
-        return_states: Returned = False,
+        return_states: arguments.Returned = False,
     ) -> None:
         self.network = network
-        self.memory_limit, self.truncate, self.return_states = check_options(
+        self.memory_limit, self.truncate, self.return_states = arguments.check_options(
             network, memory_limit, truncate, return_states
         )
         self._count = len(network.cells) * len(network.cells[0])
@@ -267,7 +257,7 @@ class TrainingStep:
         self._is_forward = False
         x = read_array("x", x)
         if reset_states is not None:
-            check_has_resets(resets)
+            arguments.check_has_resets(resets)
         with streams.place("x", x, None, None):
             params = [_read_params(given, shapes) for shapes in self._shapes]
             x, state, lengths = self._read(x, state, reset_states, lengths, params)
@@ -348,7 +338,7 @@ class TrainingStep:
         """Return memory that keeps the gates of all steps if the limit allows."""
         steps, batch, _ = x.shape
         memory: Memory | TruncatedMemory
-        returns = returned(self.return_states)
+        returns = arguments.returned(self.return_states)
         if device_of(x) is not None and (self.truncate is not None or self.return_states):
             raise InputError(
                 f"truncate is {self.truncate} and return_states is {self.return_states}, and x is "
@@ -384,7 +374,7 @@ class TrainingStep:
         are :func:`~sparsescan.recurrent.memory.beside` the initial ones.
         """
         net = self.network
-        check_input("x", x, net.input_size, "T, batch", "T")
+        arguments.check_input("x", x, net.input_size, "T, batch", "T")
         self._is_batched = x.ndim == 3
         steps, batch = x.shape[0], x.shape[1] if x.ndim == 3 else 1
         named = {"state": state, "reset_states": reset_states}
@@ -392,7 +382,7 @@ class TrainingStep:
         every = [param for own in params for param in own]
         xp = namespace(x, *every, *states.values())  # which raises if they are not in one place
         for name, each in states.items():
-            check_state(each, (self._count, *x.shape[1:-1], net.state_size), x, name)
+            arguments.check_state(each, (self._count, *x.shape[1:-1], net.state_size), x, name)
         dtype = np.result_type(*{array.dtype for array in (x, *every, *states.values())})
         x = for_kernels(x.reshape(steps, batch, net.input_size), dtype)
         rows = self._count, batch, net.state_size
@@ -452,8 +442,8 @@ def _read_lengths(lengths: Any, steps: int, batch: int) -> NDArray[np.int64] | N
     # A copy, made before it is checked. NumPy makes float64 of an empty list.
     is_empty_list = array.shape == (0,) and isinstance(lengths, (list, tuple))
     array = np.array(array, np.int64 if is_empty_list else None)
-    check_lengths(array, (batch,))
-    check_length_range(array, steps)
+    arguments.check_lengths(array, (batch,))
+    arguments.check_length_range(array, steps)
     return None if (array == steps).all() else array.astype(np.int64)
 
 
@@ -465,7 +455,7 @@ def _read_resets(resets: Any, x: Array, is_batched: bool) -> NDArray[np.uint8] |
     array = resets if is_on_device else host_array("resets", resets)
     if array.size == 0 and isinstance(resets, (list, tuple)):
         array = array.astype(bool)  # NumPy makes float64 of an empty list
-    array = check_resets(array, x if is_batched else x[:, 0])
+    array = arguments.check_resets(array, x if is_batched else x[:, 0])
     if is_on_device:
         # Whether any is True only the device knows.
         whole: NDArray[np.uint8] = array.reshape(x.shape[:2])
