@@ -142,8 +142,38 @@ def save(path: Path, results: dict[str, Any]) -> None:
     """Replace a JSON file at once: a process that is stopped here leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    new.write_text(_text(brief(results)) + "\n")
     new.replace(path)
+
+
+# Quantiles that are kept of samples, the quartiles among them, and digits of all numbers but those
+# that are compared.
+_QUANTILES, _DIGITS, _EXACT = 9, 6, ("losses", "curves")
+
+
+def brief(value: Any, name: str = "") -> Any:
+    """Return results as they are kept: of many samples there are quantiles, the least one first."""
+    if isinstance(value, dict):
+        return {
+            key: each if key in _EXACT else brief(each, name if name == "samples" else key)
+            for key, each in value.items()
+        }
+    if isinstance(value, list):
+        are_numbers = all(isinstance(each, (int, float)) for each in value)
+        if name == "samples" and are_numbers and len(value) > _QUANTILES:
+            value = np.quantile(value, np.linspace(0, 1, _QUANTILES)).tolist()
+        return [brief(each, name) for each in value]
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+
+def _text(value: Any) -> str:
+    """Return JSON of which each line has a number, a list of numbers or a name."""
+    if isinstance(value, dict) and value:
+        own = (f"{json.dumps(k, ensure_ascii=False)}: {_text(each)}" for k, each in value.items())
+        return "{\n" + ",\n".join(own) + "\n}"
+    if isinstance(value, list) and any(isinstance(each, (dict, list)) for each in value):
+        return "[\n" + ",\n".join(map(_text, value)) + "\n]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 class Cpu:

@@ -180,6 +180,21 @@ def test_contenders_take_turns() -> None:
     assert [len(taken) for taken in (*samples.values(), used)] == [2, 2, 2]
 
 
+@given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=60), st.floats(0.1, 10))
+def test_what_is_kept_has_the_quartiles(taken: list[float], loss: float) -> None:
+    results = {"losses": {"ours": [loss]}, "samples": {"ours": taken}, "samples_seconds": [taken]}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.json"
+        machine.save(path, results)
+        kept = json.loads(path.read_text())
+    assert kept["losses"] == results["losses"]
+    np.testing.assert_allclose(kept["samples_seconds"], [taken], rtol=1e-5)
+    assert len(kept["samples"]["ours"]) == min(len(taken), 9)
+    places = 0, 0.25, 0.5, 0.75, 1
+    found, right = (np.quantile(each, places) for each in (kept["samples"]["ours"], taken))
+    np.testing.assert_allclose(found, right, rtol=1e-5)
+
+
 # -- Races ----------------------------------------------------------------------------------------
 
 
