@@ -178,6 +178,11 @@ def _as_tensors(**given: Any) -> list[Any]:
         of_devices=": filters run nowhere else",
     )
     there = [each for each in tensors.values() if each is not None]
+    if len({each.dtype for each in there}) == 1:
+        # The rule: what follows takes as long as a short filter.
+        return [
+            each if name not in "ba" or each.dim() else each[None] for name, each in tensors.items()
+        ]
     there.sort(key=lambda each: each.dim() == 0)
     like = there[0].new_empty(0)
     for each in there[1:]:

@@ -15,6 +15,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
+_is_batch = torch._C._functorch.is_legacy_batchedtensor
 
 
 def is_direct(*tensors: Tensor | None) -> bool:
@@ -24,7 +25,12 @@ def is_direct(*tensors: Tensor | None) -> bool:
     mode, traces, and subclasses of tensors replace, record or refuse operators, and all find them
     registered.
     """
-    return is_eager(*tensors) and not (is_transformed() or any(map(is_mapped, tensors)))
+    if not is_eager(*tensors) or is_transformed():
+        return False
+    for each in tensors:  # a generator takes longer
+        if each is not None and _is_batch(each):
+            return False
+    return True
 
 
 def is_eager(*tensors: Tensor | None) -> bool:
@@ -39,7 +45,7 @@ def is_eager(*tensors: Tensor | None) -> bool:
 
 def is_mapped(argument: Any) -> bool:
     """Return whether this is a batch of gradients, as ``is_grads_batched=True`` makes them."""
-    return isinstance(argument, Tensor) and torch._C._functorch.is_legacy_batchedtensor(argument)
+    return isinstance(argument, Tensor) and _is_batch(argument)
 
 
 def as_leaf(module: Any, *given: Any) -> Any:

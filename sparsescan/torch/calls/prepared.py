@@ -28,7 +28,7 @@ from ...recurrent.step_pool import StepPool
 from .direct import has_saving_hooks, is_direct, is_transformed
 from .recorded import ResultTensor, Room, give_scratch, run, take_scratch
 from .recurrent_op import forget_steps, gradients
-from .saved import HAS_FUSED, check_others, needed, save, saved
+from .saved import HAS_FUSED, check_others, free_places, save, saved
 from .shapes import network_of
 from .states import apart, joined
 from .times import Key, predict
@@ -156,7 +156,7 @@ class Prepared:
         self._results = list(map(self._result, self._forward.results))
         self.states = len(self._results) - 1
         self._backwards: dict[tuple[bool, bool, bool], _Backward] = {}
-        self._needed: dict[tuple[bool, ...], tuple[bool, ...]] = {}
+        self._free: dict[tuple[bool, ...], tuple[int, ...]] = {}
 
     def _result(self, result: Result) -> ResultTensor:
         shape: tuple[int, ...] = result.shape
@@ -171,12 +171,12 @@ class Prepared:
                 shape, strides = (batch, steps, width), (width, batch * width, 1)
         return ResultTensor.of(result, self.key.dtype, shape, strides)
 
-    def needed(self, needs: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Return which arguments must not change before the first backward pass."""
-        found = self._needed.get(needs)
+    def free(self, needs: tuple[bool, ...]) -> tuple[int, ...]:
+        """Return the places of arguments that may change before the first backward pass."""
+        found = self._free.get(needs)
         if found is None:
             key, states = self.key, self.states if self.key.has_state else 0
-            found = self._needed[needs] = needed(
+            found = self._free[needs] = free_places(
                 *(key.shape, needs, states),
                 is_long=key.sizes[0] > 1,
                 is_copied=self._turns,
@@ -298,7 +298,7 @@ class _Call(torch.autograd.Function):
     def forward(ctx: Any, prepared: Prepared, *tensors: Tensor) -> tuple[Tensor, ...]:
         results, room = prepared.forward(*tensors)
         ctx.prepared, ctx.held = prepared, _Held(prepared.rooms, room)
-        save(ctx, tensors, prepared.needed(ctx.needs_input_grad[1:]))
+        save(ctx, tensors, prepared.free(ctx.needs_input_grad[1:]))
         ctx.set_materialize_grads(False)
         return results
 

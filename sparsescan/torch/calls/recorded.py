@@ -19,6 +19,8 @@ from .team import pytorchs_threads
 
 # Pieces of memory that are kept for the next pass.
 _SCRATCHES = 4
+# By themselves: methods of each tensor take longer to find.
+_is_contiguous, _address = Tensor.is_contiguous, Tensor.data_ptr
 
 
 class Room:
@@ -89,9 +91,9 @@ class ResultTensor(NamedTuple):
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return the addresses of contiguous tensors for kernels, which see no strides."""
-    if not all([each.is_contiguous() for each in tensors]):  # noqa: C419 (a list takes less time)
+    if not all(map(_is_contiguous, tensors)):
         raise BufferError("a kernel cannot follow a tensor that is not contiguous")
-    return [each.data_ptr() for each in tensors]
+    return list(map(_address, tensors))
 
 
 def run(
@@ -110,7 +112,7 @@ def run(
     results : sequence of Tensor
         What :meth:`ResultTensor.new` has made, in the order of the recording's results.
     """
-    addresses = [*rooms, *addresses_of(given), *[each.data_ptr() for each in results]]
+    addresses = [*rooms, *addresses_of(given), *map(_address, results)]
     if recording.threads == 1:
         recording.run_at(addresses)
     else:

@@ -28,7 +28,7 @@ from .derivatives import run_differentiable
 from .direct import is_direct, is_mapped, is_transformed
 from .once import Twice, gradients_of, over_maps
 from .recorded import addresses_of
-from .saved import HAS_FUSED, check_others, needed, save, saved
+from .saved import HAS_FUSED, check_others, free_places, save, saved
 from .shapes import Shape, kind_of, network_of
 
 # Networks whose training steps are kept for the next call; those used last.
@@ -287,19 +287,19 @@ class _Recurrent(torch.autograd.Function):
         output: tuple[Tensor, ...] = call(x, *given, *about, resets=tensors[-2])
         ctx.about, ctx.counts = about[:_COUNT], counts
         # Traces have sizes that are no numbers.
-        flags = _Recurrent.flags(ctx, x, tensors) if is_plain else [True] * (2 + len(tensors))
-        save(ctx, (output[2], x, *tensors), flags)
+        free = _Recurrent.free(ctx, x, tensors) if is_plain else []
+        save(ctx, (output[2], x, *tensors), free)
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
-    def flags(ctx: Any, x: Tensor, tensors: Any) -> list[bool]:
-        """Return which tensors must not change before the first backward pass: token, input, …."""
+    def free(ctx: Any, x: Tensor, tensors: Any) -> list[int]:
+        """Return which of token, input, … may change before the first backward pass."""
         _, _, has_x, has_state, _, *has_grad = ctx.needs_input_grad
         state, lengths, *_ = tensors
         count, begin = ctx.counts, () if state is None else (has_state,)
-        in_x, *others = needed(
+        places = free_places(
             Shape.of(x, ctx.about),
             (has_x, *begin, *has_grad[:count]),
             len(begin),
@@ -307,8 +307,8 @@ class _Recurrent(torch.autograd.Function):
             is_copied=not x.is_contiguous(),
             is_fused=HAS_FUSED and x.dtype is torch.float32 and lengths is None,
         )
-        in_state = others.pop(0) if begin else True
-        return [True, in_x, in_state, True, *others, *[True] * (len(tensors) - 2 - count)]
+        among = [1, *(2 for _ in begin), *range(4, 4 + count)]
+        return [among[place] for place in places]
 
     @staticmethod
     def given(counts: Any, tensors: Any) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from .times import KINDS
 
 
 @lru_cache(maxsize=256)
-def needed(
+def free_places(
     shape: Shape,
     needs: tuple[bool, ...],
     states: int,
@@ -22,11 +22,11 @@ def needed(
     is_long: bool,
     is_copied: bool,
     is_fused: bool,
-) -> tuple[bool, ...]:
-    """Return which arguments must not change before the first backward pass of a network.
+) -> tuple[int, ...]:
+    """Return the places of arguments that may change before the first backward pass of a network.
 
-    They are those that PyTorch's own networks save. Gradients do not depend on others, or a copy is
-    kept: these only have to be there for another backward pass, which runs forward again.
+    They are those that PyTorch's own networks do not save. Gradients do not depend on them, or a
+    copy is kept: they only have to be there for another backward pass, which runs forward again.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def needed(
     """
     is_again = shape.memory_limit >= 0 or shape.truncate >= 0
     if shape.mode not in KINDS or is_again or (is_fused and shape.mode == "LSTM"):
-        return (True,) * len(needs)
+        return ()
     x, begin, weights = needs[0], needs[1 : 1 + states], needs[1 + states :]
     each = len(weights) // (shape.num_layers * shape.directions)
     found, flows = [], x
@@ -60,30 +60,34 @@ def needed(
     into = any(weights[place * each] for place in range(shape.directions))
     hidden = any(weights[1::each])
     gates = x or any(begin[:1]) or any(weights)
-    return into and not is_copied, *(hidden, gates)[:states], *found
+    saved = into and not is_copied, *(hidden, gates)[:states], *found
+    return tuple(place for place, is_saved in enumerate(saved) if not is_saved)
 
 
-def save(ctx: Any, tensors: Sequence[Any], flags: Sequence[bool]) -> None:
-    """Keep tensors for backward passes; those without a flag may change before the first one."""
-    if has_saving_hooks():  # which want to see all
-        flags = [True] * len(tensors)
-    pairs = list(zip(tensors, flags, strict=True))
-    ctx.flags = [flag or each is None or each.is_inference() for each, flag in pairs]
-    ctx.save_for_backward(*(each for each, flag in zip(tensors, ctx.flags, strict=True) if flag))
-    ctx.others = [
-        (each, each._version) for each, flag in zip(tensors, ctx.flags, strict=True) if not flag
-    ]
+def save(ctx: Any, tensors: Sequence[Any], free: Sequence[int]) -> None:
+    """Keep tensors for backward passes; those at `free` places may change before the first one."""
+    kept, others = list(tensors), []
+    if free and not has_saving_hooks():  # which want to see all
+        for place in free:
+            each = kept[place]
+            if each is not None and not each.is_inference():
+                kept[place] = None
+                others.append((place, each, each._version))
+    ctx.others = others
+    ctx.save_for_backward(*kept)
 
 
 def saved(ctx: Any) -> list[Any]:
-    """Return all tensors, unless one with a flag has changed."""
-    first, others = iter(ctx.saved_tensors), iter(ctx.others)
-    return [next(first) if flag else next(others)[0] for flag in ctx.flags]
+    """Return all tensors, unless one that was not to change has changed."""
+    tensors = list(ctx.saved_tensors)
+    for place, each, _ in ctx.others:
+        tensors[place] = each
+    return tensors
 
 
 def check_others(ctx: Any) -> None:
-    """Raise if a tensor without a flag has changed."""
-    for tensor, version in ctx.others:
+    """Raise if a tensor that was free to change has changed."""
+    for _, tensor, version in ctx.others:
         if tensor._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
