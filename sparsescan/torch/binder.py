@@ -254,8 +254,10 @@ _bounds: dict[str, Bound] = {}
 
 
 def bind(operation: Operation) -> Bound:
-    """Return an operation as a function of PyTorch, once it is registered."""
-    return _bounds.setdefault(operation.name, Bound(operation))
+    """Return an operation as a function of PyTorch, and register it if that is new."""
+    if operation.name not in _bounds:
+        _bounds[operation.name] = Bound(operation)
+    return _bounds[operation.name]
 
 
 # -- Derivatives -----------------------------------------------------------------------------------
