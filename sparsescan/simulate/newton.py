@@ -28,10 +28,6 @@ _OLDER = 2.0
 _NEAR = 0.1
 # Without factors of its own a linear solve takes two refinements or more, each with a product.
 _CHEAP = 3.0
-# Matrices of unknowns of very different scales have such entries beside 1. Pivots are chosen by
-# size, so that small numbers of a solution have large errors: a refinement mends these (Skeel,
-# "Iterative refinement implies numerical stability for Gaussian elimination", 1980).
-_WIDE = 2.0**20
 _EPS = float(np.finfo(np.float64).eps)
 
 
@@ -175,11 +171,11 @@ class Solver:
             Where iterations begin.
         """
         state, rest = guess, residual(guess)
-        wrong = np.flatnonzero(~np.isfinite(rest))
-        if len(wrong):
-            raise NotSolved("the equations have values that are not finite", int(wrong[0]))
-        is_own, size, before, norm = False, np.inf, np.inf, np.inf
-        scale: Vector | float = 1.0
+        if not _norm(rest) < np.inf:
+            wrong = np.flatnonzero(~np.isfinite(rest))
+            if len(wrong):
+                raise NotSolved("the equations have values that are not finite", int(wrong[0]))
+        is_own, size, before = False, np.inf, np.inf
         for iteration in range(1, _MOST + 1):
             is_new = self._solve is None
             if self._solve is None:
@@ -189,29 +185,27 @@ class Solver:
             assert self._solve is not None
             correction = self._solve(rest, False)
             new = state - correction
-            if is_new:
-                allowed = self._tolerance.allowed(np.abs(state) + np.abs(correction))
-                scale = self.matrices.row_sizes(entries, allowed)
-                norm = _largest(rest / scale)
             size = self._tolerance.size(correction, new)
             rate = size / before
             if is_enough(size, rate):
                 self._count(iteration)
                 return new, iteration
             new_rest = residual(new)
-            new_norm = _largest(new_rest / scale)
-            is_worse = not size <= 2 * before or not new_norm < np.inf
-            if is_worse or (is_new and size > 1 and not new_norm < norm):
+            is_worse = not size <= 2 * before or not _norm(new_rest) < np.inf
+            if is_own and (is_worse or (is_new and size > 1)):
+                # Rounding of a large equation is not to hide a small one.
+                allowed = self._tolerance.allowed(np.abs(state) + np.abs(correction))
+                scale = self.matrices.row_sizes(entries, allowed)
+                is_worse = is_worse or not _largest(new_rest / scale) < _largest(rest / scale)
+            if is_worse:
                 self._solve = None
                 if not is_own:  # the factors are those of another state
                     continue
-                correction, new, new_rest, new_norm = _shorter(
-                    residual, scale, state, norm, correction
-                )
+                correction, new, new_rest = _shorter(residual, scale, state, rest, correction)
                 size = self._tolerance.size(correction, new)
             elif before < np.inf and rate > (_OWN if is_own else _SLOW):
                 self._solve = None
-            state, rest, norm, before = new, new_rest, new_norm, size
+            state, rest, before = new, new_rest, size
         raise NotSolved(
             f"after {_MOST} iterations the correction is {size:.3g} times what the tolerances allow"
         )
@@ -233,13 +227,9 @@ class Solver:
         """
         if not right.any():
             return np.zeros_like(right)
-        adjoint = self.matrices.adjoint(values)
         if self.matrices.cost < _CHEAP:
-            solve = self._factors(values)
-            found = solve(right, True)
-            if values.max() - values.min() > _WIDE:
-                found = found + solve(right - adjoint @ found, True)
-            return found
+            return self._factors(values)(right, True)
+        adjoint = self.matrices.adjoint(values)
         past = self._past.get(stage, ())
         if self._solve is None:
             self._factorise(values)
@@ -293,7 +283,7 @@ class Solver:
 
 
 def _norm(x: Vector) -> float:
-    """Return the 2-norm."""
+    """Return the 2-norm; infinity where squares are too large."""
     return math.sqrt(np.square(x).sum())  # threads of BLAS would wait for busy cores
 
 
@@ -304,23 +294,22 @@ def _largest(x: Vector) -> float:
 
 def _shorter(
     residual: Callable[[Vector], Vector],
-    scale: Vector | float,
+    scale: Vector,
     state: Vector,
-    norm: float,
+    rest: Vector,
     correction: Vector,
-) -> tuple[Vector, Vector, Vector, float]:
-    """Return a part of a correction, the state behind it, the smaller residual, and its norm.
+) -> tuple[Vector, Vector, Vector]:
+    """Return a part of a correction, the state behind it, and the residual there.
 
-    The norm is the largest number, in the scale of each equation: what rounding leaves of a large
-    one does not hide another.
+    It is smaller than that at the state, each equation in its scale.
     """
+    norm = _largest(rest / scale)
     for k in range(1, _HALVINGS + 1):
         part = 0.5**k * correction
         new = state - part
-        rest = residual(new)
-        size = _largest(rest / scale)
-        if size < norm:
-            return part, new, rest, size
+        new_rest = residual(new)
+        if _largest(new_rest / scale) < norm:
+            return part, new, new_rest
     raise NotSolved(
         f"Newton's direction does not lower the residual, which is {norm:.3g} times what the "
         "tolerances allow: the step may be too long to have a solution, or the residual is not "
