@@ -119,7 +119,7 @@ def _with_delays(xp: Functions, b: Any, a: Any, x: Any, zi: Any) -> tuple[Any, A
     places = xp.constant(np.minimum(k, size).ravel())
     for factors, samples, sign in ((b, x, 1), (a, y, -1)):
         taps = _fitted(xp, factors / a[:, :1], size + 1)
-        table = taps[:, places].reshape(-1, size, size) * xp.constant(sign * (k <= size))
+        table = taps[:, places].reshape(len(taps), size, size) * xp.constant(sign * (k <= size))
         last = _later(xp, _fitted(xp, samples, steps + size), size)[:, steps:]
         final = final + (last[:, :, None] * table).sum(1)
     return y, final

@@ -175,6 +175,13 @@ def test_values_and_gradients(seed: int, tile: int, kind: str) -> None:
     close(*results)
 
 
+def test_a_filter_of_one_coefficient_has_no_delays() -> None:
+    x = torch.randn(2, 5, dtype=torch.float64)
+    y, final = lfilter(x.new_tensor([3.0]), x.new_tensor([2.0]), x, zi=x.new_zeros(2, 0))
+    torch.testing.assert_close(y, 1.5 * x)
+    assert final.shape == (2, 0)
+
+
 @given(st.integers(0, 2**32))
 def test_delays_are_added_to_the_first_results(seed: int) -> None:
     """Where coefficients change, too; and those that come back continue the last ones."""
