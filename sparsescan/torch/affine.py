@@ -124,7 +124,7 @@ def affine_scan(
             _remember(key, program)
         return _bound.run(program, (whole, offsets, initial))[0]
     tensors = [
-        each if each is None or shape is None else each.reshape(shape)
+        each if each is None or shape in (None, tuple(each.shape)) else each.reshape(shape)
         for each, shape in zip((whole, offsets, initial), inside, strict=True)
     ]
     return _bound(form, *tensors)[0].reshape(states)

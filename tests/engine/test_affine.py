@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 import sparsescan
 from sparsescan import CSRChain, InputError, InputTypeError, Pattern, affine_scan, affine_scan_vjp
 from sparsescan.execution import threads
+from sparsescan.ops import affine
 from sparsescan.symbolic.pattern import of_mask
 
 Array = NDArray[Any]
@@ -232,7 +233,7 @@ def test_the_same_bits_by_any_number_of_threads(
     b = rng.standard_normal((steps, batch, size)).astype(np.float32)
     results = []
     for count in (1, 2, 3, 5):
-        monkeypatch.setattr(sparsescan.affine, "thread_count", lambda count=count: count)
+        monkeypatch.setattr(affine, "thread_count", lambda count=count: count)
         monkeypatch.setattr(threads, "thread_count", lambda count=count: count)
         y = affine_scan(a, b, pattern=pattern)
         results.append([y, *affine_scan_vjp(a, states=y, grads=b, pattern=pattern)])

@@ -443,7 +443,7 @@ class Holder(torch.Tensor):
 def test_parameters_that_are_no_plain_tensors_find_operators() -> None:
     net, x = sparsescan.torch.GRU(3, 4), torch.randn(5, 2, 3)
     params, about = list(net.parameters()), (net.mode, 4, 1, True, False, -1, -1, False)
-    matrices, offsets = torch.rand(4, 3, 3), torch.rand(4, 3, requires_grad=True)
+    matrices, offsets = torch.rand(4, 3, 3), torch.rand(4, 2, 3, requires_grad=True)
 
     def run(params: list[torch.Tensor]) -> torch.Tensor:
         return recurrent_op.run(x, None, None, params, [], *about, True)[0]
