@@ -29,6 +29,7 @@ class Functions:
     exp = staticmethod(jnp.exp)
     sigmoid = staticmethod(jax.nn.sigmoid)
     repeat = staticmethod(jnp.repeat)
+    take = staticmethod(jnp.take)
     is_complex = staticmethod(jnp.iscomplexobj)
     complex = staticmethod(jax.lax.complex)
     constant = staticmethod(jnp.asarray)

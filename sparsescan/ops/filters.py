@@ -116,10 +116,12 @@ def _with_delays(xp: Functions, b: Any, a: Any, x: Any, zi: Any) -> tuple[Any, A
     ahead = np.arange(size)
     # Row j is of the step that is so many before the last, and column i of i steps behind it.
     k = size + ahead - ahead[:, None]
-    places = xp.constant(np.minimum(k, size).ravel())
+    places = np.minimum(k, size).ravel()
     for factors, samples, sign in ((b, x, 1), (a, y, -1)):
         taps = _fitted(xp, factors / a[:, :1], size + 1)
-        table = taps[:, places].reshape(len(taps), size, size) * xp.constant(sign * (k <= size))
+        table = xp.take(taps, places, 1).reshape(len(taps), size, size) * xp.constant(
+            sign * (k <= size)
+        )
         last = _later(xp, _fitted(xp, samples, steps + size), size)[:, steps:]
         final = final + (last[:, :, None] * table).sum(1)
     return y, final

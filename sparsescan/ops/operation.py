@@ -74,6 +74,9 @@ class Functions(Protocol):
     def repeat(self, x: Any, count: int, axis: int) -> Any:
         """Return an array in which each entry along an axis comes so often."""
 
+    def take(self, x: Any, places: Array, axis: int) -> Any:
+        """Return the entries at places along an axis."""
+
     def add_at(self, x: Any, places: Array, values: Any) -> Any:
         """Return an array to whose places along the last axis values are added."""
 

@@ -188,7 +188,7 @@ def _applied(xp: Functions, form: Form, values: Any, vectors: Any) -> Any:
     pattern = form.pattern
     rows, columns = (np.asarray(each, np.int64) for each in (rows_of(pattern), pattern.indices))
     to, read = (columns, rows) if form.transposed else (rows, columns)
-    products = values * vectors[..., xp.constant(read)]
+    products = values * xp.take(vectors, read, -1)
     return xp.add_at(xp.filled(products, (*products.shape[:-1], form.size), 0), to, products)
 
 
@@ -246,7 +246,7 @@ def _again(xp: Functions, form: Form, states: Any, above: Any, given: Any) -> li
     else:
         pattern = form.pattern
         rows, columns = (np.asarray(each, np.int64) for each in (rows_of(pattern), pattern.indices))
-        in_matrices = left[..., xp.constant(rows)] * right[..., xp.constant(columns)]
+        in_matrices = xp.take(left, rows, -1) * xp.take(right, columns, -1)
     return [in_matrices, in_offsets, back[-1]]
 
 

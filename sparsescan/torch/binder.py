@@ -32,7 +32,7 @@ _library = torch.library.Library("sparsescan", "FRAGMENT")
 class Functions:
     """PyTorch's functions for formulas, as :class:`sparsescan.ops.operation.Functions` says."""
 
-    concat = staticmethod(torch.concat)
+    concat = staticmethod(torch.cat)
     stack = staticmethod(torch.stack)
     flip = staticmethod(torch.flip)
     moveaxis = staticmethod(torch.movedim)
@@ -64,6 +64,11 @@ class Functions:
     def repeat(x: Tensor, count: int, axis: int) -> Tensor:
         """Return a tensor in which each entry along an axis comes so often."""
         return x.repeat_interleave(count, axis)
+
+    @staticmethod
+    def take(x: Tensor, places: Any, axis: int) -> Tensor:
+        """Return the entries at places along an axis."""
+        return x.index_select(axis, torch.from_numpy(places))
 
     @staticmethod
     def add_at(x: Tensor, places: Any, values: Tensor) -> Tensor:
@@ -184,20 +189,21 @@ class Bound:
 
     def _operator(self, *arguments: Any) -> Any:
         *given, numbers, tables, keeps = arguments
-        program = self.program(self._decoded(numbers, tables), given)
+        program = self.program(self.decoded(numbers, tables), given)
         return self._results(program.forward(given, keeps))
 
     def _operator_back(self, *arguments: Any) -> list[Tensor]:
         kept, *tensors, numbers, tables, needs = arguments
         above, given = tensors[: self.operation.results], tensors[self.operation.results :]
-        program = self.program(self._decoded(numbers, tables), given)
+        program = self.program(self.decoded(numbers, tables), given)
         read = {k: given[k] for k in self.operation.reads}
         found = iter(program.backward(kept, above, read, needs))
         return [next(found) if need else kept.new_empty(0) for need in needs]
 
     def _fake(self, *arguments: Any) -> Any:
-        *given, numbers, tables, keeps = arguments
-        shapes = self.operation.shapes(self._decoded(numbers, tables), _shapes_of(given))
+        *given, numbers, _, keeps = arguments
+        # Tables may be as fake as tensors; no shape depends on them.
+        shapes = self.operation.shapes(self.operation.decode(numbers, []), _shapes_of(given))
         results = [given[0].new_empty(shape) for shape in shapes]
         return self._results(results if keeps else results[: self.operation.results])
 
@@ -209,7 +215,8 @@ class Bound:
     def _save(self, ctx: Any, inputs: Any, output: Any) -> None:
         *given, numbers, tables, _ = inputs
         results = output if isinstance(output, tuple) else (output,)
-        ctx.bound, ctx.form, ctx.program = self, self._decoded(numbers, tables), None
+        # Where tables are fake there is no form, which a compiled backward pass does not need.
+        ctx.bound, ctx.program, ctx.form, ctx.encoded = self, None, None, (numbers, tables)
         _save(ctx, given, results)
         # PyTorch takes an empty list for one of tensors.
         ctx.behind = None if numbers else [], [None] * len(tables), None
@@ -223,7 +230,8 @@ class Bound:
         numbers, tables = self.operation.encode(form)
         return numbers, list(map(torch.from_numpy, tables))
 
-    def _decoded(self, numbers: Sequence[int], tables: Sequence[Tensor]) -> Any:
+    def decoded(self, numbers: Sequence[int], tables: Sequence[Tensor]) -> Any:
+        """Return the form that numbers and tables stand for."""
         return self.operation.decode(numbers, [each.numpy() for each in tables])
 
 
@@ -293,7 +301,8 @@ def _gradients(ctx: Any, above: Sequence[Tensor], needs: Sequence[bool]) -> list
         above, given = tensors[:count], tensors[count:]
         if view is not None:
             kept, above, given = view.inside(kept, above, given)
-        found = ops.again(bound.operation, FUNCTIONS, form, kept, above, given)
+        own = bound.decoded(*ctx.encoded) if form is None else form
+        found = ops.again(bound.operation, FUNCTIONS, own, kept, above, given)
         return [
             kept.new_zeros(0) if each is None else each.reshape(like.shape)
             for each, like in zip(found, tensors[count:], strict=True)
@@ -304,13 +313,13 @@ def _gradients(ctx: Any, above: Sequence[Tensor], needs: Sequence[bool]) -> list
     elif torch.is_grad_enabled() or is_transformed():
         found = again(*tensors)
     elif is_once:
-        program = bound.program(form, whole)
+        program = bound.program(bound.decoded(*ctx.encoded) if form is None else form, whole)
         rest = iter(program.backward(kept, above[:count], given, needs))
         return [next(rest) if need else None for need in needs]
     else:
         if view is not None:
             kept, above, whole = view.inside(kept, above[:count], whole)
-        numbers, tables = bound.encoded(form)
+        numbers, tables = ctx.encoded if form is None else bound.encoded(form)
         found = bound.call_back(kept, *above[:count], *whole, numbers, tables, list(needs))
     return [each if need else None for each, need in zip(found, needs, strict=True)]
 

@@ -97,7 +97,12 @@ def dual(f: Function, given: Given, places: range | None = None) -> Any:
             for k, pair in enumerate(pairs)
         ]
         found = [forward_ad.unpack_dual(each) for each in tensors_of(f(*some))]
-        return [part.clone() for each in found for part in each]
+        # What does not depend on these tensors has no tangent.
+        return [
+            torch.zeros_like(value) if part is None else part.clone()
+            for value, tangent in found
+            for part in (value, tangent)
+        ]
 
 
 def backward_of_dual(f: Function, given: Given) -> Given:
