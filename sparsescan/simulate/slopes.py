@@ -84,6 +84,11 @@ class _Level(NamedTuple):
         return (self.ahead + self.behind) / 2
 
     @property
+    def sides(self) -> tuple[Vector, Vector]:
+        """The smaller and the larger difference of both sides; NaN if one has no value."""
+        return np.minimum(self.ahead, self.behind), np.maximum(self.ahead, self.behind)
+
+    @property
     def largest(self) -> Vector:
         """How large the larger one of both sides is, as far as they have values."""
         return np.fmax(np.abs(self.ahead), np.abs(self.behind))
@@ -197,8 +202,7 @@ class _Place(NamedTuple):
 
 def _sides(level: _Level, at: _Place) -> tuple[Vector, Vector]:
     """Return the smaller and the larger slope of both sides, where rounding tells them apart."""
-    least = np.minimum(level.ahead, level.behind)
-    most = np.maximum(level.ahead, level.behind)
+    least, most = level.sides
     least[~(most - least > 4 * at.noise(level))] = np.nan
     return least, most
 
@@ -337,9 +341,11 @@ def _climb(
     """Return slopes by the longest of some steps, which grow, that agrees with all shorter ones."""
     level = at.level(direction, steps[0])
     noise, slope = at.noise(level), level.middle
-    length = np.full(len(rows), steps[0])
-    found = _Climb(slope, noise + np.abs(slope), length, *_sides(level, at), level.largest)
+    length, none = np.full(len(rows), steps[0]), np.full(len(rows), np.nan)
+    found = _Climb(slope, noise + np.abs(slope), length, none, none.copy(), level.largest)
     low, high, climbs = slope - noise, slope + noise, rows
+    least, most = level.sides
+    least, most = least - 2 * noise, most + 2 * noise
     for step in steps[1:]:
         level, before = at.level(direction, step), noise
         noise, slope = at.noise(level), level.middle
@@ -349,7 +355,12 @@ def _climb(
         climbs = agrees
         if not climbs.any():
             break
-        new = slope, before, np.full(len(rows), step), *_sides(level, at)
-        for each, by_step in zip(found, new, strict=False):
+        for each, by_step in zip(found, (slope, before, np.full(len(rows), step)), strict=False):
             each[agrees] = by_step[agrees]
+        # Slopes that come near each other with shorter steps, as those of curves, are not apart.
+        sides = level.sides
+        np.fmax(least, sides[0] - 2 * noise, out=least, where=agrees)
+        np.fmin(most, sides[1] + 2 * noise, out=most, where=agrees)
+    is_apart = most - least > 8 * found.off
+    found.least[is_apart], found.most[is_apart] = least[is_apart], most[is_apart]
     return found

@@ -686,6 +686,20 @@ def test_numbers_that_are_0_have_a_scale_of_their_own(
     np.testing.assert_allclose(run.backward(grad_last=[1.0, 1.0]).u0, [1.0, 1.0], rtol=1e-6)
 
 
+@settings(max_examples=times(20), deadline=None)
+@given(st.floats(-15, 15), st.floats(-3, 3), st.sampled_from([None, "forward"]))
+def test_a_curve_at_0_is_no_kink(scale: float, share: float, how: Any) -> None:
+    """Slopes of both sides are apart there with long steps, which excuses no wrong derivative."""
+    a = 10.0**scale
+
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        return -p * np.real(u) + 10.0**share * a * u**2 / (a**2 + u**2)
+
+    run = TimeSteps(rate, np.eye(1), derivatives=how).forward([0.0], 0.5, steps=4, dt=0.1)
+    found = run.backward(grad_last=[1.0]).u0
+    np.testing.assert_allclose(found, [1.05**-4], rtol=1e-5)
+
+
 def test_small_errors_of_complex_steps_do_not_add_up() -> None:
     """Each is a small share of a row, but there are many steps."""
     p, dt, steps = 7e-5, 0.1, 12
