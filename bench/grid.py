@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 import sparsescan
 from sparsescan import Pattern, Schedule
 from sparsescan.jacobians import Sequential, from_torch
+from sparsescan.plan.calibrate import made_up
 from sparsescan.plan.costs.cpu import CpuModel, load_cpu
-from sparsescan.plan.measure import made_up
 from sparsescan.plan.search import Search
 from sparsescan.symbolic.pattern import of_mask
 

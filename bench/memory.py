@@ -20,7 +20,7 @@ import numpy as np
 
 import sparsescan
 from sparsescan.execution.threads import thread_count
-from sparsescan.plan.measure import made_up
+from sparsescan.plan.calibrate import made_up
 
 from . import children, grid
 from .experiment import Experiment, Piece, Results, Table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,11 @@ from .arrays.streams import check_device, place
 from .chains.containers import check_dtype
 from .chains.grads import grad_or_zeros, placed
 from .chains.steps import patterns_in, read_chain
-from .checks import check_choice, check_count_or_none, check_flag
-from .errors import Allocating, DeviceError, InputError, short
+from .checks import check_count_or_none, check_flag
+from .errors import Allocating, DeviceError
 from .plan import once
 from .plan.choice import InputKind, PlanOptions
 from .plan.choose import check_solves, choose_schedule
-from .plan.measure import measure
 from .plan.scan_plan import Gradients, ScanPlan, ScanSlot
 from .symbolic.schedule import Schedule, read_schedule
 
@@ -196,7 +194,6 @@ def plan(
     dtype: DTypeLike | None = None,
     device: str | None = None,
     memory_limit: int | None = None,
-    effort: str = "estimate",
 ) -> ScanPlan:
     """Prepare the part of a scan that depends on patterns only, to be run many times.
 
@@ -210,8 +207,8 @@ def plan(
         are in the order of time, as for :func:`exclusive_scan`.
     schedule : Schedule or str, default "auto"
         How to combine, as for :func:`exclusive_scan`. ``"auto"`` is the tree, anything between the
-        linear and the Blelloch scan, that takes least on this machine; it is never slower than
-        ``"linear"``.
+        linear and the Blelloch scan, that is predicted to take least on this machine (see
+        ``sparsescan calibrate``): the same plan every time. It is never slower than ``"linear"``.
     batch : int, optional
         Accept only this batch size; by default a plan runs any.
     dtype : {float32, float64}, optional
@@ -224,12 +221,6 @@ def plan(
     memory_limit : int, optional
         Bytes that the plan and a run may take beside Jacobians and gradients, as
         :attr:`ScanPlan.workspace_bytes` counts them.
-    effort : {"estimate", "measure"}, default "estimate"
-        How ``"auto"`` finds what takes least: by predicted times (see ``sparsescan calibrate``),
-        which is the same plan every time; or by scanning made-up values with those that are
-        predicted to be the fastest, which takes a second or more. It is measured here, for `batch`
-        and `dtype` (by default one sample of float64), and never in a run: input of another batch
-        size or dtype has what is predicted to take least.
 
     Returns
     -------
@@ -275,18 +266,12 @@ def plan(
                 "device is 'cpu', but jacobians are on a CUDA device; expected host memory "
                 "(cupy.asnumpy)"
             )
-        check_choice("effort", effort, "estimate", "measure")
         asked = read_schedule(schedule, len(patterns))
-        if effort == "measure" and asked is not None:
-            raise InputError(
-                f"effort is 'measure', but schedule is {short(schedule)}; expected 'auto'"
-            )
         options = options._replace(device="cuda" if on_device else device, auto=asked is None)
         samples, wanted = options.batch or 1, np.dtype(options.dtype or np.float64)
         kind = InputKind.of(patterns, samples, wanted, options.device == "cuda")
         check_solves(patterns, asked, kind.on_device, options.reverse)
-        timed = partial(measure, patterns, kind) if effort == "measure" else None
-        choice = choose_schedule(patterns, asked, kind, options.memory_limit, timed)
+        choice = choose_schedule(patterns, asked, kind, options.memory_limit)
         return ScanPlan(patterns, choice, options)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,9 +21,8 @@ from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
 from .costs.cpu import Cpu
 from .costs.operations import FAMILIES, Operations
-from .measure import made_up, nanoseconds, repeated
 
-# Seconds for which each chain is scanned, and how often at least.
+# Seconds for which a time is measured again, and how often at least.
 _SECONDS, _TIMES = 0.03, 5
 # Steps of a chain at most.
 _STEPS = 2000
@@ -144,7 +144,34 @@ def _time(chain: Trial, dtype: np.dtype[Any], threads: int) -> float:
     out = np.ones(chain.batch * int(program.offsets[-1]), dtype)
     scan = partial(workspace.run, out, False)
     scan()
-    return median(repeated(partial(nanoseconds, scan), _SECONDS, _TIMES))
+    return usual(partial(nanoseconds, scan))
+
+
+def made_up(patterns: Sequence[Pattern], dtype: np.dtype[Any], batch: int) -> list[NDArray[Any]]:
+    """Return values of each Jacobian and sample, whose rows sum to about one: nothing grows."""
+    rng = np.random.default_rng(0)
+    values = []
+    for pattern in patterns:
+        per_row = max(pattern.nnz / max(pattern.shape[0], 1), 1)
+        drawn = rng.random((batch, pattern.nnz), np.float32)
+        values.append(((drawn + 0.5) / per_row).astype(dtype))
+    return values
+
+
+def nanoseconds(call: Callable[[], object]) -> float:
+    """Return the time that a call takes."""
+    start = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - start
+
+
+def usual(timed: Callable[[], float]) -> float:
+    """Return the median of times that are measured again and again."""
+    times: list[float] = []
+    deadline = time.perf_counter() + _SECONDS
+    while len(times) < _TIMES or time.perf_counter() < deadline:
+        times.append(timed())
+    return median(times)
 
 
 def _memory() -> tuple[float, float, float]:
@@ -154,7 +181,7 @@ def _memory() -> tuple[float, float, float]:
     def read(parts: int, array: NDArray[Any]) -> float:
         pieces = np.array_split(array, parts)
         call = partial(share, lambda i: pieces[i].max(), parts)
-        return array.nbytes / median(repeated(partial(nanoseconds, call), 0.0, _TIMES))
+        return array.nbytes / usual(partial(nanoseconds, call))
 
     alone, together = read(1, large), read(thread_count(), large)
     cache = 1 << 20

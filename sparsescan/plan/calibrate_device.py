@@ -16,15 +16,12 @@ from ..execution.cuda.shares import BLAS_SIZE, Shares
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
-from .calibrate import trials
+from .calibrate import made_up, trials, usual
 from .choice import InputKind, PlanChoice, PlanOptions
 from .costs.cuda import Gpu, GpuModel
 from .costs.operations import FAMILIES, Operations, run_time
-from .measure import made_up, repeated
 from .scan_plan import ScanPlan
 
-# Seconds for which each chain is scanned, and how often at least.
-_SECONDS, _TIMES = 0.03, 5
 # Steps of a chain at most, since each may be a launch; of chains in chunks, and their sizes.
 _STEPS, _CHUNKED, _SIZES = 200, 1000, (4, 20, 64)
 # Samples, and samples and chunks, that keep all of a device busy.
@@ -174,7 +171,7 @@ def _elapsed(call: Callable[[], Any]) -> float:
     # The first run of a plan compiles, the second makes a graph.
     call()
     call()
-    return median(repeated(timed, _SECONDS, _TIMES))
+    return usual(timed)
 
 
 # -- All of the device -----------------------------------------------------------------------------

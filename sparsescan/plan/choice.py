@@ -102,15 +102,12 @@ class Alternative(NamedTuple):
         Matrix-matrix products.
     nanoseconds : float or None
         The predicted time of a scan; None if its products were given up.
-    measured : float or None
-        The measured time of a scan, if there is one.
     """
 
     schedule: str
     steps: int
     products: int
     nanoseconds: float | None
-    measured: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +145,3 @@ class PlanChoice:
     def workspace_bytes(self) -> int:
         """Bytes that the program and a run of it take beside Jacobians and gradients, at most."""
         return 0 if self.program is None else self.kind.needed_bytes(self.program)
-
-    def was_measured_for(self, kind: InputKind) -> bool:
-        """Return whether it was measured with such input, whatever samples share."""
-        return kind[:3] == self.kind[:3] and any(each.measured for each in self.alternatives)

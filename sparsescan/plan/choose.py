@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,7 +29,6 @@ def choose_schedule(
     schedule: Schedule | None,
     kind: InputKind,
     memory_limit: int | None = None,
-    measure: Callable[[Sequence[PlanChoice]], Sequence[float]] | None = None,
 ) -> PlanChoice:
     """Return the schedule that runs input of a kind, and why; None is ``"auto"``."""
     _check_counts(patterns, kind.batch)
@@ -41,7 +40,7 @@ def choose_schedule(
     search = Search(patterns, kind.model(), fits, nbytes)
     if schedule is None:
         more = _for_device(patterns, kind) if kind.on_device else ()
-        return replace(search.choose(more, measure), kind=kind)
+        return replace(search.choose(more), kind=kind)
     if not patterns:
         return PlanChoice(schedule, reason=_ASKED, kind=kind)
     try:

@@ -266,13 +266,12 @@ def _span(numbers: Sequence[float], form: str) -> str:
 
 
 def _alternatives(alternatives: Sequence[_About]) -> list[str]:
-    rows = [["schedule", "steps", "products", "predicted", "measured"]]
+    rows = [["schedule", "steps", "products", "predicted"]]
     for each in alternatives[:_MOST]:
-        times = (each["nanoseconds"], each["measured"])
-        shown = ["-" if time is None else format_time(time) for time in times]
-        rows.append([each["schedule"], f"{each['steps']:,}", f"{each['products']:,}", *shown])
+        time = "-" if each["nanoseconds"] is None else format_time(each["nanoseconds"])
+        rows.append([each["schedule"], f"{each['steps']:,}", f"{each['products']:,}", time])
     if len(alternatives) > _MOST:
-        rows.append([f"and {len(alternatives) - _MOST:,} more", "", "", "", ""])
+        rows.append([f"and {len(alternatives) - _MOST:,} more", "", "", ""])
     return align(rows)
 
 

@@ -26,7 +26,6 @@ plan that is loaded has its symbolic phase done again. Version 1 of the format:
 ``alternatives`` strings (a,): the schedules that the planner looked at
 ``counts``       int (a, 2): steps and products of each
 ``predicted``    float (a,): nanoseconds of each, or NaN
-``measured``     float (a,): the same as measured, or NaN
 ``differs``      int (n,): 1 for Jacobians that differ between samples; (0,) if all do
 ``option.*``     one integer or string for each option of the plan, such as ``option.batch``; none
                  for one that is None
@@ -168,14 +167,11 @@ def _pack_schedule(schedule: Schedule) -> dict[str, NDArray[Any]]:
 
 def _pack_alternatives(alternatives: Sequence[Alternative]) -> dict[str, NDArray[Any]]:
     counts = [(each.steps, each.products) for each in alternatives]
-    # None becomes NaN.
-    times = np.array([(each.nanoseconds, each.measured) for each in alternatives], np.float64)
-    predicted, measured = times.reshape(-1, 2).T
     return {
         "alternatives": np.array([each.schedule for each in alternatives], np.str_),
         "counts": np.array(counts, np.int64).reshape(-1, 2),
-        "predicted": predicted,
-        "measured": measured,
+        # None becomes NaN.
+        "predicted": np.array([each.nanoseconds for each in alternatives], np.float64),
     }
 
 
@@ -278,8 +274,7 @@ def _unpack_dense(arrays: files.Arrays, schedule: Schedule) -> frozenset[tuple[i
 
 def _unpack_alternatives(arrays: files.Arrays) -> tuple[Alternative, ...]:
     names = arrays["alternatives"]
-    forms = {"alternatives": "strings", "predicted": "floats", "measured": "floats"}
-    for key, form in forms.items():
+    for key, form in (("alternatives", "strings"), ("predicted", "floats")):
         array = arrays[key]
         if array.dtype.kind != ("U" if form == "strings" else "f") or array.shape != (names.size,):
             raise InputError(
@@ -288,10 +283,11 @@ def _unpack_alternatives(arrays: files.Arrays) -> tuple[Alternative, ...]:
             )
     counts = arrays.integers("counts", 2)
     check_used("counts", len(counts), len(names))
-    times = np.stack([arrays["predicted"], arrays["measured"]], axis=1).tolist()
     return tuple(
-        Alternative(name, *count, *(None if math.isnan(time) else time for time in row))
-        for name, count, row in zip(names.tolist(), counts.tolist(), times, strict=True)
+        Alternative(name, steps, products, None if math.isnan(time) else time)
+        for name, (steps, products), time in zip(
+            names.tolist(), counts.tolist(), arrays["predicted"].tolist(), strict=True
+        )
     )
 
 

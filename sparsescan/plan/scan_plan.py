@@ -178,7 +178,7 @@ class ScanPlan(Frozen):
     def _choose(self, kind: InputKind) -> PlanChoice:
         """Choose what runs input of a new kind; no threads wait, since all choose the same."""
         choice = first = self._first
-        if self.auto and not first.was_measured_for(kind):
+        if self.auto:
             choice = choose_schedule(self.patterns, None, kind, self.memory_limit)
             known = [first, *self._others.values()]
             form = choice.schedule, choice.dense

@@ -27,14 +27,12 @@ from .choice import Alternative, PlanChoice
 from .costs.operations import FAMILIES, Model, Operands, Operations, run_time
 from .forms import choose_forms
 
-# A schedule is chosen in place of the linear one if it is predicted, or measured, to take less than
-# this share of its time. Predictions are not exact, and nobody should wait longer than for
-# back-propagation: a tree of a GRU that was predicted to take 0.86 took 1.3 to 2 times as long.
-_PREDICTED, _MEASURED = 0.75, 0.9
+# A schedule is chosen in place of the linear one if it is predicted to take less than this share of
+# its time. Predictions are not exact, and nobody should wait longer than for back-propagation: a
+# tree of a GRU that was predicted to take 0.86 took 1.3 to 2 times as long.
+_MARGIN = 0.75
 _NOTHING_PAYS = "auto: no product of neighbours would save more time than it takes"
 _SOLVED = "auto: products of inverses are not formed"
-# Schedules that are measured beside the linear scan.
-_LEADING = 3
 # Levels without gain after which the search goes no deeper.
 _PATIENCE = 2
 
@@ -90,55 +88,38 @@ class Search:
                 return dense, formed
         return frozenset(), program
 
-    def choose(
-        self,
-        more: Sequence[Schedule] = (),
-        measure: Callable[[Sequence[PlanChoice]], Sequence[float]] | None = None,
-    ) -> PlanChoice:
+    def choose(self, more: Sequence[Schedule] = ()) -> PlanChoice:
         """Return the schedule and the forms that take least.
 
         Parameters
         ----------
         more : sequence of Schedule, optional
             Schedules to look at besides those of all kinds.
-        measure : callable, optional
-            Nanoseconds that scans by some choices take. Schedules that are predicted to be the
-            fastest are then measured.
 
         Returns
         -------
-        Choice
-            If nothing is measured, it depends on the arguments alone.
+        PlanChoice
+            It depends on the arguments alone.
         """
         steps, linear = self._steps, PlanChoice(Schedule.linear(len(self._steps)))
         if any(any(solved_of(step)) for step in dict.fromkeys(steps)):
             return replace(linear, reason=_SOLVED)
-        if not steps or not (measure or more or _pays(list(map(planned, steps)), self._model)):
+        if not steps or not (more or _pays(list(map(planned, steps)), self._model)):
             return replace(linear, reason=_NOTHING_PAYS)
         self.run(more)
         linear, *_ = self.candidates
-        in_order = sorted(self.candidates, key=lambda option: option.nanoseconds)
-        options, how, margin = in_order, "predicted", _PREDICTED
-        times: Sequence[float] = [option.nanoseconds for option in in_order]
-        measured: dict[PlanChoice, float] = {}
-        if measure is not None:
-            options = [linear, *[option for option in in_order if option is not linear][:_LEADING]]
-            how, margin, times = "measured", _MEASURED, measure(options)
-            measured = dict(zip(options, times, strict=True))
-        least, base = min(times), times[options.index(linear)]
-        best = options[times.index(least)]
-        reason = f"auto: {how} to take {least / base:.2f} of the linear scan's time"
-        if least > margin * base or best is linear:
-            best, reason = linear, f"auto: nothing is {how} to take less than {margin} of its time"
-        looked_at = [
-            _looked_at(option.schedule, option.nanoseconds, measured.get(option))
-            for option in in_order
-        ]
+        fastest, *_ = in_order = sorted(self.candidates, key=lambda option: option.nanoseconds)
+        best, share = fastest, fastest.nanoseconds / linear.nanoseconds
+        reason = f"auto: predicted to take {share:.2f} of the linear scan's time"
+        if fastest.nanoseconds > _MARGIN * linear.nanoseconds or fastest is linear:
+            best = linear
+            reason = f"auto: nothing is predicted to take less than {_MARGIN} of its time"
+        looked_at = [_looked_at(option.schedule, option.nanoseconds) for option in in_order]
         return replace(
             best,
             reason=reason,
             alternatives=(*looked_at, *self.given_up),
-            program=self.program if best is in_order[0] else None,
+            program=self.program if best is fastest else None,
         )
 
     def run(self, more: Sequence[Schedule] = ()) -> None:
@@ -205,12 +186,10 @@ class Search:
         return PlanChoice(schedule, dense, nanoseconds=run_time(self._model, program)), program
 
 
-def _looked_at(
-    schedule: Schedule, nanoseconds: float | None, measured: float | None = None
-) -> Alternative:
+def _looked_at(schedule: Schedule, nanoseconds: float | None) -> Alternative:
     """Return what is said of a schedule."""
     products = _count_products(schedule)
-    return Alternative(repr(schedule), schedule.depth, products, nanoseconds, measured)
+    return Alternative(repr(schedule), schedule.depth, products, nanoseconds)
 
 
 def _count_products(schedule: Schedule) -> int:

@@ -499,7 +499,6 @@ def test_a_message_is_short_whatever_it_shows():
     for call in (
         lambda: sparsescan.plan([csr()], device=huge),
         lambda: sparsescan.plan([csr()], schedule=many),
-        lambda: sparsescan.plan([csr()], effort="x" * 10**6),
         lambda: sparsescan.plan([csr()], batch=-(10**4000)),
         lambda: sparsescan.plan([csr()], dtype="x" * 10**6),
         lambda: Pattern([0], [], many),

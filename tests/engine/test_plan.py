@@ -64,11 +64,6 @@ def test_costs_are_those_of_the_products_that_scipy_would_make(chunks: int) -> N
         ({"dtype": "nothing"}, "dtype is 'nothing'; expected float32 or float64"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"memory_limit": -1}, "memory_limit is -1; expected at least 0"),
-        ({"effort": "most"}, "effort is 'most'; expected 'estimate' or 'measure'"),
-        (
-            {"effort": "measure", "schedule": "linear"},
-            "effort is 'measure', but schedule is 'linear'; expected 'auto'",
-        ),
     ],
 )
 def test_an_option_that_makes_no_sense_is_named(options: dict[str, object], message: str) -> None:

@@ -108,7 +108,7 @@ def test_what_the_planner_said_comes_back(folder: Path, data: Any) -> None:
         schedule,
         frozenset(product for product in products_of(schedule) if rng.random() < 0.5),
         "so it is",
-        tuple(data.draw(st.lists(st.builds(Alternative, names, counts, counts, TIMES, TIMES)))),
+        tuple(data.draw(st.lists(st.builds(Alternative, names, counts, counts, TIMES)))),
     )
     plan = ScanPlan(patterns_of(chain.jacobians), choice)
     loaded = reloaded(plan, folder)
@@ -167,7 +167,7 @@ def saved(folder: Path) -> dict[str, bytes]:
     result = {}
     for name, schedule in schedules.items():
         looked_at = (
-            Alternative("Schedule.linear(7)", 6, 0, 12.5, 13.5),
+            Alternative("Schedule.linear(7)", 6, 0, 12.5),
             Alternative("Schedule.chunked(7, 2)", 4, 1, None),
         )
         choice = PlanChoice(
@@ -291,7 +291,6 @@ KEYS = {
     "alternatives": "one dimension of strings",
     "counts": "integers",
     "predicted": "one dimension of floats",
-    "measured": "one dimension of floats",
     "option.reason": "one string",
     "option.batch": "one integer",
     "option.dtype": "one string",
@@ -385,7 +384,6 @@ def test_each_key_has_its_shape(tmp_path: Path, saved: dict[str, bytes], key: st
         ("alternatives", lambda a: a[:-1], "predicted has .* floats, as long as alternatives"),
         ("counts", lambda a: a[:-1], "counts has 1 entries; expected 2"),
         ("predicted", lambda a: a[:-1], "predicted has .* floats, as long as alternatives"),
-        ("measured", lambda a: a[:-1], "measured has .* floats, as long as alternatives"),
         ("option.memory_limit", lambda a: a * 0 - 1, "option.memory_limit is -1; expected at"),
         ("option.batch", lambda a: a * 0, "option.batch is 0; expected at least 1"),
         ("option.dtype", lambda a: np.array("f2"), "dtype is float16; expected float32"),

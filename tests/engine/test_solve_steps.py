@@ -502,7 +502,7 @@ def test_schedules_that_multiply_are_refused() -> None:
                 text = rf"schedule is Schedule\..*multiplies.*jacobians\[{at}\] is one to solve"
                 with pytest.raises(InputError, match=text):
                     call()
-    plan = sparsescan.plan(chain, effort="measure")
+    plan = sparsescan.plan(chain)
     assert plan.schedule == Schedule.linear(6)
     assert "inverse" in plan.reason
     for schedule in (

@@ -18,7 +18,7 @@ from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule
 from sparsescan.cli.main import main
 from sparsescan.execution.cuda.workspace import device_bytes
 from sparsescan.kernels.cuda import device
-from sparsescan.plan import calibrate_device
+from sparsescan.plan import calibrate, calibrate_device
 from sparsescan.plan.calibrate import Trial
 from sparsescan.plan.choice import PlanChoice, PlanOptions
 from sparsescan.plan.costs import cpu as costs
@@ -121,8 +121,6 @@ def test_a_device_is_calibrated(
     trials += [Trial([kind] * 3, Schedule.linear(3), 1, False) for kind in kinds]
     monkeypatch.setattr(calibrate_device, "trials", lambda steps: trials)
     small = {
-        "_SECONDS": 0.0,
-        "_TIMES": 1,
         "_CHUNKED": 4,
         "_SIZES": (1, 2),
         "_SAMPLES": 3,
@@ -133,6 +131,8 @@ def test_a_device_is_calibrated(
     }
     for name, value in small.items():
         monkeypatch.setattr(calibrate_device, name, value)
+    monkeypatch.setattr(calibrate, "_SECONDS", 0.0)
+    monkeypatch.setattr(calibrate, "_TIMES", 1)
     assert load_gpu().name == "H200, estimated"
     assert main(["calibrate", "--device", "cuda"]) == 0
     rows = [line[:16].strip() for line in capsys.readouterr().out.splitlines()]

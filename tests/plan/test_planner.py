@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,11 @@ from fresh_python import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import (
-    assert_within,
     every_schedule,
     every_tree,
     indices_of,
     random_machine,
     random_patterns,
-    sequential,
 )
 from trees import letters, random_levels
 
@@ -35,7 +32,7 @@ from sparsescan import MemoryLimitError, Pattern, Schedule
 from sparsescan.arrays import arrays
 from sparsescan.jacobians import Conv2d, ReLU
 from sparsescan.plan import once, search
-from sparsescan.plan.choice import InputKind, PlanChoice
+from sparsescan.plan.choice import PlanChoice
 from sparsescan.plan.costs.cpu import Cpu, CpuModel, load_cpu
 from sparsescan.plan.costs.operations import FAMILIES, run_time
 from sparsescan.plan.forms import choose_forms
@@ -334,7 +331,7 @@ def test_auto_takes_the_best_that_the_machine_holds(
     rng = np.random.default_rng(0)
     steps = [of_mask(np.eye(1024, dtype=bool)[rng.permutation(1024)]) for _ in range(2)] * 100
     as_if(64)
-    monkeypatch.setattr(search, "_PREDICTED", 0.9)
+    monkeypatch.setattr(search, "_MARGIN", 0.9)
     best = sparsescan.plan(steps, batch=1, dtype=F4)
     assert best.schedule != Schedule.linear(200)
     gradients = 4 * 200 * 1024
@@ -358,70 +355,6 @@ def test_an_estimate_that_is_too_high_refuses_no_plan_that_fits(as_if: Any) -> N
     need = sparsescan.plan(patterns, schedule="blelloch").workspace_bytes
     plan = sparsescan.plan(patterns, schedule="blelloch", memory_limit=need)
     assert plan.workspace_bytes == need
-
-
-# ---------------------------------------------------------------------------------------------
-# Measured plans
-# ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("threads", [1, 64])
-@pytest.mark.parametrize(
-    ("times", "best"),
-    [
-        ([100, 95, 120, 130], 0),
-        ([100, 91, 92, 93], 0),
-        ([100, 89, 120, 130], 1),
-        ([100, 200, 30, 40], 2),
-        ([100, 89, 120, 40], 3),
-    ],
-)
-def test_the_fastest_that_was_measured_is_kept(
-    monkeypatch: pytest.MonkeyPatch, as_if: Any, threads: int, times: list[float], best: int
-) -> None:
-    """If it takes less than 0.9 of the linear scan's time; its prediction does not matter."""
-    as_if(threads)
-    asked: list[PlanChoice] = []
-
-    def measure(patterns: Any, kind: InputKind, choices: Sequence[PlanChoice]) -> list[float]:
-        assert kind == InputKind(3, F4)
-        asked.extend(choices)
-        return times
-
-    monkeypatch.setattr(api, "measure", measure)
-    rng = np.random.default_rng(0)
-    orders = [of_mask(np.eye(256, dtype=bool)[rng.permutation(256)]) for _ in range(2)]
-    plan = sparsescan.plan(orders * 30, batch=3, dtype=F4, effort="measure")
-    assert asked[0].schedule == Schedule.linear(60)
-    assert len({each.schedule for each in asked}) == len(asked) == 4
-    # All others are predicted to take longer.
-    predictions = {each.schedule: each.nanoseconds for each in plan.alternatives}
-    del predictions["Schedule.linear(60)"]
-    assert [each.nanoseconds for each in asked[1:]] == sorted(predictions.values())[:3]
-    assert plan.schedule == asked[best].schedule
-    assert plan.dense == asked[best].dense
-    assert "measured" in plan.reason
-    measured = {each.schedule: each.measured for each in plan.alternatives if each.measured}
-    assert measured == {repr(each.schedule): time for each, time in zip(asked, times, strict=True)}
-
-
-@pytest.mark.parametrize("n", [0, 1, 2, 12])
-def test_a_plan_that_is_really_measured(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    monkeypatch.setattr(importlib.import_module("sparsescan.plan.measure"), "_SECONDS", 0.02)
-    rng = np.random.default_rng(n)
-    patterns = random_patterns(rng, n, 3, 9)
-    plan = sparsescan.plan(patterns, batch=2, dtype=F8, effort="measure")
-    if n > 1:
-        linear, *_ = [each for each in plan.alternatives if "linear" in each.schedule]
-        assert all(each.measured is None or each.measured > 0 for each in plan.alternatives)
-        assert linear.measured is not None
-    steps = [rng.standard_normal((2, pattern.nnz)) for pattern in patterns]
-    matrices = [
-        sparsescan.BatchedCSR.from_pattern(data, pattern)
-        for data, pattern in zip(steps, patterns, strict=True)
-    ]
-    grad = rng.standard_normal((2, patterns[0].shape[1] if n else 4))
-    assert_within(plan.exclusive_scan(grad, steps), sequential(grad, matrices), F8)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from oracles import random_machine, random_patterns, same_bits
 
 import sparsescan
 from sparsescan import MemoryLimitError, Pattern, ScanPlan, Schedule
-from sparsescan.plan.choice import InputKind, PlanChoice
+from sparsescan.plan.choice import PlanChoice
 from sparsescan.plan.costs.cpu import Cpu, CpuModel, load_cpu
 from sparsescan.plan.costs.operations import run_time
 from sparsescan.plan.search import Search
@@ -221,34 +221,6 @@ def test_each_choice_keeps_to_the_limit(choices: list[Any]) -> None:
     plan = sparsescan.plan(orders(60), memory_limit=least)
     with pytest.raises(MemoryLimitError, match=r"the least, Schedule\.linear\(60\)"):
         run(plan, 64, F8)
-
-
-def test_what_was_measured_stays_for_its_kind_alone(
-    choices: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is measured in a run, whose result would depend on noise."""
-    api = importlib.import_module("sparsescan.api")
-    measured: list[Any] = []
-
-    def measure(patterns: Any, kind: InputKind, some: Any) -> list[float]:
-        measured.append((kind.batch, kind.dtype))
-        return [100.0, 200.0, 300.0, 1.0][: len(some)]
-
-    monkeypatch.setattr(api, "measure", measure)
-    plan = sparsescan.plan(orders(60), batch=2, effort="measure")
-    kept = plan.schedule
-    assert measured == [(2, F8)]
-    predicted_best = sparsescan.plan(orders(60), batch=2).schedule
-    assert kept != predicted_best
-    shared = np.arange(60) % 2 == 0
-    for differs in (None, shared):
-        run(plan, 2, F8, differs)
-        assert plan.schedule == kept
-    run(plan, 2, F4)
-    assert plan.schedule == sparsescan.plan(orders(60), batch=2, dtype=F4).schedule
-    run(plan, 2, F8)
-    assert plan.schedule == kept
-    assert measured == [(2, F8)]
 
 
 def test_a_saved_plan_goes_on_as_it_was(choices: list[Any], tmp_path: Path) -> None:

@@ -344,7 +344,6 @@ def planned(rng: np.random.Generator) -> Call:
         "dtype": None,
         "device": [None, "cpu"][rng.integers(2)],
         "memory_limit": [None, 10**9][rng.integers(2)],
-        "effort": "estimate",
     }
     options |= {name: value for name, value in good.items() if rng.random() < 0.3}
     arguments: dict[str, Any] = {"grad": chain.grad, "jacobians": chain.jacobians}
@@ -360,20 +359,16 @@ def planned(rng: np.random.Generator) -> Call:
     def run() -> Any:
         plan = sparsescan.plan(**options)
         str(plan), repr(plan), plan.to_dict()
-        # Options that nobody runs.
-        if "effort" in options and options["effort"] == "measure":
-            return None
         call = plan.inclusive_scan if inclusive else plan.exclusive_scan
         for _ in range(int(rng.integers(1, 3))):
             result = call(**arguments)
         return plan, result
 
     def check(returned: Any) -> None:
-        if returned is not None:
-            plan, result = returned
-            given = arguments["jacobians"], arguments.get("local_grads")
-            patterns, reverse = plan.patterns, plan.reverse
-            check_scan(result, arguments["grad"], *given, inclusive, patterns, reverse=reverse)
+        plan, result = returned
+        given = arguments["jacobians"], arguments.get("local_grads")
+        patterns, reverse = plan.patterns, plan.reverse
+        check_scan(result, arguments["grad"], *given, inclusive, patterns, reverse=reverse)
 
     return Call(run, f"plan({told(options)}).scan({told(arguments)})", check)
 
