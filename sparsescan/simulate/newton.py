@@ -19,8 +19,8 @@ _MOST, _HALVINGS, _REFINED = 100, 40, 40
 _SLOW, _OWN = 0.4, 0.1
 # The error that is left is to be this share of the tolerance.
 _MARGIN = 0.1
-# A correction of so many tolerances is not the last one, however fast corrections shrink: unknowns
-# that are found at once say nothing of others, and the first two corrections little of a rate.
+# A correction of so many tolerances is not the last one, however fast corrections shrink: the first
+# two say little of a rate.
 _FAR = 1000.0
 # A rate that was measured in an earlier step is taken for so many times larger, each time.
 _OLDER = 2.0
@@ -42,9 +42,14 @@ class Tolerance(NamedTuple):
         found: Vector = self.atol + self.rtol * np.abs(state)
         return found
 
+    def sizes(self, correction: Vector, state: Vector) -> Vector:
+        """Return how large a correction of each unknown is, in tolerances."""
+        found: Vector = np.abs(correction) / self.allowed(state)
+        return found
+
     def size(self, correction: Vector, state: Vector) -> float:
-        """Return how large a correction is, in tolerances."""
-        return float(np.max(np.abs(correction) / self.allowed(state), initial=0.0))
+        """Return how large the largest one is."""
+        return float(np.max(self.sizes(correction, state), initial=0.0))
 
 
 def is_enough(size: float, rate: float) -> bool:
@@ -175,19 +180,22 @@ class Solver:
             wrong = np.flatnonzero(~np.isfinite(rest))
             if len(wrong):
                 raise NotSolved("the equations have values that are not finite", int(wrong[0]))
-        is_own, size, before = False, np.inf, np.inf
+        is_own, size, before, sizes_before = False, np.inf, np.inf, None
         for iteration in range(1, _MOST + 1):
             is_new = self._solve is None
             if self._solve is None:
                 entries = values(state)
                 self._factorise(entries)
-                is_own, before = True, np.inf
+                is_own, before, sizes_before = True, np.inf, None
             assert self._solve is not None
             correction = self._solve(rest, False)
             new = state - correction
-            size = self._tolerance.size(correction, new)
-            rate = size / before
-            if is_enough(size, rate):
+            sizes = self._tolerance.sizes(correction, new)
+            size = float(sizes.max())
+            # How the largest correction has shrunk: of others, which one iteration may have found,
+            # none tells that.
+            one = before if sizes_before is None else float(sizes_before[sizes.argmax()])
+            if is_enough(size, size / one if one else np.inf):
                 self._count(iteration)
                 return new, iteration
             new_rest = residual(new)
@@ -202,10 +210,11 @@ class Solver:
                 if not is_own:  # the factors are those of another state
                     continue
                 correction, new, new_rest = _shorter(residual, scale, state, rest, correction)
-                size = self._tolerance.size(correction, new)
-            elif before < np.inf and rate > (_OWN if is_own else _SLOW):
+                sizes = self._tolerance.sizes(correction, new)
+                size = float(sizes.max())
+            elif before < np.inf and size > (_OWN if is_own else _SLOW) * before:
                 self._solve = None
-            state, rest, before = new, new_rest, size
+            state, rest, before, sizes_before = new, new_rest, size, sizes
         raise NotSolved(
             f"after {_MOST} iterations the correction is {size:.3g} times what the tolerances allow"
         )

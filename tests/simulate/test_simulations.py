@@ -712,14 +712,26 @@ def test_small_errors_of_complex_steps_do_not_add_up() -> None:
     assert run.backward(grad_last=[1.0]).u0[0] == pytest.approx(exact, rel=1e-5)
 
 
-def test_newton_ends_when_all_unknowns_are_found() -> None:
+@settings(max_examples=times(20), deadline=None)
+@given(st.floats(0, 9), st.floats(-1, 1), st.floats(-10, -5))
+def test_newton_ends_when_all_unknowns_are_found(size: float, decay: float, near: float) -> None:
     """One that is solved for in one iteration says nothing of how fast others converge."""
-    dt, rtol, fast, slow = 0.1, 1e-12, np.array([1.0, 0.0]), np.array([0.0, 0.1])
-    sim = TimeSteps(lambda u, t, p: 1e3 * np.cos(3 * t) * fast - slow * u**2, np.eye(2))
-    states = sim.forward([1e3, 0.5], steps=30, dt=dt, rtol=rtol, atol=1e-15).states
-    assert states is not None
-    old, new = states[:-1, 1], states[1:, 1]
-    assert (np.abs(new - old + dt * slow[1] * new**2) <= rtol * new).all()
+    dt, rtol, steps = 0.1, 1e-12, 30
+    fast, slow, start = 10.0**size, 10.0**decay, 10.0**near
+
+    def decay_at(t: Any) -> Any:
+        return slow * (1 + 0.5 * np.sin(5 * t))
+
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        return np.stack([fast * np.cos(3 * t) + 0 * u[0], -decay_at(t) * (u[1] - 1)])
+
+    run = TimeSteps(rate, np.eye(2)).forward(
+        [fast, 1 + start], steps=steps, dt=dt, rtol=rtol, atol=1e-15
+    )
+    assert run.states is not None
+    old, new = run.states[:-1, 1], run.states[1:, 1]
+    at = dt * decay_at(dt * np.arange(1, steps + 1))
+    assert (np.abs((new - old + at * (new - 1)) / (1 + at)) <= rtol).all()
 
 
 def test_comparisons_are_few_once_a_simulation_is_known() -> None:
