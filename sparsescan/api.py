@@ -238,8 +238,8 @@ def plan(
 
     Notes
     -----
-    The products of every schedule are stored in the form, their own pattern or dense, that takes
-    least: node and edge elimination as in DeePa (section 4).
+    The products of every schedule are stored in the form, their own pattern or dense, in which all
+    of them together are predicted to take least.
 
     Examples
     --------

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from sparsescan.parallel.network import Network
-from sparsescan.plan.elimination import minimise
 from sparsescan.strategies import (
     BatchParallel,
     DomainParallel,
@@ -47,6 +46,7 @@ from sparsescan.strategies.per_layer.configurations import (
     limits,
     reach,
 )
+from sparsescan.strategies.per_layer.elimination import minimise
 from sparsescan.strategies.per_layer.predict import (
     LayerCosts,
     PerLayer,

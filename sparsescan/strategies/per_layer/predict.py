@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from ...errors import InputError
 from ...jacobians import Operator
 from ...parallel.communicator import Fault
-from ...plan.elimination import minimise
 from ..exchanges import sum_words
 from ..graph import MIXING, Graph, Layer
 from ..machine import Machine
@@ -40,6 +39,7 @@ from .configurations import (
     limits,
     on_grid,
 )
+from .elimination import minimise
 from .train import Partitioned, limits_of
 
 Times = NDArray[np.float64]

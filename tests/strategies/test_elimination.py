@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsescan import InputError, MemoryLimitError
-from sparsescan.plan import elimination
-from sparsescan.plan.elimination import minimise
+from sparsescan import MemoryLimitError
+from sparsescan.strategies.per_layer import elimination
+from sparsescan.strategies.per_layer.elimination import minimise
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -91,10 +91,6 @@ def all_costs(nodes, edges):
 def test_no_assignment_costs_less(family, n, most, kind, seed):
     nodes, edges = random_graph(np.random.default_rng(seed), family, n, most, kind)
     least = all_costs(nodes, edges).min()
-    if least == np.inf:
-        with pytest.raises(InputError, match="every assignment costs inf"):
-            minimise(nodes, edges)
-        return
     choices, total = minimise(nodes, edges)
     assert choices.dtype == np.int64
     assert choices.shape == (n,)
@@ -171,35 +167,4 @@ def test_a_graph_that_is_too_entangled_is_refused_at_once():
     nodes = [np.zeros(10)] * 100
     edges = [(u, v, np.zeros((10, 10))) for u, v in complete(None, 100)]
     with pytest.raises(MemoryLimitError, match="node 99 is eliminated, with 99 neighbours left"):
-        minimise(nodes, edges)
-
-
-TWO = [[0.0, 1.0], [0.0, 1.0, 2.0]]
-GOOD = np.zeros((2, 3))
-
-
-@pytest.mark.parametrize(
-    ("nodes", "edges", "message"),
-    [
-        ([[1], []], [], r"node_costs\[1\] has shape \(0,\); expected \(choices,\), at least 1"),
-        ([[[1, 2]]], [], r"node_costs\[0\] has shape \(1, 2\); expected \(choices,\)"),
-        ([[1, np.nan]], [], r"node_costs\[0\] has nan at \(1,\); expected numbers or inf"),
-        ([[1], [-np.inf]], [], r"node_costs\[1\] has -inf at \(0,\)"),
-        (TWO, [(0, 1, GOOD), (0, 2, GOOD)], r"edges\[1\]\[1\] is 2; expected a node below 2"),
-        (TWO, [(-1, 1, GOOD)], r"edges\[0\]\[0\] is -1; expected a node below 2"),
-        (
-            TWO,
-            [(1, 0, GOOD)],
-            r"edges\[0\]\[2\] has shape \(2, 3\); expected \(3, 2\), the choices of nodes 1 and 0",
-        ),
-        (TWO, [(0, 1, [0, 1, 2])], r"edges\[0\]\[2\] has shape \(3,\); expected \(2, 3\)"),
-        (TWO, [(0, 1, GOOD + np.nan)], r"edges\[0\]\[2\] has nan at \(0, 0\)"),
-        ([[np.inf, np.inf], [0, 1]], [], "every assignment costs inf; expected one that is not"),
-        (TWO, [(0, 1, GOOD + np.inf)], "every assignment costs inf"),
-        ([[1e308], [1e308]], [], "sums of the costs overflow float64; expected smaller ones"),
-        ([[1e308, 1]] * 2, [(0, 1, np.full((2, 2), 1e308))], "sums of the costs overflow"),
-    ],
-)
-def test_wrong_values_are_named(nodes, edges, message):
-    with pytest.raises(InputError, match=message):
         minimise(nodes, edges)

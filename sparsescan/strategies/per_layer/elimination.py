@@ -21,10 +21,10 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from ..errors import InputError, MemoryLimitError
-from ..formatting import exact_bytes
+from ...errors import MemoryLimitError
+from ...formatting import exact_bytes
 
 Table = NDArray[np.float64]
 Scope = tuple[int, ...]
@@ -35,10 +35,7 @@ _BLOCK = 1 << 16
 
 
 def minimise(
-    node_costs: Sequence[ArrayLike],
-    edges: Iterable[tuple[int, int, ArrayLike]] = (),
-    *,
-    memory_limit: int = 1 << 30,
+    node_costs: Sequence[Table], edges: Iterable[Edge] = (), *, memory_limit: int = 1 << 30
 ) -> tuple[NDArray[np.int64], float]:
     """Return the choices ``g`` of all nodes that together cost least, and what they cost.
 
@@ -46,10 +43,10 @@ def minimise(
 
     Parameters
     ----------
-    node_costs : sequence of array_like, each of shape (k_v,)
-        The cost of each choice of each node; ``k_v`` may differ and is at least 1. Real numbers,
-        read as float64; ``inf`` forbids a choice.
-    edges : iterable of (int, int, array_like)
+    node_costs : sequence of ndarray, each of shape (k_v,)
+        The cost of each choice of each node; ``k_v`` may differ and is at least 1. ``inf`` forbids
+        a choice.
+    edges : iterable of (int, int, ndarray)
         Nodes ``u`` and ``v`` and what each pair of their choices costs, of shape ``(k_u, k_v)``;
         ``inf`` forbids a pair. Edges may be parallel, opposite, or loops from a node to itself.
     memory_limit : int, optional
@@ -60,13 +57,10 @@ def minimise(
     choices : ndarray of int64, shape (len(node_costs),)
         The choice of every node.
     total : float
-        The sum above, rounded once.
+        The sum above, rounded once; ``inf`` if everything is forbidden.
 
     Raises
     ------
-    InputError
-        If a node has no choice, an edge names a node that does not exist, a cost has a wrong shape
-        or is NaN or ``-inf``, sums of costs overflow, or everything is forbidden.
     MemoryLimitError
         If the tables need more than `memory_limit`.
 
@@ -84,30 +78,11 @@ def minimise(
     returned in which each node, in reverse order of elimination, takes its lowest choice that the
     nodes before it leave optimal. Where the rule above ties, the highest number goes first: in a
     chain numbered from end to end with ``k`` choices everywhere, node 0 decides before node 1, ….
-
-    Examples
-    --------
-    Three steps can be kept sparse (0) or dense (1), and it costs 2 to convert between neighbours:
-
-    >>> from sparsescan.plan.elimination import minimise
-    >>> convert = [[0, 2], [2, 0]]
-    >>> minimise([[1, 4], [4, 3], [9, 1]], [(0, 1, convert), (1, 2, convert)])
-    (array([0, 1, 1]), 7.0)
     """
-    costs = [_check_node(f"node_costs[{node}]", cost) for node, cost in enumerate(node_costs)]
-    links = [_check_edge(f"edges[{k}]", *edge, costs) for k, edge in enumerate(edges)]
-    # Infinite costs are meant, a sum that becomes infinite is not.
-    with np.errstate(over="raise"):
-        try:
-            choices = _solve(costs, links, memory_limit)
-            chosen = [cost[choice] for cost, choice in zip(costs, choices, strict=True)]
-            total = math.fsum(chosen + [cost[choices[u], choices[v]] for u, v, cost in links])
-        except (FloatingPointError, OverflowError):
-            raise InputError(
-                "sums of the costs overflow float64; expected smaller ones, inf for the forbidden"
-            ) from None
-    if total == math.inf:
-        raise InputError("every assignment costs inf; expected one that is not forbidden")
+    links = list(edges)
+    choices = _solve(node_costs, links, memory_limit)
+    chosen = [cost[choice] for cost, choice in zip(node_costs, choices, strict=True)]
+    total = math.fsum(chosen + [cost[choices[u], choices[v]] for u, v, cost in links])
     return np.array(choices, np.int64), total
 
 
@@ -226,32 +201,3 @@ def _least_sum(parts: Sequence[Table], out: Table, length: int) -> None:
         # An axis of length 1 stands for all of the other tables' axis.
         cut = [part[(slice(None), *block)] if part.shape[axis + 1] > 1 else part for part in parts]
         _least_sum(cut, out[block], length)
-
-
-def _check_node(name: str, cost: ArrayLike) -> Table:
-    table = _check_cost(name, cost)
-    if table.ndim != 1 or not len(table):
-        raise InputError(f"{name} has shape {table.shape}; expected (choices,), at least 1")
-    return table
-
-
-def _check_edge(name: str, u: int, v: int, cost: ArrayLike, costs: Sequence[Table]) -> Edge:
-    for end, node in enumerate((u, v)):
-        if not 0 <= node < len(costs):
-            raise InputError(f"{name}[{end}] is {node}; expected a node below {len(costs)}")
-    table = _check_cost(f"{name}[2]", cost)
-    shape = len(costs[u]), len(costs[v])
-    if table.shape != shape:
-        raise InputError(
-            f"{name}[2] has shape {table.shape}; expected {shape}, the choices of nodes {u} and {v}"
-        )
-    return u, v, table
-
-
-def _check_cost(name: str, cost: ArrayLike) -> Table:
-    """Return `cost` as an array of float64, or raise an error that names it."""
-    table: Table = np.asarray(cost, np.float64)
-    if not (table > -np.inf).all():
-        where = tuple(np.argwhere(~(table > -np.inf))[0].tolist())
-        raise InputError(f"{name} has {table[where]} at {where}; expected numbers or inf")
-    return table
