@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import operator
 from numbers import Real
@@ -71,3 +72,12 @@ def check_has_shape(name: str, array: Any, shape: tuple[int, ...], why: str = ""
     """Raise unless an array of any package has a shape; `why` says where that comes from."""
     if array.shape != shape:
         raise InputError(f"{name} has shape {tuple(array.shape)}; expected {shape}{why}")
+
+
+def check_packages(purpose: str, extra: str, packages: dict[str, str]) -> None:
+    """Raise unless all modules, given with the names of their packages, can be imported."""
+    missing = [name for module, name in packages.items() if not importlib.util.find_spec(module)]
+    if missing:
+        raise ImportError(
+            f"{purpose} needs {', '.join(missing)}; install with: pip install 'sparsescan[{extra}]'"
+        )

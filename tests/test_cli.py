@@ -70,16 +70,6 @@ def test_plan_prints_the_plan(capsys, stacked):
     assert capsys.readouterr().out == f"{plan}\n"
 
 
-def test_plan_draws_the_plan(capsys, stacked, tmp_path):
-    pytest.importorskip("matplotlib")
-    output = tmp_path / "steps"
-    assert main(["plan", str(stacked), "--schedule", "blelloch"]) == 0
-    printed = capsys.readouterr().out
-    assert main(["plan", str(stacked), "--schedule", "blelloch", "--plot", str(output)]) == 0
-    assert capsys.readouterr().out == f"{printed}FLOP of every step: {output}\n"
-    assert output.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize("schedule", ["auto", "linear", "blelloch", "truncated:1", "chunked:2"])
 @pytest.mark.parametrize("inclusive", [False, True])
 def test_scan_writes_the_gradients_of_a_list(capsys, listed, tmp_path, schedule, inclusive):
@@ -204,29 +194,23 @@ def test_missing_packages_give_one_line_that_names_the_extra(capsys, monkeypatch
     assert_one_line(capsys, ["demo"], *words)
 
 
-def test_a_picture_that_cannot_be_drawn_gives_one_line(capsys, monkeypatch, stacked, tmp_path):
+def test_a_picture_that_cannot_be_drawn_gives_one_line(capsys, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
-    picture, before = tmp_path / "picture.png", os.listdir(tmp_path)
-    commands = ["plan", stacked], ["strategies", "lenet5", "--workers", 2, "--batch", 4]
-    for command in commands:
-        assert_one_line(capsys, [*command, "--plot", tmp_path], f"{tmp_path}: Is a directory")
-        assert_one_line(capsys, [*command, "--plot", tmp_path / "no" / "a.png"], "No such file")
-    single = tmp_path / "single.npz"
-    sparsescan.save_chain(single, np.ones(3), np.ones((1, 3, 3)))
-    assert_one_line(capsys, ["plan", single, "--plot", picture], "expected at least 2 Jacobians")
+    command = ["strategies", "lenet5", "--workers", 2, "--batch", 4, "--plot"]
+    assert_one_line(capsys, [*command, tmp_path], f"{tmp_path}: Is a directory")
+    assert_one_line(capsys, [*command, tmp_path / "no" / "a.png"], "No such file")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for command in commands:
-        words = "pip install 'sparsescan[plot]'"
-        assert_one_line(capsys, [*command, "--plot", picture], words)
-    assert sorted(os.listdir(tmp_path)) == sorted([*before, single.name])
+    words = "pip install 'sparsescan[plot]'"
+    assert_one_line(capsys, [*command, tmp_path / "picture.png"], words)
+    assert not os.listdir(tmp_path)
 
 
 def test_a_picture_that_cannot_be_written_is_known_before_the_work(capsys, monkeypatch, stacked):
     pytest.importorskip("matplotlib")
-    bad = ["--plot", "/no/such/folder/a.png"]
     monkeypatch.setattr("sparsescan.cli.main.load_chain", None)
-    for command in (["plan", stacked], ["strategies", stacked, "--workers", 2, "--batch", 4]):
-        assert_one_line(capsys, [*command, *bad], "/no/such/folder/a.png: No such file")
+    command = ["strategies", stacked, "--workers", 2, "--batch", 4]
+    bad = ["--plot", "/no/such/folder/a.png"]
+    assert_one_line(capsys, [*command, *bad], "/no/such/folder/a.png: No such file")
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from .. import __version__, exclusive_scan, inclusive_scan, load_chain, plan
-from ..checks import check_count
+from ..checks import check_count, check_packages
 from ..errors import InputError, SparseScanError
 from ..execution.threads import thread_count, usable_cores
 from ..kernels.addresses import address_of
 from ..plan.costs.constants import file_to_write, machine_file
-from ..plan.drawing import check_packages, plot_plan
 from ..symbolic.implicit import explicit
 from ..symbolic.schedule import read_schedule
 from . import mpi as _mpi_commands
@@ -145,11 +144,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibration.set_defaults(command=_calibrate)
 
-    show = commands.add_parser("plan", help="print the plan for a chain, or draw it")
+    show = commands.add_parser("plan", help="print the plan for a chain")
     show.add_argument("file", metavar="FILE.npz", help="written by sparsescan.save_chain")
     _add_schedule(show)
     _add_device(show)
-    show.add_argument("--plot", metavar="OUT.png", help="PNG file for the FLOP of every step")
     show.set_defaults(command=_plan)
 
     scan = commands.add_parser(
@@ -305,7 +303,6 @@ def _print_families(families: dict[str, list[list[float]]]) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     # Before the file is read; a schedule for no Jacobians is the shortest.
     read_schedule(arguments.schedule, 0)
-    _check_plot(arguments.plot)
     grad, jacobians = load_chain(arguments.file)
     parts = jacobians if isinstance(jacobians, list) else [jacobians]
     prepared = plan(
@@ -315,11 +312,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         dtype=np.result_type(grad, *{part.dtype for part in parts}),
         device=arguments.device,
     )
-    if arguments.plot is not None:
-        plot_plan(prepared, arguments.plot)
     print(prepared)
-    if arguments.plot is not None:
-        print(f"FLOP of every step: {arguments.plot}")
 
 
 def _scan(arguments: argparse.Namespace) -> None:
@@ -378,7 +371,9 @@ def _strategies(arguments: argparse.Namespace) -> None:
     from ..strategies.compare import named
     from ..strategies.machine import worker_file
 
-    _check_plot(arguments.plot)
+    if arguments.plot is not None:
+        check_packages("a picture", "plot", {"matplotlib": "matplotlib"})
+        _check_output(arguments.plot)
     if arguments.json is not None:
         _check_output(arguments.json)
     chosen = named(arguments.strategy)
@@ -404,13 +399,6 @@ def _strategies(arguments: argparse.Namespace) -> None:
         print(f"time of a step over the number of workers: {arguments.plot}")
     if arguments.json is not None:
         print(f"the plans, layer by layer: {arguments.json}")
-
-
-def _check_plot(path: str | None) -> None:
-    """Find out before the work what would go wrong with a picture after it."""
-    if path is not None:
-        check_packages("a picture", "plot", {"matplotlib": "matplotlib"})
-        _check_output(path)
 
 
 def _check_output(output: str | os.PathLike[str]) -> None:

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import check_count
+from ..checks import check_count, check_packages
 from ..errors import InputError
 from ..formatting import align, format_bytes, format_time, quantity, wrap
 from ..parallel.communicator import Communicator
 from ..parallel.network import measure as measure_network
-from ..plan.drawing import check_packages
 from .graph import Graph
 from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine, measure_machine
