@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import re
 from pathlib import Path
@@ -62,6 +63,22 @@ def test_tables_are_those_of_the_results(page: str, tmp_path: Path) -> None:
     (tmp_path / "bench" / "results").symlink_to(RESULTS)
     update_tables(copy, tmp_path / "bench" / "results")
     assert copy.read_text() == (DOCS.parent / page).read_text()
+
+
+def test_counts_of_other_packages_tests_are_those_of_the_run_that_is_linked() -> None:
+    page = DOCS / "how" / "promises.md"
+    text = page.read_text()
+    link = re.search(r"\(([\w./-]+/suites-[\w-]+\.json)\)", text)
+    assert link
+    pieces = json.loads((page.parent / link[1]).read_text())["pieces"]
+    counted = [
+        [suite["version"], str(suite["run"]), *map(str, suite["outcomes"].values())]
+        for piece in pieces.values()
+        for suite in piece.values()
+    ]
+    table = text.partition("| tests of |")[2].partition("\n\n")[0].splitlines()[2:]
+    shown = [[cell.strip() for cell in row.strip("|").split("|")[1:]] for row in table]
+    assert shown == counted
 
 
 # Those of the papers have tests of their own.
