@@ -14,9 +14,9 @@ from .chains.steps import patterns_in, read_chain
 from .checks import check_count_or_none, check_flag
 from .errors import Allocating, DeviceError
 from .plan import once
-from .plan.choice import InputKind, PlanOptions
-from .plan.choose import check_solves, choose_schedule
+from .plan.choice import InputKind, PlanOptions, check_solves
 from .plan.scan_plan import Gradients, ScanPlan, ScanSlot
+from .plan.search import choose_schedule
 from .symbolic.schedule import Schedule, read_schedule
 
 

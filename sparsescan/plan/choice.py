@@ -1,4 +1,4 @@
-"""Choice: the schedule that runs input of a kind, the form of each product, and why."""
+"""Choice: the schedule that runs input of a kind, the form of each product, why, and its memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays.arrays import left_instead_of
+from ..chains.reading import name_of
+from ..errors import DeviceError, InputError, MemoryLimitError
 from ..execution.threads import thread_count
 from ..execution.workspace import workspace_bytes
-from ..symbolic.implicit import ImplicitPattern, Step, contains, shared_of
+from ..formatting import exact_bytes, quantity
+from ..symbolic.implicit import ImplicitPattern, Step, contains, shared_of, solved_of
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
 from .costs.cpu import CpuModel, load_cpu
@@ -66,10 +70,6 @@ class InputKind(NamedTuple):
 
             return device_bytes(program, self.dtype, self.batch, whole=whole)
         return workspace_bytes(program, self.dtype, self.batch, thread_count())
-
-    def gradient_bytes(self, program: Program) -> int:
-        """Return bytes of the gradients that an exclusive scan returns."""
-        return self.dtype.itemsize * self.batch * int(program.offsets[-2])
 
 
 ONE_SAMPLE = InputKind(1, np.dtype(np.float64))
@@ -145,3 +145,82 @@ class PlanChoice:
     def workspace_bytes(self) -> int:
         """Bytes that the program and a run of it take beside Jacobians and gradients, at most."""
         return 0 if self.program is None else self.kind.needed_bytes(self.program)
+
+
+# -- Limits ----------------------------------------------------------------------------------------
+
+
+def lack_of(
+    program: Program, kind: InputKind, memory_limit: int | None, *, whole: bool = True
+) -> tuple[str, int, int] | None:
+    """Return what there is, as an error says it, and bytes that are needed, if those are more.
+
+    The last number is that of gradients among them. The limit, if there is one, does not count
+    gradients; what this machine has left does. A linear scan without a limit takes little but them
+    and the values that it writes.
+    """
+    if memory_limit is None and kind.on_device:
+        return None
+    if memory_limit is not None or program.products:
+        needed = kind.needed_bytes(program, whole=whole)
+    else:
+        needed = kind.dtype.itemsize * program.gathered
+    if memory_limit is not None and needed > memory_limit:
+        return said_limit(memory_limit), needed, 0
+    if kind.on_device:
+        return None
+    gradients = kind.dtype.itemsize * kind.batch * int(program.offsets[-2])
+    left = left_instead_of(needed + gradients)
+    if left is None:
+        return None
+    return f"this machine has {exact_bytes(left)} left", needed + gradients, gradients
+
+
+def admit(
+    program: Program, kind: InputKind, memory_limit: int | None, *, whole: bool = True
+) -> None:
+    """Raise if a program and a run of it need more than the limit, or than there is."""
+    lack = lack_of(program, kind, memory_limit, whole=whole)
+    if lack is not None:
+        there, needed, gradients = lack
+        needs = f"{program.schedule} needs {exact_bytes(needed)}"
+        if gradients:
+            samples = quantity(kind.batch, "sample")
+            needs += f" with {exact_bytes(gradients)} of gradients of {samples}"
+        least = said_least(program.steps, kind, gradients)
+        raise MemoryLimitError(f"{there}; {needs}, and {least}")
+
+
+def said_limit(memory_limit: int | None) -> str:
+    """Return what an error says of a limit."""
+    return f"memory_limit is {exact_bytes(memory_limit or 0)}"
+
+
+def said_least(patterns: Sequence[Step], kind: InputKind, gradients: int = 0) -> str:
+    """Return what the least of all schedules needs, with so many bytes of gradients."""
+    linear = Schedule.linear(len(patterns))
+    needed = kind.needed_bytes(Program(patterns, linear)) + gradients
+    return f"the least, {linear}, {exact_bytes(needed)}"
+
+
+def check_solves(
+    patterns: Sequence[Step], schedule: Schedule | None, on_device: bool, reverse: bool
+) -> None:
+    """Raise if a step is solved with, and the schedule multiplies steps or runs on a device.
+
+    `reverse` says that the caller counts the steps from the end; None is ``"auto"``.
+    """
+    k = next((k for k, step in enumerate(patterns) if any(solved_of(step))), None)
+    if k is None:
+        return
+    name = name_of(k, len(patterns), reverse)
+    if schedule is not None and any(level.ops[:, 0].any() for level in schedule.levels):
+        raise InputError(
+            f"schedule is {schedule!r}, which multiplies Jacobians, but {name} is one to solve "
+            "with, whose products would be dense; expected 'linear' or 'auto'"
+        )
+    if on_device:
+        raise DeviceError(
+            f"{name} is a step to solve with, which runs on the CPU only; expected host memory "
+            "(cupy.asnumpy), and device=None or 'cpu'"
+        )

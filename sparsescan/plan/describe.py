@@ -14,10 +14,9 @@ from ..symbolic.factorisation import factorisation_of
 from ..symbolic.implicit import ImplicitPattern, Step, count, factor_starts, factors_of, indexed_of
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
-from ..symbolic.schedule import Schedule
 from ..symbolic.tree import tree
 from .choice import InputKind, PlanChoice, PlanOptions
-from .costs.operations import Operations, run_time
+from .costs.operations import Operations
 
 # What is said of a pattern, a level, or a plan.
 _About: TypeAlias = dict[str, Any]
@@ -109,52 +108,33 @@ def _pattern(step: Step) -> _About:
 
 
 def _saving(steps: Sequence[Step], kind: InputKind, program: Program) -> _About | None:
-    """Return bytes of values, and times of a linear scan, as steps are and if all were explicit.
+    """Return bytes of values, as steps are and if all were explicit; None if no step is implicit.
 
-    None if no step is implicit. Those that come as weights, which are there in any case, count with
-    the values that a run writes of them.
+    Those that come as weights, which are there in any case, count with the values that a run writes
+    of them. Implicit steps that are equal share what samples share.
     """
     implicit = sum(isinstance(step, ImplicitPattern) for step in steps)
     if implicit == 0:
         return None
-    starts = factor_starts(steps)
-    differs = np.full(int(starts[-1]), kind.batch > 1)
+    starts = factor_starts(steps).tolist()
+    differs = [kind.batch > 1] * starts[-1]
     if kind.differs is not None:
-        differs = np.frombuffer(kind.differs, np.bool_)
-    written = list(map(count, steps))
-    any_differs = np.logical_or.reduceat(differs, starts[:-1])
-    widths = np.where(any_differs, kind.batch, 1).tolist()
-    explicit = sum(each.nnz * width for each, width in zip(written, widths, strict=True))
-    as_explicit = kind._replace(differs=None if any_differs.all() else any_differs.tobytes())
-    return {
-        "steps": implicit,
-        "bytes": kind.dtype.itemsize * _stored(steps, kind, differs.tolist(), program),
-        "explicit_bytes": kind.dtype.itemsize * explicit,
-        "linear_nanoseconds": _linear_time(steps, kind),
-        "explicit_linear_nanoseconds": _linear_time(written, as_explicit),
-    }
-
-
-def _stored(
-    steps: Sequence[Step], kind: InputKind, differs: Sequence[bool], program: Program
-) -> int:
-    """Return the values of all steps; implicit ones that are equal share what samples share."""
-    total, k, known = 0, 0, set[Any]()
-    for step in steps:
-        for j, (factor, index) in enumerate(zip(factors_of(step), indexed_of(step), strict=True)):
+        differs = np.frombuffer(kind.differs, np.bool_).tolist()
+    stored, explicit, known = 0, 0, set[Any]()
+    for step, first in zip(steps, starts, strict=False):
+        parts = list(zip(factors_of(step), indexed_of(step), strict=True))
+        for k, (factor, index) in enumerate(parts, first):
             if index is not None:
-                total += factor.nnz if kind.on_device else program.gathered_of(k, index)
+                stored += factor.nnz if kind.on_device else program.gathered_of(k, index)
             elif differs[k] or isinstance(step, Pattern):
-                total += factor.nnz * (kind.batch if differs[k] else 1)
-            elif (step, j) not in known:
-                known.add((step, j))
-                total += factor.nnz
-            k += 1
-    return total
-
-
-def _linear_time(steps: Sequence[Step], kind: InputKind) -> float:
-    return run_time(kind.model(), Program(steps, Schedule.linear(len(steps))))
+                stored += factor.nnz * (kind.batch if differs[k] else 1)
+            elif (step, k - first) not in known:
+                known.add((step, k - first))
+                stored += factor.nnz
+        differ = any(differs[first : first + len(parts)])
+        explicit += count(step).nnz * (kind.batch if differ else 1)
+    size = kind.dtype.itemsize
+    return {"steps": implicit, "bytes": size * stored, "explicit_bytes": size * explicit}
 
 
 # -- As text ---------------------------------------------------------------------------------------
@@ -174,9 +154,7 @@ def describe(patterns: Sequence[Step], options: PlanOptions, choice: PlanChoice)
         lines += _said(
             f"implicit: {saving['steps']:,} of {about['n']:,}; values take "
             f"{format_bytes(saving['bytes'])} where explicit ones take "
-            f"{format_bytes(saving['explicit_bytes'])}, a linear scan "
-            f"{format_time(saving['linear_nanoseconds'])} where it takes "
-            f"{format_time(saving['explicit_linear_nanoseconds'])}"
+            f"{format_bytes(saving['explicit_bytes'])}"
         )
     factors = [(p["count"], each) for p in about["patterns"] for each in p.get("factors", ())]
     solves = sum(times for times, factor in factors if factor["solved"])

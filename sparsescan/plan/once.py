@@ -21,8 +21,8 @@ from ..symbolic.implicit import Step, factors_of
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
 from .choice import InputKind, PlanChoice
-from .choose import choose_schedule
 from .scan_plan import ScanPlan, ScanSlot
+from .search import choose_schedule
 
 
 class _Kept(NamedTuple):

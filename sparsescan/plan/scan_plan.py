@@ -28,10 +28,10 @@ from ..execution.workspace import Workspace
 from ..symbolic.implicit import Step
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
-from .choice import Alternative, InputKind, PlanChoice, PlanOptions
-from .choose import Lack, check_solves, choose_schedule
+from .choice import Alternative, InputKind, PlanChoice, PlanOptions, admit, check_solves
 from .describe import describe, to_dict
 from .prediction import ScanPrediction, predict
+from .search import choose_schedule
 
 # Workspaces that one slot of a plan keeps, e.g. for different batch sizes; and choices of a plan.
 _KEPT, _CHOICES = 4, 64
@@ -127,7 +127,7 @@ class ScanPlan(Frozen):
         self._uniform = len(set(self._sizes[:-1])) <= 1, len(set(self._sizes)) <= 1
         self._idle: deque[ScanSlot] = deque()
         if program is not None:
-            self._admit(program, choice.kind)
+            admit(program, choice.kind, self.memory_limit)
 
     @property
     def schedule(self) -> Schedule:
@@ -190,12 +190,6 @@ class ScanPlan(Frozen):
         if len(self._others) >= _CHOICES:
             self._others.pop(next(iter([*self._others])), None)
         return self._others.setdefault(kind, replace(choice, kind=kind))
-
-    def _admit(self, program: Program, kind: InputKind, whole: bool = True) -> None:
-        """Raise if a program and a run of it need more than the limit, or than there is."""
-        lack = Lack.of(program, kind, self.memory_limit, whole=whole)
-        if lack is not None:
-            raise lack.error()
 
     def exclusive_scan(
         self, grad: ArrayLike | None, jacobians: Any, *, local_grads: Any = None, stream: Any = None
@@ -583,7 +577,7 @@ class ScanPlan(Frozen):
         self, slot: ScanSlot, program: Program, kind: InputKind, whole: bool = True
     ) -> None:
         """Make room for one more workspace, if its memory is granted."""
-        self._admit(program, kind, whole)
+        admit(program, kind, self.memory_limit, whole=whole)
         while len(slot.workspaces) >= _KEPT:
             del slot.workspaces[next(iter(slot.workspaces))]
 

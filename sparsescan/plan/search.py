@@ -8,6 +8,7 @@ take more multiply-adds than all workers can do in the time of the linear scan a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -16,14 +17,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import MemoryLimitError
+from ..errors import MemoryLimitError, short
 from ..execution.workspace import table_bytes
 from ..symbolic import pattern as patterns_of
 from ..symbolic.implicit import Step, planned, solved_of
 from ..symbolic.pattern import Pattern, PatternProducts, TooLargeError
 from ..symbolic.program import Program
 from ..symbolic.schedule import Level, Schedule, chunk_levels, level_of
-from .choice import Alternative, PlanChoice
+from .choice import Alternative, InputKind, PlanChoice, lack_of, said_least, said_limit
 from .costs.operations import FAMILIES, Model, Operands, Operations, run_time
 from .forms import choose_forms
 
@@ -33,8 +34,64 @@ from .forms import choose_forms
 _MARGIN = 0.75
 _NOTHING_PAYS = "auto: no product of neighbours would save more time than it takes"
 _SOLVED = "auto: products of inverses are not formed"
+_ASKED = "asked for"
+# Entries that int64 can count, with room for sums of products.
+_COUNTED = 1 << 55
 # Levels without gain after which the search goes no deeper.
 _PATIENCE = 2
+
+
+def choose_schedule(
+    patterns: Sequence[Step],
+    schedule: Schedule | None,
+    kind: InputKind,
+    memory_limit: int | None = None,
+) -> PlanChoice:
+    """Return the schedule that runs input of a kind, and why; None is ``"auto"``."""
+    _check_counts(patterns, kind.batch)
+    if schedule is not None and not patterns:
+        return PlanChoice(schedule, reason=_ASKED, kind=kind)
+    nbytes = math.inf if memory_limit is None else memory_limit
+
+    def fits(program: Program) -> bool:
+        return lack_of(program, kind, memory_limit) is None
+
+    search = Search(patterns, kind.model(), fits, nbytes)
+    if schedule is None:
+        return replace(search.choose(_for_device(patterns, kind)), kind=kind)
+    try:
+        dense, program = search.in_best_forms(schedule)
+    except OverflowError:
+        raise MemoryLimitError(
+            f"products of {schedule} have more multiply-adds than int64 can count; expected "
+            "another schedule"
+        ) from None
+    except TooLargeError:
+        needs = f"{schedule} needs more, and {said_least(patterns, kind)}"
+        raise MemoryLimitError(f"{said_limit(memory_limit)}; {needs}") from None
+    return PlanChoice(schedule, dense, _ASKED, kind=kind, program=program)
+
+
+def _check_counts(patterns: Sequence[Step], batch: int) -> None:
+    """Raise if a chain is larger than any machine's memory, and than int64 can count."""
+    entries = sum(
+        count * (pattern.nnz + sum(pattern.shape)) for pattern, count in Counter(patterns).items()
+    )
+    if entries * batch > _COUNTED:
+        raise MemoryLimitError(
+            f"the scan of {short(batch)} samples has {entries:,} entries of Jacobians and "
+            "gradients for each; expected no more than a machine can hold"
+        )
+
+
+def _for_device(patterns: Sequence[Step], kind: InputKind) -> list[Schedule]:
+    """Return chunks for small steps of one pattern, which have kernels of their own on a device."""
+    if not (patterns and kind.on_device):
+        return []
+    from ..execution.cuda.chunks import chunks_of
+
+    n, chunks = len(patterns), chunks_of(patterns, kind.batch, kind.dtype)
+    return [] if chunks is None else [Schedule.chunked(n, count) for count in sorted({1, chunks})]
 
 
 class Search:

@@ -257,7 +257,6 @@ def test_a_plan_says_what_is_saved() -> None:
     assert told["bytes"] == 4 * (index.distinct + 16 * 6 * 8 * 256)
     assert told["explicit_bytes"] == 4 * (conv.nnz + 16 * 8 * 256 * 256)
     assert told["steps"] == 2
-    assert told["linear_nanoseconds"] < told["explicit_linear_nanoseconds"]
     assert "implicit: 2 of 2; values take" in str(plan)
     assert "288 weights, shared by all samples" in str(plan)
 

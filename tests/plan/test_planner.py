@@ -373,7 +373,7 @@ def choices(monkeypatch: pytest.MonkeyPatch, as_if: Any) -> list[Any]:
             return super().choose(*about)
 
     as_if(64)
-    monkeypatch.setattr(importlib.import_module("sparsescan.plan.choose"), "Search", Counting)
+    monkeypatch.setattr(importlib.import_module("sparsescan.plan.search"), "Search", Counting)
     monkeypatch.setattr(once, "_choices", {})
     # No plan is kept.
     monkeypatch.setattr(once, "_BYTES", -1)

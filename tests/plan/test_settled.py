@@ -26,7 +26,7 @@ from sparsescan.recurrent import GRUCell, LSTMCell, RNNCell
 from sparsescan.symbolic.pattern import of_mask
 from sparsescan.symbolic.program import Program
 
-chooser = importlib.import_module("sparsescan.plan.choose")
+chooser = importlib.import_module("sparsescan.plan.search")
 scan_plan = importlib.import_module("sparsescan.plan.scan_plan")
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 BUILT_IN = load_cpu(Path("no such file"))
