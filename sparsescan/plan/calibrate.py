@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import permutations
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -27,27 +28,25 @@ _SECONDS, _TIMES = 0.03, 5
 # Steps of a chain at most.
 _STEPS = 2000
 
+DTYPES: tuple[np.dtype[Any], ...] = np.dtype(np.float32), np.dtype(np.float64)
+
 
 class Trial(NamedTuple):
-    """A chain that is scanned.
+    """A scan of a chain.
 
     `shared`: samples share the values, and so do steps of one pattern; `dense`: products are
     stored densely.
     """
 
-    patterns: list[Pattern]
-    schedule: Schedule
-    batch: int
-    shared: bool
+    program: Program
+    batch: int = 1
+    shared: bool = False
     dense: bool = False
 
     @property
-    def program(self) -> Program:
-        """The program that runs."""
-        products = {
-            (a, b) for level in self.schedule.levels for a, _, b in level.ops.tolist() if a > 0
-        }
-        return Program(self.patterns, self.schedule, dense=products if self.dense else ())
+    def batched(self) -> NDArray[np.bool_]:
+        """Which Jacobians differ between samples."""
+        return np.full(self.program.n, self.batch > 1 and not self.shared)
 
 
 def calibrate() -> Cpu:
@@ -59,29 +58,38 @@ def calibrate() -> Cpu:
 
     Notes
     -----
-    Times of one thread are explained by counts of multiply-adds, entries and operations: a least
-    squares problem in relative errors, with constants that are not negative.
+    Times of one thread are explained by counts of multiply-adds, entries and operations.
     """
-    families, runs = {}, []
-    for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
-        chains = list(trials(_STEPS))
-        rows = np.array([_features(chain, dtype) for chain in chains])
-        times = np.array([_time(chain, dtype, 1) for chain in chains])
-        constants, _ = nnls(rows / times[:, None], np.ones(len(times)))
-        runs.append(constants[0])
-        families[dtype.name] = constants[1:].reshape(len(FAMILIES), 3).tolist()
+    chains = list(trials(_STEPS))
+    rows = [_features(chain) for chain in chains]
+    constants = fit(rows, lambda k, dtype: _time(chains[k], dtype, 1))
+    families = constants[:, 1:].reshape(len(DTYPES), len(FAMILIES), 3).tolist()
     cache, bandwidth, memory_threads = _memory()
     wake, meet = _meetings() if thread_count() > 1 else (0.0, 0.0)
     return Cpu(
         name=platform.processor() or platform.machine(),
-        families=families,
-        run=float(np.mean(runs)),
+        families={dtype.name: table for dtype, table in zip(DTYPES, families, strict=True)},
+        run=float(constants[:, 0].mean()),
         wake=wake,
         meet=meet,
         cache=cache,
         bandwidth=bandwidth,
         memory_threads=memory_threads,
     )
+
+
+def fit(
+    rows: Sequence[NDArray[np.float64]], time: Callable[[int, np.dtype[Any]], float]
+) -> NDArray[np.float64]:
+    """Return the constants for each dtype of which the k-th time is a sum, each ``rows[k]`` times.
+
+    A least squares problem in relative errors, with constants that are not negative.
+    """
+    fitted = []
+    for dtype in DTYPES:
+        times = np.array([time(k, dtype) for k in range(len(rows))])
+        fitted.append(nnls(np.array(rows) / times[:, None], np.ones(len(times)))[0])
+    return np.array(fitted)
 
 
 def trials(steps: int) -> Iterator[Trial]:
@@ -101,42 +109,41 @@ def trials(steps: int) -> Iterator[Trial]:
     for step in patterns:
         # Chains are as long as real ones, whose tables of operations leave the near caches.
         n = min(max(100_000 // step.nnz, 16), steps)
+        linear, once = Schedule.linear(n), Schedule.truncated(n, 1)
         for batch in (1, 8):
-            yield Trial([step] * n, Schedule.linear(n), batch, shared=False)
+            yield Trial(Program([step] * n, linear), batch)
         if step.kind != "diagonal":
-            yield Trial([step] * n, Schedule.linear(n), 16, shared=True)
+            yield Trial(Program([step] * n, linear), 16, shared=True)
         if step.shape[0] <= 512:
-            yield Trial([step] * n, Schedule.truncated(n, 1), 1, shared=False)
-            yield Trial([step] * n, Schedule.truncated(n, 2), 4, shared=False)
+            yield Trial(Program([step] * n, once))
+            yield Trial(Program([step] * n, Schedule.truncated(n, 2)), 4)
         if step.kind == "general" and step.shape[0] <= 512:
-            yield Trial([step] * n, Schedule.truncated(n, 1), 1, shared=False, dense=True)
+            products = {(a, b) for a, _, b in once.levels[0].ops.tolist()}
+            yield Trial(Program([step] * n, once, dense=products), dense=True)
     for size in (8, 48, 200):
         kinds = [Pattern.dense((size, size)), Pattern.diagonal(size), banded(size)]
-        for a in kinds:
-            for b in kinds:
-                if a is not b:
-                    yield Trial([a, b] * 16, Schedule.truncated(32, 1), 1, shared=False)
+        for a, b in permutations(kinds, 2):
+            yield Trial(Program([a, b] * 16, Schedule.truncated(32, 1)))
 
 
-def _features(chain: Trial, dtype: np.dtype[Any]) -> NDArray[np.float64]:
+def _features(chain: Trial) -> NDArray[np.float64]:
     """Return what the constants are multiplied by: that of a run, then those of the families."""
-    operations = Operations.of(chain.program, dtype.itemsize, chain.batch, _batched(chain))
+    operations = Operations.of(chain.program, 4, chain.batch, chain.batched)
     table = np.zeros((len(FAMILIES), 3))
     np.add.at(table, operations.family[:-1], operations.counts[:-1])
     return np.concatenate([[1.0], table.ravel()])
 
 
-def _batched(chain: Trial) -> NDArray[np.bool_]:
-    return np.full(len(chain.patterns), chain.batch > 1 and not chain.shared)
-
-
 def _time(chain: Trial, dtype: np.dtype[Any], threads: int) -> float:
     """Return nanoseconds of an exclusive scan: the median of many."""
-    program, batched = chain.program, _batched(chain)
-    patterns = list(dict.fromkeys(chain.patterns)) if chain.shared else chain.patterns
-    values = made_up(patterns, dtype, 1 if chain.shared else chain.batch)
+    program, batched = chain.program, chain.batched
+    steps = program.patterns[: program.n]
     if chain.shared:
-        values = [values[patterns.index(pattern)] for pattern in chain.patterns]
+        different = list(dict.fromkeys(steps))
+        known = dict(zip(different, made_up(different, dtype, 1), strict=True))
+        values = [known[step] for step in steps]
+    else:
+        values = made_up(steps, dtype, chain.batch)
     leaves = np.array(
         [(kernel_address(array), array.strides[0] * batched[0]) for array in values], np.int64
     )
@@ -199,7 +206,7 @@ def _meetings() -> tuple[float, float]:
     step = trusted(np.arange(0, 2 * size + 1, 2), columns.ravel(), (size, size))
     lost = []
     for n in (3, 33):
-        chain = Trial([step] * n, Schedule.linear(n), 1, shared=True)
+        chain = Trial(Program([step] * n, Schedule.linear(n)), shared=True)
         lost.append(_time(chain, dtype, threads) - _time(chain, dtype, 1) / threads)
     meet = max(lost[1] - lost[0], 0.0) / 30
     return max(lost[0] - 2 * meet, 0.0), meet

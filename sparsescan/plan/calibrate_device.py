@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from ..arrays.arrays import load_cupy
 from ..execution.cuda.shares import BLAS_SIZE, Shares
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
-from .calibrate import made_up, trials, usual
+from .calibrate import DTYPES, fit, made_up, trials, usual
 from .choice import InputKind, PlanChoice, PlanOptions
 from .costs.cuda import Gpu, GpuModel
 from .costs.operations import FAMILIES, Operations, run_time
@@ -28,8 +27,6 @@ _STEPS, _CHUNKED, _SIZES = 200, 1000, (4, 20, 64)
 _SAMPLES, _CHUNKS = 4096, 128
 # Rows of a matrix that keeps cuBLAS busy, how often it is called, and bytes that are copied.
 _ROWS, _CALLS, _COPIED = 2048, 100, 1 << 30
-
-_DTYPES = np.dtype(np.float32), np.dtype(np.float64)
 
 
 def calibrate_device() -> Gpu:
@@ -49,28 +46,22 @@ def calibrate_device() -> Gpu:
     Notes
     -----
     Chains of which one block does one operation after the other take a sum of constants, each so
-    many times: a least squares problem in relative errors, with constants that are not negative.
-    The others follow from chains and calls that keep the whole device busy.
+    many times. The others follow from chains and calls that keep the whole device busy.
     """
     cupy = load_cupy()
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
     programs = _programs()
-    rows = np.array([_row(program) for program in programs])
-    fitted = []
-    for dtype in _DTYPES:
-        times = np.array([_time(program, dtype, 1) for program in programs])
-        constants, _ = nnls(rows / times[:, None], np.ones(len(times)))
-        fitted.append(constants)
+    rows = [_row(program) for program in programs]
     gpu = replace(
-        _gpu(np.array(fitted)),
+        _gpu(fit(rows, lambda k, dtype: _time(programs[k], dtype, 1))),
         name=properties["name"].decode(),
-        matmul={dtype.name: _matmul(dtype, _ROWS, 1) / _ROWS**3 for dtype in _DTYPES},
-        plain=median(_matmul(dtype, BLAS_SIZE, _CALLS) for dtype in _DTYPES),
+        matmul={dtype.name: _matmul(dtype, _ROWS, 1) / _ROWS**3 for dtype in DTYPES},
+        plain=median(_matmul(dtype, BLAS_SIZE, _CALLS) for dtype in DTYPES),
         cache=float(properties["l2CacheSize"]),
         bandwidth=_bandwidth(),
     )
     gpu = replace(gpu, blocks=_blocks(gpu))
-    return replace(gpu, product_step={dtype.name: _product_step(gpu, dtype) for dtype in _DTYPES})
+    return replace(gpu, product_step={dtype.name: _product_step(gpu, dtype) for dtype in DTYPES})
 
 
 # -- One block, one operation after the other ------------------------------------------------------
@@ -79,14 +70,14 @@ def calibrate_device() -> Gpu:
 def _programs() -> list[Program]:
     """Return scans in which no launch has more than one run."""
     programs = []
-    for trial in trials(_STEPS):
-        if trial.batch > 1 or trial.dense:
+    for program, batch, _, dense in trials(_STEPS):
+        if batch > 1 or dense:
             continue
-        n, levels = len(trial.patterns), trial.schedule.levels
+        n, steps, levels = program.n, program.steps, program.schedule.levels
         apart = [(level.name, [[op]]) for level in levels for op in level.ops.tolist()]
-        programs.append(Program(trial.patterns, Schedule.from_levels(n, apart)))
+        programs.append(Program(steps, Schedule.from_levels(n, apart)))
         if len(levels) == 1:
-            programs.append(Program(trial.patterns, trial.schedule))
+            programs.append(program)
     programs = [program for program in programs if not Shares.of(program).blas.any()]
     for size in _SIZES:
         steps = [Pattern.dense((size, size))] * _CHUNKED
@@ -96,7 +87,7 @@ def _programs() -> list[Program]:
 
 def _gpu(constants: NDArray[np.float64]) -> Gpu:
     """Return a GPU of these constants for each dtype, in the order of `_row`, without limits."""
-    families = constants[:, 6:].reshape(len(_DTYPES), len(FAMILIES), 3)
+    families = constants[:, 6:].reshape(len(DTYPES), len(FAMILIES), 3)
     # On a device nothing is special about these.
     for family, like in (
         ("shared csr·x", "csr·x"),
@@ -104,7 +95,7 @@ def _gpu(constants: NDArray[np.float64]) -> Gpu:
         ("csr·csr, dense", "csr·csr"),
     ):
         families[:, FAMILIES.index(family)] = families[:, FAMILIES.index(like)]
-    names = [dtype.name for dtype in _DTYPES]
+    names = [dtype.name for dtype in DTYPES]
     return Gpu(
         name="",
         families=dict(zip(names, families.tolist(), strict=True)),
@@ -133,9 +124,9 @@ def _row(program: Program) -> NDArray[np.float64]:
     row = np.zeros(6 + 3 * len(FAMILIES))
     for k in range(len(row)):
         if k < 6 or (k - 6) // 3 in families:
-            unit = np.zeros((len(_DTYPES), len(row)))
+            unit = np.zeros((len(DTYPES), len(row)))
             unit[:, k] = 1
-            row[k] = _predicted(_gpu(unit), program, _DTYPES[0], 1)
+            row[k] = _predicted(_gpu(unit), program, DTYPES[0], 1)
     return row
 
 
@@ -182,7 +173,7 @@ def _blocks(gpu: Gpu) -> float:
     counts = []
     for step in (Pattern.dense((8, 8)), Pattern.dense((20, 20)), Pattern.diagonal(64)):
         program = Program([step] * _SIZES[1], Schedule.linear(_SIZES[1]))
-        for dtype in _DTYPES:
+        for dtype in DTYPES:
             once = gpu.run + gpu.launch
             work = _predicted(replace(gpu, blocks=1), program, dtype, _SAMPLES) - once
             counts.append(work / max(_time(program, dtype, _SAMPLES) - once, 1.0))

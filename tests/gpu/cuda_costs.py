@@ -27,6 +27,7 @@ from sparsescan.plan.costs.cuda import Gpu, GpuModel, gpu_file, load_gpu
 from sparsescan.plan.costs.operations import FAMILIES
 from sparsescan.plan.scan_plan import ScanPlan
 from sparsescan.symbolic.pattern import of_mask
+from sparsescan.symbolic.program import Program
 
 simulated = pytest.mark.skipif(not SIMULATED, reason="looks into the stand-in for CuPy")
 
@@ -117,8 +118,9 @@ def test_a_device_is_calibrated(
     monkeypatch.setattr(costs, "machine_file", lambda: tmp_path / "machine.json")
     monkeypatch.setattr(device_costs, "machine_file", costs.machine_file)
     kinds = [Pattern.dense((3, 3)), Pattern.diagonal(3), of_mask(np.tri(3) > 0)]
-    trials = [Trial([a, b] * 2, Schedule.truncated(4, 1), 1, False) for a in kinds for b in kinds]
-    trials += [Trial([kind] * 3, Schedule.linear(3), 1, False) for kind in kinds]
+    once, linear = Schedule.truncated(4, 1), Schedule.linear(3)
+    trials = [Trial(Program([a, b] * 2, once)) for a in kinds for b in kinds]
+    trials += [Trial(Program([kind] * 3, linear)) for kind in kinds]
     monkeypatch.setattr(calibrate_device, "trials", lambda steps: trials)
     small = {
         "_CHUNKED": 4,
