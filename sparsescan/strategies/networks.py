@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -56,7 +55,7 @@ NAMES = (
 # Chains of layers, each as (channels, kernel, stride, padding, groups) of a convolution, whose last
 # entries may be left out and which an activation follows, "M" for max-pools of 3 by 2 or "m" of 2
 # by 2, or the features of a linear layer. The first entry is the shape of a sample.
-_Chain = tuple[tuple[int, int, int], Sequence[str | int | tuple[int, ...]]]
+_Chain = tuple[tuple[int, ...], Sequence[str | int | tuple[int, ...]]]
 
 
 def _vgg(*widths: int | str) -> list[str | tuple[int, ...]]:
@@ -319,27 +318,7 @@ def build(name: str) -> Graph:
             f"network is {short(name)}; expected one of {', '.join(NAMES)}, where N is 6n + 2, as "
             "in resnet-110, and T at least 1"
         )
-    return _chain_graph(name)
-
-
-def _chain_graph(name: str) -> Graph:
-    """Return the graph of a network whose layers stand one behind the other."""
-    shape, layers = _CHAINS[name]
-    builder = Builder(name, shape)
-    for layer in layers:
-        if isinstance(layer, str):
-            builder.pool(*((3, 2) if layer == "M" else (2,)))
-        elif isinstance(layer, tuple):
-            channels, kernel, stride, padding, groups = *layer, *(1, 0, 1)[len(layer) - 2 :]
-            builder.conv(channels, kernel, stride, padding, groups=groups)
-            builder.elementwise()
-        else:
-            if builder.layers[-1].kind == "linear":
-                builder.elementwise()
-            else:
-                builder.flatten()
-            builder.linear(layer)
-    return builder.graph()
+    return from_sequential(Sequential(_chain(name, np.random.default_rng(0))), name)
 
 
 def _blocks(name: str) -> int:
@@ -500,22 +479,26 @@ def sequential(name: str, rng: np.random.Generator | int | None = None) -> Seque
 
 def _chain(name: str, rng: np.random.Generator) -> list[Operator]:
     """Return the operators of a network whose layers stand one behind the other."""
-    small = name == "lenet5"
+    pool, act = (AvgPool2d, Tanh) if name == "lenet5" else (MaxPool2d, ReLU)
+    shape, layers = _CHAINS[name]
     ops: list[Operator] = []
-    for before, layer in pairwise(build(name).layers):
-        shape = before.shape
-        if layer.kind == "conv":
-            sizes = layer.shape[0], layer.kernel, layer.stride, layer.padding
-            ops.append(Conv2d(shape[0], *sizes, groups=layer.groups, input_shape=shape, rng=rng))
-        elif layer.kind == "pool":
-            pool = AvgPool2d if small else MaxPool2d
-            ops.append(pool(layer.kernel, layer.stride, input_shape=shape))
-        elif layer.kind == "elementwise":
-            ops.append((Tanh if small else ReLU)(input_shape=shape))
-        elif layer.kind == "flatten":
-            ops.append(Flatten(input_shape=shape))
+
+    def add(op: Operator) -> None:
+        nonlocal shape
+        ops.append(op)
+        shape = op.output_shape
+
+    for layer in layers:
+        if isinstance(layer, str):
+            add(pool(*((3, 2) if layer == "M" else (2,)), input_shape=shape))
+        elif isinstance(layer, tuple):
+            channels, kernel, stride, padding, groups = *layer, *(1, 0, 1)[len(layer) - 2 :]
+            sizes = shape[0], channels, kernel, stride, padding
+            add(Conv2d(*sizes, groups=groups, input_shape=shape, rng=rng))
+            add(act(input_shape=shape))
         else:
-            ops.append(Linear(shape[0], layer.shape[0], rng=rng))
+            add((act if len(shape) == 1 else Flatten)(input_shape=shape))
+            add(Linear(shape[0], layer, rng=rng))
     return ops
 
 

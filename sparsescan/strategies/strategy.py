@@ -18,7 +18,7 @@ from .machine import Machine, load_machine
 from .networks import Trainable, graph_of
 
 # Predictions for more would take minutes.
-MOST_WORKERS, MOST_SAMPLES = 1 << 20, 1 << 24
+MOST_WORKERS, MOST_SAMPLES = 1 << 14, 1 << 24
 
 Array = NDArray[Any]
 

@@ -234,14 +234,14 @@ def test_parts_of_all_predictions_are_printed_and_add_up(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "workers", "machine", "overlap"),
     [
-        ("vgg16", 98_280, None, False),
-        ("inception-v3", 98_280, "h100", True),
+        ("vgg16", 15_120, None, False),
+        ("inception-v3", 15_120, "h100", True),
     ],
 )
 def test_many_workers_take_seconds(
     name: str, workers: int, machine: str | None, overlap: bool
 ) -> None:
-    """No number up to 100,000 has more divisors than 98,280 and 83,160 have.
+    """No number up to 16,384 has more divisors than 15,120 has.
 
     Half a minute is what a user waits; a core that others share takes up to twice as long.
     """

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -144,87 +145,6 @@ def box_needed(layer: Layer, source: Layer, block: Box) -> Box:
     )
 
 
-class Pairs:
-    """A table for pairs of numbers, whose entries are computed in blocks when they are needed.
-
-    Rows and columns are below `counts`; ``compute(rows, columns)`` returns a block.
-    """
-
-    def __init__(
-        self, counts: tuple[int, int], compute: Callable[[Integers, Integers], Any]
-    ) -> None:
-        self._places = [np.full(count, -1, np.int32) for count in counts]
-        self._values, self._compute = np.empty((0, 0)), compute
-
-    def __call__(self, rows: Integers, columns: Integers) -> Floats:
-        """Return the entries of some rows in some columns."""
-        (few, row), (some, column) = (self._distinct(*each) for each in enumerate((rows, columns)))
-        at = self._at(0, few)[:, None], self._at(1, some)
-        unknown = np.isnan(self._values[at])
-        # Rows that are new, then what is new in others.
-        new = unknown.all(axis=1)
-        for own in (new, ~new & unknown.any(axis=1)):
-            if own.any():
-                others = unknown[own].any(axis=0)
-                block = at[0][own], at[1][others]
-                self._values[block] = self._compute(few[own], some[others])
-        values: Floats = self._values[at].take(column, axis=1)[row]
-        return values
-
-    def _distinct(self, axis: int, numbers: Integers) -> tuple[Integers, Integers]:
-        """Return different numbers along an axis, and the place of each number among them."""
-        found = np.zeros(len(self._places[axis]), bool)
-        found[numbers] = True
-        return np.flatnonzero(found), (np.cumsum(found) - 1)[numbers]
-
-    def _at(self, axis: int, numbers: Integers) -> NDArray[np.int32]:
-        """Return the places of numbers along an axis, to which new ones are added."""
-        places = self._places[axis]
-        new = numbers[places[numbers] < 0]
-        if len(new):
-            room = np.zeros((2, 2), int)
-            room[axis, 1] = len(new)
-            places[new] = np.arange(len(new)) + self._values.shape[axis]
-            self._values = np.pad(self._values, room, constant_values=np.nan)
-        at: NDArray[np.int32] = places[numbers]
-        return at
-
-
-class Ends:
-    """Starts and stops of ranges, by code, which do not decrease within a divisor."""
-
-    def __init__(self, of: Configurations, start: Integers, stop: Integers) -> None:
-        self.start, self.stop, self._of = start, stop, of
-
-    def overlaps(self, i: Integers, j: Integers, divisors: Integers) -> tuple[Integers, Integers]:
-        """Return lengths of the overlaps of ranges from `i` to `j` with all of each divisor.
-
-        Besides, their number; the shape of both is ``(len(i), len(divisors))``.
-        """
-        lengths, counts = np.empty((2, len(i), len(divisors)), np.int64)
-        for column, k in enumerate(divisors.tolist()):
-            own = slice(self._of.starts[k], self._of.starts[k] + self._of.divisors[k])
-            start, stop = self.start[own], self.stop[own]
-            before, behind = (np.append(0, np.cumsum(ends)) for ends in (start, stop))
-            # Those that overlap, then those of them that begin before the range, or end in it.
-            first = stop.searchsorted(i, "right")
-            last = np.maximum(start.searchsorted(j, "left"), first)
-            begun = start.searchsorted(i, "right").clip(first, last)
-            ended = stop.searchsorted(j, "right").clip(first, last)
-            upper = behind[ended] - behind[first] + (last - ended) * j
-            lower = before[last] - before[begun] + (begun - first) * i
-            lengths[:, column], counts[:, column] = upper - lower, last - first
-        return lengths, counts
-
-    def most(self, others: Ends, own: Integers, divisors: Integers) -> Integers:
-        """Return the most ranges of other divisors that overlap with one of each divisor here."""
-        few = [self._of.starts[k] + _spread(self._of.divisors[k]) for k in own.tolist()]
-        codes = np.concatenate(few)
-        counts = others.overlaps(self.start[codes], self.stop[codes], divisors)[1]
-        most: Integers = np.maximum.reduceat(counts, np.cumsum([0, *map(len, few[:-1])]))
-        return most
-
-
 class Axis:
     """Overlaps of the parts of an axis with the ranges of it that are needed, by code.
 
@@ -233,18 +153,17 @@ class Axis:
 
     def __init__(self, of: Configurations, size: int, start: Integers, stop: Integers) -> None:
         self.size = size
-        parts = Ends(of, *of.bounds(size))
-        ranges = Ends(of, np.clip(start, 0, size), np.clip(stop, 0, size))
-        self.length: Floats = (ranges.stop - ranges.start).clip(0).astype(np.float64)
-        self._ends = parts.start, parts.stop, ranges.start, ranges.stop
-        codes, divisors = 1 + int(of.divisors.sum()), len(of.divisors)
-        self._sent = Pairs(
-            (codes, divisors), lambda a, b: ranges.overlaps(parts.start[a], parts.stop[a], b)[0]
+        parts = of.bounds(size)
+        ranges = np.clip(start, 0, size), np.clip(stop, 0, size)
+        self.length: Floats = (ranges[1] - ranges[0]).clip(0).astype(np.float64)
+        self._ends = *parts, *ranges
+        # Starts of the divisors into which the axis, and what is needed of it, can be cut.
+        own, needed = (of.starts[of.starts < len(ends[0])] for ends in (parts, ranges))
+        self._sent, counts = _overlaps(parts, ranges, needed)
+        ways = _overlaps(ranges, parts, own)[1]
+        self._most = np.stack(
+            [np.maximum.reduceat(counts, own), np.maximum.reduceat(ways, needed).T]
         )
-        self._most = [
-            Pairs((divisors, divisors), lambda a, b: parts.most(ranges, a, b)),
-            Pairs((divisors, divisors), lambda a, b: ranges.most(parts, b, a).T),
-        ]
 
     def shared(self, a: Integers, b: Integers) -> Integers:
         """Return the length of the overlaps of parts and ranges, by code."""
@@ -252,19 +171,44 @@ class Axis:
         lengths: Integers = np.minimum(j[a], m[b]) - np.maximum(i[a], k[b])
         return np.maximum(lengths, 0, out=lengths)
 
-    def sent(self, codes: Integers, divisors: Integers) -> Floats:
+    def sent(self, codes: Integers, divisors: Integers) -> Integers:
         """Return sums of the overlaps of parts, by code, with all ranges of some divisors.
 
         The shape is ``(*codes.shape, len(divisors))``.
         """
-        return self._sent(codes.ravel(), divisors).reshape(*codes.shape, -1)
+        sums: Integers = self._sent[codes][..., divisors]
+        return sums
 
-    def messages(self, a: Integers, b: Integers) -> Floats:
+    def messages(self, a: Integers, b: Integers) -> Integers:
         """Return the most ranges that overlap with a part, and parts with a range.
 
         `a` and `b` number divisors of parts and of ranges; the shape is ``(2, len(a), len(b))``.
         """
-        return np.stack([table(a, b) for table in self._most])
+        most: Integers = self._most[:, a[:, None], b]
+        return most
+
+
+def _overlaps(
+    own: tuple[Integers, Integers], others: tuple[Integers, Integers], starts: Integers
+) -> tuple[Integers, Integers]:
+    """Return lengths of the overlaps of each range with all other ranges of each divisor.
+
+    Besides, their number; the shape of both is ``(len(own[0]), len(starts))``. The other ranges of
+    a divisor lie from its start to the next, and do not decrease.
+    """
+    (i, j), (lengths, counts) = own, np.empty((2, len(own[0]), len(starts)), np.int64)
+    for column, (first, last) in enumerate(pairwise([*starts.tolist(), len(others[0])])):
+        start, stop = (ends[first:last] for ends in others)
+        before, behind = (np.append(0, np.cumsum(ends)) for ends in (start, stop))
+        # Those that overlap, then those of them that begin before the range, or end in it.
+        low = stop.searchsorted(i, "right")
+        high = np.maximum(start.searchsorted(j, "left"), low)
+        begun = start.searchsorted(i, "right").clip(low, high)
+        ended = stop.searchsorted(j, "right").clip(low, high)
+        upper = behind[ended] - behind[low] + (high - ended) * j
+        lower = before[high] - before[begun] + (begun - low) * i
+        lengths[:, column], counts[:, column] = upper - lower, high - low
+    return lengths, counts
 
 
 class Configurations:

@@ -12,7 +12,7 @@ import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
+from functools import reduce
 from itertools import groupby
 from typing import Any
 
@@ -32,7 +32,6 @@ from .configurations import (
     Configurations,
     Limits,
     Moves,
-    Pairs,
     allowed,
     edges_of,
     image_of,
@@ -195,7 +194,7 @@ class NetworkCosts:
         copies, which = np.unique(self._copies, return_inverse=True)
         self._latency = np.array([costs.fused(one) for one in copies.tolist()])[which]
         self._known: dict[Any, Times] = {}
-        self._pairs: dict[Any, Pairs] = {}
+        self._transfers: dict[Any, Times] = {}
 
     def _key(self, k: int, reads: Sequence[Moves]) -> Any:
         """Return what the costs of a layer depend on."""
@@ -239,12 +238,10 @@ class NetworkCosts:
 
     def _transfer(self, moves: Moves, a: Chosen, b: Chosen) -> Times:
         """Return times of an edge, for any two of some configurations."""
-        # One beside all others would make a table of few into one of all.
-        key = moves, len(a) == 1, len(b) == 1
-        if key not in self._pairs:
-            compute = partial(self.costs.transfer, moves, self.of)
-            self._pairs[key] = Pairs((len(self.of.all),) * 2, compute)
-        return self._pairs[key](a, b)
+        key = moves, a.tobytes(), b.tobytes()
+        if key not in self._transfers:
+            self._transfers[key] = self.costs.transfer(moves, self.of, a, b)
+        return self._transfers[key]
 
     def cheapest(
         self, ways: Sequence[Sequence[Chosen]], whole: Sequence[Chosen] | None = None
