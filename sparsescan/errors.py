@@ -156,7 +156,7 @@ class PlanFileError(InputError):
 
     Notes
     -----
-    The usual causes are a file that was cut off or changed, since plans have a checksum, and one
+    The usual causes are a file that was cut off or changed, since arrays have checksums, and one
     of another version of the format. A plan follows from its patterns: make it again, and save it.
     """
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..chains.files import ChainFile, Path
+from ..chains.files import ChainFile, Path, open_chain
 from ..errors import InputError
 from ..plan.scan_plan import Gradients
 from .api import plan
@@ -149,11 +149,10 @@ def scan_file(
 
 
 def load_part(world: Communicator, grid: Grid, path: Path, inclusive: bool) -> Loaded:
-    """Read this rank's part, and check its share of the file; raise on all what is wrong on any."""
+    """Read this rank's part of the file; raise on all what is wrong on any."""
 
     def load() -> Loaded:
-        with naming(path), ChainFile(path) as file:
-            file.check(world.rank, world.size)
+        with naming(path), open_chain(path) as file:
             steps = grid.steps(world.rank, file.n)
             part = file.part(steps.start, steps.stop)
             period = 0 if inclusive and _is_rectangular(file) else file.period

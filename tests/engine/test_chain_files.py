@@ -23,7 +23,7 @@ from sparsescan import (
     load_chain,
     save_chain,
 )
-from sparsescan.chains.files import ChainFile
+from sparsescan.chains.files import open_chain
 from sparsescan.symbolic.pattern import of_mask
 
 DTYPES = (np.float32, np.float64)
@@ -190,8 +190,7 @@ def test_parts_are_those_of_the_whole(folder, chain, how, data):
     whole = list(steps_of(chain[1]))
     start = data.draw(st.integers(0, len(whole)))
     stop = data.draw(st.integers(start, len(whole)))
-    shares = data.draw(st.integers(1, 5))
-    with ChainFile(path) as file:
+    with open_chain(path) as file:
         assert file.n == len(whole)
         assert_same_array(file.grad, chain[0])
         assert file.dtype == np.result_type(chain[0], *(array for _, array in whole))
@@ -204,8 +203,6 @@ def test_parts_are_those_of_the_whole(folder, chain, how, data):
             assert_same_array(array, expected)
         shapes = [pattern.shape for pattern, _ in whole[start:stop]]
         assert file.shapes(start, stop).tolist() == list(map(list, shapes))
-        for share in range(shares):
-            file.check(share, shares)
 
 
 @pytest.mark.parametrize("layout", ["dense_stack", "csr_chain", "periodic", "list", "patterns"])
@@ -227,20 +224,19 @@ def test_a_part_takes_its_own_memory(tmp_path, layout, how):
     save_chain(path, np.ones(size), chain)
     del chain
     saved_as(path, how)
-    with ChainFile(path) as file:
+    with open_chain(path) as file:
         file.part(0, 1)
     tracemalloc.start()
     try:
-        with ChainFile(path) as file:
+        with open_chain(path) as file:
             part = file.part(40, 48)
-            file.check(5, 8)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert len(part) == 8
-    # Other orders of bytes take a copy, patterns are checked and copied, and blocks take 1 MB.
-    own = stack.nbytes / 8 * (4 if layout == "patterns" else 1 + (how == "big-endian"))
-    assert peak < own + (4 << 20) * (how == "compressed") + (1 << 20) + 300_000
+    # Patterns are checked and copied, and a block has 1 MB, twice in another order of bytes.
+    own = stack.nbytes / 8 * (4 if layout == "patterns" else 1)
+    assert peak < own + (3 << 20) + 300_000
 
 
 def test_equal_patterns_are_stored_once_and_fast(tmp_path):
@@ -252,8 +248,8 @@ def test_equal_patterns_are_stored_once_and_fast(tmp_path):
     seconds = time.process_time() - start
     assert loaded[9_999].toarray().tolist() == (step * 9_999).toarray().tolist()
     assert np.shares_memory(loaded[0].indices, loaded[9_999].indices)
-    # The values, three integers for each step, and little else.
-    assert (tmp_path / "c").stat().st_size < 10_000 * (step.nnz * 8 + 3 * 8) + 10_000
+    # The values, one byte for each step, and little else.
+    assert (tmp_path / "c").stat().st_size < 10_000 * (step.nnz * 8 + 1) + 20_000
     assert seconds < 3  # measured: 0.3
 
 
@@ -296,8 +292,7 @@ def saved(folder):
 
 def read_part(path):
     """Read the whole as if it were a part."""
-    with ChainFile(path) as file:
-        file.check(0, 1)
+    with open_chain(path) as file:
         file.part(0, file.n)
 
 
@@ -328,17 +323,15 @@ def test_a_truncated_file_is_refused(folder, saved, layout, share):
 def test_a_header_that_asks_for_less_is_refused(tmp_path, saved):
     """The sum of what such a header leaves unread would not be checked by reading alone."""
     contents = saved["dense_stack"]
-    assert contents.count(b"(6, 2, 4, 4)") == 1
-    shorter = contents.replace(b"(6, 2, 4, 4)", b"(5, 2, 4, 4)")
-    assert_refused(tmp_path / "f.npz", shorter, "stack.npy is damaged: its checksum is wrong")
+    assert contents.count(b"(6, 2, 16)") == 1
+    shorter = contents.replace(b"(6, 2, 16)", b"(5, 2, 16)")
+    assert_refused(tmp_path / "f.npz", shorter, "Bad CRC-32|has more bytes than its shape")
 
 
 def chain_in_parts(path):
     """Read a chain as several do of whom each reads a part."""
-    with ChainFile(path) as file:
+    with open_chain(path) as file:
         steps = [step for k in range(file.n) for step in steps_of(file.part(k, k + 1))]
-        for share in range(3):
-            file.check(share, 3)
         return file.grad, steps
 
 
@@ -377,7 +370,7 @@ def test_arrays_that_were_tampered_with_are_refused_or_make_a_sound_chain(
         sparsescan.inclusive_scan(grad, jacobians)
     # Nobody sees all of it who reads a part.
     try:
-        with ChainFile(path) as file:
+        with open_chain(path) as file:
             parts = [file.part(k, k + 1) for k in range(file.n)]
     except ChainFileError:
         return
@@ -387,18 +380,20 @@ def test_arrays_that_were_tampered_with_are_refused_or_make_a_sound_chain(
 
 
 KEYS = {
-    "list": ("patterns", "indptr", "indices", "steps", "float32", "float64"),
-    "csr_chain": ("patterns", "indptr", "indices", "stack"),
-    "dense_stack": ("stack",),
+    "list": (
+        *("indptr_0", "indices_0", "values_0_0", "values_1_0", "values_2_0", "values_3_0"),
+        "values_4_0",
+    ),
+    "csr_chain": ("indptr_0", "indices_0", "values_0_0"),
+    "dense_stack": ("values_0_0",),
 }
-EVERY_KEY = [
-    (layout, key) for layout, keys in KEYS.items() for key in ("version", "layout", "grad", *keys)
-]
+COMMON = "version", "layout", "grad", "patterns", "groups", "steps"
+EVERY_KEY = [(layout, key) for layout, keys in KEYS.items() for key in (*COMMON, *keys)]
 
 
 def test_a_file_has_no_other_keys(saved):
     for layout, contents in saved.items():
-        assert set(arrays_of(contents)) == {"version", "layout", "grad", *KEYS[layout]}
+        assert set(arrays_of(contents)) == {*COMMON, *KEYS[layout]}
 
 
 @pytest.mark.parametrize(("layout", "key"), EVERY_KEY)
@@ -426,34 +421,47 @@ def test_each_key_has_its_shape(tmp_path, saved, layout, key):
 @pytest.mark.parametrize(
     ("key", "change", "match"),
     [
-        ("version", lambda a: a + 1, "version is 2; expected 1"),
-        ("layout", lambda a: np.array("heap"), "layout is 'heap'; expected 'list'"),
+        ("version", lambda a: a + 1, "version is 3; expected 2"),
+        ("version", lambda a: a - 1, "version is 1, the format of sparsescan 0.2: save it again"),
+        ("layout", lambda a: np.array("heap"), "layout is 'heap'; expected one of list"),
+        ("layout", lambda a: np.array("csr_chain"), "groups has 5 rows; expected 1"),
         ("grad", lambda a: a[:, :3], r"grad has shape \(2, 3\); expected \(2, 4\)"),
-        ("grad", lambda a: a[0], r"steps\[2\] has a batch; expected grad of shape"),
-        ("grad", lambda a: a[[0, 0, 0]], "float64 has .* entries; expected"),
+        ("grad", lambda a: a[0], r"grad has shape \(4,\); expected"),
+        ("grad", lambda a: a[[0, 0, 0]], r"grad has shape \(3, 4\)"),
         ("patterns", lambda a: a - [[9, 0, 0]], r"patterns\[0, 0\] is -9; expected 0 to 2"),
-        ("patterns", lambda a: np.add(a, [[0, 0, 1]]), "diagonal of shape"),
+        ("patterns", lambda a: np.add(a, [[0, 0, 1]]), "diagonal of shape|indptr|dtype"),
         ("patterns", lambda a: -a, r"patterns\[0\] is general of shape \(-4, -4\)"),
-        ("patterns", lambda a: a[:-1], r"steps\[:, 1\] is 3; expected 0 to 2"),
-        ("indptr", lambda a: a[:-1], "patterns.* has an indptr of 4 entries; expected 5"),
-        ("indptr", lambda a: np.append(a, 0), "indptr has 6 entries; expected 5"),
-        ("indptr", lambda a: a + 1, r"patterns\[0\] .*indptr .*starts at 1"),
-        ("indptr", lambda a: a[::-1], r"patterns\[0\] .*indptr .*starts at 10"),
-        ("indptr", lambda a: a[[0, 2, 1, 3, 4]], r"patterns\[0\] .*indptr .*falls .*row 1"),
-        ("indices", lambda a: a[:-1], r"patterns\[0\] .*indptr .*ends at 10; expected 9"),
-        ("indices", lambda a: np.append(a, 0), "indices has 11 entries; expected 10"),
-        ("indices", lambda a: a + 1, r"patterns\[0\] .*index 4 in row 3; expected .*0 to 3"),
-        ("indices", lambda a: -a, r"patterns\[0\] .*index -1 in row 1"),
-        ("indices", lambda a: a * 0, "unsorted or duplicate columns in row 1"),
-        ("steps", lambda a: np.add(a, [4, 0, 0]), r"steps\[:, 0\] is 4; expected 0 to 3"),
-        ("steps", lambda a: a - [0, 1, 0], r"steps\[:, 1\] is -1; expected 0 to 3"),
-        ("steps", lambda a: np.add(a, [0, 0, 1]), r"steps\[:, 2\] is 2; expected 0 to 1"),
-        ("steps", lambda a: a[:-1], "float64 has .* entries; expected"),
+        ("patterns", lambda a: a[:-1], r"groups\[:, 0\] is 3; expected 0 to 2"),
+        ("groups", lambda a: np.add(a, [0, 3, 0, 0]), r"groups\[:, 1\] is 3; expected 0 to 2"),
+        ("groups", lambda a: np.add(a, [0, 0, 2, 0]), r"groups\[:, 2\] is 2; expected 0 to 1"),
+        ("groups", lambda a: a * [1, 1, 1, 0], r"groups\[0, 3\] is 0; expected at least 1"),
+        ("groups", lambda a: a * [1, 1, 0, 1], r"values_0_0 has dtype float64 .*expected float32"),
+        ("groups", lambda a: a * [1, 0, 1, 1] + [0, 1, 0, 0], "a group is dense with Pattern"),
+        ("indptr_0", lambda a: a[:-1], "patterns.* has an indptr of 4 entries; expected 5"),
+        (
+            "indptr_0",
+            lambda a: np.append(a, 0),
+            "has an indptr of 6 entries; expected 5",
+        ),
+        ("indptr_0", lambda a: a + 1, r"patterns\[0\] .*indptr .*starts at 1"),
+        ("indptr_0", lambda a: a[::-1], r"patterns\[0\] .*indptr .*starts at 10"),
+        ("indptr_0", lambda a: a[[0, 2, 1, 3, 4]], r"patterns\[0\] .*indptr .*falls .*row 1"),
+        ("indices_0", lambda a: a[:-1], r"patterns\[0\] .*indptr .*ends at 10; expected 9"),
+        ("indices_0", lambda a: np.append(a, 0), r"patterns\[0\] .*indptr .*ends at 10; .* 11"),
+        ("indices_0", lambda a: a + 1, r"patterns\[0\] .*index 4 in row 3; expected .*0 to 3"),
+        ("indices_0", lambda a: -a, r"patterns\[0\] .*index -1 in row 1"),
+        ("indices_0", lambda a: a * 0, "unsorted or duplicate columns in row 1"),
+        ("steps", lambda a: a + 1, "steps is 5; expected 0 to 4"),
+        ("steps", lambda a: a.astype(int) - 1, "steps is -1; expected 0 to 4"),
+        ("steps", lambda a: a * 0, r"values_0_0 has .*expected float64 and \(5, 10\)"),
         ("steps", lambda a: a[[0, 1, 2, 4, 3]], r"jacobians\[3\] has shape"),
-        ("steps", lambda a: a * [0, 1, 1] + [2, 0, 0], r"steps\[0\] is dense with Pattern"),
-        ("float64", lambda a: a[:-1], "float64 has .* entries; expected"),
-        ("float32", lambda a: np.append(a, a), "float32 has 8 entries; expected 4"),
-        ("float32", lambda a: a.astype(float), "float32 has dtype float64"),
+        ("values_2_0", lambda a: a[:, :1], r"jacobians.*batch|grad has shape"),
+        (
+            "values_2_0",
+            lambda a: a[..., :-1],
+            r"values_2_0 has .*expected float64 and \(1, 2, 10\)",
+        ),
+        ("values_1_0", lambda a: a.astype(float), "values_1_0 has dtype float64"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, saved, key, change, match):
@@ -465,6 +473,19 @@ def test_a_pattern_too_large_for_its_file_is_refused(tmp_path, saved):
     for kind, shape in ((1, (2**40, 2**40)), (2, (2**40, 2**40)), (2, (2**40, 0)), (0, (2**62, 1))):
         patterns = np.array([(kind, *shape)] * 4)
         assert_refused(tmp_path / "f.npz", rewritten(saved["list"], patterns=patterns))
+
+
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_a_block_that_is_missing_or_of_another_size_is_refused(tmp_path, block):
+    path = tmp_path / "blocks"
+    save_chain(path, np.ones(256), np.ones((6, 256, 256)))
+    contents, key = path.read_bytes(), f"values_0_{block}"
+    stored = arrays_of(contents)[key]
+    assert len(stored) == 2
+    assert_refused(path, rewritten(contents, **{key: None}), f"the key '{key}' is missing")
+    for other in (stored[:1], stored[:, :-1], np.stack([stored, stored], axis=1)):
+        damaged = rewritten(contents, **{key: other})
+        assert_refused(path, damaged, r"values_0_\d has .* expected float64 and|grad has shape")
 
 
 def test_other_files_are_refused(tmp_path):
