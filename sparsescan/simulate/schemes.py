@@ -141,21 +141,6 @@ class ResidualScheme:
 
         return solve(solver, lambda u: source.value((u, *rest)), values, place, 1.0)
 
-    @property
-    def old_pattern(self) -> Pattern:
-        """The pattern of the Jacobian in the old state."""
-        return self._old.pattern
-
-    def linearised(
-        self, new: Vector, old: Vector, time: Vector, dt: Vector, params: Vector
-    ) -> tuple[Vector, Vector, Vector]:
-        """Return ``F`` and its Jacobians, for all steps as samples."""
-        arguments, source = (new, old, time + dt, dt, params), self.source
-        in_new, in_old = (
-            near(source, arguments, k, own) for k, own in enumerate((self._new, self._old))
-        )
-        return source.value(arguments), in_new, in_old
-
     def equations(self, place: Place, state: Vector, time: float) -> Vector:
         return self.source.value((state, place.states[0], time, place.dt, place.params))
 
@@ -245,16 +230,16 @@ class _Rated:
         self,
         arguments: Arguments,
         mass: float,
-        rate: float | Vector,
+        rate: float,
         derivative: Callable[..., Vector] | None = None,
     ) -> Vector:
-        """Return the values of ``mass M - rate J``; `rate` may be one of each entry of ``J``."""
+        """Return the values of ``mass M - rate J``."""
         values = mass * self._own
         derivative = derivative or self.source.jacobian
         values[self._into] -= rate * derivative(arguments, 0, self._coloured)
         return values
 
-    def _values_near(self, arguments: Arguments, mass: float, rate: float | Vector) -> Vector:
+    def _values_near(self, arguments: Arguments, mass: float, rate: float) -> Vector:
         """Return such values for Newton's method."""
         return self._values(arguments, mass, rate, partial(near, self.source))
 
@@ -295,26 +280,6 @@ class RungeKutta(_Rated):
 
     def _arguments(self, state: Vector, place: Place, stage: int) -> Arguments:
         return state, place.time + float(self._c[stage]) * place.dt, place.params
-
-    @property
-    def old_pattern(self) -> Pattern:
-        """The pattern of the Jacobian in the old state."""
-        return self.matrices.pattern
-
-    def linearised(
-        self, new: Vector, old: Vector, time: Vector, dt: Vector, params: Vector
-    ) -> tuple[Vector, Vector, Vector]:
-        """Return the equations of steps without inner stages, for all of them as samples."""
-        before, after = self._a[-1, 0] if len(self._a) > 1 else 0.0, self._a[-1, -1]
-        rest, values = +self._weighed(new - old), []
-        ends = (old, time, before, -1.0), (new, time + dt, after, 1.0)
-        for state, at, part, sign in ends:
-            arguments = state, at, params
-            if part:
-                rest -= np.repeat(part * dt, len(state) // len(dt)) * self.source.value(arguments)
-            rate = np.repeat(part * dt, self._coloured.pattern.nnz // len(dt))
-            values.append(self._values_near(arguments, sign, rate) if part else sign * self._own)
-        return rest, values[1], values[0]
 
     def advance(self, solver: Solver, place: Place) -> tuple[Vector, int]:
         old, a, dt = place.states[-1], self._a, place.dt

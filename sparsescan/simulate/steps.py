@@ -16,7 +16,6 @@ from ..errors import GradientError, InputError, InputTypeError, NewtonError, sho
 from ..symbolic.pattern import Pattern
 from .adapt import End, March, march_until
 from .arguments import check_form, check_order, names_unknown
-from .at_once import Linear, solve_at_once
 from .derivatives import (
     CLOSE,
     Arguments,
@@ -413,116 +412,6 @@ class _Simulation:
 
             run.march(None if watch is None and compare is None else watch_step)
         return run
-
-    @names_unknown
-    def forward_at_once(
-        self,
-        u0: ArrayLike,
-        params: Any = None,
-        *,
-        steps: int | None = None,
-        dt: float | ArrayLike,
-        t0: float = 0.0,
-        guess: ArrayLike | None = None,
-        most: int = 50,
-        rtol: float = 1e-8,
-        atol: float = 1e-10,
-    ) -> Run:
-        """Take all steps at once: Newton's method for the whole trajectory.
-
-        Each iteration linearises all steps at the states of the last one, and solves for all
-        corrections by a scan:
-
-            (∂F/∂u)_t δ_t + (∂F/∂u_old)_t δ_{t-1} = -F_t,    δ_0 = 0
-
-        Parameters
-        ----------
-        u0, params, steps, dt, t0, rtol, atol
-            As those of :meth:`forward`, for one sample. Functions take all steps as samples of a
-            batch, ``(steps, n)``, with times and lengths of steps of shape ``(steps, 1)``.
-        guess : array_like, shape (steps + 1, n), optional
-            The states where iterations begin, such as those of a coarse simulation; by default
-            `u0` in all of them. Its first state is not read.
-        most : int, default 50
-            The most iterations.
-
-        Returns
-        -------
-        Run
-            As that of :meth:`forward`, with the same states up to the tolerances.
-
-        Raises
-        ------
-        InputError, InputTypeError
-            If an argument is wrong, or the method has inner stages or two old states: it works for
-            ``"backward_euler"``, ``"crank_nicolson"``, ``"euler"`` and steps of one's own.
-        NewtonError
-            If it does not converge.
-
-        Notes
-        -----
-        This is the method of Iacob, Razavi and Särkkä, "A parallel-in-time Newton's method-based
-        ODE solver", 2025 (arXiv 2511.01465). After ``k`` iterations the first ``k`` states are
-        exact, so it ends after as many iterations as there are steps; it pays if it needs few:
-        where steps forget their past fast, or a guess is near. Iterations grow, and may lead to
-        states that are not finite, where small changes do.
-
-        Up to 16 unknowns the Jacobians of steps are dense, and :func:`sparsescan.affine_scan`
-        combines them on all threads; beyond, a scan of solves takes step after step in one compiled
-        call.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from sparsescan.simulate import TimeSteps
-        >>> sim = TimeSteps(lambda u, t, p: -p * u**3, np.eye(2))
-        >>> both = [run([1.0, 2.0], 0.5, steps=30, dt=0.1).last
-        ...         for run in (sim.forward, sim.forward_at_once)]
-        >>> bool(np.allclose(*both, rtol=1e-6))
-        True
-        """
-        problem = self._problem(u0, params, t0, rtol, atol, None)
-        if len(problem.shape) > 1:
-            raise InputError(f"u0 has shape {problem.shape}; expected {self.pattern.shape[:1]}")
-        lengths, has_one = _read_dt(steps, dt)
-        most = check_count("most", most, 1)
-        shape = len(lengths) + 1, len(problem.u0)
-        states = np.tile(problem.u0, (shape[0], 1))
-        if guess is not None:
-            given = np.asarray(guess)
-            if given.shape != shape or given.dtype.kind not in "fiub":
-                raise InputError(
-                    f"guess has shape {given.shape} and dtype {given.dtype}; expected real numbers "
-                    f"of shape {shape}"
-                )
-            states[1:] = given[1:]
-        run = Run(problem, lengths, has_one)
-        one = self._at_once(problem.scheme)
-        if not len(lengths):
-            return run
-        whole = self._at_once(self._scheme_for(_Form(problem.params, len(lengths))))
-        patterns = one.matrices.pattern, one.old_pattern
-        about = run.times, lengths, problem.params.vector, problem.tolerance, most
-        try:
-            with np.errstate(all="ignore"):
-                run.newton[:] = solve_at_once(whole, patterns, states, *about)
-        except NotSolved as failure:
-            raise NewtonError(
-                f"all steps at once have no solution that was found{problem.params.told}: "
-                f"{failure.why}"
-            ) from None
-        run.restore([np.concatenate([states[:1], states]), run.kept[1]])
-        return run
-
-    def _at_once(self, scheme: Scheme) -> Linear:
-        """Return the equations of steps that :meth:`forward_at_once` takes."""
-        if isinstance(scheme, BackwardDifferences) or scheme.stages:
-            raise InputError(
-                f"{self!r} has inner stages or two old states; expected backward_euler, "
-                "crank_nicolson, euler, or ImplicitSteps, for all steps at once"
-            )
-        assert isinstance(scheme, ResidualScheme | RungeKutta)
-        return scheme
 
     def prepare(
         self,
