@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import types
 from numba.core.compiler_lock import global_compiler_lock
 from numpy.typing import DTypeLike, NDArray
 
@@ -274,13 +273,11 @@ class Recorder(Calls):
 
     def launch(self, kernel: Callable[..., None], *arguments: Any) -> None:
         """Note the call of a kernel."""
-        kinds = tuple(map(numba.typeof, arguments))
         words: list[int] = []
-        for argument in arguments:
-            words += _words(argument)
+        kinds = _unpack(arguments, words)
         # Tables among them are read by each replay.
         self._read.append(arguments)
-        self._open_strand().append((_entry(kernel, kinds), words))
+        self._open_strand().append((_entry(kernel, kinds, arguments), words))
 
     def _open_strand(self) -> list[tuple[int, list[int]]]:
         if self._strand is None:
@@ -336,36 +333,48 @@ def _renumbered(word: int, numbers: Sequence[int]) -> int:
     return (numbers[word // _SPACE - 1] + 1) * _SPACE + word % _SPACE
 
 
-def _words(value: Any) -> Iterator[int]:
-    """Yield the words of an argument, as Numba passes it: an array as its parts."""
-    kind: Any = numba.typeof(value)  # type: ignore[no-untyped-call]
-    if isinstance(kind, types.BaseTuple):
-        for part in value:
-            yield from _words(part)
-    elif isinstance(kind, types.Array):
-        yield from (0, 0, value.size, value.itemsize, kernel_address(value, value.ndim))
-        yield from value.shape
-        yield from value.strides
-    elif isinstance(kind, (types.Integer, types.Boolean)):
-        yield int(value)
-    else:
-        raise TypeError(f"a kernel takes {kind}; expected integers, flags, arrays and tuples")
+# The flags of an array that its type depends on: C and Fortran order, aligned, writeable.
+_C = 0x1
+_FLAGS = _C | 0x2 | 0x100 | 0x400
 
 
-# The entries of kernels by their argument types, and what must not be freed as long as they are.
-_entries: dict[tuple[Any, tuple[Any, ...]], int] = {}
+def _unpack(value: Any, words: list[int]) -> Any:
+    """Add the words of an argument, as Numba passes it: tuples and arrays as their parts.
+
+    Return what arguments of different types of Numba never share: these take far longer to find.
+    """
+    kind = type(value)
+    if kind is int or kind is bool:
+        words.append(int(value))
+        return kind
+    if isinstance(value, tuple):
+        return (kind, *[_unpack(part, words) for part in value])
+    if isinstance(value, np.ndarray):
+        dtype, flags = value.dtype, value.flags.num & _FLAGS
+        address = address_of(value) if flags & _C else kernel_address(value, value.ndim)
+        words += (0, 0, value.size, value.itemsize, address, *value.shape, *value.strides)
+        return dtype.num, dtype.isnative, value.ndim, flags
+    if isinstance(value, (np.integer, np.bool_)):
+        words.append(int(value))
+        return kind
+    raise TypeError(f"a kernel takes {kind}; expected integers, flags, arrays and tuples")
+
+
+# The entries of kernels by the kinds of their arguments, and what must not be freed meanwhile.
+_entries: dict[tuple[Any, Any], int] = {}
 _libraries: list[Any] = []
 
 
-def _entry(kernel: Any, kinds: tuple[Any, ...]) -> int:
+def _entry(kernel: Any, kinds: Any, arguments: tuple[Any, ...]) -> int:
     """Return the address of a function that calls a kernel with arguments from words."""
-    key = kernel, kinds
-    if key not in _entries:
+    found = _entries.get((kernel, kinds))
+    if found is None:
+        own = tuple(map(numba.typeof, arguments))
         with global_compiler_lock:
-            if kinds not in kernel.overloads:
-                kernel.compile(kinds)
-            _entries[key] = _compile_entry(kernel.overloads[kinds])
-    return _entries[key]
+            if own not in kernel.overloads:
+                kernel.compile(own)
+            found = _entries[kernel, kinds] = _compile_entry(kernel.overloads[own])
+    return found
 
 
 def _compile_entry(compiled: Any) -> int:
