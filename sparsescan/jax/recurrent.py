@@ -15,7 +15,8 @@ from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent, arguments
 from ..recurrent.host_sizes import LAYERS
 from ..recurrent.memory import beside
-from ..recurrent.step import OneCell, RecurrentLike
+from ..recurrent.passes import RecurrentLike
+from ..recurrent.step import OneCell
 from .ffi.calls import FLOATS, as_arrays, check_platform, together
 from .ffi.primitives import TracedNetwork, run
 from .ffi.truncated import run_truncated

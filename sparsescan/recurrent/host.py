@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays.arrays import check_memory, device_of, for_kernels
+from ..arrays.arrays import check_memory, for_kernels
 from ..execution.calls import Calls
-from ..execution.replays import Replays
 from ..execution.sharing import even_slices
-from ..execution.threads import thread_count
 from ..kernels.cpu.copies import add_range, copy_into, fill_with
 from ..kernels.cpu.tiles import TILE_ROWS, TILE_VECTORS
 from .host_sizes import LAYERS, Extent, HostSizes, Layers
@@ -31,15 +28,13 @@ from .packing import Direction, Product, Weights
 Array = NDArray[Any]
 
 _TASK_ROWS = 256  # rows of a sparse weight whose gradient is a task
-# Forward passes before kernel calls are recorded, which takes as long as some, and multiply-adds
-# beside which what calls kernels takes no time.
-_DIRECT, _LARGE = 8, 1 << 30
 
 
 class HostMemory(HostSizes, Memory):
-    """The memory on the host: for all samples, and for the groups of them that threads share."""
+    """The memory on the host: for all samples, and for the groups of them that threads share.
 
-    device: int | None = None
+    Its calls of kernels are noted, and so are those that take the memory.
+    """
 
     def __init__(
         self, network: Layers, directions: list[Direction], extent: Extent, calls: Calls
@@ -47,25 +42,11 @@ class HostMemory(HostSizes, Memory):
         super().__init__(network, directions, extent)
         self.calls, self._is_reset, self._has_reset_states = calls, False, False
         self.groups: list[_Group] = []
-        self._forwards, self._replays = 0, Replays(self)
-        # Calls that are noted anyway are not recorded.
-        is_small = self._work * len(directions) < _LARGE
-        self._may_replay = type(calls) is Calls and (is_small or self._helpers > 0)
         self._row_orders = [each.row_order(self.group) for each in directions]
         self._grad_orders = [each.grad_orders() for each in directions]
         self._sum_tables = [each.sum_table() for each in directions]
         none = np.empty(0, self.dtype)
         self.no_caller = Caller(none, self.widths[0], False, none, np.empty(0, np.int64))
-
-    def fits(self, x: Array, has_resets: bool) -> bool:
-        """Return whether this is the memory for inputs like `x`, with or without resets."""
-        wanted = *x.shape[:2], x.dtype, thread_count(), device_of(x)
-        own = self.steps, self.batch, self.dtype, self._all_threads, None
-        return own == wanted and self._has_resets >= has_resets
-
-    def here(self) -> AbstractContextManager[None]:
-        """Return a context for work on this memory."""
-        return nullcontext()
 
     def weights(self, params: list[list[Array]]) -> list[Weights]:
         """Return a copy of the parameters of each direction, which the next call overwrites."""
@@ -83,52 +64,14 @@ class HostMemory(HostSizes, Memory):
         self,
         params: list[list[Array]],
         x: Array,
-        state: Array | None,
+        state: Any,
         lengths: NDArray[np.int64] | None,
         resets: NDArray[np.uint8] | None = None,
     ) -> tuple[Array, Array]:
         """Return outputs and last states."""
-        self._forwards += 1
         self._is_reset = resets is not None
         self._has_reset_states = has_reset_states(state, len(self.directions))
-        if not self._is_replayed():
-            return super().forward(params, x, state, lengths, resets)
-
-        def call(x: Array, state: Array, lengths: Array, resets: Array, *flat: Array) -> None:
-            self._all_steps, each = False, iter(flat)
-            super(HostMemory, self).forward(
-                [[*islice(each, len(p))] for p in params], x, state, lengths, resets
-            )
-
-        given = [x, state, lengths, resets, *(_flat(param) for own in params for param in own)]
-        results = self._replays.run(("forward", self._has_reset_states), given, call)
-        self._packed = self.packed
-        return results["output"], results["last"]
-
-    def backward(
-        self, above: Array, carry: Array, needs_input_grad: bool
-    ) -> tuple[Array | None, Array, list[dict[str, Array]]]:
-        """Return gradients in the input, in the initial states, and in each direction's parameters.
-
-        An empty array stands for zeros.
-        """
-        if not self._is_replayed():
-            return super().backward(above, carry, needs_input_grad)
-
-        def call(above: Array, carry: Array) -> None:
-            super(HostMemory, self).backward(above, carry, needs_input_grad)
-
-        key = "backward", needs_input_grad, self._is_reset, self._has_reset_states
-        results = self._replays.run(key, [above, carry], call)
-        params = [
-            {name: results[f"{name} {k}"] for name in one.cell.shapes}
-            for k, one in enumerate(self.directions)
-        ]
-        return results.get("input"), results["state"], params
-
-    def _is_replayed(self) -> bool:
-        """Return whether passes are made by recordings."""
-        return self._may_replay and self._forwards > _DIRECT
+        return super().forward(params, x, state, lengths, resets)
 
     def allocate(self) -> None:
         """Take the memory."""
@@ -156,8 +99,8 @@ class HostMemory(HostSizes, Memory):
         # Of each direction of a layer, which other threads may run.
         self.ends = [self.calls.room(self.padded, np.int64) for _ in range(self.per_layer)]
         self.carries = arrays["carries"]
-        count = self.per_layer * len(self._spans()) if self._helpers else 0
-        size = sharing.words_of(self._helpers)
+        count = self.per_layer * len(self._spans()) if self.helpers else 0
+        size = sharing.words_of(self.helpers)
         self.help = [self.calls.room(size, np.int64) for _ in range(count)]
         own = {name: iter(arrays[name]) for name in ("products", "parts", "block", "row_grads")}
         self.groups = []
@@ -334,14 +277,6 @@ class HostMemory(HostSizes, Memory):
         ]
         self.call_all(self._with_helpers(tasks) if self.helpers else tasks)
 
-    @property
-    def helpers(self) -> int:
-        """How many threads share the products of each group and direction.
-
-        In calls from Python there are none: an interrupt there could leave them without an end.
-        """
-        return 0 if type(self.calls) is Calls else self._helpers
-
     def _with_helpers(self, tasks: list[Callable[[], None]]) -> list[Callable[[], None]]:
         """Return tasks of leaders, and those of their helpers."""
         like, parts = np.empty(0, self.dtype), self.helpers + 1
@@ -382,15 +317,6 @@ class HostMemory(HostSizes, Memory):
             self.for_each_group(ks, _run, weights, span)
         if is_last and not self._writes_output(last):
             self._for_steps(self._turn_out)
-
-    def every_state(self) -> Array:
-        """Return the states of the only direction: before the first step, and after each."""
-        row = self.directions[0].states * self.units
-        states = np.empty((self.steps + 1, self.batch, row), self.dtype)
-        for n, array in enumerate(self._state_parts(0)):
-            where = 0, self.steps + 1, states.reshape(-1), row, n * self.units
-            self.calls.launch(callers.turn_out, array, self._all_samples(0), *where)
-        return states
 
     def read_carry(self, carry: Array | list[Array]) -> None:
         """Take over the gradients in the last states."""

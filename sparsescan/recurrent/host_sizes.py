@@ -112,14 +112,14 @@ class HostSizes:
             self.padded, self.group, self.lot = batch, self._samples, max(1, batch)
         # Threads without samples of their own share the products of those who have some.
         leaders = self.per_layer * len(self._spans())
-        self._helpers = 0 if self.has_sample_lanes else max(0, self.threads // leaders - 1)
+        self.helpers = 0 if self.has_sample_lanes else max(0, self.threads // leaders - 1)
         # From the states of one direction to those of the other: whole groups, and cache lines.
         line = LINE // self.dtype.itemsize
         self.plane = -(-self.padded * (steps + 2) * self.units // line) * line
         self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
         self.nbytes += self._gates_count * (self.padded * segment + LINE)
         self.nbytes += self.per_layer * (8 * self.padded + LINE)
-        words = leaders * sharing.words_of(self._helpers) if self._helpers else 0
+        words = leaders * sharing.words_of(self.helpers) if self.helpers else 0
         self.nbytes += 8 * words + LINE * leaders
         self.nbytes += has_resets * ((steps + 1) * self.padded + LINE)
 

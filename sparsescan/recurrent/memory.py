@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -46,8 +45,6 @@ class Memory(ABC):
         The size.
     keeps_gates : bool
         Whether it has the gates of all steps.
-    device : int or None
-        The number of the device; None on the host.
     """
 
     directions: list[Any]
@@ -58,7 +55,6 @@ class Memory(ABC):
     dtype: np.dtype[Any]
     nbytes: int
     keeps_gates: bool
-    device: int | None
 
     @property
     def layers(self) -> list[range]:
@@ -119,16 +115,8 @@ class Memory(ABC):
         return below
 
     @abstractmethod
-    def fits(self, x: Array, has_resets: bool) -> bool:
-        """Return whether this is the memory for inputs like `x`, with or without resets."""
-
-    @abstractmethod
     def allocate(self) -> None:
         """Take the memory."""
-
-    @abstractmethod
-    def here(self) -> AbstractContextManager[None]:
-        """Return a context for work on this memory."""
 
     @abstractmethod
     def weights(self, params: list[list[Array]]) -> list[Any]:
@@ -151,10 +139,6 @@ class Memory(ABC):
     @abstractmethod
     def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
         """Return outputs and last states."""
-
-    @abstractmethod
-    def every_state(self) -> Array:
-        """Return the states of the only direction: before the first step, and after each."""
 
     @abstractmethod
     def read_carry(self, carry: Any) -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..execution.recording import Recorder, Recording, Space
+from ..execution.recording import Recording
 from ..graph.operations import Node, symbol
 from .compiled import source_of
 from .definition import declared
 from .host_sizes import FIRST, Extent
 from .packing import Direction, Product
+from .passes import Passes, RecurrentLike
 from .program import CellProgram
-from .step import RecurrentLike, check_limit, memory_on_host, segments
+from .step import check_limit, segments
 
 
 class RecordedStep(NamedTuple):
@@ -104,97 +105,6 @@ def record(
     if has_backward:
         backward, back_nbytes = passes.backward(needs_input_grad=needs_input_grad)
     return RecordedStep(passes.forward, backward, passes.nbytes, back_nbytes)
-
-
-class Passes:
-    """The passes of a network for inputs of one shape: one forward, and backward those wanted.
-
-    Parameters
-    ----------
-    network, dtype, lengths
-        As for :func:`record`.
-    extent : Extent
-        What the memory is for. A backward pass computes gates that are not kept at once again.
-    has_reset_states : bool, default False
-        As for :func:`record`.
-    has_state : bool, default True
-        Whether initial states are given; otherwise they are zeros, and no array.
-    states_apart : bool, default False
-        Whether each state of a cell has arrays of its own, ``(layers · directions, batch,
-        hidden_size)``, one after the other, and so have gradients: results ``last 0``, ``last 1``,
-        …, and ``state 0``, ….
-
-    Attributes
-    ----------
-    forward : Recording
-        The forward pass; its arrays are those of :class:`RecordedStep`.
-    nbytes : int
-        Bytes of its memory.
-    """
-
-    def __init__(
-        self,
-        network: RecurrentLike,
-        extent: Extent,
-        dtype: DTypeLike,
-        *,
-        lengths: DTypeLike | None = None,
-        has_reset_states: bool = False,
-        has_state: bool = True,
-        states_apart: bool = False,
-    ) -> None:
-        kept, steps, batch, has_resets = Space(0), extent.steps, extent.batch, extent.has_resets
-        shapes = [param.shape for param in network.params.values()]
-        cell = network.cells[0][0]
-        self._arrays = cell.program.states if states_apart else 1
-        self._apart, states = states_apart, self._arrays if has_state else 0
-        has_lengths = lengths is not None
-        count = 2 + states + has_lengths + has_resets
-        recorder = Recorder(kept, count + len(shapes))
-        x = recorder.array(1, (steps, batch, network.input_size), dtype)
-        self._memory = memory = memory_on_host(network, x, recorder, extent)
-        self._state_shape = len(memory.directions), batch, network.state_size // self._arrays
-        state = self._states(recorder, 2, dtype, has_state, 1 + has_reset_states)
-        counts, flags = None, None
-        if lengths is not None:
-            counts = recorder.array(2 + states, (batch,), lengths)
-        if has_resets:
-            flags = recorder.array(2 + states + has_lengths, (steps, batch), np.uint8)
-        params = [recorder.array(count + k, shape, dtype) for k, shape in enumerate(shapes)]
-        each = len(params) // len(memory.directions)
-        own = [params[k : k + each] for k in range(0, len(params), each)]
-        memory.forward(own, x, state, counts, flags)
-        self.forward, self.nbytes = recorder.recording(), kept.nbytes
-
-    def _states(
-        self, recorder: Recorder, first: int, dtype: DTypeLike, are_given: bool, times: int = 1
-    ) -> Any:
-        if not are_given:
-            none = np.zeros(0, dtype)
-            return [none] if self._apart else none
-        rows, *shape = self._state_shape
-        arrays = [
-            recorder.array(first + k, (times * rows, *shape), dtype) for k in range(self._arrays)
-        ]
-        return arrays if self._apart else arrays[0]
-
-    def backward(
-        self, *, has_output: bool = True, has_state: bool = True, needs_input_grad: bool = True
-    ) -> tuple[Recording, int]:
-        """Return a backward pass, and the bytes of the memory that only it takes.
-
-        Its arrays are those of :class:`RecordedStep`, but for gradients in outputs or last states
-        that are not given, and stand for zeros.
-        """
-        memory, scratch = self._memory, Space(1)
-        dtype = memory.dtype
-        memory.calls = recorder = Recorder(scratch, 2 + has_output + has_state * self._arrays)
-        above = np.zeros(0, dtype)
-        if has_output:
-            above = recorder.array(2, (memory.steps, memory.batch, memory.widths[-1]), dtype)
-        carry = self._states(recorder, 2 + has_output, dtype, has_state)
-        memory.backward_of(memory.packed, above, carry, needs_input_grad)
-        return recorder.recording(), scratch.nbytes
 
 
 class ProductGroup(NamedTuple):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,35 +21,25 @@ from ..arrays.arrays import (
 )
 from ..checks import check_flag, check_has_shape
 from ..errors import Allocating, InputError, MemoryLimitError
-from ..execution.calls import Calls
 from ..execution.sharing import quiet
 from ..formatting import exact_bytes, format_bytes
 from . import arguments
 from .definition import CellLike
-from .host import HostMemory
-from .host_sizes import FIRST, Extent, Layers
+from .host_sizes import STATES, Extent
 from .memory import Memory, beside
-from .packing import Direction, is_sparse, sample_rows
+from .packing import Direction
+from .passes import RecordedMemory, RecurrentLike, directions_of, rows_of_lanes
 from .truncated import TruncatedMemory
+
+if TYPE_CHECKING:
+    from .device import DeviceMemory
 
 Array = NDArray[Any]
 
 _SEGMENT = 256  # the fewest steps whose gates are computed at once where not all are kept
 
 
-class RecurrentLike(Layers, Protocol):
-    """A :class:`Recurrent`, as far as a training step reads it."""
-
-    state_size: int
-
-    @property
-    def params(self) -> dict[str, Array]:
-        """The parameters by their names."""
-        ...
-
-    def name_of(self, parameter: str, layer: int, back: int) -> str:
-        """Return the name of a parameter of a cell."""
-        ...
+AnyMemory: TypeAlias = "DeviceMemory | RecordedMemory | TruncatedMemory"
 
 
 class Gradients(NamedTuple):
@@ -155,9 +144,9 @@ class TrainingStep:
             for layer, cells in enumerate(network.cells)
             for back, cell in enumerate(cells)
         ]
-        self._directions: list[Any] = []
-        self._made_for: tuple[np.dtype[Any], bool, int] | None = None
-        self._memory: Memory | TruncatedMemory | None = None
+        self._directions: list[Direction] = []
+        self._made_for: tuple[np.dtype[Any], int] | None = None
+        self._memory: AnyMemory | None = None
         self._is_forward = False
         self._is_batched = True
         self._has_reset_states = False
@@ -334,35 +323,47 @@ class TrainingStep:
 
     # -- Input ------------------------------------------------------------------------------------
 
-    def _allocate(self, x: Array, has_resets: bool) -> Memory | TruncatedMemory:
+    def _allocate(self, x: Array, has_resets: bool) -> AnyMemory:
         """Return memory that keeps the gates of all steps if the limit allows."""
         steps, batch, _ = x.shape
-        memory: Memory | TruncatedMemory
-        returns = arguments.returned(self.return_states)
-        if device_of(x) is not None and (self.truncate is not None or self.return_states):
+        memory: AnyMemory
+        returns, is_on_device = arguments.returned(self.return_states), device_of(x) is not None
+        if is_on_device and (self.truncate is not None or self.return_states):
             raise InputError(
                 f"truncate is {self.truncate} and return_states is {self.return_states}, and x is "
                 "on a device; expected None and False, or arrays in host memory"
             )
+
+        def make(steps: int, batch: int, segment: int) -> RecordedMemory:
+            extent = Extent(steps, batch, segment, False, has_resets, returns)
+            return RecordedMemory(
+                self.network, x.dtype, extent, self._directions_for(x.dtype, batch)
+            )
+
         if self.truncate is not None and steps > 2 * self.truncate:
-            make = partial(_memory_like, self.network, x, has_resets, returns)
             own = self.truncate, segments(2 * self.truncate), self.memory_limit
             memory = TruncatedMemory(make, steps, batch, *own)
             check_limit(self.memory_limit, memory.nbytes, steps, batch)
             memory.allocate()
             return memory
-        on_host = device_of(x) is None
-        key = x.dtype, on_host, _sample_rows(self.network, x) if on_host else 0
-        if self._made_for != key:
-            self._made_for, self._directions = key, _directions_of(self.network, x)
         for segment in segments(steps):
-            about = self._directions, x, segment, has_resets, returns
-            memory = _memory_for(self.network, *about)
+            if is_on_device:
+                memory = _on_device(self.network, x, segment, has_resets)
+            else:
+                memory = make(steps, batch, segment)
             if self.memory_limit is None or memory.nbytes <= self.memory_limit:
                 break
         check_limit(self.memory_limit, memory.nbytes, steps, batch)
-        memory.allocate()
+        if isinstance(memory, Memory):
+            memory.allocate()
         return memory
+
+    def _directions_for(self, dtype: np.dtype[Any], batch: int) -> list[Direction]:
+        """Return all directions on the host, with their weights packed for so many samples."""
+        key = dtype, rows_of_lanes(self.network, dtype, batch)
+        if self._made_for != key:
+            self._made_for, self._directions = key, directions_of(self.network, *key)
+        return self._directions
 
     def _read(
         self, x: Any, state: Any, reset_states: Any, lengths: Any, params: list[list[Array]]
@@ -393,9 +394,7 @@ class TrainingStep:
             state = beside(xp, xp.zeros_like(anew) if state is None else state, anew)
         return x, state, None if lengths is None else _read_lengths(lengths, steps, batch)
 
-    def _read_grads(
-        self, memory: Memory | TruncatedMemory, output: Any, state: Any
-    ) -> tuple[Array, Array]:
+    def _read_grads(self, memory: AnyMemory, output: Any, state: Any) -> tuple[Array, Array]:
         """Return the gradients in both results of the forward pass, with an axis of samples."""
         xp, checked = np if memory.device is None else load_cupy(), []
         whole = memory.steps, memory.batch, memory.widths[-1]
@@ -509,82 +508,35 @@ def unroll(cell: CellLike, x: Array, state: Array) -> Array:
 
     The inputs are ``(T, batch, input_size)``, in the dtype of the result, as is the state.
     """
-    steps = len(x)
+    steps, batch, _ = x.shape
     with streams.place("x", x, None, None):
-        network = OneCell(cell)
-        memory = _memory_for(network, _directions_of(network, x), x, segments(steps)[-1])
+        network, params = OneCell(cell), [_read_params(cell.params, cell.shapes)]
+        if device_of(x) is None:
+            directions = directions_of(network, x.dtype, rows_of_lanes(network, x.dtype, batch))
+            extent = Extent(steps, batch, 0, returns=STATES)
+            run = RecordedMemory(network, x.dtype, extent, directions)
+            states, _ = run.forward(params, x, state[None], None)
+            return np.concatenate([state[None], states])
+        memory = _on_device(network, x, segments(steps)[-1])
         memory.allocate()
         with memory.here():
             memory.read(x, state[None], None)
-            params = _read_params(cell.params, cell.shapes)
-            memory.run(range(1), memory.weights([params]))
-            return memory.every_state()
+            memory.run(range(1), memory.weights(params))
+            every: Array = memory.every_state()
+            return every
 
 
-def _directions_of(network: Layers, x: Array) -> list[Any]:
-    """Return all directions of all layers, with their weights packed for where `x` is."""
-    kind: Any = Direction
-    if device_of(x) is not None:
-        # Which imports Numba's CUDA target.
-        from .device import DeviceDirection
+def _on_device(
+    network: RecurrentLike, x: Array, segment: int, has_resets: bool = False
+) -> DeviceMemory:
+    """Return memory for inputs like `x`, where they are, with the gates of so many steps."""
+    # Which imports Numba's CUDA target.
+    from .device import DeviceDirection, DeviceMemory
 
-        kind = DeviceDirection
-    else:
-        kind = partial(Direction, sample_rows=_sample_rows(network, x))
-    return [
-        kind(cell, layer, back, x.dtype)
+    directions = [
+        DeviceDirection(cell, layer, back, x.dtype)
         for layer, cells in enumerate(network.cells, start=1)
         for back, cell in enumerate(cells)
     ]
-
-
-def _sample_rows(network: Layers, x: Array) -> int:
-    """Return how many rows' samples are the lanes of a vector; 0 if lanes are units.
-
-    Where weights are sparse they are samples in any case.
-    """
-    cells = [cell for layer in network.cells for cell in layer]
-    masks = [mask for cell in cells for mask in cell.masks.values()]
-    if any(mask is not None and is_sparse(mask.on(np)) for mask in masks):
-        return 1
-    return sample_rows(cells[0].program, cells[0].hidden_size, x.dtype, x.shape[1])
-
-
-def _memory_for(
-    network: Layers,
-    directions: list[Any],
-    x: Array,
-    segment: int,
-    has_resets: bool = False,
-    returns: int = FIRST,
-) -> Memory:
-    """Return memory for inputs like `x`, which keeps the gates of `segment` steps."""
     steps, batch, _ = x.shape
-    if device_of(x) is None:
-        extent = Extent(steps, batch, segment, False, has_resets, returns)
-        return HostMemory(network, directions, extent, Calls())
-    from .device import DeviceMemory
-
     return DeviceMemory(directions, network.input_size, steps, batch, segment, has_resets)
-
-
-def _memory_like(
-    network: Layers,
-    x: Array,
-    has_resets: bool,
-    returns: int,
-    steps: int,
-    batch: int,
-    segment: int,
-) -> Memory:
-    """Return memory for other steps and samples than those of `x`, on the host."""
-    like = np.broadcast_to(np.zeros((), x.dtype), (steps, batch, x.shape[2]))
-    about = _directions_of(network, like), like, segment, has_resets, returns
-    return _memory_for(network, *about)
-
-
-def memory_on_host(network: Layers, x: Array, calls: Calls, extent: Extent) -> HostMemory:
-    """Return memory for inputs like `x`, and calls of kernels that others may make, or note."""
-    memory = HostMemory(network, _directions_of(network, x), extent, calls)
-    memory.allocate()
-    return memory

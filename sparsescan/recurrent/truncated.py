@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from ..arrays.arrays import check_memory
 from .definition import CellLike
-from .memory import Memory, beside, has_reset_states
+from .memory import beside, has_reset_states
+from .passes import RecordedMemory
 
 Array = NDArray[Any]
 
@@ -65,7 +66,7 @@ class TruncatedMemory:
 
     def __init__(
         self,
-        make: Callable[[int, int, int], Memory],
+        make: Callable[[int, int, int], RecordedMemory],
         steps: int,
         batch: int,
         truncate: int,
@@ -111,8 +112,6 @@ class TruncatedMemory:
     def allocate(self) -> None:
         """Take the memory."""
         check_memory(f"{self.steps} steps of {self.batch} samples", self.nbytes)
-        self._forward.allocate()
-        self._windows.allocate()
         segments = self._calls * self._size + 1
         self._x = np.zeros((segments, self._length, self.batch, self.widths[0]), self.dtype)
         self._starts = np.zeros((segments, *self._state), self.dtype)

@@ -26,8 +26,8 @@ from sparsescan.recurrent import (
     GRUCell,
     LSTMCell,
     Recurrent,
-    host,
     host_sizes,
+    passes,
     truncated,
 )
 from sparsescan.recurrent import step as step_module
@@ -120,7 +120,7 @@ def test_bits_are_those_of_one_thread() -> None:
     found = []
     for count in (1, 2, 5):
         with (
-            patch.object(host, "thread_count", lambda count=count: count),
+            patch.object(passes, "thread_count", lambda count=count: count),
             patch.object(host_sizes, "thread_count", lambda count=count: count),
             patch.object(host_sizes, "_SMALL", 1),
         ):
@@ -174,9 +174,8 @@ def test_outputs_are_all_states(dtype: Any, seed: int) -> None:
     expected = autograd_of(net, x, state, lengths, above, carry, resets)
     rows, segment = rows_for(rng, net, dtype), int(rng.integers(1, 9))
     with (
-        patch.object(step_module, "_sample_rows", lambda *_: rows),
+        patch.object(step_module, "rows_of_lanes", lambda *_: rows),
         patch.object(step_module, "_SEGMENT", segment),
-        patch.object(host, "_DIRECT", 2),
     ):
         step = net.training_step(return_states="layers" if is_whole else True)
         before = above.copy()

@@ -13,13 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from oracles import assert_within, every_schedule, sequential
-from recurrent_steps import autograd, gradients_of
+from recurrent_steps import array_in, autograd, gradients_of, memory_of
 from sampling import examples, slow
 from scipy.ndimage import maximum_filter1d
 
 import sparsescan
 from sparsescan import MemoryLimitError
-from sparsescan.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell, host, host_sizes
+from sparsescan.execution.calls import Calls
+from sparsescan.recurrent import (
+    GRU,
+    LSTM,
+    RNN,
+    GRUCell,
+    LSTMCell,
+    RNNCell,
+    host,
+    host_sizes,
+    passes,
+)
 from sparsescan.recurrent import step as training_step
 from sparsescan.recurrent.loops import sequences
 
@@ -179,9 +190,10 @@ def limited(net: Any, x: Array) -> Any:
 
 def flags(step: Any, k: int = 0) -> Array:
     """Return which steps a direction has done, ``[group][step]``."""
-    memory = step._memory
-    assert memory.has_grads[k].dtype == np.uint8
-    return np.asarray(memory.has_grads[k].reshape(memory.padded, memory.segment)[:: memory.group])
+    memory = memory_of(step)
+    found = array_in(step, memory.has_grads[k])
+    assert found.dtype == np.uint8
+    return found.reshape(memory.padded, memory.segment)[:: memory.group]
 
 
 @pytest.fixture
@@ -189,7 +201,7 @@ def many_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Let so many threads share networks of any size."""
 
     def set_threads(count: int) -> None:
-        for module in (host, host_sizes):
+        for module in (host_sizes, passes):
             monkeypatch.setattr(module, "thread_count", lambda: count)
 
     monkeypatch.setattr(host_sizes, "_SMALL", 0)
@@ -411,7 +423,7 @@ def test_any_number_of_threads_gives_the_same_bits(
         many_threads(count)
         step = net.training_step() if keeps else limited(net, x)
         results.append(backward(step, x, state, lengths, above, carry))
-        assert step._memory.threads == count
+        assert memory_of(step).threads == count
         done.append(flags(step).mean())
     assert min(done) < 1
     for other in results[1:]:
@@ -476,8 +488,10 @@ def test_gates_are_not_computed_again_for_nothing(
     above[:] = 0
     above[300] = 1
     many_threads(1)
-    step = limited(net, x)
-    step.forward(x, state)
+    directions = passes.directions_of(net, F4, passes.rows_of_lanes(net, F4, batch))
+    memory = host.HostMemory(net, directions, host_sizes.Extent(1000, batch, 256), Calls())
+    memory.allocate()
+    memory.forward([list(net.params.values())], x, state, None)
     steps, find = [], sequences.find_ends
 
     def find_ends(s: Any, *about: Any) -> None:
@@ -487,14 +501,14 @@ def test_gates_are_not_computed_again_for_nothing(
         steps[-1] -= begin
 
     monkeypatch.setattr(host.kernels, "find_ends", find_ends)
-    step.backward(above, carry)
+    memory.backward(above, carry, needs_input_grad=True)
     # Segments of 256 steps, the last one first.
     assert steps == [0, 0, 45, 256]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_gradient_in_outputs_takes_no_array(kind: str) -> None:
-    """Neither in the first calls, nor when passes are recorded."""
+    """Neither in the first call, nor in later ones."""
     steps, batch, units = 400, 16, 64
     net = KINDS[kind](2, units, rng=0)
     step, x = net.training_step(), np.ones((steps, batch, 2), np.float32)

@@ -1,4 +1,4 @@
-"""Passes that are recorded after a while: the same bits as those of a step that never was used."""
+"""Steps that are used again: the same bits as those of one that never was."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sampling import times
 
 from sparsescan.execution import calls
-from sparsescan.recurrent import GRU, LSTM, RNN, host
+from sparsescan.recurrent import GRU, LSTM, RNN
 
 
 def bits(arrays: list[Any]) -> list[bytes]:
@@ -76,7 +76,6 @@ def test_a_life(seed: int) -> None:
         before = bits(arrays)
         needs = bool(rng.random() < 0.7)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(host, "_DIRECT", 1)
             if is_large:
                 patched.setattr(calls, "LARGE", 0)
             results = passes(step, given, grads, needs)
@@ -111,19 +110,3 @@ def test_memory_of_results_is_used_again_when_nobody_has_them() -> None:
     assert len(places) <= 4
     for view, copied in held:
         assert np.array(view).tobytes() == copied.tobytes()
-
-
-def test_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    record = host.Replays._record
-
-    def noted(*arguments: Any) -> Any:
-        made.append(arguments)
-        return record(*arguments)
-
-    monkeypatch.setattr(host.Replays, "_record", noted)
-    step, x = GRU(3, 4, rng=0).training_step(), np.ones((5, 2, 3), np.float32)
-    for call in range(3 * host._DIRECT):
-        output, _ = step.forward(x)
-        step.backward(output)
-        assert len(made) == (2 if call >= host._DIRECT else 0)

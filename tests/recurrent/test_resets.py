@@ -20,7 +20,7 @@ from some_cells import CELLS, Elementwise, Leaky
 
 from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
 from sparsescan.kernels.cpu.lanes import lanes, sample_lanes
-from sparsescan.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, Recurrent, RNNCell, host
+from sparsescan.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, Recurrent, RNNCell
 from sparsescan.recurrent import step as step_module
 from sparsescan.recurrent.loops.pauses import NEVER
 
@@ -100,7 +100,7 @@ def rows_for(rng: np.random.Generator, net: Any, dtype: Any) -> int:
 @settings(max_examples=examples(60))
 @given(seeds)
 def test_episodes_are_sequences_of_their_own(dtype: Any, seed: int) -> None:
-    """In calls with and without resets by turns, recorded ones among them, and with less memory.
+    """In calls with and without resets by turns, and with less memory.
 
     They begin with zeros, or with states that are given and have gradients.
     """
@@ -109,9 +109,8 @@ def test_episodes_are_sequences_of_their_own(dtype: Any, seed: int) -> None:
     steps, batch = int(rng.integers(1, 40)), int(rng.choice([1, 2, 5, 16, 17, 33]))
     rows, segment, is_less = rows_for(rng, net, dtype), int(rng.integers(1, 9)), rng.integers(3)
     with (
-        patch.object(step_module, "_sample_rows", lambda *_: rows),
+        patch.object(step_module, "rows_of_lanes", lambda *_: rows),
         patch.object(step_module, "_SEGMENT", segment),
-        patch.object(host, "_DIRECT", 2),
     ):
         step = net.training_step()
         if is_less == 0:
@@ -154,7 +153,7 @@ def test_random_cells(drawn: RandomCell, seed: int, both: bool) -> None:
         expected = autograd_of(net, *given[:3], *grads, *given[3:])
         largest = max(float(np.abs(each).max(initial=0)) for each in expected.values())
         assume(expected.nearest > 1e-7 and largest < 1e6)
-        with patch.object(step_module, "_sample_rows", lambda *_, rows=rows: rows):
+        with patch.object(step_module, "rows_of_lanes", lambda *_, rows=rows: rows):
             actual = results_of(net.training_step(), given, grads)
         for name, array in expected.items():
             assert np.abs(actual[name] - array).max(initial=0) <= 1e-9 * max(1, largest), name
@@ -239,7 +238,7 @@ def test_steps_that_are_left_out_change_nothing(seed: int) -> None:
     if rng.integers(4) == 0:
         state.reshape(-1)[rng.integers(state.size)] = np.nan
     results, rows = [], rows_for(rng, net, F8)
-    with patch.object(step_module, "_sample_rows", lambda *_: rows):
+    with patch.object(step_module, "rows_of_lanes", lambda *_: rows):
         for never in (True, False):
             step = net.training_step()
             step.forward(x, state)

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sparsescan.recurrent import GRU, LSTM, RNN
+from sparsescan.execution.recording import _SPACE
+from sparsescan.recurrent import GRU, LSTM, RNN, TrainingStep
+from sparsescan.recurrent.host import HostMemory
+from sparsescan.recurrent.passes import RecordedMemory
 
 torch = pytest.importorskip("torch")
 
@@ -122,3 +125,19 @@ def networks(draw: Any, units: int = 21, inputs: int = 19, layers: int = 3) -> A
         dtype=np.float64,
         rng=rng,
     )
+
+
+def memory_of(step: TrainingStep) -> HostMemory:
+    """Return the memory of the last pass, whose arrays are where :func:`array_in` finds them."""
+    memory = step._memory
+    assert isinstance(memory, RecordedMemory)
+    passes, _ = memory._passes[memory._kind]
+    return passes._memory
+
+
+def array_in(step: TrainingStep, array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array of a memory, of which a recording knows the place."""
+    memory = step._memory
+    assert isinstance(memory, RecordedMemory)
+    begin = array.__array_interface__["data"][0] - _SPACE
+    return np.ndarray(array.shape, array.dtype, memory._room, begin)

@@ -31,8 +31,8 @@ from ...recurrent import Recurrent
 from ...recurrent.definition import CellLike
 from ...recurrent.host_sizes import FIRST, LAYERS, STATES
 from ...recurrent.memory import has_reset_states
+from ...recurrent.passes import RecurrentLike
 from ...recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
-from ...recurrent.step import RecurrentLike
 from ...recurrent.tangent import Tangent, tangent_of
 from .calls import vary, varying
 from .programs import Lengths, add, call, key_of

@@ -28,7 +28,7 @@ from ...kernels.addresses import address_of
 from ...locks import new_lock
 from ...recurrent.definition import shapes_of
 from ...recurrent.host_sizes import FIRST, LAYERS, STATES, Extent
-from ...recurrent.recorded import Passes
+from ...recurrent.passes import Passes
 from ...recurrent.step_pool import StepPool
 from ...recurrent.tangent import Tangent, tangent_of
 from .direct import takes_rules

@@ -23,7 +23,7 @@ from ...execution.recording import Recording, Result
 from ...kernels.addresses import address_of
 from ...locks import new_lock
 from ...recurrent.host_sizes import Extent
-from ...recurrent.recorded import Passes
+from ...recurrent.passes import Passes
 from ...recurrent.step_pool import StepPool
 from .direct import has_saving_hooks, is_direct, is_transformed
 from .recorded import ResultTensor, Room, give_scratch, run, take_scratch
