@@ -316,7 +316,16 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "A has dtype torch.complex64; .*affine_scan",
     ),
     "half": ({"u": torch.ones(2, 20, 40).half()}, InputTypeError, "u has dtype torch.float16"),
-    "another": ({"D": torch.ones(20).double()}, InputTypeError, "D has dtype torch.float64"),
+    "another": (
+        {"D": torch.ones(20).double()},
+        InputTypeError,
+        "D has dtype torch.float64, u torch.float32; expected one dtype",
+    ),
+    "the others": (
+        {"u": torch.ones(2, 20, 40).double()},
+        InputTypeError,
+        "delta has dtype torch.float32, u torch.float64; expected one dtype",
+    ),
     "axes": ({"u": torch.ones(20, 40)}, InputError, r"u has shape \(20, 40\); .*length"),
     "delta": ({"delta": torch.ones(2, 20, 1)}, InputError, r"delta has shape .*\(2, 20, 40\)"),
     "z": ({"z": torch.ones(2, 40, 20)}, InputError, r"z has shape \(2, 40, 20\)"),

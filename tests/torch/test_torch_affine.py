@@ -181,7 +181,7 @@ def test_compiled_graphs_stay_whole(seed: int) -> None:
 
 def test_errors() -> None:
     a = torch.rand(4, 3, 3)
-    with pytest.raises(InputTypeError, match=r"offsets has dtype torch\.float64; expected"):
+    with pytest.raises(InputTypeError, match=r"offsets has dtype torch\.float64, matrices torch\."):
         affine_scan(a, torch.rand(4, 3, dtype=torch.float64))
     with pytest.raises(InputTypeError, match=r"matrices is \[tensor.*expected a tensor"):
         affine_scan([a])  # type: ignore[arg-type]

@@ -52,11 +52,16 @@ def check_tensors(
             continue
         if not isinstance(tensor, Tensor):
             raise InputTypeError(f"{name} is {short(tensor)}; expected a tensor")
-        if tensor.dtype not in dtypes or (tensor.dtype != first.dtype and not are_mixed):
+        if tensor.dtype not in dtypes:
             *most, last = (str(each).removeprefix("torch.") for each in dtypes)
             raise InputTypeError(
                 f"{name} has dtype {tensor.dtype}; expected {', '.join(most)} or {last}"
                 f"{', one for all tensors' * (not are_mixed)}{of_complex * tensor.is_complex()}"
+            )
+        if tensor.dtype != first.dtype and not are_mixed:
+            raise InputTypeError(
+                f"{name} has dtype {tensor.dtype}, {next(iter(given))} {first.dtype}; expected "
+                "one dtype for all tensors"
             )
         if tensor.layout is not torch.strided:
             raise InputTypeError(
