@@ -12,7 +12,7 @@ import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import groupby
 from typing import Any
 
@@ -166,6 +166,40 @@ def optimise(
     return model.cheapest(model.numbered([way for way in ways if all(way)]), choices)
 
 
+class Pairs:
+    """A table for pairs of numbers below a count, computed in blocks when they are needed."""
+
+    def __init__(self, count: int, compute: Callable[[Chosen, Chosen], Times]) -> None:
+        self._places = np.full((2, count), -1, np.int32)
+        self._values, self._compute = np.empty((0, 0)), compute
+
+    def __call__(self, rows: Chosen, columns: Chosen) -> Times:
+        """Return the entries of some rows in some columns."""
+        at = self._at(0, rows)[:, None], self._at(1, columns)
+        unknown = np.isnan(self._values[at])
+        # Rows that are new, then what is new in others.
+        new = unknown.all(axis=1)
+        for own in (new, ~new & unknown.any(axis=1)):
+            if own.any():
+                others = unknown[own].any(axis=0)
+                block = at[0][own], at[1][others]
+                self._values[block] = self._compute(rows[own], columns[others])
+        values: Times = self._values[at]
+        return values
+
+    def _at(self, axis: int, numbers: Chosen) -> NDArray[np.int32]:
+        """Return the places of numbers along an axis, to which new ones are added."""
+        places = self._places[axis]
+        new = numbers[places[numbers] < 0]
+        if len(new):
+            room = np.zeros((2, 2), int)
+            room[axis, 1] = len(new)
+            places[new] = np.arange(len(new)) + self._values.shape[axis]
+            self._values = np.pad(self._values, room, constant_values=np.nan)
+        at: NDArray[np.int32] = places[numbers]
+        return at
+
+
 class NetworkCosts:
     """Costs of a network by numbers of configurations, computed once for layers that are alike.
 
@@ -194,7 +228,7 @@ class NetworkCosts:
         copies, which = np.unique(self._copies, return_inverse=True)
         self._latency = np.array([costs.fused(one) for one in copies.tolist()])[which]
         self._known: dict[Any, Times] = {}
-        self._transfers: dict[Any, Times] = {}
+        self._pairs: dict[Any, Pairs] = {}
 
     def _key(self, k: int, reads: Sequence[Moves]) -> Any:
         """Return what the costs of a layer depend on."""
@@ -238,10 +272,11 @@ class NetworkCosts:
 
     def _transfer(self, moves: Moves, a: Chosen, b: Chosen) -> Times:
         """Return times of an edge, for any two of some configurations."""
-        key = moves, a.tobytes(), b.tobytes()
-        if key not in self._transfers:
-            self._transfers[key] = self.costs.transfer(moves, self.of, a, b)
-        return self._transfers[key]
+        # One beside all others would make a table of few into one of all.
+        key = moves, len(a) == 1, len(b) == 1
+        if key not in self._pairs:
+            self._pairs[key] = Pairs(len(self.of.all), partial(self.costs.transfer, moves, self.of))
+        return self._pairs[key](a, b)
 
     def cheapest(
         self, ways: Sequence[Sequence[Chosen]], whole: Sequence[Chosen] | None = None
