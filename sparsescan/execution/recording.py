@@ -7,6 +7,7 @@ memory is, and finds these addresses among the arguments of kernels, which it do
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core.compiler_lock import global_compiler_lock
 from numpy.typing import DTypeLike, NDArray
 
@@ -264,6 +265,7 @@ class Recorder(Calls):
         self.results: list[Result] = []
         self._space, self._first = space, first
         self._read: list[Any] = []
+        self._known: dict[int, tuple[Any, Any, list[int]]] = {}
         self._phases: list[list[list[tuple[int, list[int]]]]] = []
         self._strand: list[tuple[int, list[int]]] | None = None
 
@@ -274,7 +276,7 @@ class Recorder(Calls):
     def launch(self, kernel: Callable[..., None], *arguments: Any) -> None:
         """Note the call of a kernel."""
         words: list[int] = []
-        kinds = _unpack(arguments, words)
+        kinds = _unpack(arguments, words, self._known)
         # Tables among them are read by each replay.
         self._read.append(arguments)
         self._open_strand().append((_entry(kernel, kinds, arguments), words))
@@ -338,31 +340,41 @@ _C = 0x1
 _FLAGS = _C | 0x2 | 0x100 | 0x400
 
 
-def _unpack(value: Any, words: list[int]) -> Any:
-    """Add the words of an argument, as Numba passes it: tuples and arrays as their parts.
+def _unpack(
+    values: tuple[Any, ...], words: list[int], known: dict[int, tuple[Any, Any, list[int]]]
+) -> tuple[Any, ...]:
+    """Add the words of arguments, as Numba passes them: tuples and arrays as their parts.
 
     Return what arguments of different types of Numba never share: these take far longer to find.
+    `known` has this of tuples that have come before, by their addresses.
     """
-    kind = type(value)
-    if kind is int or kind is bool:
-        words.append(int(value))
-        return kind
-    if isinstance(value, tuple):
-        return (kind, *[_unpack(part, words) for part in value])
-    if isinstance(value, np.ndarray):
-        dtype, flags = value.dtype, value.flags.num & _FLAGS
-        address = address_of(value) if flags & _C else kernel_address(value, value.ndim)
-        words += (0, 0, value.size, value.itemsize, address, *value.shape, *value.strides)
-        return dtype.num, dtype.isnative, value.ndim, flags
-    if isinstance(value, (np.integer, np.bool_)):
-        words.append(int(value))
-        return kind
-    raise TypeError(f"a kernel takes {kind}; expected integers, flags, arrays and tuples")
+    kinds: list[Any] = [type(values)]
+    for value in values:
+        kind: Any = type(value)
+        if kind is int or kind is bool:
+            words.append(int(value))
+        elif kind is np.ndarray:
+            flags = value.flags.num & _FLAGS
+            address = address_of(value) if flags & _C else kernel_address(value, value.ndim)
+            words += (0, 0, value.size, value.itemsize, address, *value.shape, *value.strides)
+            kind = value.dtype, value.ndim, flags
+        elif isinstance(value, tuple):
+            if id(value) not in known:
+                own: list[int] = []
+                known[id(value)] = value, _unpack(value, own, known), own
+            _, kind, own = known[id(value)]
+            words += own
+        elif isinstance(value, (np.integer, np.bool_)):
+            words.append(int(value))
+        else:
+            raise TypeError(f"a kernel takes {kind}; expected integers, flags, arrays and tuples")
+        kinds.append(kind)
+    return tuple(kinds)
 
 
-# The entries of kernels by the kinds of their arguments, and what must not be freed meanwhile.
+# The entries of kernels by the kinds of their arguments, and the code that they call.
 _entries: dict[tuple[Any, Any], int] = {}
-_libraries: list[Any] = []
+_read_by_entries: list[Any] = []
 
 
 def _entry(kernel: Any, kinds: Any, arguments: tuple[Any, ...]) -> int:
@@ -378,28 +390,45 @@ def _entry(kernel: Any, kinds: Any, arguments: tuple[Any, ...]) -> int:
 
 
 def _compile_entry(compiled: Any) -> int:
+    """Return the address of the function, which LLVM makes in a hurry: it only loads and calls."""
     context, about = compiled.target_context, compiled.fndesc
     word = ir.IntType(64)
-    module = ir.Module("entry")
-    function = ir.Function(module, ir.FunctionType(word, [word]), "entry")
-    builder = ir.IRBuilder(function.append_basic_block())
-    words = builder.inttoptr(function.args[0], word.as_pointer())
+    lines = [f"%words = inttoptr i64 %0 to {word.as_pointer()}"]
     arguments = []
     for k, kind in enumerate(context.get_arg_packer(about.argtypes).argument_types):
-        value = builder.load(builder.gep(words, [word(k)]))
-        if isinstance(kind, ir.PointerType):
-            value = builder.inttoptr(value, kind)
-        elif kind.width < word.width:
-            value = builder.trunc(value, kind)
-        arguments.append(value)
+        lines += [
+            f"%at{k} = getelementptr i64, {word.as_pointer()} %words, i64 {k}",
+            f"%word{k} = load i64, {word.as_pointer()} %at{k}",
+        ]
+        if kind == word:
+            arguments.append(f"i64 %word{k}")
+            continue
+        how = "inttoptr" if isinstance(kind, ir.PointerType) else "trunc"
+        lines.append(f"%argument{k} = {how} i64 %word{k} to {kind}")
+        arguments.append(f"{kind} %argument{k}")
     kind = context.call_conv.get_function_type(about.restype, about.argtypes)
-    results = [builder.alloca(each.pointee) for each in kind.args[:2]]
+    results = [f"%result{k}" for k in range(2)]
+    for name, each in zip(results, kind.args, strict=False):
+        lines.append(f"{name} = alloca {each.pointee}")
+        arguments.insert(results.index(name), f"{each} {name}")
     address = compiled.library.get_pointer_to_function(about.llvm_func_name)
-    called = builder.inttoptr(word(address), kind.as_pointer())
-    status = builder.call(called, [*results, *arguments])
-    builder.ret(builder.sext(status, word))
-    library = context.codegen().create_library("entry")
-    library.add_ir_module(module)
-    library.finalize()
-    _libraries.extend((compiled, library))
-    return int(library.get_pointer_to_function("entry"))
+    lines += [
+        f"%function = inttoptr i64 {address} to {kind.as_pointer()}",
+        f"%status = call {kind.return_type} %function({', '.join(arguments)})",
+        f"%end = sext {kind.return_type} %status to i64",
+        "ret i64 %end",
+    ]
+    name, body = f"entry{len(_entries)}", "\n".join(lines)
+    engine = _engine()
+    engine.add_module(binding.parse_assembly(f"define i64 @{name}(i64 %0) {{\n{body}\n}}"))
+    engine.finalize_object()
+    _read_by_entries.append(compiled)
+    return int(engine.get_function_address(name))
+
+
+@functools.cache
+def _engine() -> Any:
+    """Return what entries are compiled by, without optimisation."""
+    target = binding.Target.from_default_triple()
+    machine = target.create_target_machine(opt=0, jit=True)
+    return binding.create_mcjit_compiler(binding.parse_assembly(""), machine)

@@ -43,8 +43,8 @@ class HostMemory(HostSizes, Memory):
         self.calls, self._is_reset, self._has_reset_states = calls, False, False
         self.groups: list[_Group] = []
         self._row_orders = [each.row_order(self.group) for each in directions]
-        self._grad_orders = [each.grad_orders() for each in directions]
-        self._sum_tables = [each.sum_table() for each in directions]
+        self._grad_orders = [each.grad_orders for each in directions]
+        self._sum_tables = [each.sum_table for each in directions]
         none = np.empty(0, self.dtype)
         self.no_caller = Caller(none, self.widths[0], False, none, np.empty(0, np.int64))
 
@@ -69,6 +69,7 @@ class HostMemory(HostSizes, Memory):
         resets: NDArray[np.uint8] | None = None,
     ) -> tuple[Array, Array]:
         """Return outputs and last states."""
+        self._samples_of: dict[int, Sequence] = {}
         self._is_reset = resets is not None
         self._has_reset_states = has_reset_states(state, len(self.directions))
         return super().forward(params, x, state, lengths, resets)
@@ -239,7 +240,10 @@ class HostMemory(HostSizes, Memory):
 
     def _all_samples(self, k: int) -> Sequence:
         """Return a direction of all samples for kernels that only read or write their slots."""
-        return self.groups[0].sequence(k, (0, 0))._replace(first=0, count=self.padded)
+        if k not in self._samples_of:
+            every = self.groups[0].sequence(k, (0, 0))
+            self._samples_of[k] = every._replace(first=0, count=self.padded)
+        return self._samples_of[k]
 
     def _for_steps(self, call: Callable[[int, int], None]) -> None:
         """Call a function for parts of the steps: from one of them, and before which it stops."""

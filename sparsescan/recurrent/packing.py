@@ -5,6 +5,7 @@ All parameters of a cell are one vector, of which orders say where each number g
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -517,6 +518,7 @@ class Direction:
 
     # -- Gradients ----------------------------------------------------------------------------
 
+    @functools.cached_property
     def sum_table(self) -> tuple[NDArray[np.int64], int]:
         """Return what dense sums are of, as kernels read it, and how many numbers they have."""
         table, size = [], 0
@@ -527,6 +529,7 @@ class Direction:
                 size += each.forward.cols * self.sum_stride
         return np.array(table, np.int64).reshape(-1, 5), size
 
+    @functools.cached_property
     def grad_orders(self) -> dict[str, list[tuple[str, int, Order]]]:
         """Return where the gradient of each parameter is, in sums that are added up.
 
@@ -536,7 +539,7 @@ class Direction:
         """
         blocks: list[tuple[Product, int]] = []
         found: dict[str, list[tuple[str, int, Order]]] = {name: [] for name in self._offsets}
-        table, _ = self.sum_table()
+        table, _ = self.sum_table
         dense = iter(table)
         number = 0
         for each in self.runs:

@@ -688,7 +688,7 @@ def test_a_recording_calls_the_code_for_the_types_of_its_arguments():
     rng, types = np.random.default_rng(0), {}
     for _ in range(times(2000)):
         arguments, words = (random_argument(rng), random_argument(rng)), []
-        key = _unpack(arguments, words)
+        key = _unpack(arguments, words, {})
         own = numba.typeof(arguments)
         assert types.setdefault(key, own) == own
         assert words == words_of(arguments)
