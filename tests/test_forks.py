@@ -248,7 +248,6 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Work:
     from collections import OrderedDict
 
     from sparsescan.torch.calls import recurrent_op
-    from sparsescan.torch.calls.shapes import Shape
 
     monkeypatch.setattr(recurrent_op, "_steps", OrderedDict())
     net, x = sparsescan.torch.GRU(3, 5), torch.randn(4, 9, 3)
@@ -257,9 +256,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Work:
     def work() -> list[Any]:
         output, _ = net(x, resets=resets)
         found = numbers(output, *torch.autograd.grad(output.sum(), net.parameters()))
-        for shape, *_ in list(recurrent_op._steps):
-            assert isinstance(shape, Shape)
-            recurrent_op.forget_steps(shape, torch.float32)
+        recurrent_op._steps.clear()
         return found
 
     return work

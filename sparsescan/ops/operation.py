@@ -276,18 +276,6 @@ def _stand_in(shape: Shape, dtype: DTypeLike) -> Array:
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-def compute(operation: Operation, form: Any, given: Sequence[Any], *, keeps: bool) -> list[Array]:
-    """Return the results for contiguous arrays, and what is kept, by kernels that run at once."""
-    return operation.forward(Calls(), form, given, keeps)
-
-
-def compute_gradients(
-    operation: Operation, form: Any, kept: Any, above: Any, given: Any, needs: Sequence[bool]
-) -> list[Array]:
-    """Return the gradients that are needed, ``∂L/∂Re + i ∂L/∂Im``, by kernels that run at once."""
-    return operation.backward(Calls(), form, kept, above, given, tuple(needs), conjugated=True)
-
-
 # -- Maps ------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arrays.arrays import is_cupy
 from ..errors import InputError
 from ..execution.recurrence import Recorded
 from ..kernels.addresses import address_of
@@ -24,8 +23,8 @@ from .calls.direct import is_direct, is_mapped, is_transformed, takes_rules
 from .calls.once import Mappable, gradients_of, over_maps
 from .calls.recorded import ResultTensor, Room, give_scratch, run, take_scratch
 
-# Calls of some shapes before they are recorded, which takes as long as a few, and recordings.
-_OFTEN, _MOST = 4, 64
+# Shapes of calls whose recordings are kept.
+_MOST = 64
 _library = torch.library.Library("sparsescan", "FRAGMENT")
 
 
@@ -235,6 +234,11 @@ class Bound:
         return self.operation.decode(numbers, [each.numpy() for each in tables])
 
 
+def is_on_device(tensor: Tensor) -> bool:
+    """Return whether kernels of another device than the CPU are to take a tensor."""
+    return not tensor.is_cpu
+
+
 def _plain(tensor: Tensor) -> Tensor:
     """Return a tensor whose memory is all that there is of it, in one piece."""
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
@@ -438,7 +442,7 @@ class Program:
         self, bound: Bound, form: Any, dtype: torch.dtype, shapes: Any, view: View | None
     ) -> None:
         self.bound, self.form, self.shapes, self.view = bound, form, shapes, view
-        self._operation, self._dtype, self._calls = bound.operation, dtype, 0
+        self._operation, self._dtype = bound.operation, dtype
         self._inputs = shapes if view is None else view.inputs
         results = bound.operation.shapes(form, self._inputs)
         own = results if view is None else [view.outside]
@@ -459,16 +463,11 @@ class Program:
             results = [*operation.plain(FUNCTIONS, self.form, *self._inside(given))]
             results += [first.new_zeros(shape) for shape in self._more * keeps]
             return results if self.view is None else [_moved(results[0], self.view.outside)]
-        self._calls += 1
-        if self._calls > _OFTEN and first.is_cpu:
+        if operation.on_device is None or not is_on_device(first):
             there = [each for each in given if each is not None]
             return self._run(ops.record, (keeps,), there, self._results[1:])
         with here(first):
-            arrays = list(map(array_of, self._inside(given)))
-            if operation.on_device is not None and is_cupy(arrays[0]):
-                found = operation.on_device[0](self.form, arrays)
-            else:
-                found = ops.compute(operation, self.form, arrays, keeps=keeps)
+            found = operation.on_device[0](self.form, list(map(array_of, self._inside(given))))
             if self.view is not None:
                 found = [found[0].reshape(self.view.outside)]
             return list(map(tensor_of, found))
@@ -491,9 +490,10 @@ class Program:
         kept, *above = [_plain(each) for each in (kept, *above)]
         read = {k: None if each is None else _plain(each) for k, each in given.items()}
         by_kernels = not self._is_empty and (operation.has_complex or not self._dtype.is_complex)
-        if by_kernels and self._calls > _OFTEN and kept.is_cpu:
+        shapes = [shape for shape, need in zip(self.shapes, needs, strict=True) if need]
+        on_device = operation.on_device if is_on_device(kept) else None
+        if by_kernels and on_device is None:
             arrays = [kept, *above, *[each for each in read.values() if each is not None]]
-            shapes = [shape for shape, need in zip(self.shapes, needs, strict=True) if need]
             return self._run(ops.record_gradients, (needs, True), arrays, shapes)
         whole: Any = [
             read[k] if k in read else None if shape is None else kept.new_empty(()).expand(shape)
@@ -501,18 +501,13 @@ class Program:
         ]
         if self.view is not None:
             kept, above, whole = self.view.inside(kept, above, whole)
-        if not by_kernels:
+        if on_device is None or not by_kernels:
             every = ops.again(operation, FUNCTIONS, self.form, kept, above, whole)
             found = [each for each, need in zip(every, needs, strict=True) if need]
         else:
             with here(kept):
                 known = array_of(kept), list(map(array_of, above)), list(map(array_of, whole))
-                if operation.on_device is not None and is_cupy(known[0]):
-                    grads = operation.on_device[1](self.form, *known, needs)
-                else:
-                    grads = ops.compute_gradients(operation, self.form, *known, needs)
-                found = list(map(tensor_of, grads))
-        shapes = [shape for shape, need in zip(self.shapes, needs, strict=True) if need]
+                found = list(map(tensor_of, on_device[1](self.form, *known, needs)))
         return [each.reshape(shape) for each, shape in zip(found, shapes, strict=True)]
 
     def _inside(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -22,7 +22,7 @@ from sparsescan.errors import InputError, InputTypeError
 from sparsescan.kernels.cpu.lanes import lanes, sample_lanes
 from sparsescan.recurrent.catalogue import MGU
 from sparsescan.torch import calibrate, explain
-from sparsescan.torch.calls import prepared, recurrent_op, shapes, times
+from sparsescan.torch.calls import prepared, times
 from sparsescan.torch.calls.prepared import Prepared, only
 from sparsescan.torch.calls.times import Key, TimeTable, name_of, predict
 
@@ -197,7 +197,7 @@ def test_no_call_answers_from_what_was(seed: int, names: list[str], kernels: str
 
     with only(kernels or "sparsescan"):
         if not kernels:
-            prepared._only = None  # prepared when they have come a few times
+            prepared._only = None  # by whichever is faster
         compare()
         for k, name in enumerate(names):
             for module in (theirs, ours):
@@ -443,29 +443,6 @@ def test_parameters_of_other_shapes_are_refused(kernels: str) -> None:
         for _ in range(2):
             with pytest.raises((InputError, RuntimeError), match=r"shape|size"):
                 ours(x)
-
-
-def test_large_calls_are_prepared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "_LARGE", 4 * 5 * (5 + 3) * 4 * 2)
-    _, ours = pair("GRU", 3, 5)
-    with only("sparsescan"):
-        prepared._only = None
-        ours(torch.randn(3, 2, 3))
-        assert not prepared_calls()
-        ours(torch.randn(4, 2, 3))
-        assert len(prepared_calls()) == 1
-
-
-def test_memory_of_calls_that_were_not_prepared_is_let_go() -> None:
-    _, ours = pair("GRU", 3, 7)
-    x = torch.randn(4, 2, 3)
-    with only("sparsescan"):
-        prepared._only = None
-        for _ in range(10):
-            ours(x)[0].sum().backward()
-        assert prepared_calls()
-    shape = shapes.Shape("GRU", 3, 7, 1, True, False)
-    assert not [key for key in recurrent_op._steps if key[0] == shape]
 
 
 def test_what_is_left_to_pytorch_is_left_for_plain_modules_alone() -> None:

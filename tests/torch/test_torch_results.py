@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +15,8 @@ from torch_doors import DOORS, door
 
 import sparsescan.torch
 from sparsescan.recurrent.catalogue import LEM, PeepholeLSTM
-from sparsescan.torch import binder, lfilter, module
+from sparsescan.torch import lfilter, module
+from sparsescan.torch.calls import sequences
 from sparsescan.torch.calls.prepared import only
 
 FORMS = "steps first", "batch first", "one sample", "packed"
@@ -24,12 +24,12 @@ KINDS = "RNN", "GRU", "LSTM"
 LENGTHS = torch.tensor([2, 4, 1, 3, 4])
 
 
-@pytest.fixture(params=["first", "prepared"])
+@pytest.fixture(params=["operator", "prepared"])
 def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run calls as they run the first time, or as they do when they have come a few times."""
-    is_prepared = request.param == "prepared"
-    monkeypatch.setattr(binder, "_OFTEN", -1 if is_prepared else 1 << 30)
-    with only("sparsescan") if is_prepared else nullcontext():
+    """Run prepared calls, or the operator, as calls with anything special do."""
+    if request.param == "operator":
+        monkeypatch.setattr(sequences, "key_of", lambda *_: None)
+    with only("sparsescan"):
         yield
 
 

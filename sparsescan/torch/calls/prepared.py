@@ -1,9 +1,9 @@
 """Calls of recurrent modules that are prepared once for inputs of a shape, and then cost little.
 
-Beside the kernels of a short sequence, all that PyTorch and Python do takes longer. So when inputs
-of a shape have come a few times, both passes are recorded for them. From then on a call checks
-what it is given, takes memory for results, and lets compiled code do the rest. Nothing of the
-parameters is kept: each call reads what they are then.
+Beside the kernels of a short sequence, all that PyTorch and Python do takes longer. So for inputs
+of a new shape both passes are recorded. From then on a call checks what it is given, takes memory
+for results, and lets compiled code do the rest. Nothing of the parameters is kept: each call reads
+what they are then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...recurrent.passes import Passes
 from ...recurrent.step_pool import StepPool
 from .direct import has_saving_hooks, is_direct, is_transformed
 from .recorded import ResultTensor, Room, give_scratch, run, take_scratch
-from .recurrent_op import forget_steps, gradients
+from .recurrent_op import gradients
 from .saved import HAS_FUSED, check_others, free_places, save, saved
 from .shapes import network_of
 from .states import apart, joined
@@ -35,10 +35,9 @@ from .times import Key, predict
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _DTYPES = frozenset((torch.float32, torch.float64))
-# Calls of a shape before it is recorded, which takes as long as some, and multiply-adds of a call
-# beside which it takes no time; shapes that are remembered; and bytes of memory that nobody uses,
-# beside that of the shape that was used last.
-_OFTEN, _LARGE, _MOST, _MOST_BYTES = 4, 1 << 28, 128, 1 << 28
+# Shapes that are remembered, and bytes of memory that nobody uses, beside that of the shape used
+# last.
+_MOST, _MOST_BYTES = 128, 1 << 28
 _turn = itertools.count().__next__
 
 
@@ -323,11 +322,11 @@ def _listed(hx: Any) -> Sequence[Tensor]:
     return () if hx is None else hx if type(hx) is tuple else (hx,)
 
 
-# -- Calls that come often -------------------------------------------------------------------------
+# -- Calls that are known --------------------------------------------------------------------------
 
 _lock = new_lock()
-# What a call is: prepared, one of PyTorch's kernel (True), or one that has come so many times.
-_calls: OrderedDict[tuple[Any, ...], Prepared | int] = OrderedDict()
+# What a call is: prepared, or one of PyTorch's kernel (True).
+_calls: OrderedDict[tuple[Any, ...], Prepared | bool] = OrderedDict()
 
 
 def find(key: tuple[Any, ...]) -> Prepared | bool:
@@ -368,24 +367,19 @@ def leave(key: tuple[Any, ...] | None) -> None:
 
 
 def prepare(key: tuple[Any, ...], *, may_be_theirs: bool) -> Prepared | bool:
-    """Return what :func:`find` does, having chosen a kernel, or counted the call.
-
-    It is prepared once there have been a few.
-    """
+    """Return what :func:`find` does, for a call that has not come before."""
     with _lock:
         found = _calls.get(key)
         if found is None:
-            found = (may_be_theirs and _is_theirs(Key(*key))) or 0
-        if type(found) is int:
-            is_soon = found >= _OFTEN or _only is not None or _is_large(Key(*key))
-            found = _made(Key(*key)) if is_soon else found + 1
+            own = Key(*key)
+            found = True if may_be_theirs and _is_theirs(own) else Prepared(own)
         _calls[key] = found
         _calls.move_to_end(key)
         _let_go()
-        return found if type(found) is Prepared else found is True
+        return found
 
 
-def run_often(
+def run_prepared(
     x: Tensor,
     state: Tensor | None,
     params: list[Tensor],
@@ -417,30 +411,12 @@ def run_often(
     return output, torch.cat(last, -1) if call.states > 1 else last
 
 
-def _is_large(key: Key) -> bool:
-    """Return whether a call takes longer than to record it."""
-    steps, batch = key.sizes
-    slots = len(key.shape.program.slots)
-    a_step = slots * key.hidden_size * (key.hidden_size + key.input_size)
-    return steps * batch * key.num_layers * a_step >= _LARGE
-
-
-def _made(key: Key) -> Prepared:
-    """Return a call that is prepared, and let go the memory of those before."""
-    call = Prepared(key)
-    forget_steps(key.shape, key.dtype)
-    return call
-
-
 _only: str | None = None
 
 
 @contextmanager
 def only(kernels: str) -> Iterator[None]:
-    """Let all calls take ``"sparsescan"``'s kernels, or ``"pytorch"``'s, whichever are faster.
-
-    They are prepared at once.
-    """
+    """Let all calls take ``"sparsescan"``'s kernels, or ``"pytorch"``'s, whichever are faster."""
     global _only
     before, _only = _only, kernels
     _forget()

@@ -117,14 +117,6 @@ def _steps_of(
         return steps
 
 
-def forget_steps(shape: Shape, dtype: torch.dtype) -> None:
-    """Let go the steps of a network on the CPU, without masks, that nobody uses."""
-    with _lock:
-        for key in list(_steps):
-            if key[0] == shape and key[1] is dtype and key[2].type == "cpu" and not any(key[3]):
-                del _steps[key]
-
-
 def _kept(weight: Tensor, mask: Tensor | None) -> NDArray[np.bool_] | None:
     """Return which weights are kept; None if there is no mask, or a pruned weight is not 0."""
     if mask is None:

@@ -18,7 +18,7 @@ from ...graph.expressions import topological
 from ...recurrent import Cell, catalogue
 from ...recurrent.definition import read_options, shapes_of
 from ..calls.direct import is_watched
-from ..calls.prepared import run_often
+from ..calls.prepared import run_prepared
 from ..calls.recurrent_op import has_kernels, run
 from ..calls.resets import check_resets
 from ..calls.shapes import kind_of, register
@@ -303,7 +303,7 @@ class _Sequence(NamedTuple):
             some = masks if any(mask is not None for mask in masks) else []
             often = None
             if not some and resets is None:
-                often = run_often(x, begin, flat, self.mode, units, each, keeps)
+                often = run_prepared(x, begin, flat, self.mode, units, each, keeps)
             if often is None:
                 x, last, _ = run(x, begin, None, flat, some, *about, resets=resets)
             else:
