@@ -207,7 +207,7 @@ class Recording:
     @property
     def threads(self) -> int:
         """How many threads are of use."""
-        return min(self.width, thread_count())
+        return 1 if self.width == 1 else min(self.width, thread_count())
 
     def run(self, arrays: Sequence[Array]) -> None:
         """Make the calls with arrays in the order of their numbers."""

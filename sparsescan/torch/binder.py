@@ -21,7 +21,7 @@ from ..recurrent.step_pool import StepPool
 from .calls.arrays import array_of, here, tensor_of
 from .calls.direct import is_direct, is_mapped, is_transformed, takes_rules
 from .calls.once import Mappable, gradients_of, over_maps
-from .calls.recorded import ResultTensor, Room, give_scratch, run, take_scratch
+from .calls.recorded import ResultTensor, Room, give_scratch, new_tensors, run, take_scratch
 
 # Shapes of calls whose recordings are kept.
 _MOST = 64
@@ -531,7 +531,7 @@ class Program:
             found = self._recorded[record, more] = recorded, results
         recorded, results = found
         room, scratch = self._rooms.take(), take_scratch(recorded.nbytes)
-        tensors = [each.new(room) for each in results]
+        tensors = new_tensors(results, room)
         run(recorded.recording, [address_of(scratch)], given, tensors)
         give_scratch(scratch)
         self._rooms.give_back(room)

@@ -26,7 +26,7 @@ from ...recurrent.host_sizes import Extent
 from ...recurrent.passes import Passes
 from ...recurrent.step_pool import StepPool
 from .direct import has_saving_hooks, is_direct, is_transformed
-from .recorded import ResultTensor, Room, give_scratch, run, take_scratch
+from .recorded import ResultTensor, Room, give_scratch, new_tensors, run, take_scratch
 from .recurrent_op import gradients
 from .saved import HAS_FUSED, check_others, free_places, save, saved
 from .shapes import network_of
@@ -204,9 +204,9 @@ class Prepared:
         room = self.rooms.take()
         # A copy must be there until the end.
         given = [self.in_order(x), *[each.contiguous() for each in tensors]]
-        results = tuple(each.new(room) for each in self._results)
+        results = new_tensors(self._results, room)
         run(self._forward, [room.address], given, results)
-        return results, room
+        return tuple(results), room
 
     def backward(
         self, room: Room, above: Tensor | None, carry: Sequence[Tensor | None], needs_x: bool
@@ -225,7 +225,7 @@ class Prepared:
         if has_state:
             none = self._no_grad()
             given += [none if each is None else each.contiguous() for each in carry]
-        results, scratch = [each.new(room) for each in own.results], take_scratch(own.nbytes)
+        results, scratch = new_tensors(own.results, room), take_scratch(own.nbytes)
         run(own.recording, [room.address, address_of(scratch)], given, results)
         give_scratch(scratch)
         return [results[place] for place in own.order]

@@ -79,14 +79,24 @@ class ResultTensor(NamedTuple):
             strides = tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
         return cls(result, shape, strides, dtype, prod(shape) * dtype.itemsize >= calls.LARGE)
 
-    def new(self, room: Room) -> Tensor:
-        """Return a new tensor, whose memory a call in a room may take."""
-        if not self.is_large:
-            # A default device may be another one.
-            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
+    def in_room(self, room: Room) -> Tensor:
+        """Return a tensor of memory that a room keeps for this result."""
         array = room.results.result(*self.result)
         steps = [each * array.itemsize for each in self.strides]
         return torch.from_numpy(np.lib.stride_tricks.as_strided(array, self.shape, steps))
+
+
+def new_tensors(results: Sequence[ResultTensor], room: Room) -> list[Tensor]:
+    """Return new tensors for results, whose memory a call in a room may take."""
+    made = []
+    for each in results:
+        if each.is_large:
+            made.append(each.in_room(room))
+        else:
+            _, shape, strides, dtype, _ = each
+            # A default device may be another one.
+            made.append(torch.empty_strided(shape, strides, dtype=dtype, device="cpu"))
+    return made
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -110,7 +120,7 @@ def run(
     given : sequence of Tensor
         Contiguous tensors that it reads.
     results : sequence of Tensor
-        What :meth:`ResultTensor.new` has made, in the order of the recording's results.
+        What :func:`new_tensors` has made, in the order of the recording's results.
     """
     addresses = [*rooms, *addresses_of(given), *map(_address, results)]
     if recording.threads == 1:

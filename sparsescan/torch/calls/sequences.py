@@ -110,8 +110,8 @@ class Sequences:
     @property
     def is_usual(self) -> bool:
         """Whether a call is one as of PyTorch's modules, but for resets."""
-        has_bounds = self.memory_limit is not None or self.truncate is not None
-        return not self.return_states and not (has_bounds and torch.is_grad_enabled())
+        has_bounds = self._memory_limit is not None or self._truncate is not None
+        return not self._return_states and not (has_bounds and torch.is_grad_enabled())
 
     def forward(
         self,
