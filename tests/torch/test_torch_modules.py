@@ -149,8 +149,8 @@ def test_compiled_models(kind: Any) -> None:
 def test_steps_are_used_again_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent_op, "_steps", OrderedDict())
     net = sparsescan.torch.GRU(3, 5)
-    for _ in range(4):  # until it is prepared
-        net(torch.zeros(2, 2, 3))
+    for _ in range(4):
+        net(torch.zeros(2, 2, 3), resets=torch.zeros(2, 2, dtype=torch.bool))
     gc.collect()
     (steps,) = recurrent_op._steps.values()
     assert steps.free == 1
