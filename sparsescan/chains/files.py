@@ -272,13 +272,14 @@ class Arrays:
 
     def __init__(self, file: Any) -> None:
         self._archive = zipfile.ZipFile(file)
+        self._names = set(self._archive.namelist())
         version = self.scalar("version", "iu", "one integer")
         if version != _VERSION:
             by = ", the format of sparsescan 0.2: save it again with this release" * (version == 1)
             raise InputError(f"version is {version}{by}; expected {_VERSION}")
 
     def __contains__(self, key: str) -> bool:
-        return f"{key}.npy" in self._archive.NameToInfo
+        return f"{key}.npy" in self._names
 
     def __getitem__(self, key: str) -> NDArray[Any]:
         """Read an array, in native byte order; raise if any byte of it is damaged."""
@@ -362,7 +363,8 @@ class ChainFile:
         if self._layout != "periodic":
             return self.part(0, self.n)
         patterns = unpack_patterns(self._arrays, self._groups[:, 0].tolist())
-        values = [self._values(g, 0, self.n, pattern) for g, pattern in enumerate(patterns)]
+        counts = self._counts.tolist()
+        values = [self._values(g, 0, counts[g], pattern) for g, pattern in enumerate(patterns)]
         return self._checked(PeriodicChain(values, patterns), 0)
 
     def part(self, start: int, stop: int) -> Any:
@@ -374,7 +376,14 @@ class ChainFile:
         own = self._steps[start:stop]
         used, turns = np.unique([0] if self._stacked else own, return_inverse=True)
         patterns = unpack_patterns(self._arrays, self._groups[used, 0].tolist())
-        values = [self._values(g, start, stop, p) for g, p in zip(used, patterns, strict=True)]
+        before, until = (
+            np.bincount(self._steps[:end], minlength=len(self._groups)).tolist()
+            for end in (start, stop)
+        )
+        values = [
+            self._values(g, before[g], until[g], pattern)
+            for g, pattern in zip(used.tolist(), patterns, strict=True)
+        ]
         if self._layout == "csr_chain":
             return self._checked(CSRChain.from_pattern(values[0], patterns[0]), start)
         if self._layout == "dense_stack":
@@ -397,11 +406,10 @@ class ChainFile:
         """Return the rows and columns of those Jacobians, shape ``(stop - start, 2)``."""
         return self._table[self._groups[self._steps[start:stop], 0], 1:].astype(np.int64)
 
-    def _values(self, g: int, start: int, stop: int, pattern: Pattern) -> NDArray[Any]:
-        """Read the values of a group that belong to some Jacobians, block by block."""
+    def _values(self, g: int, first: int, last: int, pattern: Pattern) -> NDArray[Any]:
+        """Read values `first` to ``last - 1`` of a group, block by block, or the only one."""
         _, form, dtype, size = self._groups[g].tolist()
         count = int(self._counts[g])
-        first, last = (int(np.count_nonzero(self._steps[:end] == g)) for end in (start, stop))
         if form == _SAME:
             first, last = 0, 1
         check_count(f"groups[{g}, 3]", size, 1)
