@@ -20,8 +20,7 @@ from sparsescan import BatchedCSR
 from sparsescan.jacobians import from_torch
 from sparsescan.recurrent import catalogue
 from sparsescan.strategies.networks import build
-from sparsescan.strategies.pipeline.simulation import Placement, Simulation
-from sparsescan.strategies.stage import Stage
+from sparsescan.strategies.pipeline.simulation import Placement, Simulation, Stage
 
 from . import (
     cell_contenders,
@@ -82,10 +81,10 @@ def test_a_quick_run_makes_a_file_and_a_page(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeping_ranks: None
 ) -> None:
     """Of some pieces, without JAX, which compiles for seconds."""
-    if name in ("scaling", "strategies"):
+    if name == "scaling":
         if why := scaling.missing():
             pytest.skip(why)
-        monkeypatch.setattr(f"bench.{name}.RANKS", (2,))
+        monkeypatch.setattr("bench.scaling.RANKS", (2,))
         (cache := tmp_path / "cache").mkdir()
         # Costs are those of a table: measuring takes minutes.
         monkeypatch.setattr(scaling, "_calibrated", lambda: nullcontext(cache))

@@ -217,12 +217,9 @@ def test_a_picture_that_cannot_be_written_is_known_before_the_work(capsys, monke
     ("options", "words"),
     [
         ("--workers 0 --batch 4", "--workers is 0; expected at least 1"),
-        ("--workers -2 --batch 4 --run", "--workers is -2; expected at least 1"),
+        ("--workers -2 --batch 4", "--workers is -2; expected at least 1"),
         ("--workers 2 --batch 0", "--batch is 0; expected at least 1"),
-        ("--workers 2 --batch -1 --run", "--batch is -1; expected at least 1"),
-        ("--workers 2 --batch 4 --plot a.png --run", "--plot draws predictions, and --run"),
-        ("--workers 2 --batch 4 --overlap --run", "--overlap changes predictions, and --run"),
-        ("--workers 2 --batch 4 --machine a100 --run", "--machine is for predictions, and --run"),
+        ("--workers 2 --batch -1", "--batch is -1; expected at least 1"),
     ],
 )
 def test_wrong_options_of_strategies_give_one_line(capsys, options, words):

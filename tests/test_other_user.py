@@ -138,13 +138,13 @@ def test_a_cache_without_a_home(folder: Path) -> None:
 
 COMMANDS = [
     (page, line)
-    for page in ("start.md", "how/workers.md", "how/strategies.md")
+    for page in ("start.md", "how/workers.md")
     for line in re.findall(r"^[^`\n]*mpiexec -n .*$", (DOCS / page).read_text(), re.MULTILINE)
 ]
 
 
 def test_pages_print_commands_for_mpi() -> None:
-    assert [page for page, _ in COMMANDS] == ["start.md", "how/workers.md", "how/strategies.md"]
+    assert [page for page, _ in COMMANDS] == ["start.md", "how/workers.md"]
     for page, _ in COMMANDS:
         text = (DOCS / page).read_text()
         for said in (".venv/bin/mpiexec", "--map-by :OVERSUBSCRIBE", "--allow-run-as-root"):
@@ -184,5 +184,4 @@ def test_a_command_for_mpi_runs_as_it_is_printed(
 SHOWN = {
     "start.md": "\n".join(["gradients 250"] * 4),
     "how/workers.md": "8 gradients",
-    "how/strategies.md": "strategy",
 }

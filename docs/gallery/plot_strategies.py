@@ -5,7 +5,7 @@ Which way to parallelise?
 Several workers can share a training step in many ways: each takes some of the samples, some of the
 channels, some of the layers, or they scan. :mod:`sparsescan.strategies` predicts what each takes,
 layer by layer, from the arithmetic, the messages and a model of a worker. All times here are
-predictions; ``sparsescan strategies NETWORK --run`` measures, under ``mpiexec``.
+predictions.
 """
 
 import matplotlib.pyplot as plt

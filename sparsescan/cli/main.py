@@ -188,7 +188,7 @@ def _add_strategies(commands: Any) -> None:
         "--machine",
         metavar="MACHINE",
         help="a worker and its networks: p100, v100, a100 or h100, or a JSON file; by default "
-        "those that --run has measured, or else a GPU's",
+        "the one that strategies.save_machine has kept, or else a GPU's",
     )
     parser.add_argument(
         "--strategy",
@@ -205,12 +205,6 @@ def _add_strategies(commands: Any) -> None:
         "--json", metavar="OUT.json", help="JSON file for the plans, layer by layer"
     )
     parser.add_argument("--plot", metavar="OUT.png", help="PNG file for the time of a step over P")
-    parser.add_argument(
-        "--run",
-        action="store_true",
-        help="measure this machine, and train by every strategy beside its prediction: under "
-        "mpiexec -n P, one rank a worker",
-    )
     parser.set_defaults(command=_strategies)
 
 
@@ -346,27 +340,6 @@ def _strategies(arguments: argparse.Namespace) -> None:
     name = arguments.network
     workers = check_count("--workers", arguments.workers, 1)
     batch = check_count("--batch", arguments.batch, 1)
-    if arguments.run:
-        options = {
-            "plot": "draws",
-            "json": "writes",
-            "strategy": "chooses",
-            "overlap": "changes",
-            "machine": "is for",
-        }
-        for option, does in options.items():
-            if getattr(arguments, option):
-                raise InputError(
-                    f"--{option} {does} predictions, and --run measures; expected one of them "
-                    "without the other"
-                )
-        if name.endswith(".npz"):
-            raise InputError(
-                f"{name} has no layers to train; expected the name of a network with --run, or "
-                "scan --mpi for this file"
-            )
-        _mpi_commands.run_strategies(arguments)
-        return
     from ..strategies import build, compare, from_chain, load_machine, plot_comparison
     from ..strategies.compare import named
     from ..strategies.machine import worker_file
@@ -394,7 +367,7 @@ def _strategies(arguments: argparse.Namespace) -> None:
     print(compared)
     kept = worker_file()
     if arguments.machine is None and kept is not None and os.path.exists(kept):
-        print(f"for the machine that --run has measured and kept: {kept}")
+        print(f"for the machine that was measured and kept: {kept}")
     if arguments.plot is not None:
         print(f"time of a step over the number of workers: {arguments.plot}")
     if arguments.json is not None:

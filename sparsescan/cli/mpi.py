@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import sys
 import time
 import traceback
@@ -28,7 +27,7 @@ _Command = Callable[[argparse.Namespace], None]
 
 def speaks(argv: Sequence[str]) -> bool:
     """Whether this process prints the errors that all ranks raise: rank 0 alone under MPI."""
-    if not {"--mpi", "--run"}.intersection(argv):
+    if "--mpi" not in argv:
         return True
     from ..parallel.communicator import load_mpi
 
@@ -132,35 +131,3 @@ def calibrate(world: Any, arguments: argparse.Namespace) -> None:
     if communicator.rank == 0:
         print(f"a message {network.latency:.0f} ns and {network.inverse_bandwidth:.3g} ns a byte")
         print(f"kept in {path}")
-
-
-@_together("--run")
-def run_strategies(world: Any, arguments: argparse.Namespace) -> None:
-    """Run ``strategies --run``: measure this machine, and all strategies beside predictions."""
-    from ..parallel import Communicator
-    from ..strategies import measure_here, run, save_machine
-    from ..strategies.machine import worker_file
-
-    name, batch = arguments.network, arguments.batch
-    if arguments.workers != world.size:
-        raise InputError(
-            f"--workers is {arguments.workers}, but there are {world.size} ranks; run it by "
-            f"mpiexec -n {arguments.workers}"
-        )
-    limited = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"} & os.environ.keys()
-    if world.rank == 0 and world.size > 1 and not limited:
-        print(
-            "NumPy may use all cores on every rank, which can take ten times as long: "
-            "OMP_NUM_THREADS=1 gives each one core",
-            flush=True,
-        )
-    communicator = Communicator.of(world)
-    measured = run(world, name, measure_here(world, name, batch), batch)
-    if world.rank == 0:
-        print(measured)
-    # One rank alone measures no network.
-    if world.size > 1:
-        kept = worker_file()
-        path = _by_first(communicator, kept, lambda: kept and save_machine(measured.machine))
-        if path is not None and world.rank == 0:
-            print(f"this machine, for which tables are from now on: {path}")

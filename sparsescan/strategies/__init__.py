@@ -5,11 +5,9 @@ Which of them is fastest for a network, and what they take by a model of the wor
     from sparsescan.strategies import build, compare, load_machine
 
     print(compare(build("vgg16"), load_machine(), workers=16, batch=256))
-
-Every strategy also trains: `start` makes a :class:`Training` over the ranks of a communicator.
 """
 
-from .compare import Comparison, Run, compare, measure_here, plot_comparison, run
+from .compare import Comparison, compare, plot_comparison
 from .graph import Graph, Layer
 from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine, load_machine, measure_machine, save_machine
@@ -17,7 +15,7 @@ from .networks import Recurrent, build, from_chain, from_sequential, sequential
 from .per_layer.predict import PerLayer
 from .pipeline.predict import MicroBatches, Pipeline
 from .scan import Scan
-from .strategy import LayerPlan, Prediction, Strategy, Training
+from .strategy import LayerPlan, Prediction, Strategy
 
 __all__ = [
     "BatchParallel",
@@ -34,19 +32,15 @@ __all__ = [
     "Pipeline",
     "Prediction",
     "Recurrent",
-    "Run",
     "Scan",
     "Strategy",
-    "Training",
     "build",
     "compare",
     "from_chain",
     "from_sequential",
     "load_machine",
-    "measure_here",
     "measure_machine",
     "plot_comparison",
-    "run",
     "save_machine",
     "sequential",
 ]

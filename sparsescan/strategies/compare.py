@@ -1,38 +1,25 @@
-"""All strategies side by side: predicted in a table and a picture, and measured over MPI ranks."""
+"""All strategies side by side, in a table and a picture."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
-from statistics import median
 from textwrap import shorten
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from ..checks import check_count, check_packages
 from ..errors import InputError
-from ..formatting import align, format_bytes, format_time, quantity, wrap
-from ..parallel.communicator import Communicator
-from ..parallel.network import measure as measure_network
+from ..formatting import align, format_bytes, format_time, wrap
 from .graph import Graph
 from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
-from .machine import Machine, measure_machine
-from .measured import measure_exchanges, measure_times
-from .networks import Recurrent, Trainable, graph_of, sequential
+from .machine import Machine
+from .networks import AnyNetwork, graph_of
 from .per_layer.predict import PerLayer
 from .pipeline.predict import MicroBatches, Pipeline
 from .scan import Scan
-from .strategy import MOST_SAMPLES, MOST_WORKERS, Prediction, Strategy, Training
+from .strategy import MOST_SAMPLES, MOST_WORKERS, Prediction, Strategy
 
-# Steps before a measurement, its seconds, fewest and most steps, and steps of a turn.
-_WARM, _SECONDS, _LEAST, _MOST, _IN_A_ROW = 2, 1.0, 5, 50, 3
-_RATE = 0.01
-# Ratio of times above which the order of two strategies counts.
-_DIFFER = 1.15
 # Parts whose columns come first in a table; others follow.
 _PARTS = ("forward", "backward", "Jacobians", "scan", "parameters", "activations", "weights")
 # Strategies, with colours that everybody can tell apart (Okabe and Ito, 2008), and markers.
@@ -152,7 +139,7 @@ def _page(
 
 
 def compare(
-    network: Graph | Trainable,
+    network: AnyNetwork,
     machine: Machine,
     workers: int,
     batch: int,
@@ -306,229 +293,3 @@ def _plain_ticks(axis: Any) -> None:
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_minor_formatter(NullFormatter())
-
-
-# -- Over the ranks of MPI ------------------------------------------------------------------------
-
-
-class Measured(NamedTuple):
-    """A strategy's median time of a step on the slowest rank, and bytes that the busiest sent.
-
-    They stand beside its prediction for this machine.
-    """
-
-    prediction: Prediction
-    nanoseconds: float
-    bytes: int
-
-
-def measure_here(comm: Any, name: str, batch: int = 64) -> Machine:
-    """Measure a worker of this computer while all ranks work, and the network; collective.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
-    name : str
-        Name of a network that is built in, whose layers are to be measured one by one.
-    batch : int
-        Samples of a step, of all ranks together.
-
-    Returns
-    -------
-    Machine
-        Equal on all ranks.
-
-    Raises
-    ------
-    InputError
-        If the network cannot be run, or there is too little memory.
-    """
-    communicator = Communicator.of(comm)
-    batch, trained = check_count("batch", batch, 1), _runnable(name)
-    network = measure_network(communicator)
-    communicator.agree()
-    every: list[Machine] = communicator.gather(measure_machine(network))
-    machine = replace(
-        every[0],
-        multiply_adds=min(one.multiply_adds for one in every),
-        bandwidth=min(one.bandwidth for one in every),
-        overhead=max(one.overhead for one in every),
-        # All ranks share the memory.
-        memory=every[0].memory // communicator.size,
-    )
-    if communicator.size > 1:
-        latency, inverse_bandwidth = measure_exchanges(communicator)
-        network = replace(network, latency=latency, inverse_bandwidth=inverse_bandwidth)
-        machine = replace(machine, network=network)
-    _check_memory(graph_of(trained, name), machine, communicator.size, batch)
-    times = communicator.broadcast(measure_times(comm, trained, batch), 0)
-    return replace(machine, times=times)
-
-
-def _runnable(name: str) -> Trainable:
-    """Return a network that is built in, to be run."""
-    return Recurrent.named(name, 0) if ":" in name else sequential(name, 0)
-
-
-def _check_memory(graph: Graph, machine: Machine, workers: int, batch: int) -> None:
-    """Raise unless there is room for the Jacobians of all strategies, which take turns."""
-    every = strategies()
-    # With other strategies, each worker has only its part of the layers.
-    whole = sum(isinstance(one, (BatchParallel, PerLayer)) for one in every)
-    values = sum(layer.values(batch) for layer in graph.layers) * machine.itemsize
-    held = int(values) + sum(layer.index_bytes for layer in graph.layers)
-    needed = held * whole + held * (len(every) - whole) // workers
-    if needed > machine.memory:
-        raise InputError(
-            f"network is {graph.name}; the Jacobians of {len(every)} strategies take about "
-            f"{format_bytes(needed)} on each of {workers} ranks; expected at most the "
-            f"{format_bytes(machine.memory)} that it has"
-        )
-
-
-@dataclass(frozen=True)
-class Run:
-    """Measurements of strategies over the ranks of a communicator.
-
-    Attributes
-    ----------
-    network : Graph
-        The network.
-    machine : Machine
-        The machine for which steps were predicted.
-    workers, batch : int
-        Number of ranks, and samples of a step.
-    measured : list of Measured
-        The fastest first.
-    reasons : dict of str to str
-        Why others were not measured, by their names.
-    """
-
-    network: Graph
-    machine: Machine
-    workers: int
-    batch: int
-    measured: list[Measured]
-    reasons: dict[str, str]
-
-    @property
-    def pairs(self) -> tuple[int, int]:
-        """Pairs of strategies in the order predicted, of those that differ by over 15%, and all."""
-        both = [(one.nanoseconds, one.prediction.total) for one in self.measured]
-        differ = [(a, b) for a, b in combinations(sorted(both), 2) if b[0] > _DIFFER * a[0]]
-        return sum(a[1] < b[1] for a, b in differ), len(differ)
-
-    def __str__(self) -> str:
-        right, pairs = self.pairs
-        order = sorted(self.measured, key=lambda one: one.prediction.total)
-        rows = [["strategy", "step", "predicted", "order predicted", "sent", "sent, predicted"]]
-        for one in self.measured:
-            predicted = one.prediction
-            times = format_time(one.nanoseconds), format_time(predicted.total)
-            sent = format_bytes(one.bytes), format_bytes(predicted.bytes)
-            rows.append([predicted.strategy, *times, str(1 + order.index(one)), *sent])
-        head = (
-            f"{self.network.name}, {quantity(self.workers, 'rank')}, {self.batch} "
-            "samples a step, measured"
-        )
-        said = [
-            f"steps are predicted for this worker: {self.machine.name}",
-            f"the order of {right} of the {pairs} pairs that differ by more than "
-            f"{_DIFFER - 1:.0%} is as predicted",
-        ]
-        return _page(head, rows, said, [one.prediction for one in self.measured], self.reasons)
-
-
-def run(comm: Any, name: str, machine: Machine, batch: int) -> Run:
-    """Train a network that is built in by every strategy that can; collective.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
-    name : str
-        Name of the network.
-    machine : Machine
-        Equal on all ranks.
-    batch : int
-        Samples of a step.
-
-    Returns
-    -------
-    Run
-        Print it for a table.
-
-    Raises
-    ------
-    InputError
-        If the network cannot be run, or there is too little memory.
-    """
-    network, rng = _runnable(name), np.random.default_rng(0)
-    # Trainings here sum gradients when the backward pass is done.
-    machine = replace(machine, overlap=False)
-    graph, batch = graph_of(network, name), check_count("batch", batch, 1)
-    _check_memory(graph, machine, comm.size, batch)
-    x = rng.standard_normal((batch, *network.input_shape), np.float32)
-    labels = rng.integers(graph.layers[-1].size, size=batch)
-    started: list[tuple[Prediction, Training]] = []
-    reasons = {}
-    for strategy in strategies():
-        try:
-            prediction = strategy.predict(network, machine, comm.size, batch)
-            if prediction.memory > machine.memory:
-                reasons[strategy.name] = f"a rank needs {format_bytes(prediction.memory)}"
-                continue
-            # An error of the arguments is raised on all ranks.
-            training = strategy.start(comm, network, batch, learning_rate=_RATE, machine=machine)
-        except InputError as error:
-            reasons[strategy.name] = str(error)
-            continue
-        started.append((prediction, training))
-    measured = measure_in_turns(started, x, labels)
-    return Run(graph, machine, comm.size, batch, measured, reasons)
-
-
-def measure_in_turns(
-    started: Sequence[tuple[Prediction, Any]], x: Any = None, labels: Any = None
-) -> list[Measured]:
-    """Measure steps of all trainings, the fastest first.
-
-    They take turns, so that other work on the machine slows down all of them.
-    """
-    trainings, sent = [training for _, training in started], []
-    for training in trainings:
-        communicator = training.communicator
-        # A pipeline is full by then.
-        for _ in range(_WARM + 2 * communicator.size):
-            training.step(x, labels)
-        before = _sent(communicator)
-        training.step(x, labels)
-        sent += communicator.maximum([_sent(communicator) - before])
-    samples: list[list[int]] = [[] for _ in trainings]
-    total = 0
-    while samples and (
-        len(samples[0]) < _LEAST
-        or (len(samples[0]) < _MOST and total < _SECONDS * 1e9 * len(samples))
-    ):
-        for training, own in zip(trainings, samples, strict=True):
-            # The first of a turn finds the caches as another has left them.
-            for k in range(1 + _IN_A_ROW):
-                training.communicator.agree()
-                start = time.perf_counter_ns()
-                training.step(x, labels)
-                # All ranks have the same times, so that all stop at once.
-                taken = training.communicator.maximum([time.perf_counter_ns() - start])
-                own += taken * (k > 0)
-                total += taken[0]
-    measured = [
-        Measured(prediction, float(median(own)), nbytes)
-        for (prediction, _), own, nbytes in zip(started, samples, sent, strict=True)
-    ]
-    return sorted(measured, key=lambda one: one.nanoseconds)
-
-
-def _sent(communicator: Communicator) -> int:
-    """Count bytes of data, without the few by which ranks agree that nothing is wrong."""
-    traffic = communicator.traffic
-    return sum(kind.bytes for name, kind in traffic.items() if name != "allreduce")

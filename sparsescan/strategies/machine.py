@@ -7,89 +7,19 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..jacobians import Conv2d, Tanh
 from ..parallel.network import BUILT_IN, Network, load_network
 from ..plan.costs.constants import file_to_write, machine_file
-from .graph import Graph, Layer
-
-#: Parts of a layer's work: its output, the values of its Jacobian, the product of that with a
-#: gradient, the gradients of its parameters, and their update.
-PARTS = ("forward", "values", "product", "params", "update")
-
-Floats = NDArray[np.float64]
-
-
-@dataclass
-class Times:
-    """Nanoseconds of the layers of one network for some numbers of samples; by default of none.
-
-    Attributes
-    ----------
-    layers : sequence of Layer
-        The layers of the rows of `parts`; of a recurrent network, the first step and the readout.
-    samples : sequence of int
-        Numbers of samples, increasing; between them times are interpolated.
-    parts : dict of str to ndarray, shape (layers, sizes)
-        Times of each part: forward, values, product, params, update.
-    calls : dict of str to ndarray, shape (2, sizes)
-        Times of one call for all steps of a cell: of the call itself, and of each step.
-    loss : ndarray, shape (sizes,)
-        Times of the loss and its gradient.
-    sweep : float
-        Time of a chain of products beside those of the products.
-    collectives : dict of str to float
-        Times of small calls of a :class:`~sparsescan.parallel.Communicator`, by method.
-    contention : float
-        Time of work on all ranks at once over that on one rank alone: they may share cores and
-        memory.
-    exscan : {"doubling", "linear"}
-        Algorithm of the MPI library's exclusive scan.
-    """
-
-    layers: Sequence[Layer] = ()
-    samples: Sequence[int] = ()
-    parts: Mapping[str, Floats] = field(default_factory=dict)
-    calls: Mapping[str, Floats] = field(default_factory=dict)
-    loss: Floats = field(default_factory=lambda: np.empty(0))
-    sweep: float = 0.0
-    collectives: Mapping[str, float] = field(default_factory=dict)
-    contention: float = 1.0
-    exscan: str = "doubling"
-
-    def __post_init__(self) -> None:
-        self._rows = {layer: row for row, layer in enumerate(self.layers)}
-
-    def knows(self, graph: Graph, k: int) -> bool:
-        """Tell whether layer `k`, or the one whose parameters it shares, was measured."""
-        return graph.layers[graph.owner(k)] in self._rows
-
-    def of(
-        self, part: str, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0
-    ) -> float:
-        """Return nanoseconds of a part of a layer that was measured."""
-        row = self._rows[graph.layers[graph.owner(k)]]
-        # Half of the channels take as long as half of the samples.
-        return self.at(self.parts[part][row], samples * share)
-
-    def at(self, table: Floats, samples: float) -> float:
-        """Interpolate a table between the samples that were measured, and beyond them."""
-        x = self.samples
-        if len(x) == 1:
-            return float(table[0] * samples / x[0])
-        k = min(max(int(np.searchsorted(x, samples)), 1), len(x) - 1)
-        slope = (table[k] - table[k - 1]) / (x[k] - x[k - 1])
-        return max(float(table[k - 1] + slope * (samples - x[k - 1])), 0.0)
-
+from .graph import Graph
 
 # Measurements: a convolution, numbers that are copied, and repetitions of each.
 _CONV, _IMAGE, _COPIED, _TIMES = (16, 16, 3), (16, 16, 16), 1 << 22, 51
@@ -129,9 +59,6 @@ class Machine:
         α and β between workers of one node.
     node : int
         Workers of a node, which are numbered one after the other; 1 without `within`.
-    times : Times
-        Measured times of the layers of a network, which replace the model's; they are not saved.
-        Without them, updates, the loss and agreements of ranks in every step take no time.
     """
 
     name: str = "built in"
@@ -145,10 +72,9 @@ class Machine:
     overlap: bool = False
     within: Network | None = None
     node: int = 1
-    times: Times = field(default_factory=Times, compare=False, repr=False)
 
     def forward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
-        """Return nanoseconds of the forward pass of layer `k`; a whole cell is one step of many.
+        """Return nanoseconds of the forward pass of layer `k`.
 
         Parameters
         ----------
@@ -161,32 +87,27 @@ class Machine:
         share : float
             Share of its output that is computed.
         """
-        if graph.layers[k].kind == "cell" and share == 1:
-            return self._of_many(("forward",), graph, k, samples)
         return self.part("forward", graph, k, samples, share)
 
     def backward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
         """Return nanoseconds of its backward pass, for its input and for its parameters."""
-        layer, work = graph.layers[k], (graph, k, samples, share)
-        if layer.kind == "cell" and share == 1:
-            return self._of_many(("values", "product", "params"), graph, k, samples)
-        if self.times.knows(graph, k):
-            both = self.part("values", *work) + self.part("product", *work)
-            return self.part("params", *work) + both * graph.deep(k)
-        return (1 + layer.learns) * self.part("forward", *work)
-
-    def update(self, graph: Graph, k: int, share: float = 1.0) -> float:
-        """Return nanoseconds of the update of its parameters."""
-        shared = graph.layers[k].shares is not None
-        return 0.0 if shared else self.part("update", graph, k, 1.0, share)
+        layer = graph.layers[k]
+        if layer.kind != "cell" or share != 1:
+            return (1 + layer.learns) * self.part("forward", graph, k, samples, share)
+        # All steps of a whole cell are one call of each part, whose overhead the first has.
+        parts = "values", "product", "params"
+        calls = len(parts) * self.overhead * (layer.shares is None)
+        return calls + sum(self.part(part, graph, k, samples) for part in parts)
 
     def part(
         self, part: str, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0
     ) -> float:
-        """Return nanoseconds of a part of layer `k`, as measured or by the model."""
+        """Return nanoseconds of a part of layer `k`: forward, values, product or params.
+
+        These are its output, the values of its Jacobian, the product of that with a gradient, and
+        the gradients of its parameters.
+        """
         layer = graph.layers[k]
-        if self.times.knows(graph, k):
-            return self.times.of(part, graph, k, samples, share)
         if part == "values":
             return share * self.itemsize * layer.values(samples) / self.bandwidth
         if part == "product":
@@ -204,27 +125,6 @@ class Machine:
         nbytes = self.itemsize * entries + layer.index_bytes
         return max(count * layer.nnz / self.multiply_adds, nbytes / self.bandwidth)
 
-    def call(self, part: str, graph: Graph, k: int, samples: float = 1.0) -> float:
-        """Return nanoseconds of one call for all steps of a cell, beside :meth:`step` of each."""
-        if not self.times.knows(graph, k):
-            # A forward pass has the overhead in every step.
-            return 0.0 if part == "forward" else self.overhead
-        cell = graph.layers[k].kind == "cell"
-        return self.times.at(self.times.calls[part][0], samples) if cell else 0.0
-
-    def step(self, part: str, graph: Graph, k: int, samples: float = 1.0) -> float:
-        """Return nanoseconds of a part of layer `k`; a cell is one step of a call of many."""
-        if graph.layers[k].kind == "cell" and self.times.knows(graph, k):
-            return self.times.at(self.times.calls[part][1], samples)
-        return self.part(part, graph, k, samples)
-
-    def _of_many(self, parts: Sequence[str], graph: Graph, k: int, samples: float) -> float:
-        """Return nanoseconds of a step of a cell; the first has those of the call."""
-        calls = 0.0
-        if graph.layers[k].shares is None:
-            calls = sum(self.call(part, graph, k, samples) for part in parts)
-        return calls + sum(self.step(part, graph, k, samples) for part in parts)
-
     def _work(self, graph: Graph, k: int, samples: float, share: float) -> float:
         """Return nanoseconds of arithmetic or of memory, whichever takes longer."""
         layer = graph.layers[k]
@@ -232,27 +132,6 @@ class Machine:
         arithmetic = samples * share * layer.multiply_adds / self.multiply_adds
         nanoseconds: float = np.maximum(arithmetic, entries * self.itemsize / self.bandwidth)
         return nanoseconds
-
-    def loss(self, samples: float = 1.0) -> float:
-        """Return nanoseconds of the loss and its gradient."""
-        return self.times.at(self.times.loss, samples) if self.times.layers else 0.0
-
-    def chain(self, graph: Graph, k: int, share: float = 1.0) -> float:
-        """Return the sweep of layer `k` alone, or 0 if its input needs no gradient.
-
-        All steps of a whole cell are one chain.
-        """
-        layer = graph.layers[k]
-        if layer.kind == "cell" and share == 1:
-            return self.times.sweep * (layer.shares is None)
-        return self.times.sweep * graph.deep(k)
-
-    def shared(self, work: Sequence[float], workers: int) -> float:
-        """Return nanoseconds of work, given for each worker that has some as if all worked.
-
-        The others leave their cores to these.
-        """
-        return max(max(work) / self.times.contention, sum(work) / workers)
 
     def among(self, workers: int) -> Machine:
         """Return a machine whose network connects so many workers: that within a node, if it can.
@@ -317,15 +196,11 @@ class Machine:
 
     def collective(self, name: str, workers: int) -> float:
         """Return nanoseconds of a "maximum", "broadcast" or "gather" of a few bytes."""
-        if self.times.layers:
-            return self.times.collectives.get(name, 0.0)
         return _ROUNDS[name] * (workers - 1).bit_length() * self.network.latency
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the attributes as JSON can hold them, without measured times of layers."""
-        content = asdict(replace(self, times=Times()))
-        del content["times"]
-        return content
+        """Return the attributes as JSON can hold them."""
+        return asdict(self)
 
 
 def worker_file() -> Path | None:
@@ -363,7 +238,7 @@ def load_machine(path: _Path | None = None) -> Machine:
     try:
         machine: Machine = _record(Machine(), json.loads(Path(path).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        known = ", ".join(sorted({each.name for each in fields(Machine)} - {"times"}))
+        known = ", ".join(sorted({each.name for each in fields(Machine)}))
         raise InputError(
             f"{path}: {error}; expected a JSON object with some of {known}; network and within "
             "are such objects with latency and inverse_bandwidth"

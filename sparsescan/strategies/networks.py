@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..checks import check_count
 from ..errors import InputError, InputTypeError, short
@@ -424,10 +423,7 @@ def _branch_layer(builder: Builder, text: str, x: int) -> int:
 # Networks of operators
 # -------------------------------------------------------------------------------------------------
 
-_RUN = (
-    f"{', '.join(_CHAINS)} or resnet-N, where N is 6n + 2, which can be run, as can rnn:T and "
-    "gru:T (Recurrent.named)"
-)
+_RUN = f"{', '.join(_CHAINS)} or resnet-N, where N is 6n + 2, which can be run"
 
 
 def sequential(name: str, rng: np.random.Generator | int | None = None) -> Sequential:
@@ -589,53 +585,6 @@ def from_chain(patterns: Sequence[Pattern], name: str = "chain") -> Graph:
     return builder.graph()
 
 
-Array = NDArray[Any]
-
-
-class Step(Operator):
-    """Step `t` of a cell as a layer: from the state before it to the one behind.
-
-    Its parameters are those of the cell, which all steps share and none copies. A cell may be some
-    units of one, which read the whole state.
-    """
-
-    # A step reads its own inputs, which are not cut as the states are.
-    _samples_apart = False
-
-    def __init__(self, cell: Any, t: int) -> None:
-        self.cell, self.t = cell, t
-        self._set_shapes((cell.state_size,), None)
-        self._set_output((cell.state_size if isinstance(cell, Cell) else cell.units,))
-        self._x: Any = None
-
-    def read(self, x: Array) -> None:
-        """Take the inputs of this step from sequences, ``(samples, steps, input_size)``.
-
-        Their samples are those whose states ``forward``, ``values`` and ``param_grads`` get next.
-        """
-        self._x = x[:, self.t]
-
-    @property
-    def params(self) -> Any:
-        """The parameters of the cell, not copied."""
-        return self.cell.params
-
-    def _core_nnz(self) -> int:
-        return int(self.cell.nnz)
-
-    def _core_pattern(self) -> Any:
-        return self.cell.pattern
-
-    def _forward(self, xp: Any, x: Any) -> Any:
-        return self.cell.forward(self._x, x)
-
-    def _fill(self, xp: Any, x: Any, y: Any, out: Any) -> None:
-        self.cell.values(self._x, x, out=out)
-
-    def _param_grads(self, xp: Any, x: Any, grad_y: Any) -> Any:
-        return self.cell.param_grads(self._x, x, grad_y)
-
-
 class Recurrent:
     """A recurrent cell over a sequence, and a linear layer that reads its last state.
 
@@ -647,12 +596,6 @@ class Recurrent:
         Linear layer from the last state to the classes.
     steps : int
         Length of a sequence; a sample has the shape ``(steps, cell.input_size)``.
-
-    Attributes
-    ----------
-    ops : tuple of Operator
-        One for each step, and the readout: the layers of :meth:`graph` behind the input, which
-        is the first state, zeros.
     """
 
     def __init__(self, cell: Cell, readout: Linear, steps: int) -> None:
@@ -666,20 +609,6 @@ class Recurrent:
             )
         self.cell, self.readout = cell, readout
         self.steps = check_count("steps", steps, 1)
-        self.input_shape = (steps, cell.input_size)
-        self.output_shape = readout.output_shape
-        self.ops: tuple[Operator, ...] = (*(Step(cell, t) for t in range(steps)), readout)
-
-    @classmethod
-    def named(cls, name: str, rng: np.random.Generator | int | None = None) -> Recurrent:
-        """Return the network of which ``build(name)`` is the graph: ``"rnn:T"`` or ``"gru:T"``."""
-        kind, _, steps = name.partition(":")
-        if kind not in CELLS:
-            raise InputError(f"network is {name!r}; expected rnn:T or gru:T")
-        build(name)  # which refuses other numbers of steps
-        generator, (cell, features, classes) = np.random.default_rng(rng), CELLS[kind]
-        first = cell(features, HIDDEN, rng=generator)
-        return cls(first, Linear(HIDDEN, classes, rng=generator), int(steps))
 
     def graph(self, name: str = "recurrent") -> Graph:
         """Return the graph, as :func:`.build` makes it."""
@@ -689,8 +618,8 @@ class Recurrent:
         return builder.graph()
 
 
-#: A network that strategies train.
-Trainable = Sequential | Recurrent
+#: What a forecast is for.
+AnyNetwork = Graph | Sequential | Recurrent
 
 
 def _named(network: object) -> str:
@@ -699,8 +628,8 @@ def _named(network: object) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
-def graph_of(network: Graph | Trainable, name: str = "network") -> Graph:
-    """Return a graph itself, or that of a network that is trained.
+def graph_of(network: AnyNetwork, name: str = "network") -> Graph:
+    """Return a graph itself, or that of a network.
 
     Raises
     ------
@@ -725,12 +654,3 @@ def graph_of(network: Graph | Trainable, name: str = "network") -> Graph:
                 "expected layers with parameters of their own"
             )
     return from_sequential(network, name)
-
-
-def operators(network: Trainable, graph: Graph) -> list[Operator | None]:
-    """Return the operator of every layer of :func:`graph_of`'s graph; None for input and sums.
-
-    All steps of a recurrent network have the same cell.
-    """
-    ops = iter(network.ops if isinstance(network, Recurrent) else network.layers)
-    return [None if layer.kind in ("input", "add") else next(ops) for layer in graph.layers]

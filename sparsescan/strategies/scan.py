@@ -5,25 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..formatting import quantity
 from ..locks import cached_property
-from ..parallel.api import plan
 from ..parallel.exchange import exscan_messages
 from ..parallel.forecast import CLOSE, OPEN
 from ..parallel.grid import Grid, check_grid
 from ..parallel.maps import Capacity, ScanTerms, vector_words
-from .exchanges import GradientSums, descend, sum_words
 from .graph import Graph, blocks
 from .machine import Machine
-from .networks import graph_of
-from .stage import Gradients, StageTraining
-from .strategy import Job, LayerPlan, Prediction, Strategy, Training, Work, cross_entropy
+from .strategy import LayerPlan, Prediction, Strategy, Work, sum_words
 
 #: Name of the strategy.
 NAME = "scan"
@@ -62,7 +56,6 @@ class Division:
         self._layers, self._batch = network.layers, batch
         # The largest group.
         self._samples = -(-batch // grid.batch)
-        self._exscan = machine.times.exscan
         units = blocks(network)
         self._parts = [
             [k for unit in units[part.start : part.stop] for k in unit]
@@ -77,9 +70,7 @@ class Division:
         machine, network, grid = self._machine, self._machine.network, self._grid
         by_products = schedule == "products"
         working, waiting = self._products if by_products else self._vectors
-        agreed = network.allreduce(grid.chain, 8 * OPEN) + network.allreduce(grid.size, 8 * CLOSE)
-        measured = 2 * machine.collective("maximum", grid.size)
-        waiting += measured if machine.times.layers else agreed
+        waiting += network.allreduce(grid.chain, 8 * OPEN) + network.allreduce(grid.size, 8 * CLOSE)
         reduced = [self._summed(part) for part in self._parts]
         # By products there are elements given and returned, those of the library and the operator.
         elements = 4 * self._message(self._samples) if by_products else 0
@@ -91,13 +82,13 @@ class Division:
         nbytes = [self._samples * size * machine.itemsize for size in self._sizes]
         times = {
             # One part after the other, in each group; Jacobians of all parts at once.
-            "forward": sum(map(self._at_once, forward)),
+            "forward": sum(forward),
             "activations": sum(map(network.message, nbytes)),
-            "Jacobians": self._at_once(*values),
+            "Jacobians": max(values),
             "scan": working + waiting,
-            "parameters": self._at_once(*params),
-            "weights": max(map(self._updating, reduced, self._parts)),
-            "loss": machine.loss(self._samples) + machine.collective("gather", grid.size),
+            "parameters": max(params),
+            "weights": max(map(self._summing, reduced)),
+            "loss": machine.collective("gather", grid.size),
         }
         parts, groups = quantity(grid.chain, "part"), quantity(grid.batch, "group")
         how = f"{parts} × {groups} of samples, by {schedule}"
@@ -116,32 +107,28 @@ class Division:
                 devices = range(position, grid.size, grid.chain)
                 yield LayerPlan(layer.name, one, devices, sent, self._held([k]))
 
-    def _at_once(self, *work: float) -> float:
-        """Return nanoseconds of work that some parts do at once."""
-        return self._machine.shared(work, self._grid.chain)
-
     def _each(self, part: str, layers: Sequence[int]) -> float:
         """Return nanoseconds of some layers; those that share parameters are one call."""
         graph, machine, samples = self._graph, self._machine, self._samples
         if part == "params":
             layers = [k for k in layers if self._layers[k].learns]
-        calls = sum(machine.call(part, graph, k, samples) for k in set(map(graph.owner, layers)))
-        return calls + math.fsum(machine.step(part, graph, k, samples) for k in layers)
+        # A forward pass has the overhead in every step.
+        calls = machine.overhead * len(set(map(graph.owner, layers))) * (part != "forward")
+        return calls + math.fsum(machine.part(part, graph, k, samples) for k in layers)
 
-    def _updating(self, sums: Sequence[tuple[int, int]], part: Sequence[int]) -> float:
-        """Return nanoseconds of sums of parameter gradients, and of updates."""
+    def _summing(self, sums: Sequence[tuple[int, int]]) -> float:
+        """Return nanoseconds of sums of parameter gradients."""
         machine, (groups, mine), (size, everywhere) = self._machine, *sums
         # Ranks of a part are as far apart as there are parts.
         near = machine.node // self._grid.chain
-        both = [(groups, near, mine), (size, machine.node, everywhere)]
-        return machine.all_reduce(both) + sum(machine.update(self._graph, k) for k in part)
+        return machine.all_reduce([(groups, near, mine), (size, machine.node, everywhere)])
 
     @cached_property
     def _sweeps(self) -> list[float]:
         """Nanoseconds in which each worker sweeps one gradient through its part."""
         return [
-            (self._machine.times.sweep or self._machine.overhead)
-            + sum(self._machine.step("product", self._graph, k, self._samples) for k in part)
+            self._machine.overhead
+            + sum(self._machine.columns(self._graph, k, self._samples) for k in part)
             for part in self._parts
         ]
 
@@ -151,7 +138,7 @@ class Division:
         message = self._machine.network.message
         terms = self._terms(self._samples)
         waiting = sum(message(8 * vector_words(n, terms)) for n in self._sizes)
-        return sum(map(self._at_once, self._sweeps)), waiting
+        return sum(self._sweeps), waiting
 
     @cached_property
     def _products(self) -> tuple[float, float]:
@@ -162,7 +149,7 @@ class Division:
             sizes = self._samples, self._layers[part[-1]].size
             taken = sum(machine.columns(self._graph, k, *sizes) for k in part)
             reducing.append(machine.overhead + taken)
-        rounds = count - 1 if self._exscan == "linear" else (count - 1).bit_length()
+        rounds = (count - 1).bit_length()
         size = max(self._sizes)
         # With three parts, only gradients are combined.
         columns = size if count > 3 else 1
@@ -212,67 +199,12 @@ class Division:
         if position > 0:
             total += samples * self._sizes[position - 1] * machine.itemsize
         if by_products:
-            total += exscan_messages(self._exscan, grid.chain, position) * self._message(samples)
+            total += exscan_messages("doubling", grid.chain, position) * self._message(samples)
         elif position < last:
             total += 8 * vector_words(self._sizes[position], self._terms(samples))
         (groups, own), (size, everywhere) = reduced[position]
         words = sum_words(own, grid.group(rank), groups) + sum_words(everywhere, rank, size)
         return total + machine.itemsize * int(words)
-
-
-class ScanTraining(StageTraining):
-    """A part of a network on every rank, for a group of samples, combined by `schedule`."""
-
-    def __init__(self, job: Job, grid: Grid, schedule: str) -> None:
-        rank, self._grid = job.communicator.rank, grid
-        self._position = grid.position(rank)
-        # Positions of the scan are numbered from the end of the chain on.
-        span = parts_of(graph_of(job.network), grid.chain)[grid.chain - 1 - self._position]
-        super().__init__(job, slice(span.start, span.stop))
-        sizes = [sum(p.size for p in layer.values()) for layer in self.stage.parameters]
-        own = [r for r in range(grid.size) if grid.position(r) == self._position]
-        shared = self.stage.shared
-        # Some parameters are those of all parts.
-        everywhere = sum(sizes[:shared]), range(grid.size)
-        self._sums = GradientSums(self.communicator, [everywhere, (sum(sizes[shared:]), own)])
-        self.plan = plan(
-            job.comm, self.stage.patterns, grid=(grid.chain, grid.batch), schedule=schedule
-        )
-
-    def step(self, x: NDArray[Any], labels: NDArray[np.int64]) -> float:
-        """Run one training step; see :meth:`.Training.step`."""
-        x, labels = self.check(x, labels)
-        before, behind, _ = self.dtypes
-        stage, world, rank = self.stage, self.communicator, self.communicator.rank
-        samples = self._grid.samples(rank, self.batch)
-        x, labels = x[samples], labels[samples]
-        loss, grad = 0.0, None
-        following: Gradients = []
-        with world.ending("a training step"):
-            entering = None
-            if self._position < self._grid.chain - 1:
-                entering = np.empty((len(x), *self.input_shape), before)
-                world.receive(entering, rank + 1)
-            activations = stage.forward(x, entering)
-            if self._position > 0:
-                world.send(np.ascontiguousarray(activations[-1], behind), rank - 1)
-            else:
-                loss, grad = cross_entropy(activations[-1], labels, self.batch)
-                grad, following = stage.leaving(activations, grad)
-            values = stage.values(activations)
-        gradients = self.plan.exclusive_scan(grad, values)
-        with world.ending("a training step"):
-            grads = stage.param_grads(activations, gradients, following)
-            descend(stage.parameters, grads, self.rate, self._sums.total)
-            return math.fsum(world.gather(loss))
-
-    def parameters(self) -> Gradients:
-        """Return parameters of every layer, whole, on all ranks."""
-        # Those of the first group, from the start of the chain on.
-        every = self.communicator.gather(self.stage.parameters)
-        held: list[Gradients] = every[: self._grid.chain][::-1]
-        shared = self.stage.shared
-        return held[0][:shared] + [params for part in held for params in part[shared:]]
 
 
 class Scan(Strategy):
@@ -296,7 +228,7 @@ class Scan(Strategy):
     BPPSA (Wang, Bai and Pekhimenko, MLSys 2020): with `n` layers and `p` workers
     ``Θ(n/p + log p)`` steps by products (equation 6), and ``Θ(max(n/p, 1))`` Jacobians a worker
     (section 3.6). A prediction takes products of Jacobians to be dense, and exclusive scans of MPI
-    to be logarithmic, unless it was seen how they are made. A part is swept by one call, however
+    to be logarithmic. A part is swept by one call, however
     many steps it has.
     """
 
@@ -308,9 +240,9 @@ class Scan(Strategy):
             raise InputError(f"schedule is {schedule!r}; expected 'vectors' or 'products'")
         self.schedule = schedule
 
-    def _plan(self, work: Work) -> tuple[Prediction, tuple[Grid, str]]:
+    def _predict(self, work: Work) -> Prediction:
         """Return the best grid; if none fits, the one that needs least memory."""
-        _, network, machine, workers, batch = work
+        network, machine, workers, batch = work
         most, ways = most_parts(network), []
         chains = [n for n in range(min(workers, 2), workers + 1) if workers % n == 0]
         grids = [Grid(n, workers // n) for n in chains]
@@ -321,16 +253,13 @@ class Scan(Strategy):
             for schedule in ("vectors", "products"):
                 wanted = self.schedule in (None, schedule)
                 if wanted and (schedule == "vectors" or grid.chain > 1):
-                    ways.append((division.prediction(schedule), (grid, schedule)))
+                    ways.append(division.prediction(schedule))
         if not ways:
             raise InputError(
                 f"workers is {workers}: {network.name} can be cut into {quantity(most, 'part')} at "
                 f"most, and {quantity(batch, 'sample')} into {quantity(batch, 'group')}"
             )
-        fitting = [one for one in ways if one[0].memory <= machine.memory]
+        fitting = [one for one in ways if one.memory <= machine.memory]
         if not fitting:
-            return min(ways, key=lambda one: one[0].memory)
-        return min(fitting, key=lambda one: one[0].total)
-
-    def _train(self, job: Job, plan: tuple[Grid, str]) -> Training:
-        return ScanTraining(job, *plan)
+            return min(ways, key=lambda one: one.memory)
+        return min(fitting, key=lambda one: one.total)

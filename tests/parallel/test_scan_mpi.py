@@ -1,4 +1,4 @@
-"""The command line under mpiexec: scans from file to file, runs of strategies, and their end."""
+"""The command line under mpiexec: scans from file to file, and their end."""
 
 from __future__ import annotations
 
@@ -32,12 +32,6 @@ Commands = list[dict[str, Any]]
 
 def command(argv: Sequence[object], how: str | None = None) -> dict[str, Any]:
     return {"argv": [*map(str, argv), "--mpi"], "how": how}
-
-
-def strategies(file: object, size: int, batch: int, how: str | None = None) -> dict[str, Any]:
-    """``strategies --run``."""
-    argv = ["strategies", file, "--workers", size, "--batch", batch, "--run"]
-    return {"argv": [*map(str, argv)], "how": how}
 
 
 def run_all(size: int, folder: Path, commands: Commands) -> mpi_launch.Ended:
@@ -252,8 +246,6 @@ def test_what_is_wrong_is_said_once_on_all_ranks(tmp_path: Path) -> None:
     ]
     commands = [command(["scan", *argv], "small blocks") for argv, _ in wrong]
     others: list[tuple[dict[str, Any], list[str]]] = [
-        (strategies("lenet5", 2, 1), ["--workers is 2, but there are 3 ranks"]),
-        (strategies(good, 3, 1), ["chain.npz has no layers to train; expected the name"]),
         (command(["calibrate"], "no cache"), ["network.json: Not a directory; give a path"]),
     ]
     commands += [each for each, _ in others]
@@ -271,7 +263,7 @@ def test_what_is_wrong_is_said_once_on_all_ranks(tmp_path: Path) -> None:
     assert json.loads(kept.read_text())["latency"] > 0
 
 
-@pytest.mark.parametrize("name", ["scan", *slow("calibrate", "strategies", "alone")])
+@pytest.mark.parametrize("name", ["scan", *slow("calibrate", "alone")])
 def test_what_one_rank_alone_meets_ends_all(name: str, tmp_path: Path) -> None:
     """A bug, or an error that others do not meet."""
     file = tmp_path / "chain.npz"
@@ -280,7 +272,6 @@ def test_what_one_rank_alone_meets_ends_all(name: str, tmp_path: Path) -> None:
     commands = {
         "scan": scan,
         "calibrate": command(["calibrate"], "bug"),
-        "strategies": strategies("lenet5", 2, 4, how="bug"),
         "alone": scan | {"how": "alone"},
     }
     ended = run_all(2, tmp_path, [commands[name]])

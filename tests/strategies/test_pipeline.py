@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +16,16 @@ from update_rule import start_of, transcription
 from sparsescan import InputError
 from sparsescan.jacobians import Linear, Operator, Residual, Sequential, Tanh
 from sparsescan.parallel import Network
-from sparsescan.recurrent import GRUCell, RNNCell
 from sparsescan.strategies import Graph, Layer, Machine
-from sparsescan.strategies.networks import Recurrent, build, from_sequential
+from sparsescan.strategies.networks import build, from_sequential
 from sparsescan.strategies.pipeline.predict import MicroBatches, Pipeline, balance
-from sparsescan.strategies.pipeline.simulation import Placement, Simulation
-from sparsescan.strategies.stage import Gradients, Stage, stage_of
-from sparsescan.strategies.strategy import cross_entropy
+from sparsescan.strategies.pipeline.simulation import (
+    Gradients,
+    Placement,
+    Simulation,
+    Stage,
+    cross_entropy,
+)
 
 Array = Any
 BATCH, RATE = 3, 0.2
@@ -36,8 +40,7 @@ BATCH, RATE = 3, 0.2
 def problems(draw: st.DrawFn) -> tuple[Sequence[Operator], tuple[int, ...], list[Any]]:
     """Draw a network in float64, registers between its operators, and minibatches."""
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
-    network = draw(st.sampled_from([_layers, _cells]))
-    ops, shape, places = network(draw, rng)
+    ops, shape, places = _layers(draw, rng)
     registers = draw(st.sets(st.sampled_from(places))) if places else set()
     classes = ops[-1].output_shape[0]
     batches = [
@@ -60,19 +63,10 @@ def _layers(draw: st.DrawFn, rng: np.random.Generator) -> tuple[list[Operator], 
     return ops, sizes[:1], list(range(1, len(ops)))
 
 
-def _cells(draw: st.DrawFn, rng: np.random.Generator) -> tuple[list[Operator], Any, list[int]]:
-    """Draw a recurrent network; a register is behind all steps."""
-    features, hidden, steps = (draw(st.integers(1, 4)) for _ in range(3))
-    classes = draw(st.integers(2, 4))
-    kind = draw(st.sampled_from([RNNCell, GRUCell]))
-    cell = kind(features, hidden, dtype=np.float64, rng=rng)
-    readout = Linear(hidden, classes, dtype=np.float64, rng=rng)
-    network = Recurrent(cell, readout, steps)
-    return list(network.ops), network.input_shape, [steps]
-
-
 def stages(ops: Sequence[Operator], registers: tuple[int, ...]) -> list[Stage]:
-    return [stage_of(ops[part]) for part in Placement(len(ops), registers).parts]
+    """Return stages of layers that are trained in place of those given."""
+    own = copy.deepcopy(list(ops))
+    return [Stage(own[part]) for part in Placement(len(ops), registers).parts]
 
 
 def with_weights(parameters: Gradients) -> Gradients:
@@ -126,14 +120,14 @@ def test_hybrid_training_finishes_what_is_on_its_way_first(
 def test_without_stale_weights_it_is_sgd_bit_for_bit(problem: Any) -> None:
     """With no registers at all, and with registers but one minibatch at a time."""
     ops, registers, batches = problem
-    plain = stage_of(ops)
+    (plain,) = stages(ops, ())
     losses = []
     for x, labels in batches:
         activations = plain.forward(x)
         loss, grad = cross_entropy(activations[-1], labels, BATCH)
         losses.append(loss)
         plain.descend(plain.backward(activations, grad)[1], RATE)
-    none = Simulation([stage_of(ops)], BATCH, RATE)
+    none = Simulation(stages(ops, ()), BATCH, RATE)
     assert [none.step(*batch) for batch in batches] == losses
     assert_same_bits(none.parameters(), plain.parameters)
     alone = Simulation(stages(ops, registers), BATCH, RATE, iterations=0)
@@ -212,7 +206,7 @@ def test_memory_predicted_is_that_of_the_arrays(
 
 def gradients_of(stage: Any, kept: list[Array]) -> list[Array]:
     """Gradients of all of them."""
-    grads: list[Array] = stage.product(kept[-1], stage.network.values(kept))
+    grads: list[Array] = stage.product(kept[-1], kept)
     return grads
 
 

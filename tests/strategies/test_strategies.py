@@ -49,7 +49,7 @@ from sparsescan.strategies import (
 )
 from sparsescan.strategies.compare import strategies
 from sparsescan.strategies.graph import blocks
-from sparsescan.strategies.machine import PRESETS, Times
+from sparsescan.strategies.machine import PRESETS
 from sparsescan.strategies.networks import graph_of
 from sparsescan.strategies.per_layer.configurations import edges_of
 from sparsescan.strategies.scan import parts_of
@@ -75,7 +75,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 # -- The scan -------------------------------------------------------------------------------------
 
 
-def test_networks_that_cannot_be_trained_are_refused() -> None:
+def test_networks_that_cannot_be_are_refused() -> None:
     cell, linear = RNNCell(2, 3, rng=0), Linear(3, 3, rng=0)
     for wrong, argument in (
         (lambda: Recurrent(None, linear, 2), "cell is a NoneType"),  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def test_networks_that_cannot_be_trained_are_refused() -> None:
         graph_of(Sequential([linear, Tanh(input_shape=(3,)), tied]))
     with pytest.raises(InputTypeError, match="network is a str; expected a Graph"):
         compare("lenet5", Machine(), 4, 8)  # type: ignore[arg-type]
-    # Only what is trained has to be there once.
+    # Only parameters have to be there once.
     act = Tanh(input_shape=(3,))
     assert len(graph_of(Sequential([act, linear, act])).layers) == 4
 
@@ -186,15 +186,12 @@ class Fixed(Strategy):
         self.name = name
         self._found = Prediction(name, "as told", {"forward": nanoseconds}, 7, memory, stale)
 
-    def _plan(self, *arguments: Any) -> Any:
-        return self._found, None
-
-    def _train(self, *arguments: Any) -> Any:
-        raise NotImplementedError
+    def _predict(self, *arguments: Any) -> Any:
+        return self._found
 
 
 class Never(Fixed):
-    def _plan(self, *arguments: Any) -> Any:
+    def _predict(self, *arguments: Any) -> Any:
         raise InputError("it never can")
 
 
@@ -329,73 +326,6 @@ def test_sums_of_gradients_are_hidden_behind_the_backward_pass() -> None:
         hidden = min(times.get("weights", 0), hiding)
         assert other.total == pytest.approx(one.total - hidden)
         assert one.strategy == "model" or hidden > 0
-
-
-# -- Times that were measured ---------------------------------------------------------------------
-
-
-def measured(contention: float = 1.0) -> tuple[Graph, Machine]:
-    """Return two layers that take 1, 10, 100, … ns a sample, and half of that more.
-
-    The second is not faster for half of its channels.
-    """
-    layers = [
-        Layer("x", "input", (), (4,)),
-        Layer("a", "linear", (0,), (6,), 30, 24, 24),
-        Layer("b", "linear", (1,), (5,), 35, 30, 30),
-    ]
-    graph = Graph("two", layers)
-    parts = {
-        part: np.array([[1.5, 4.5], [2.5, 5.5]]) * 10**k
-        for k, part in enumerate(("forward", "values", "product", "params", "update"))
-    }
-    collectives = {"maximum": 7.0, "broadcast": 11.0, "gather": 13.0}
-    times = Times(layers[1:], (1, 4), parts, {}, np.array([2.0, 8.0]), 3.0, collectives, contention)
-    return graph, Machine(network=Network("", 100.0, 0.0, 0.0, 0.0), times=times)
-
-
-def test_what_was_measured_counts() -> None:
-    graph, machine = measured()
-    assert machine.forward(graph, 1, 1) == 1.5
-    assert machine.forward(graph, 2, 4) == 5.5
-    # Between two numbers of samples and beyond them on a line.
-    assert machine.forward(graph, 1, 2) == 2.5
-    assert machine.forward(graph, 1, 7) == 7.5
-    # Half of the channels are half of the work.
-    assert machine.forward(graph, 1, 4, 0.5) == machine.forward(graph, 1, 2)
-    # Nobody needs the gradient of the input.
-    assert machine.backward(graph, 1, 1) == 1500
-    assert machine.backward(graph, 2, 1) == 25 + 250 + 2500
-    assert machine.loss(2) == 4
-    # Nothing is known of another network.
-    other = build("lenet5")
-    assert machine.forward(other, 1, 8) == replace(machine, times=Times()).forward(other, 1, 8)
-
-
-def test_predictions_from_what_was_measured() -> None:
-    graph, machine = measured()
-    layers = 4.5 + 4500 + 45_000 + 5.5 * (1 + 10 + 100 + 1000)
-    update = (1.5 + 2.5) * 10**4
-    layers += update - 45_000 + 3 + 8
-    totals = {one.strategy: one.total for one in compare(graph, machine, 1, 4).predictions}
-    # All of them gather the losses of workers.
-    for name in ("batch", "model", "integrated", "per layer"):
-        assert totals[name] == pytest.approx(layers + 13), name
-    assert totals["pipeline, stale weights"] == pytest.approx(layers + 7 + 11)
-    # The Jacobian of the first layer is written, and multiplied by none.
-    assert totals["scan"] == pytest.approx(layers + 45 + 450 + 2 * 7 + 13)
-
-
-@given(st.lists(st.floats(1, 100), min_size=1, max_size=6), st.integers(0, 6), st.floats(1, 6))
-def test_workers_that_wait_leave_their_cores_to_others(
-    work: list[float], waiting: int, contention: float
-) -> None:
-    _, machine = measured(contention)
-    workers = len(work) + waiting
-    taken = machine.shared(work, workers)
-    # One alone is as much faster as it was measured to be; all together are as fast as all are.
-    assert taken == pytest.approx(max(max(work) / contention, sum(work) / workers))
-    assert replace(machine, times=Times()).shared(work, workers) == max(work)
 
 
 # -- Machines -------------------------------------------------------------------------------------
@@ -611,12 +541,6 @@ def test_what_is_wrong_is_one_line(arguments: list[object], wrong: str, capsys: 
     assert err.startswith("sparsescan: ")
     assert err.count("\n") == 1
     assert wrong in err
-
-
-@pytest.mark.mpi
-def test_a_run_needs_as_many_ranks_as_workers(capsys: Any) -> None:
-    assert command("lenet5", "--workers", 3, "--batch", 4, "--run") == 2
-    assert "mpiexec -n 3" in capsys.readouterr().err
 
 
 HUGE = [

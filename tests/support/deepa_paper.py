@@ -25,7 +25,7 @@ class MeasuredCosts(LayerCosts):
     ) -> None:
         super().__init__(machine)
         self.measured = measured or {}
-        self.by_name = self.by_name or bool(measured)
+        self.by_name = bool(measured)
 
     def compute(self, graph, k, configurations, batch):
         times = super().compute(graph, k, configurations, batch)

@@ -17,11 +17,10 @@ from pathlib import Path
 from mpi4py import MPI
 
 import sparsescan
-from sparsescan import parallel, strategies
+from sparsescan import parallel
 from sparsescan.cli import mpi as _mpi_commands
 from sparsescan.cli.main import main
 from sparsescan.parallel import network, scan_file
-from sparsescan.strategies import compare
 
 WORLD = MPI.COMM_WORLD
 FOLDER = Path(sys.argv[1])
@@ -41,11 +40,7 @@ def run(argv: list[str], how: str | None) -> tuple[int, int]:
     if how in ("bug", "alone") and WORLD.rank == 1:
         wrong = bug if how == "bug" else sparsescan.load_chain
         _mpi_commands._PATIENCE = 1
-        for module, name in (
-            (scan_file, "plan"),
-            (parallel, "measure"),
-            (strategies, "run"),
-        ):
+        for module, name in ((scan_file, "plan"), (parallel, "measure")):
             setattr(module, name, lambda *_, **__: wrong("nowhere.npz"))
     peak = 0
     start = time.monotonic()
@@ -68,7 +63,6 @@ def bug(*_: object) -> None:
 
 if __name__ == "__main__":
     # Measurements are short.
-    compare._SECONDS, compare._LEAST = 0.0, 1
     network._OFTEN, network._SELDOM = 5, 2
     ended = [
         WORLD.allgather(run(**each)) for each in json.loads((FOLDER / "commands.json").read_text())

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...parallel.grid import bounds
-from ..exchanges import Box
 from ..graph import MIXING, Graph, Layer
 
 #: Parts along samples, channels, height and width.
@@ -132,17 +131,6 @@ def reach(
 def _moves_elements(layer: Layer) -> bool:
     """Tell whether it changes the axes of images in another way than to join all of them."""
     return layer.kind == "flatten" and len(layer.shape) > 1
-
-
-def box_needed(layer: Layer, source: Layer, block: Box) -> Box:
-    """Return the box of its input that a block of the output of a layer needs."""
-    return tuple(
-        (int(i), int(j))
-        for i, j in (
-            reach(layer, source, axis, np.int64(start), np.int64(stop))
-            for axis, (start, stop) in enumerate(block)
-        )
-    )
 
 
 class Axis:

@@ -20,13 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InputError
-from ...jacobians import Operator
-from ...parallel.communicator import Fault
-from ..exchanges import sum_words
 from ..graph import MIXING, Graph, Layer
 from ..machine import Machine
-from ..networks import operators
-from ..strategy import Job, LayerPlan, Prediction, Strategy, Training, Work
+from ..strategy import LayerPlan, Prediction, Strategy, Work, sum_words
 from .configurations import (
     Configuration,
     Configurations,
@@ -39,7 +35,6 @@ from .configurations import (
     on_grid,
 )
 from .elimination import minimise
-from .train import Partitioned, limits_of
 
 Times = NDArray[np.float64]
 Chosen = NDArray[np.int64]
@@ -64,8 +59,10 @@ class LayerCosts:
     Layers that differ by name alone may cost differently if `by_name` is set.
     """
 
+    by_name = False
+
     def __init__(self, machine: Machine) -> None:
-        self.machine, self.by_name = machine, bool(machine.times.layers)
+        self.machine = machine
 
     def compute(self, graph: Graph, k: int, configurations: Chosen, batch: int) -> Times:
         """Return times of the forward and of the backward pass of a layer, ``(…, 2)``."""
@@ -76,7 +73,7 @@ class LayerCosts:
         work, which = np.unique(
             np.stack([samples, c if mixing else 1 + 0 * c]), axis=1, return_inverse=True
         )
-        if not self.by_name and graph.layers[k].kind != "cell":
+        if graph.layers[k].kind != "cell":
             passes = np.stack(np.broadcast_arrays(*self._passes(graph, k, *work), work[0])[:2])
         else:
             passes = np.array([self._passes(graph, k, *one) for one in work.T.tolist()]).T
@@ -84,14 +81,11 @@ class LayerCosts:
         return taken
 
     def _passes(self, graph: Graph, k: int, samples: Any, channels: Any) -> tuple[Any, Any]:
-        """Return times of both passes; arrays are for a machine without measured times."""
-        machine, share = self.machine, 1 / channels
+        """Return times of both passes; arrays are not for cells."""
         if graph.layers[k].kind == "softmax":
-            return machine.loss(samples), 0.0
-        forward = machine.forward(graph, k, samples, share)
-        # Every layer is a chain of its own.
-        backward = machine.chain(graph, k, share) + machine.backward(graph, k, samples, share)
-        return forward, backward + machine.update(graph, k, share)
+            return 0.0, 0.0
+        work = graph, k, samples, 1 / channels
+        return self.machine.forward(*work), self.machine.backward(*work)
 
     def update(self, layer: Layer, configurations: Chosen) -> Times:
         """Return times of the numbers in the sum of parameter gradients over their copies.
@@ -262,10 +256,7 @@ class NetworkCosts:
     def _layer(self, k: int, chosen: Chosen) -> Times:
         """Return the columns of :meth:`_table` for one layer."""
         some = self.of.all[chosen]
-        # Workers that have no work leave their cores to those of a configuration.
-        blocks, contention = some.prod(axis=1), self.costs.machine.times.contention
-        share = np.maximum(1 / contention, blocks / self.of.workers)[:, None]
-        passes = self.costs.compute(self.graph, k, some, self.batch) * share
+        passes = self.costs.compute(self.graph, k, some, self.batch)
         sums = self.costs.update(self.graph.layers[k], some)
         least = [self.costs.least_transfer(moves, self.of, chosen) for moves in self._reads[k]]
         return np.column_stack([passes, sums, sum(least, np.zeros(len(chosen)))])
@@ -474,9 +465,9 @@ class Divided(Strategy):
 
     costs: Callable[[Machine], LayerCosts] = LayerCosts
 
-    def _plan(self, work: Work) -> tuple[Prediction, tuple[Any, ...]]:
-        graph, ops, bounds = _layers(work)
-        _, _, machine, workers, batch = work
+    def _predict(self, work: Work) -> Prediction:
+        graph, (_, machine, workers, batch) = with_loss(work.graph), work
+        bounds = [limits(layer, batch) for layer in graph.layers]
         costs = self.costs(machine)
         chosen = self.choose(graph, costs, workers, batch, bounds)
         of, numbers = _numbered(workers, chosen)
@@ -490,15 +481,7 @@ class Divided(Strategy):
             peaks = int(moved.max()) * machine.itemsize, int(np.max(needed))
             layers.append(LayerPlan(layer.name, one, range(math.prod(one)), *peaks))
         most, how = (sent.max(), kept.max()), self.describe(graph, chosen)
-        prediction = Prediction(self.name, how, times, *most, layers=tuple(layers))
-        return prediction, (graph, ops, chosen)
-
-    def _train(self, job: Job, plan: tuple[Any, ...]) -> Training:
-        fault = Fault()
-        with fault:
-            training = Partitioned(job, *plan)
-        job.communicator.agree(fault.error)
-        return training
+        return Prediction(self.name, how, times, *most, layers=tuple(layers))
 
     @abstractmethod
     def choose(
@@ -579,17 +562,6 @@ class PerLayer(Divided):
                     "parameters it uses"
                 )
         return chosen
-
-
-def _layers(work: Work) -> tuple[Graph, list[Operator | None], list[Limits]]:
-    """Return a graph with its loss, operators if there are such, and the most parts of layers."""
-    graph, batch = with_loss(work.graph), work.batch
-    if isinstance(work.network, Graph):
-        return graph, [], [limits(layer, batch) for layer in graph.layers]
-    ops = operators(work.network, work.graph)
-    ops += [None] * (len(graph.layers) - len(ops))
-    bounds = [limits_of(op, layer, batch) for op, layer in zip(ops, graph.layers, strict=True)]
-    return graph, ops, bounds
 
 
 def footprints(

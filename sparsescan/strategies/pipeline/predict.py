@@ -13,10 +13,8 @@ from ...errors import InputError
 from ...formatting import quantity
 from ..graph import Graph, blocks
 from ..machine import Machine
-from ..networks import Trainable, graph_of
-from ..strategy import Job, LayerPlan, Prediction, Strategy, Training, Work
+from ..strategy import LayerPlan, Prediction, Strategy, Work
 from .simulation import Placement
-from .train import MicroBatchTraining, PipelineTraining
 
 Costs = NDArray[np.float64]
 
@@ -123,9 +121,7 @@ def _times(network: Graph, machine: Machine, samples: int) -> tuple[Costs, Costs
     numbers, same = np.unique(network.alike[1:], return_inverse=True)
     each = [(network, k) for k in numbers.tolist()]
     forward = np.array([machine.forward(*one, samples) for one in each])[same]
-    updates = [machine.update(*one) for one in each]
-    backward = np.add([machine.backward(*one, samples) for one in each], updates)[same]
-    forward[-1] += machine.loss(samples)
+    backward = np.array([machine.backward(*one, samples) for one in each])[same]
     sizes = samples * machine.itemsize * np.array([layer.size for layer in network.layers])
     messages = np.array(machine.network.latency + machine.network.inverse_bandwidth * sizes, float)
     messages[[0, -1]] = 0
@@ -147,8 +143,8 @@ class StageCosts:
         forward, backward, messages = _times(network, machine, samples)
         parts, both = placement.parts, forward + backward
         self.forward = np.array([forward[part].sum() for part in parts])
-        self.backward = np.array([backward[part].sum() for part in parts]) + machine.times.sweep
-        self.work = np.array([both[part].sum() for part in parts]) + machine.times.sweep
+        self.backward = np.array([backward[part].sum() for part in parts])
+        self.work = np.array([both[part].sum() for part in parts])
         self.messages = np.array([messages[part.start] + messages[part.stop] for part in parts])
         inside = [self._layers[part.start : part.stop + 1] for part in parts]
         self.weights = [sum(layer.weights for layer in own[1:]) for own in inside]
@@ -205,9 +201,6 @@ class Pipeline(_Stages):
     registers : sequence of int, optional
         The pipeline placement vector: layers of the graph behind which there are pipeline
         registers, one less than workers. By default the slowest stage is as fast as can be.
-    iterations : int, optional
-        Number of minibatches that are pipelined. Those that follow are run one at a time (hybrid
-        training). By default all are pipelined.
 
     Notes
     -----
@@ -227,22 +220,13 @@ class Pipeline(_Stages):
     name = "pipeline, stale weights"
     exact = False
 
-    def __init__(
-        self, registers: Sequence[int] | None = None, iterations: int | None = None
-    ) -> None:
-        super().__init__(registers)
-        self._iterations = iterations
-
-    def _plan(self, work: Work) -> tuple[Prediction, Placement]:
+    def _predict(self, work: Work) -> Prediction:
         """Return a step of a full pipeline."""
-        _, network, machine, workers, batch = work
+        network, machine, _, batch = work
         placement = self._placed(work, batch)
         costs = StageCosts(network, machine, placement, batch)
-        busy = costs.work.tolist()
-        # Stages that wait leave their cores to others.
-        cycle = machine.shared(busy, workers) / max(busy) if max(busy) else 1.0
         # A step takes as long as the slowest stage.
-        slowest = int((cycle * costs.work + costs.messages).argmax())
+        slowest = int((costs.work + costs.messages).argmax())
         memory = [
             machine.needed(weights, batch * kept, batch * degree * kept)
             for weights, kept, degree in zip(
@@ -250,17 +234,14 @@ class Pipeline(_Stages):
             )
         ]
         times = {
-            "forward": cycle * costs.forward[slowest],
-            "backward": cycle * costs.backward[slowest],
+            "forward": costs.forward[slowest],
+            "backward": costs.backward[slowest],
             "activations": costs.messages[slowest],
             "loss": costs.agreeing,
         }
         stale = placement.stale([layer.weights for layer in network.layers[1:]])
         most, plans = (costs.sent(batch), max(memory)), tuple(costs.plans(batch))
-        return Prediction(self.name, str(placement), times, *most, stale, plans), placement
-
-    def _train(self, job: Job, plan: Placement) -> Training:
-        return PipelineTraining(job, _of_operators(plan, job.network), self._iterations)
+        return Prediction(self.name, str(placement), times, *most, stale, plans)
 
 
 class MicroBatches(_Stages):
@@ -288,11 +269,7 @@ class MicroBatches(_Stages):
         super().__init__(registers)
         self._count = count
 
-    def _train(self, job: Job, plan: tuple[Placement, int]) -> Training:
-        placement, count = plan
-        return MicroBatchTraining(job, _of_operators(placement, job.network), count)
-
-    def _plan(self, work: Work) -> tuple[Prediction, tuple[Placement, int]]:
+    def _predict(self, work: Work) -> Prediction:
         """Return a step of the fastest count."""
         batch, given = work.batch, self._count
         if given is not None and (given < 1 or batch % given):
@@ -301,12 +278,12 @@ class MicroBatches(_Stages):
         ways = []
         for count in divisors if given is None else [given]:
             placement = self._placed(work, batch // count)
-            ways.append((self._predict(work, placement, count), (placement, count)))
-        return min(ways, key=lambda way: way[0].total)
+            ways.append(self._counted(work, placement, count))
+        return min(ways, key=lambda way: way.total)
 
-    def _predict(self, work: Work, placement: Placement, count: int) -> Prediction:
-        """Predict a step, with the bubble as "idle"."""
-        _, network, machine, workers, batch = work
+    def _counted(self, work: Work, placement: Placement, count: int) -> Prediction:
+        """Predict a step of so many micro-batches, with the bubble as "idle"."""
+        network, machine, _, batch = work
         samples = batch // count
         costs = StageCosts(network, machine, placement, samples)
         both = costs.messages
@@ -314,14 +291,12 @@ class MicroBatches(_Stages):
         first, second = costs.forward.copy(), costs.forward + costs.backward
         first[-1] = 0
         slowest = int((first + second + both * 2).argmax())
-        # Stages that wait leave their cores to others.
         taken = count * (first + second)
-        alone = machine.shared([1.0], workers)
         # Each way the first micro-batch goes through all stages, and the others follow it.
         total = both.sum()
         for stages in (first, second):
-            total += alone * stages.sum() + (count - 1) * (alone * stages + both).max()
-        total = max(total, machine.shared(taken.tolist(), workers) + 2 * count * both[slowest])
+            total += stages.sum() + (count - 1) * (stages + both).max()
+        total = max(total, taken.max() + 2 * count * both[slowest])
         # A stage keeps all inputs, and activations and gradients of one micro-batch.
         memory = [
             machine.needed(weights, samples * kept, (batch - samples) * entering)
@@ -331,17 +306,11 @@ class MicroBatches(_Stages):
         ]
         how = f"{quantity(count, 'micro-batch', 'micro-batches')}; {placement}"
         times = {
-            "forward": alone * count * costs.forward[slowest],
-            "backward": alone * count * (first[slowest] + costs.backward[slowest]),
+            "forward": count * costs.forward[slowest],
+            "backward": count * (first[slowest] + costs.backward[slowest]),
             "activations": count * 2 * both[slowest],
             "loss": costs.agreeing,
-            "idle": total - alone * taken[slowest] - 2 * count * both[slowest],
+            "idle": total - taken[slowest] - 2 * count * both[slowest],
         }
         most, plans = (costs.sent(batch), max(memory)), tuple(costs.plans(batch))
         return Prediction(self.name, how, times, *most, layers=plans)
-
-
-def _of_operators(placement: Placement, network: Trainable) -> Placement:
-    """Return registers between operators from those between layers: a block is one operator."""
-    ends = block_ends(graph_of(network))
-    return Placement(len(network.ops), tuple(map(ends.index, placement.registers)))

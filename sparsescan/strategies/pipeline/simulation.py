@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InputError
-from ..stage import Gradients
-from ..strategy import cross_entropy
+from ...jacobians import Operator
+from ...jacobians import Sequential as Layers
 
 
 @dataclass(frozen=True)
@@ -104,23 +103,65 @@ class Placement:
 
 
 Array = NDArray[Any]
+Gradients = list[dict[str, Array]]
 Batch = tuple[Array, NDArray[np.int64]]
 
 
-class Worker:
-    """A stage with the activations that wait for their gradients.
+class Stage:
+    """Layers one after the other, whose parameters are trained in place."""
 
-    A stage has `forward`, `backward`, `descend` and `parameters` of a :class:`~..stage.Stage`.
+    def __init__(self, ops: Sequence[Operator]) -> None:
+        self.network = Layers(ops)
+        self._plan = self.network.plan(schedule="linear")
+
+    @property
+    def parameters(self) -> Gradients:
+        """Parameters of every layer, by name, not copied."""
+        return [layer.params for layer in self.network.layers]
+
+    def forward(self, x: Array) -> list[Array]:
+        """Return the input of every layer, and the output of the last."""
+        return self.network.activations(x)
+
+    def product(self, grad: Array, activations: list[Array]) -> Any:
+        """Return gradients of all activations from that of the output on, flattened."""
+        values = self.network.values(activations)
+        return self._plan.inclusive_scan(grad.reshape(len(grad), -1), values)
+
+    def backward(self, activations: list[Array], grad: Array) -> tuple[Array, Gradients]:
+        """Return gradients of the input of the stage, flattened, and of its parameters."""
+        grads = self.product(grad, activations)
+        return grads[-1], self.network.param_grads(activations, grads)
+
+    def descend(self, grads: Gradients, learning_rate: float) -> None:
+        """Take a step of SGD, ``θ ← θ − learning_rate · ∇θ``, in place."""
+        for own, layer in zip(self.parameters, grads, strict=True):
+            for name, grad in layer.items():
+                own[name] -= learning_rate * grad.reshape(own[name].shape)
+
+
+def cross_entropy(output: Array, labels: NDArray[np.int64], batch: int) -> tuple[float, Array]:
+    """Return ``-Σ log softmax(output)[label] / batch`` of these samples, and its gradient.
+
+    The outputs of a sample, of whatever shape, are logits; `batch` are the samples of a whole step.
     """
+    output = output.reshape(len(output), -1)
+    shifted = output - output.max(axis=1, keepdims=True)
+    logs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    rows = np.arange(len(labels))
+    grad = np.exp(logs)
+    grad[rows, labels] -= 1
+    grad /= batch
+    return -float(logs[rows, labels].sum()) / batch, grad
+
+
+class Worker:
+    """A :class:`Stage`, or what has its methods, with activations that wait for gradients."""
 
     def __init__(self, stage: Any, last: bool, batch: int, learning_rate: float) -> None:
         self.stage = stage
         self._last, self._batch, self._learning_rate = last, batch, learning_rate
         self._kept: deque[list[Array]] = deque()
-
-    def clear(self) -> None:
-        """Forget the minibatches that are on their way."""
-        self._kept.clear()
 
     def cycle(
         self, x: Array | None, labels: NDArray[np.int64] | None, grad: Array | None
@@ -144,13 +185,43 @@ class Worker:
         return y, grad, loss
 
 
-class Pipelined(ABC):
-    """A pipeline that is fed with minibatches, on ranks or in one process."""
+class Simulation:
+    """A pipeline whose stages all run in this process, one after the other in every cycle.
 
-    def __init__(self, registers: int, iterations: int | None) -> None:
-        self._registers = registers
+    Its ``K + 1`` stages for ``K`` pairs of registers, as for a :class:`Worker`, are trained, not
+    copied. Minibatches behind the first `iterations` are run alone (hybrid training).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sparsescan.jacobians import Linear, Tanh
+    >>> from sparsescan.strategies.pipeline.simulation import Simulation, Stage
+    >>> layers = Linear(3, 5, rng=0), Tanh(input_shape=(5,)), Linear(5, 2, rng=1)
+    >>> pipeline = Simulation([Stage(layers[:2]), Stage(layers[2:])], 4, 0.1)
+    >>> x, labels = np.ones((4, 3), np.float32), np.array([0, 1, 0, 0])
+    >>> losses = [pipeline.step(x, labels) for _ in range(20)]
+    >>> bool(np.isnan(losses[0])), losses[-1] < losses[1]
+    (True, True)
+    """
+
+    def __init__(
+        self, stages: Sequence[Any], batch: int, learning_rate: float, iterations: int | None = None
+    ) -> None:
+        self._registers = len(stages) - 1
         self._left = math.inf if iterations is None else iterations
         self._active = 0
+        self._workers = [
+            Worker(stage, k == len(stages) - 1, batch, learning_rate)
+            for k, stage in enumerate(stages)
+        ]
+        # Outputs of each stage in the last cycle, for the next one and for the one before.
+        self._forward: list[Array | None] = [None] * len(stages)
+        self._backward: list[Array | None] = [None] * len(stages)
+        self._labels: deque[NDArray[np.int64]] = deque()
+
+    def parameters(self) -> Gradients:
+        """Return parameters of every layer, not copied."""
+        return [params for worker in self._workers for params in worker.stage.parameters]
 
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
         """Feed a minibatch and run one cycle, or all its cycles if it is run alone.
@@ -180,48 +251,8 @@ class Pipelined(ABC):
             loss = loss if math.isnan(latest) else latest
         return loss
 
-    @abstractmethod
     def _cycle(self, feed: Batch | None) -> float:
         """Run one cycle; return the loss of the minibatch that reaches the end, or nan."""
-
-
-class Simulation(Pipelined):
-    """A pipeline whose stages all run in this process, one after the other in every cycle.
-
-    Its ``K + 1`` stages for ``K`` pairs of registers, as for a :class:`Worker`, are trained, not
-    copied. Minibatches behind the first `iterations` are run alone (hybrid training).
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from sparsescan.jacobians import Linear, Tanh
-    >>> from sparsescan.strategies.stage import Stage
-    >>> layers = Linear(3, 5, rng=0), Tanh(input_shape=(5,)), Linear(5, 2, rng=1)
-    >>> pipeline = Simulation([Stage(layers[:2]), Stage(layers[2:])], 4, 0.1)
-    >>> x, labels = np.ones((4, 3), np.float32), np.array([0, 1, 0, 0])
-    >>> losses = [pipeline.step(x, labels) for _ in range(20)]
-    >>> bool(np.isnan(losses[0])), losses[-1] < losses[1]
-    (True, True)
-    """
-
-    def __init__(
-        self, stages: Sequence[Any], batch: int, learning_rate: float, iterations: int | None = None
-    ) -> None:
-        super().__init__(len(stages) - 1, iterations)
-        self._workers = [
-            Worker(stage, k == len(stages) - 1, batch, learning_rate)
-            for k, stage in enumerate(stages)
-        ]
-        # Outputs of each stage in the last cycle, for the next one and for the one before.
-        self._forward: list[Array | None] = [None] * len(stages)
-        self._backward: list[Array | None] = [None] * len(stages)
-        self._labels: deque[NDArray[np.int64]] = deque()
-
-    def parameters(self) -> Gradients:
-        """Return parameters of every layer, not copied."""
-        return [params for worker in self._workers for params in worker.stage.parameters]
-
-    def _cycle(self, feed: Batch | None) -> float:
         x = None
         if feed is not None:
             x, labels = feed
