@@ -529,14 +529,15 @@ def test_the_door_of_pytorch_passes_on_that_there_is_no_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     door = pytest.importorskip("sparsescan.torch")
+    prepared = pytest.importorskip("sparsescan.torch.calls.prepared")
     given: list[tuple[bool, ...]] = []
-    backward = training_step.TrainingStep.backward
+    backward = prepared.Prepared.backward
 
-    def watched(self: Any, *above: Any, **options: Any) -> Any:
-        given.append(tuple(each is None for each in above))
-        return backward(self, *above, **options)
+    def watched(self: Any, room: Any, above: Any, carry: Any, needs_x: bool) -> Any:
+        given.append((above is None, carry == (None,)))
+        return backward(self, room, above, carry, needs_x)
 
-    monkeypatch.setattr(training_step.TrainingStep, "backward", watched)
+    monkeypatch.setattr(prepared.Prepared, "backward", watched)
     net = door.GRU(3, 5)
     net(torch.randn(6, 2, 3))[1].sum().backward()
     net(torch.randn(6, 2, 3))[0][-1].sum().backward()
