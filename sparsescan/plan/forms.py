@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,7 +100,7 @@ def _times(
         pattern = program.patterns[node]
         return Pattern.dense(pattern.shape) if dense else pattern
 
-    table = []
+    table = array("q")  # of which there are many: lists of tuples would take four times as much
     for node, ((left, right), some) in enumerate(zip(operands, ways, strict=True), n):
         for a, b, dense in some:
             pair = in_form(right, b), in_form(left, a)
@@ -108,8 +109,8 @@ def _times(
             made = stored(*pair, program.patterns[node], dense=dense)
             keys = (pair[1], left < n), (pair[0], right < n), (made, False)
             numbered = [numbers.setdefault(key, len(numbers)) for key in keys]
-            table += [(0, *numbered, work[pair]), (1, 0, numbered[2], 0, made.nnz)]
-    ops = np.array(table, np.int64)
+            table.extend((0, *numbered, work[pair], 1, 0, numbered[2], 0, made.nnz))
+    ops = np.frombuffer(table, np.int64).reshape(-1, 5)
     stores, jacobian = zip(*numbers, strict=True)
     matrices = Operands(stores, np.array(jacobian), np.full(len(stores), model.batch > 1))
     itemsize, batch = model.dtype.itemsize, model.batch

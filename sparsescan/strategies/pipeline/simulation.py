@@ -8,6 +8,7 @@ uses activations of weights as old as that.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import deque
@@ -108,10 +109,10 @@ Batch = tuple[Array, NDArray[np.int64]]
 
 
 class Stage:
-    """Layers one after the other, whose parameters are trained in place."""
+    """Copies of layers, one after the other, which are trained."""
 
     def __init__(self, ops: Sequence[Operator]) -> None:
-        self.network = Layers(ops)
+        self.network = Layers(copy.deepcopy(list(ops)))
         self._plan = self.network.plan(schedule="linear")
 
     @property
