@@ -233,7 +233,7 @@ class Recording:
                 self._pause = min(2 * self._pause, _MOST_ALONE)
             else:
                 self._pause = 1
-            # What was fast once may have been so in better days.
+            # A time of long ago says less: the usual one grows a little with each replay.
             self._usual = min(taken, 1.01 * self._usual)
         if control[Control.FAILED]:
             raise RuntimeError("a kernel has failed")

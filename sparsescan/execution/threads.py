@@ -343,7 +343,7 @@ class Crew:
         self._words = np.zeros(WORDS, np.int64)
         self._numbers = itertools.count(1)
         self._is_closed = False
-        # Compiled, or loaded, by who needs help, and not while helpers do.
+        # The calling thread compiles or loads both functions here, so that no helper has to.
         await_call(self._words, 0, np.zeros(1, np.int64), 0, 0)
         await_end(np.ones(1, np.int64), 0)
 

@@ -470,9 +470,9 @@ def _rests(s, first):
 
 @_helper
 def _pauses(s, first, products, x, above, k, bound, has_kept):
-    """Return whether a step that gets no gradient from later ones is left out, and a bound.
+    """Return whether a step is left out, as no gradient reaches it, and a bound on states.
 
-    That is one of states, infinite if no step is left out, which the step before asks with.
+    The call for the step before takes that bound; it is infinite if no step may be left out.
     """
     t, here, before, kept = _places(s, first, k)
     count = s.samples * s.units
