@@ -212,8 +212,8 @@ def _tried(
                 first = time.perf_counter() - start
             is_odd = first > _ODD * min(seconds.values(), default=0)
             is_again = first <= _LONG or (may_prepare and is_odd)
-            # Twice: where a thread sleeps, a trial may be of one call.
-            trials = [min(call_for(way.call, _TRIAL, way.clear)) for _ in range(2 * is_again)]
+            # Some: where a thread sleeps, a trial may be of one call.
+            trials = [min(call_for(way.call, _TRIAL, way.clear)) for _ in range(4 * is_again)]
             seconds[name] = min(trials, default=first)
         if name == likely and seconds[name] > _VERY_LONG:
             break
