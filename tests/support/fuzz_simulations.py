@@ -34,6 +34,8 @@ Rng = np.random.Generator
 # What a gradient may be off by, beside the sum of the sizes of what it is a sum of; and what a
 # relative change of a number may move a row by, beside the row.
 CLOSE, HIDDEN = 1e-5, 2.0**-34
+# An entry that a pattern lacks is seen if it moves its row by a larger share of its terms.
+UNSEEN = 2e-5
 # Errors of states, in tolerances: a tenth is asked for, as far as corrections show their own.
 UNSOLVED = 10
 FAULTS = "wrong", "not solved", "failed"
@@ -321,6 +323,17 @@ def oracle(system: System, states: Any, theta: float, weights: Any) -> tuple[Any
     return (above, params, in_dt), bounds
 
 
+def share_of_lost(system: System, states: Any) -> float:
+    """Return how much an entry that the pattern lacks moves its row, beside the terms of that."""
+    assert system.lost is not None
+    row, column = system.lost
+    shares = [0.0]
+    for k, state in enumerate(states):
+        _, in_u, _, _, size = system.by_hand(state, k * system.dt)
+        shares.append(abs(in_u[row, column] * state[column]) / max(size[row], 1e-300))
+    return max(shares)
+
+
 def is_solved(system: System, states: Any, theta: float, tolerance: tuple[float, float]) -> bool:
     """Return whether states solve their steps, up to the tolerances and to rounding."""
     rtol, atol = tolerance
@@ -414,6 +427,8 @@ def simulate(seed: int, index: int, says: Callable[[str], None] | None = None) -
         return "at a kink"
     if not is_solved(system, states, METHODS[method], tolerance):
         return "not solved"
+    if system.lost is not None and share_of_lost(system, states) < UNSEEN:
+        return "pattern lacks an entry that is not seen"
     expected, bounds = oracle(system, states, METHODS[method], weights)
     result = "right"
     found = grads.u0, grads.params, grads.dt
