@@ -345,15 +345,15 @@ def _unpack(
 ) -> tuple[Any, ...]:
     """Add the words of arguments, as Numba passes them: tuples and arrays as their parts.
 
-    Return what arguments of different types of Numba never share: these take far longer to find.
-    `known` has this of tuples that have come before, by their addresses.
+    Return a key, which arguments of two types of Numba never share; the types themselves take far
+    longer to find. `known` has this of tuples that have come before, by their addresses.
     """
     kinds: list[Any] = [type(values)]
     for value in values:
         kind: Any = type(value)
         if kind is int or kind is bool:
             words.append(int(value))
-        elif kind is np.ndarray:
+        elif isinstance(value, np.ndarray):
             flags = value.flags.num & _FLAGS
             address = address_of(value) if flags & _C else kernel_address(value, value.ndim)
             words += (0, 0, value.size, value.itemsize, address, *value.shape, *value.strides)
@@ -407,14 +407,12 @@ def _compile_entry(compiled: Any) -> int:
         lines.append(f"%argument{k} = {how} i64 %word{k} to {kind}")
         arguments.append(f"{kind} %argument{k}")
     kind = context.call_conv.get_function_type(about.restype, about.argtypes)
-    results = [f"%result{k}" for k in range(2)]
-    for name, each in zip(results, kind.args, strict=False):
-        lines.append(f"{name} = alloca {each.pointee}")
-        arguments.insert(results.index(name), f"{each} {name}")
+    lines += [f"%result{k} = alloca {each.pointee}" for k, each in enumerate(kind.args[:2])]
+    results = [f"{each} %result{k}" for k, each in enumerate(kind.args[:2])]
     address = compiled.library.get_pointer_to_function(about.llvm_func_name)
     lines += [
         f"%function = inttoptr i64 {address} to {kind.as_pointer()}",
-        f"%status = call {kind.return_type} %function({', '.join(arguments)})",
+        f"%status = call {kind.return_type} %function({', '.join(results + arguments)})",
         f"%end = sext {kind.return_type} %status to i64",
         "ret i64 %end",
     ]

@@ -116,7 +116,6 @@ class HostMemory(HostSizes, Memory):
             both = (each._replace(places=places) for each in (room.forward, room.back))
             forward, back = both
             self.packed.append(room._replace(forward=forward, back=back))
-        self._all_steps = False
 
     def help_of(self, group: int, one: Direction) -> NDArray[np.int64]:
         """Return the words that the leader of a group and direction shares with its helpers."""
@@ -211,9 +210,7 @@ class HostMemory(HostSizes, Memory):
                 anew = states if self._has_reset_states else [self.no_caller.x]
                 self._read_states(place + 1, parts, end, anew)
         counts = np.zeros(0, np.int64) if lengths is None else lengths
-        if lengths is not None or not self._all_steps:
-            self.calls.launch(callers.lengths_in, self._all_samples(0), self.lengths, counts)
-        self._all_steps = lengths is None
+        self.calls.launch(callers.lengths_in, self._all_samples(0), self.lengths, counts)
         if resets is not None:
             where = self._all_samples(0), self._resets, resets.reshape(-1), counts
             self._for_steps(partial(self.calls.launch, callers.resets_in, *where))
