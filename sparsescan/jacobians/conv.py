@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,27 +10,18 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from ..checks import check_choice, check_count, check_flag
 from ..errors import InputError, short
-from ..locks import cached_property
-from ..parameters.parametrised import Weighted
-from ..symbolic.implicit import ImplicitPattern
-from ..symbolic.pattern import Pattern
 from .shared.checks import Shape, check_sizes
-from .shared.operator import Operator, repeated_rows
-from .shared.stencil import Channels, Stencil
-from .shared.windows import Connections, Window, check_output_size, slide
+from .shared.operator import Operator
+from .shared.stencil import Weighing
+from .shared.windows import Window, check_output_size, slide
 
 Array = Any
 
 
-class _Convolution(Weighted, Operator):
-    """Convolutions, transposed or not; one-dimensional ones have images of height 1.
+class _Convolution(Weighing):
+    """Convolutions, transposed or not; one-dimensional ones have images of height 1."""
 
-    Their windows slide over the input, or over the output of a transposed convolution.
-    """
-
-    _reads_input = False
     _axes = 2
-    _transposed = False
 
     def _set_channels(
         self, in_channels: int, out_channels: int, groups: int, padding_mode: str, input_shape: Any
@@ -52,37 +42,45 @@ class _Convolution(Weighted, Operator):
                 f"input_shape is {self.input_shape}; expected {self.in_channels} channels "
                 f"before the last {self._axes} axes"
             )
-        self._size = _image(self._core[1:], 1)
 
-    def _set_windows(self, kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> None:
-        """Check and set the arguments of the windows."""
+    def _set_windows(
+        self, kernel_size: Any, stride: Any, padding: Any, dilation: Any, output_padding: Any = 0
+    ) -> None:
+        """Check and set the arguments of the windows, and the sizes of both sides."""
         self.kernel_size = check_sizes("kernel_size", kernel_size, self._axes)
         self.stride = check_sizes("stride", stride, self._axes)
         self.dilation = check_sizes("dilation", dilation, self._axes)
         self.padding, after = self._read_padding(padding)
-        self._before, self._after = _image(self.padding, 0), _image(after, 0)
-
-    def _windows_over(self, sizes: Sequence[int]) -> tuple[Window, Window]:
-        """Return the windows that slide over images of this height and width."""
-        kernel, stride, dilation = (
+        size = _image(self._core[1:], 1)
+        kernels, strides, dilations = (
             _image(numbers, 1) for numbers in (self.kernel_size, self.stride, self.dilation)
         )
-        arguments = sizes, kernel, stride, self._before, self._after, dilation
-        y, x = (Window(*axis) for axis in zip(*arguments, strict=True))
-        return y, x
-
-    def _set_size_out(self, sizes: Sequence[int]) -> None:
-        """Check and set height and width of the output."""
-        check_output_size(tuple(sizes[-self._axes :]), self.input_shape, self.kernel_size)
-        self._size_out = tuple(sizes)
-        self._set_output((self.out_channels, *sizes[-self._axes :]))
+        axes = kernels, strides, _image(self.padding, 0), _image(after, 0), dilations
+        y, x = (Window(*axis) for axis in zip(size, *axes, strict=True))
+        size_out: Shape = (y.count(), x.count())
+        if self.transposed:
+            self.output_padding = check_sizes("output_padding", output_padding, 2, 0)
+            for extra, s, d in zip(self.output_padding, self.stride, self.dilation, strict=True):
+                if extra >= max(s, d):
+                    raise InputError(
+                        f"output_padding is {self.output_padding}; expected less than the stride "
+                        f"{self.stride} or the dilation {self.dilation}"
+                    )
+            windows = zip(size, self.output_padding, (y, x), strict=True)
+            size_out = tuple(_span(w, n) - 2 * w.before + extra for n, extra, w in windows)
+            y, x = (Window(*axis) for axis in zip(size_out, *axes, strict=True))
+        self.windows = y, x
+        core = size_out[-self._axes :]
+        check_output_size(core, self.input_shape, self.kernel_size)
+        self.sides = (self.in_channels, *size), (self.out_channels, *size_out)
+        self._set_output((self.out_channels, *core))
 
     def _declare_weight(
         self, bias: bool, weight_mask: ArrayLike | None, dtype: DTypeLike, rng: Any
     ) -> None:
         """Declare the parameters, once the windows are known."""
         outer, inner = self.out_channels, self.in_channels
-        if self._transposed:
+        if self.transposed:
             outer, inner = inner, outer
         shape = (outer, inner // self.groups, *self.kernel_size)
         biases = self.out_channels if check_flag("bias", bias) else None
@@ -91,8 +89,8 @@ class _Convolution(Weighted, Operator):
     def _read_padding(self, padding: Any) -> tuple[Shape, Shape]:
         """Return the zeros before and after each axis."""
         if isinstance(padding, str):
-            if padding not in ("same", "valid") or self._transposed:
-                wanted = "integers" if self._transposed else "integers, 'same' or 'valid'"
+            if padding not in ("same", "valid") or self.transposed:
+                wanted = "integers" if self.transposed else "integers, 'same' or 'valid'"
                 raise InputError(f"padding is {short(padding)}; expected {wanted}")
             if padding == "valid":
                 return (0,) * self._axes, (0,) * self._axes
@@ -102,65 +100,6 @@ class _Convolution(Weighted, Operator):
             return tuple(b // 2 for b in both), tuple(b - b // 2 for b in both)
         sizes = check_sizes("padding", padding, self._axes, 0)
         return sizes, sizes
-
-    # -- Pattern and values ---------------------------------------------------------------------
-
-    def _core_nnz(self) -> int:
-        y, x = (axis.weight for axis in self._connections)
-        if self._mask is None:
-            return self.in_channels * self.out_channels // self.groups * len(y) * len(x)
-        height, width = (window.kernel for window in self._windows)
-        kept = self._mask.on(np).reshape(-1, height, width).sum(axis=0)
-        return int(np.bincount(y, minlength=height) @ kept @ np.bincount(x, minlength=width))
-
-    def _core_pattern(self) -> Pattern:
-        return self._stencil.pattern()
-
-    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
-        self._stencil.fill(xp, self.read_parameter("weight").reshape(-1), out[0])
-
-    def _implicit_pattern(self) -> ImplicitPattern | None:
-        return repeated_rows(self, self._stencil.starts(), self._stencil.sources)
-
-    def _implicit_values(self, x: Array, y: Array) -> list[Array]:
-        return [self.read_parameter("weight").reshape(-1)]
-
-    @cached_property
-    def _windows(self) -> tuple[Window, Window]:
-        """The windows along both axes."""
-        return self._windows_over(self._size_out if self._transposed else self._size)
-
-    @cached_property
-    def _connections(self) -> list[Connections]:
-        """For each axis, the outputs that each input reaches, and by which weights."""
-        if self._transposed:
-            sizes = zip(self._windows, self._size, strict=True)
-            return [window.transposed_connections(size) for window, size in sizes]
-        return [window.connections(window.count()) for window in self._windows]
-
-    @cached_property
-    def _stencil(self) -> Stencil:
-        channels = Channels(
-            self.in_channels,
-            self.out_channels,
-            self.groups,
-            self._size,
-            self._size_out,
-            _image(self.kernel_size, 1),
-        )
-        mask = None if self._mask is None else self._by_input(self._mask.on(np))
-        shape = self.weight.shape
-        places = self._by_input(np.arange(math.prod(shape)).reshape(shape))
-        y_connections, x_connections = self._connections
-        return Stencil(channels, y_connections, x_connections, places, mask)
-
-    def _by_input(self, weight: Array) -> Array:
-        """Return a weight as ``(in_channels, out_channels / groups, height, width)``, flat."""
-        if self._transposed:
-            return weight.reshape(-1)
-        ins = self.in_channels // self.groups
-        grouped = weight.reshape(self.groups, -1, ins, math.prod(self.kernel_size))
-        return grouped.swapaxes(1, 2).reshape(-1)
 
     # -- Forward and parameter gradients --------------------------------------------------------
 
@@ -177,30 +116,20 @@ class _Convolution(Weighted, Operator):
         channels, places = x.shape[1], math.prod(x.shape[2:])
         return x.reshape(len(x), self.groups, channels // self.groups, places)
 
-    def _columns(self, xp: Any, images: Array, places: Sequence[int]) -> Array:
-        """Return what each window reads in each group: ``(m, groups, read, places)``.
-
-        A transposed convolution has the last two axes the other way round.
-        """
-        images = images.reshape(*images.shape[:2], *(window.size for window in self._windows))
-        view = slide(xp, images, *self._windows)[:, :, : places[0], : places[1]]
-        samples, channels = len(view), view.shape[1] // self.groups
-        view = view.reshape(samples, self.groups, channels, *view.shape[2:])
-        read, count = channels * math.prod(self.kernel_size), math.prod(places)
-        if self._transposed:
-            view = view.transpose(0, 1, 3, 4, 2, 5, 6)
-            return view.reshape(samples, self.groups, count, read)
-        return view.transpose(0, 1, 2, 5, 6, 3, 4).reshape(samples, self.groups, read, count)
+    def _columns(self, xp: Any, images: Array) -> Array:
+        """Return what each window reads in each group: ``(m, groups, read, windows)``."""
+        height, width = self.window_counts
+        images = images.reshape(*images.shape[:2], *(window.size for window in self.windows))
+        view = slide(xp, images, *self.windows)[:, :, :height, :width]
+        read = view.shape[1] // self.groups * math.prod(self.kernel_size)
+        columns = view.transpose(0, 1, 4, 5, 2, 3)
+        return columns.reshape(len(view), self.groups, read, height * width)
 
     def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
-        if self._transposed:
-            products = xp.matmul(self._grouped(x), self._columns(xp, grad_y, self._size))
-        else:
-            columns = self._columns(xp, x, self._size_out)
-            products = xp.matmul(self._grouped(grad_y), columns.swapaxes(-1, -2))
-        weight = products.sum(axis=0)
-        axes = (0, *range(2, grad_y.ndim))
-        return self.weight_grads(xp, weight, grad_y, axes)
+        small, large = (x, grad_y) if self.transposed else (grad_y, x)
+        columns = self._columns(xp, large)
+        weight = xp.matmul(self._grouped(small), columns.swapaxes(-1, -2)).sum(axis=0)
+        return self.weight_grads(xp, weight, grad_y, (0, *range(2, grad_y.ndim)))
 
 
 class _Forward(_Convolution):
@@ -225,7 +154,6 @@ class _Forward(_Convolution):
     ) -> None:
         self._set_channels(in_channels, out_channels, groups, padding_mode, input_shape)
         self._set_windows(kernel_size, stride, padding, dilation)
-        self._set_size_out([window.count() for window in self._windows])
         self._declare_weight(bias, weight_mask, dtype, rng)
 
     def restrict(
@@ -235,7 +163,8 @@ class _Forward(_Convolution):
 
         See :meth:`Operator.restrict`.
         """
-        if self._before != self._after and "padding" not in arguments:
+        uneven = any(window.before != window.after for window in self.windows)
+        if uneven and "padding" not in arguments:
             raise InputError("padding is 'same', of unequal sides; expected sizes for the part")
         inputs = input_shape[len(input_shape) - self._axes - 1]
         sizes: dict[str, Any] = {
@@ -253,9 +182,8 @@ class _Forward(_Convolution):
         return self.share_parameters(part, channels)
 
     def _forward(self, xp: Any, x: Array) -> Array:
-        columns = self._columns(xp, x, self._size_out)
-        y = xp.matmul(self._grouped_weight(xp), columns)
-        return self._add_bias(y.reshape(len(x), self.out_channels, *self._size_out))
+        y = xp.matmul(self._grouped_weight(xp), self._columns(xp, x))
+        return self._add_bias(y.reshape(len(x), *self.sides[1]))
 
 
 class Conv1d(_Forward):
@@ -389,7 +317,7 @@ class ConvTranspose2d(_Convolution):
     ConvTranspose2d((8, 5, 5) → (4, 10, 10), nnz=3200)
     """
 
-    _transposed = True
+    transposed = True
 
     def __init__(
         self,
@@ -410,36 +338,27 @@ class ConvTranspose2d(_Convolution):
         rng: np.random.Generator | int | None = None,
     ) -> None:
         self._set_channels(in_channels, out_channels, groups, padding_mode, input_shape)
-        self._set_windows(kernel_size, stride, padding, dilation)
-        self.output_padding = check_sizes("output_padding", output_padding, 2, 0)
-        for extra, s, d in zip(self.output_padding, self.stride, self.dilation, strict=True):
-            if extra >= max(s, d):
-                raise InputError(
-                    f"output_padding is {self.output_padding}; expected less than the stride "
-                    f"{self.stride} or the dilation {self.dilation}"
-                )
-        windows = zip(self._size, self.output_padding, self._windows_over(self._size), strict=True)
-        self._set_size_out([_span(w, n) - 2 * w.before + extra for n, extra, w in windows])
+        self._set_windows(kernel_size, stride, padding, dilation, output_padding)
         self._declare_weight(bias, weight_mask, dtype, rng)
 
     def _forward(self, xp: Any, x: Array) -> Array:
         # Each weight adds the whole input, spread by the stride, at its own place of the output.
-        (height, width), (height_out, width_out) = self._size, self._size_out
-        y, x_axis = self._windows
+        (_, height, width), (channels, height_out, width_out) = self.sides
+        y, x_axis = self.windows
         rows = self._grouped_weight(xp).swapaxes(-1, -2)
         parts = xp.matmul(rows, self._grouped(x)).reshape(
-            len(x), self.out_channels, y.kernel, x_axis.kernel, height, width
+            len(x), channels, y.kernel, x_axis.kernel, height, width
         )
         room = [
             max(_span(window, size), window.before + window.size)
-            for window, size in zip(self._windows, self._size, strict=True)
+            for window, size in zip(self.windows, (height, width), strict=True)
         ]
-        whole = xp.zeros((len(x), self.out_channels, *room), parts.dtype)
+        whole = xp.zeros((len(x), channels, *room), parts.dtype)
         for i in range(y.kernel):
             for j in range(x_axis.kernel):
                 at = _places(y, i, height), _places(x_axis, j, width)
                 whole[(..., *at)] += parts[:, :, i, j]
-        top, left = self._before
+        top, left = y.before, x_axis.before
         return self._add_bias(whole[:, :, top : top + height_out, left : left + width_out])
 
 

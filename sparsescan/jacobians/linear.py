@@ -7,20 +7,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from ..arrays.arrays import Mirrored
 from ..checks import check_count, check_flag
 from ..errors import InputError
-from ..locks import cached_property
-from ..parameters.parametrised import Weighted
-from ..symbolic.implicit import ImplicitPattern
-from ..symbolic.pattern import Pattern, of_mask, rows_of
+from ..symbolic.pattern import Pattern
 from .kernels.stencil import transpose
-from .shared.operator import Operator, repeated_rows
+from .shared.operator import Operator
+from .shared.stencil import Weighing
+from .shared.windows import Window
 
 Array = Any
 
 
-class Linear(Weighted, Operator):
+class Linear(Weighing):
     """Matrix product: ``y = W x + b``, so ``(∂y/∂x)ᵀ = Wᵀ``.
 
     Parameters
@@ -67,7 +65,7 @@ class Linear(Weighted, Operator):
            [3., 0.]])
     """
 
-    _reads_input = False
+    windows = (Window(1, 1, 1, 0, 0, 1),) * 2
 
     def __init__(
         self,
@@ -89,6 +87,7 @@ class Linear(Weighted, Operator):
                 "in_features"
             )
         self._set_output((self.out_features,))
+        self.sides = (self.in_features, 1, 1), (self.out_features, 1, 1)
         shape = self.out_features, self.in_features
         biases = self.out_features if check_flag("bias", bias) else None
         self.declare_weight(shape, biases, weight_mask, dtype, rng)
@@ -107,40 +106,20 @@ class Linear(Weighted, Operator):
         )
         return self.share_parameters(part, channels)
 
-    def _core_nnz(self) -> int:
-        if self._mask is None:
-            return self.in_features * self.out_features
-        return int(np.count_nonzero(self._mask.on(np)))
-
     def _core_pattern(self) -> Pattern:
-        shape = self.in_features, self.out_features
         if self._mask is None:
-            return Pattern.dense(shape)
-        return of_mask(self._mask.on(np).T)
+            return Pattern.dense((self.in_features, self.out_features))
+        return super()._core_pattern()
 
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
-        if self._mask is None:
-            matrix = out.reshape(self.in_features, self.out_features)
-            if xp is np:
-                transpose(self.read_parameter("weight"), matrix)
-            else:
-                matrix[...] = self.weight.T
+        if self._mask is not None:
+            super()._fill(xp, x, y, out)
+            return
+        matrix = out.reshape(self.in_features, self.out_features)
+        if xp is np:
+            transpose(self.read_parameter("weight"), matrix)
         else:
-            out[0] = self.weight.reshape(-1)[self._sources.on(xp)]
-
-    def _implicit_pattern(self) -> ImplicitPattern | None:
-        if self._blocks == 1:
-            return None
-        return repeated_rows(self, self._core_pattern().indptr[:-1], self._sources.on(np))
-
-    def _implicit_values(self, x: Array, y: Array) -> list[Array]:
-        return [self.read_parameter("weight").reshape(-1)]
-
-    @cached_property
-    def _sources(self) -> Mirrored:
-        """Place in the flattened weight of every entry of the pattern."""
-        pattern = self._core_pattern()
-        return Mirrored(pattern.indices.astype(np.int64) * self.in_features + rows_of(pattern))
+            matrix[...] = self.weight.T
 
     def _forward(self, xp: Any, x: Array) -> Array:
         y = xp.matmul(x, self.kept_weight(xp).T)

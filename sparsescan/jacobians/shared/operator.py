@@ -18,7 +18,6 @@ from ...execution.sharing import even_slices, map_shared, quiet
 from ...locks import cached_property
 from ...parameters.fixed import Fixed
 from ...symbolic.implicit import ImplicitPattern, Step
-from ...symbolic.indexed import indexed
 from ...symbolic.pattern import Pattern, block_diagonal, index_dtype
 from .checks import Shape, batched, check_sizes
 
@@ -432,16 +431,3 @@ class Operator(Fixed, ABC):
         # Diagonal and dense patterns keep no index arrays.
         if self.nnz != rows * cols:
             check_memory(f"the pattern of {self!r}", (self.nnz + rows + 1) * size)
-
-
-def repeated_rows(op: Any, starts: Any, sources: Any) -> ImplicitPattern | None:
-    """Return the one factor of a layer whose rows repeat; None if no two are equal.
-
-    In the pattern of a block, row `i` has the weights ``sources[starts[i]], sources[starts[i] + 1],
-    …``.
-    """
-    pattern = op.pattern
-    if pattern.kind != "general" or len(sources) >= pattern.nnz:
-        return None
-    starts = np.tile(starts, op._blocks)
-    return ImplicitPattern([indexed(pattern, starts, sources, op.weight.size)])

@@ -1,9 +1,10 @@
-"""Stencil: the sparse matrix of a convolution, stored as the few rows that repeat."""
+"""Layers that weigh places in windows, described once, and their matrix: rows that repeat."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,52 +12,88 @@ from numpy.typing import NDArray
 
 from ...arrays.arrays import Mirrored
 from ...locks import cached_property
+from ...parameters.parametrised import Weighted
+from ...symbolic.implicit import ImplicitPattern
+from ...symbolic.indexed import indexed
 from ...symbolic.pattern import Pattern, index_dtype, trusted
-from ..kernels.stencil import (
-    StencilAxis,
-    Templates,
-    count_templates,
-    fill_pattern,
-    fill_templates,
-    fill_values,
-    gather,
-)
+from ..kernels.stencil import copy_rows, gather
 from .checks import Shape
-from .windows import Connections
+from .operator import Operator
+from .windows import Connections, Window
 
 Array = Any
 
 
-@dataclass(frozen=True)
-class Channels:
-    """The channels of a convolution and their sizes.
+class Weighing(Weighted, Operator):
+    """A layer whose outputs are sums of weighted inputs, at places that windows give.
+
+    The windows slide over the input, or over the output of a transposed layer. Jacobians and
+    training steps follow from this description; a linear layer has a single place.
 
     Attributes
     ----------
-    inputs, outputs : int
-        How many there are.
+    sides : tuple of tuple of int
+        ``(channels, height, width)`` of the input, and of the output.
+    windows : tuple of Window
+        The windows along height and width.
     groups : int
         Groups of channels without connections between them.
-    size, size_out, kernel : tuple of int
-        ``(height, width)`` of an input channel, an output channel and the kernel.
     """
 
-    inputs: int
-    outputs: int
-    groups: int
-    size: Shape
-    size_out: Shape
-    kernel: Shape
+    _reads_input = False
+    sides: tuple[Shape, Shape]
+    windows: tuple[Window, Window]
+    groups: int = 1
+    transposed = False
 
     @property
-    def reached(self) -> int:
-        """Output channels that an input channel reaches."""
-        return self.outputs // self.groups
+    def window_counts(self) -> Shape:
+        """How many windows there are along height and width."""
+        return self.sides[0 if self.transposed else 1][1:]
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of the matrix."""
-        return self.inputs * math.prod(self.size), self.outputs * math.prod(self.size_out)
+    @cached_property
+    def _connections(self) -> list[Connections]:
+        """For each axis, the outputs that each input reaches, and by which weights."""
+        axes = zip(self.windows, self.window_counts, strict=True)
+        return [window.connections(count, self.transposed) for window, count in axes]
+
+    @cached_property
+    def _stencil(self) -> Stencil:
+        shape, (inputs, *_), (outputs, *_) = self.shapes["weight"], *self.sides
+        places = np.arange(math.prod(shape), dtype=index_dtype((0, 0), math.prod(shape)))
+        if self._mask is not None:
+            places[~self.kept_weights().reshape(-1)] = -1
+        if not self.transposed:
+            grouped = places.reshape(self.groups, -1, inputs // self.groups, math.prod(shape[2:]))
+            places = grouped.swapaxes(1, 2)
+        kernel = (window.kernel for window in self.windows)
+        places = places.reshape(inputs, outputs // self.groups, *kernel)
+        return Stencil(places, self._connections, self.sides[1])
+
+    def _core_nnz(self) -> int:
+        y, x = (axis.weight for axis in self._connections)
+        height, width = (window.kernel for window in self.windows)
+        if self._mask is None:
+            return math.prod(self.shapes["weight"]) // (height * width) * len(y) * len(x)
+        kept = self.kept_weights().reshape(-1, height, width).sum(axis=0)
+        return int(np.bincount(y, minlength=height) @ kept @ np.bincount(x, minlength=width))
+
+    def _core_pattern(self) -> Pattern:
+        return self._stencil.pattern()
+
+    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        self._stencil.fill(xp, self.read_parameter("weight").reshape(-1), out[0])
+
+    def _implicit_pattern(self) -> ImplicitPattern | None:
+        pattern = self.pattern
+        if pattern.kind != "general" or len(self._stencil.sources) >= pattern.nnz:
+            return None
+        starts = np.tile(self._stencil.starts(), self._blocks)
+        size = math.prod(self.shapes["weight"])
+        return ImplicitPattern([indexed(pattern, starts, self._stencil.sources, size)])
+
+    def _implicit_values(self, x: Array, y: Array) -> list[Array]:
+        return [self.read_parameter("weight").reshape(-1)]
 
 
 class Stencil:
@@ -68,101 +105,92 @@ class Stencil:
 
     Parameters
     ----------
-    channels : Channels
-        The channels.
-    y, x : Connections
+    places : ndarray of int, shape (input channels, output channels of one group, *kernel)
+        Where each weight is in the caller's array, flat; -1 for one that is pruned.
+    connections : list of Connections
         The outputs that the places of both spatial axes reach.
-    places : ndarray of int
-        Where each weight is in the caller's array, flat, in the order
-        ``(input channel, output channel, *kernel)``.
-    mask : ndarray of bool, or None
-        Which weights are kept, in the same order.
+    size_out : tuple of int
+        ``(channels, height, width)`` of the output.
+
+    Attributes
+    ----------
+    sources : ndarray of int
+        Place in the flattened weight of the entries of all templates.
     """
 
     def __init__(
-        self,
-        channels: Channels,
-        y: Connections,
-        x: Connections,
-        places: NDArray[Any],
-        mask: NDArray[np.bool_] | None,
+        self, places: NDArray[Any], connections: Sequence[Connections], size_out: Shape
     ) -> None:
-        self._channels, self._y, self._x = channels, _classes(y), _classes(x)
-        y_classes, x_classes = len(self._y.ptr) - 1, len(self._x.ptr) - 1
-        kept = np.empty(0, np.bool_) if mask is None else mask
-        sizes = channels.inputs, channels.reached, *channels.kernel
-        ptr = np.zeros(channels.inputs * y_classes * x_classes + 1, np.int64)
-        count_templates(sizes, self._y, self._x, kept, ptr)
-        dtype = index_dtype((0, 0), math.prod(sizes))
-        templates = Templates(
-            ptr, np.empty(ptr[-1], index_dtype(channels.shape, 0)), np.empty(ptr[-1], dtype)
-        )
-        fill_templates(sizes, channels.size_out, self._y, self._x, kept, templates)
-        # From the caller's weights, of which a pruned layer reads few.
-        self._templates = templates._replace(sources=places[templates.sources].astype(dtype))
-        rows = np.diff(ptr).reshape(channels.inputs, y_classes, x_classes)
-        uses = np.outer(np.bincount(self._y.of), np.bincount(self._x.of))
-        self._nnz = int((rows * uses).sum())
+        inputs, reached, outputs = *places.shape[:2], size_out[0]
+        (of_y, first_y, y_classes), (of_x, first_x, x_classes) = map(_classes, connections)
+        self._shape = inputs * len(of_y) * len(of_x), math.prod(size_out)
+        _, height, width = size_out
+        channels = np.arange(reached)[:, None] * (height * width)
+        sources, columns = list[NDArray[Any]](), list[NDArray[Any]]()
+        for (tap_y, to_y), (tap_x, to_x) in product(y_classes, x_classes):
+            sources.append(places[:, :, tap_y[:, None], tap_x].reshape(inputs, -1))
+            columns.append((channels + (to_y[:, None] * width + to_x).reshape(-1)).reshape(-1))
+        counts = np.stack([np.count_nonzero(some >= 0, axis=1) for some in sources], axis=1)
+        self._ptr = np.concatenate([[0], np.cumsum(counts)])
+        # By channels and classes, as both templates and their columns are.
+        joined, every = np.concatenate(sources, axis=1).reshape(-1), np.concatenate(columns)
+        kept = np.flatnonzero(joined >= 0)
+        self.sources = joined[kept]
+        self._columns = every.astype(index_dtype(self._shape, 0))[kept % len(every)]
+        # The template of each row, and its place: the first column that it may have.
+        channel = np.arange(inputs)[:, None, None]
+        template = (channel * len(y_classes) + of_y[:, None]) * len(x_classes) + of_x
+        self._of = template.reshape(-1).astype(index_dtype((0, 0), counts.size))
+        group = channel // (inputs * reached // outputs)
+        place = (group * reached * height + first_y[:, None]) * width + first_x
+        self._place = place.reshape(-1)
+        self._nnz = int(np.diff(self._ptr)[self._of].sum())
 
     def pattern(self) -> Pattern:
         """Return the pattern of the matrix."""
-        channels, shape = self._channels, self._channels.shape
-        dtype = index_dtype(shape, self._nnz)
-        indptr, indices = np.empty(shape[0] + 1, dtype), np.empty(self._nnz, dtype)
-        # The first column of the first output channel that each input channel reaches.
-        group = np.arange(channels.inputs) // (channels.inputs // channels.groups)
-        place = group * (channels.reached * math.prod(channels.size_out))
-        width = channels.size_out[1]
-        fill_pattern(place, width, self._y, self._x, self._templates, indptr, indices)
-        return trusted(indptr, indices, shape)
-
-    @property
-    def sources(self) -> NDArray[Any]:
-        """Place in the flattened weight of the entries of all templates."""
-        return self._templates.sources
+        indices = np.empty(self._nnz, index_dtype(self._shape, self._nnz))
+        copy_rows(self._of, self._ptr, self._columns, self._place, indices)
+        indptr = np.concatenate([[0], np.cumsum(np.diff(self._ptr)[self._of])])
+        return trusted(indptr.astype(indices.dtype), indices, self._shape)
 
     def starts(self) -> NDArray[np.int64]:
-        """Return where the template of each row starts among these."""
-        of = np.arange(self._channels.inputs)[:, None, None] * (len(self._y.ptr) - 1)
-        of = (of + self._y.of[:, None]) * (len(self._x.ptr) - 1) + self._x.of
-        starts: NDArray[np.int64] = self._templates.ptr[of.reshape(-1)]
+        """Return where the template of each row starts among the sources."""
+        starts: NDArray[np.int64] = self._ptr[self._of]
         return starts
 
     def fill(self, xp: Any, weight: Array, out: Array) -> None:
         """Write the values of the matrix; the weight is flat."""
-        if xp is np:
-            values = np.empty(len(self._templates.sources), out.dtype)
-            gather(weight, self._templates.sources, values)
-            self._copy(values, out)
+        if xp is not np:
+            out[...] = weight[self._sources.on(xp)]
             return
-        out[...] = weight[self._sources.on(xp)]
+        values = np.empty(len(self.sources), out.dtype)
+        gather(weight, self.sources, values)
+        self._copy(values, out)
 
     @cached_property
     def _sources(self) -> Mirrored:
         """Place in the flattened weight of every entry."""
-        sources = np.empty(self._nnz, self._templates.sources.dtype)
-        self._copy(self._templates.sources, sources)
+        sources = np.empty(self._nnz, self.sources.dtype)
+        self._copy(self.sources, sources)
         return Mirrored(sources)
 
     def _copy(self, values: NDArray[Any], out: NDArray[Any]) -> None:
-        fill_values(self._channels.inputs, self._y, self._x, self._templates.ptr, values, out)
+        copy_rows(self._of, self._ptr, values, self._place[:0], out)
 
 
-def _classes(connections: Connections) -> StencilAxis:
-    """Return the places of an axis in classes that have the same weights.
+def _classes(connections: Connections) -> tuple[NDArray[Any], NDArray[Any], list[Any]]:
+    """Return the class of each place of an axis, the first output it reaches, and the classes.
 
-    The weights of a place are equally far apart, so the first one and their number tell them all.
+    Places of a class have the same weights, of which it holds the taps, and how far the output of
+    each is from the first. The weights of a place are equally far apart, so the first one and their
+    number tell them all.
     """
     ptr, weight, output = connections
     count = np.diff(ptr)
-    start = np.minimum(ptr[:-1], max(len(weight) - 1, 0))
-    met = count > 0
-    first = np.where(met, output[start], 0) if len(output) else np.zeros_like(count)
-    key = np.where(met, weight[start], 0) if len(weight) else np.zeros_like(count)
-    key = key * (count.max() + 1) + count
-    _, example, of = np.unique(key, return_index=True, return_inverse=True)
-    sizes = count[example]
-    class_ptr = np.concatenate([[0], np.cumsum(sizes)])
-    entry = np.arange(class_ptr[-1]) + np.repeat(ptr[example] - class_ptr[:-1], sizes)
-    distance = output[entry] - np.repeat(first[example], sizes)
-    return StencilAxis(of.reshape(-1), first, class_ptr, weight[entry], distance)
+    # A place without outputs has an empty class, whatever its number.
+    first, tap = (np.append(array, 0)[ptr[:-1]] for array in (output, weight))
+    _, examples, of = np.unique(
+        tap * (count.max() + 1) + count, return_index=True, return_inverse=True
+    )
+    each = [(slice(*ptr[k : k + 2]), first[k]) for k in examples]
+    return of.reshape(-1), first, [(weight[some], output[some] - at) for some, at in each]

@@ -70,22 +70,15 @@ class Window:
         starts = np.arange(count) * self.stride - self.before
         return starts[:, None] + np.arange(self.kernel) * self.dilation
 
-    def connections(self, count: int) -> Connections:
-        """Return which windows read each place, and by which taps."""
-        window, tap, place = self._reads(count)
-        order = np.argsort(place, kind="stable")
-        return Connections(indptr_of(place, self.size), tap[order], window[order])
-
-    def transposed_connections(self, count: int) -> Connections:
-        """Return which places each window reads, and by which taps."""
-        window, tap, place = self._reads(count)
-        return Connections(indptr_of(window, count), tap, place)
-
-    def _reads(self, count: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return window, tap and place of everything that is read, by window and tap."""
+    def connections(self, count: int, transposed: bool) -> Connections:
+        """Return which windows read each place, and by which taps; or what each window reads."""
         inputs = self.inputs(count)
         window, tap = np.nonzero((inputs >= 0) & (inputs < self.size))
-        return window, tap, inputs[window, tap]
+        place = inputs[window, tap]
+        if transposed:
+            return Connections(indptr_of(window, count), tap, place)
+        order = np.argsort(place, kind="stable")
+        return Connections(indptr_of(place, self.size), tap[order], window[order])
 
 
 def slide(xp: Any, images: Array, y: Window, x: Window) -> Array:

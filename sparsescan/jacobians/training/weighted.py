@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 from ...kernels.cpu.gathers import ROWS
 from ...kernels.cpu.lanes import lanes
 from ...locks import cached_property
-from ..conv import ConvTranspose2d
 from ..kernels import places as kernels
 from ..linear import Linear
 from ..shared.checks import on_host
 from ..shared.kron import kron
-from ..shared.windows import Window
 from .places import Map, PlaceTable, TapTable, View, gathering, scattering, widen
 from .stages import Apply, ChannelWork, LayerStage, Samples, Span, Task, in_lanes, put_grad, write
 
@@ -121,34 +119,21 @@ class Weigh(_Sums):
     def __init__(self, name: str, op: Any, result: Map, source: Map) -> None:
         super().__init__(name, op, result, source)
         self.copied = ("bias",) if "bias" in op.params else ()
-        if isinstance(op, Linear):
-            one = Window(1, 1, 1, 0, 0, 1)
-            self._windows, self._transposed = (one, one), False
-            blocks = math.prod(source.shape) // op.in_features
-            read, written = ((blocks, size, 1, 1) for size in (op.in_features, op.out_features))
-        else:
-            self._windows, self._transposed = op._windows, isinstance(op, ConvTranspose2d)
-            blocks = math.prod(source.shape) // (op.in_channels * math.prod(op._size))
-            read = blocks, op.in_channels, *op._size
-            written = blocks, op.out_channels, *op._size_out
-        views = View(source, read), View(result, written)
-        self._small, self._large = views if self._transposed else views[::-1]
-        widen(self._windows, self._small, self._large)
+        sides = zip((source, result), op.sides, strict=True)
+        views = [View(one, (math.prod(one.shape) // math.prod(side), *side)) for one, side in sides]
+        self._small, self._large = views if op.transposed else views[::-1]
+        widen(op.windows, self._small, self._large)
 
     @cached_property
     def kept_at(self) -> NDArray[np.int64]:
         """Where kept weights are among all."""
         return np.flatnonzero(self.op.kept_weights())
 
-    @property
-    def _groups(self) -> int:
-        return getattr(self.op, "groups", 1)
-
     def _taps(self, mask: NDArray[np.bool_]) -> TapTable:
         """Return the weights in a mask, as they lie in memory."""
-        mask = mask.reshape(*mask.shape[:2], *(window.kernel for window in self._windows))
+        mask = mask.reshape(*mask.shape[:2], *(window.kernel for window in self.op.windows))
         small, inner, y, x = np.nonzero(mask)
-        large = inner + small // (len(mask) // self._groups) * mask.shape[1]
+        large = inner + small // (len(mask) // self.op.groups) * mask.shape[1]
         return TapTable(small, large, y, x)
 
     def bind(self, samples: Samples, kept: Array) -> None:
@@ -156,10 +141,10 @@ class Weigh(_Sums):
         # From the large side to the small one, and back.
         self._gather, scattered = self._tables(samples)
         directions = [self._gather], scattered
-        self._set_tables(*(directions[::-1] if self._transposed else directions))
+        self._set_tables(*(directions[::-1] if self.op.transposed else directions))
 
     def _tables(self, samples: Samples) -> tuple[_Bound, Sequence[_Bound]]:
-        arguments = self._taps(self.op.kept_weights()), self._windows, self._small, self._large
+        arguments = self._taps(self.op.kept_weights()), self.op.windows, self._small, self._large
         gather = _Bound(gathering(*arguments), samples)
         self._grad = np.zeros(len(gather.order), samples.dtype)
         return gather, [_Bound(table, samples) for table in scattering(*arguments)]
@@ -185,7 +170,7 @@ class Weigh(_Sums):
         grads, tasks = {"weight": weight}, self._sum_weights(weight.reshape(-1))
         if "bias" in self.params:
             grads["bias"] = self._room(out, "bias")
-            if self._transposed:
+            if self.op.transposed:
                 grads["bias"][:] = result.inner(result.grad).sum(axis=(0, -1, -2, -3))
             else:
                 tasks += [
@@ -197,7 +182,7 @@ class Weigh(_Sums):
     def _read(self) -> tuple[Array, Array]:
         """Return what the gradients of weights are sums of: the large side, and the small one."""
         sides = self.sources[0].x, self.result.grad
-        return sides[::-1] if self._transposed else sides
+        return sides[::-1] if self.op.transposed else sides
 
     def _sum_weights(self, out: Array) -> list[Task]:
         """Return tasks that write the gradients of kept weights."""
@@ -220,7 +205,7 @@ class WeighAll(Weigh):
     def pays(op: Any) -> bool:
         """Return whether that is faster than to use only the weights that are kept."""
         kept = op.kept_weights()
-        fewest = min(len(kept) // getattr(op, "groups", 1), kept.shape[1])
+        fewest = min(len(kept) // op.groups, kept.shape[1])
         return fewest >= ROWS and bool(kept.mean() > DENSITY)
 
     def _tables(self, samples: Samples) -> tuple[_Bound, Sequence[_Bound]]:
@@ -228,9 +213,9 @@ class WeighAll(Weigh):
         self._bits = _bits(kept, samples.dtype)
         # Gradients of pruned weights are not for the caller.
         self._grad = np.zeros(0 if self._bits is None else kept.size, samples.dtype)
-        groups, columns, of_column = self._groups, kept.shape[1], math.prod(kept.shape[2:])
+        groups, columns, of_column = self.op.groups, kept.shape[1], math.prod(kept.shape[2:])
         rows, of_row = len(kept) // groups, columns * of_column
-        arguments = self._windows, self._small, self._large
+        arguments = self.op.windows, self._small, self._large
         # The first row of each group stands for all of its rows.
         first = np.zeros(kept.shape, np.bool_)
         first[::rows] = True
