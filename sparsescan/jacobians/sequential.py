@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from numpy.typing import NDArray
 
 from .. import api
 from ..arrays.arrays import Mirrored, check_array, check_memory, namespace, output
@@ -425,21 +424,34 @@ class Residual(Operator):
             )
         self._set_shapes(shape, None)
         self._set_output(end)
-        size = math.prod(shape)
-        self._body, self._around = _Branch(self.ops, size), _Branch(self.shortcut, size)
+
+    @cached_property
+    def _network(self) -> Sequential:
+        """The steps of the block alone, whose product is its Jacobian."""
+        return Sequential([self])
+
+    @cached_property
+    def _layers(self) -> dict[str, Operator]:
+        """The layers by their places, as they run."""
+        names = (name.removeprefix("0.") for name in _names(self._network.parts))
+        return dict(zip(names, self._network.layers, strict=True))
 
     @property
     def _reads_input(self) -> bool:  # type: ignore[override]
-        return any(op._reads_input for op in (*self.ops, *self.shortcut))
+        return any(op._reads_input for op in self._layers.values())
 
     @property
     def _samples_apart(self) -> bool:  # type: ignore[override]
-        return all(op._samples_apart for op in (*self.ops, *self.shortcut))
+        return all(op._samples_apart for op in self._layers.values())
 
     @property
     def params(self) -> dict[str, Array]:
         """The parameters of all layers, not copied."""
-        return self._joined(self._body.params, self._around.params)
+        return {
+            f"{place}.{name}": array
+            for place, op in self._layers.items()
+            for name, array in op.params.items()
+        }
 
     def __repr__(self) -> str:
         # The entries are not counted for this, since the product may be huge.
@@ -449,102 +461,41 @@ class Residual(Operator):
         return f"Residual({', '.join(words)})"
 
     def _core_nnz(self) -> int:
-        return self._sum.nnz
+        return self._core_pattern().nnz
 
     def _core_pattern(self) -> Pattern:
-        return self._sum
+        return self._products[-1].pattern
 
     def _check_memory(self) -> None:
         """Check nothing: counting the entries builds the pattern anyway."""
 
     @cached_property
-    def _sum(self) -> Pattern:
-        """The pattern of the sum, and where each of the terms lies in it."""
-        product, around = self._body.pattern, self._around.pattern
-        keys = np.concatenate([_keys(product), _keys(around)])
-        pattern, place = _pattern_of(keys, product.shape)
-        self._places = Mirrored(place[: product.nnz]), Mirrored(place[product.nnz :])
-        return pattern
-
-    def _forward(self, xp: Any, x: Array) -> Array:
-        return self._around.forward(x) + self._body.forward(x)
-
-    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
-        product, around = (place.on(xp) for place in self._places)
-        out[...] = 0
-        out[:, product] = self._body.values(xp, x, out.dtype)
-        out[:, around] += self._around.values(xp, x, out.dtype)
-
-    def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
-        grad = grad_y.reshape(len(x), -1)
-        body, around = (branch.param_grads(x, grad) for branch in (self._body, self._around))
-        return self._joined(body, around)
-
-    @staticmethod
-    def _joined(body: dict[str, Array], around: dict[str, Array]) -> dict[str, Array]:
-        return body | {f"shortcut.{name}": array for name, array in around.items()}
-
-
-class _Branch:
-    """One of the terms of a residual block: layers one after the other, or none, the identity."""
-
-    def __init__(self, ops: tuple[Operator, ...], size: int) -> None:
-        self._ops, self._size = ops, size
-
-    @property
-    def params(self) -> dict[str, Array]:
-        """The parameters by the places of their layers."""
-        return {
-            f"{k}.{name}": param
-            for k, op in enumerate(self._ops)
-            for name, param in op.params.items()
-        }
-
-    @cached_property
     def _products(self) -> list[_Product]:
-        """Products ``J_1 J_2``, then ``J_3``, and so on."""
+        """Products of the first two steps, of that and the third, and so on."""
         products: list[_Product] = []
-        pattern = self._ops[0].pattern
-        for op in self._ops[1:]:
-            products.append(_Product(pattern, op.pattern))
-            pattern = products[-1].pattern
+        first, *others = reversed(self._network.patterns)
+        for pattern in others:
+            products.append(_Product(products[-1].pattern if products else first, pattern))
         return products
 
-    @property
-    def pattern(self) -> Pattern:
-        """The pattern of the product."""
-        if not self._ops:
-            return Pattern.diagonal(self._size)
-        return self._products[-1].pattern if self._products else self._ops[0].pattern
+    def _forward(self, xp: Any, x: Array) -> Array:
+        return self._network.forward(x)
 
-    def forward(self, x: Array) -> Array:
-        """Compute the output of the last layer."""
-        for op in self._ops:
-            x = op.forward(x)
-        return x
+    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        # Any input gives values that do not depend on it.
+        x = xp.zeros((1, *self._core), out.dtype) if x is None else x.astype(out.dtype, copy=False)
+        product, *others = reversed(self._network.values(self._network.activations(x)))
+        for step, values in zip(self._products, others, strict=True):
+            product = step.values(xp, product, values)
+        out[...] = product
 
-    def values(self, xp: Any, x: Array, dtype: np.dtype[Any]) -> Array:
-        """Compute the values of the product, in the order of its pattern; 1 for the identity."""
-        values = None
-        for k, op in enumerate(self._ops):
-            # Without an input and parameters, dtype and place of the values have to be given.
-            nowhere = x is None and not op.params
-            step = op.values(x, out=xp.empty(op.nnz, dtype) if nowhere else None)
-            values = step if values is None else self._products[k - 1].values(xp, values, step)
-            x = op.forward(x) if x is not None and k + 1 < len(self._ops) else None
-        return 1 if values is None else values
-
-    def param_grads(self, x: Array, grad: Array) -> dict[str, Array]:
-        """Return the gradients in the parameters for a gradient ``(batch, outputs)``."""
-        if not self.params:
-            return {}
-        network = Sequential(self._ops)
-        xs = network.activations(x)
-        grads: Any = api.exclusive_scan(grad, network.jacobians(xs))
-        by_layer = network.param_grads(xs, grads)
+    def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
+        xs = self._network.activations(x)
+        grads: Any = api.exclusive_scan(grad_y.reshape(len(x), -1), self._network.jacobians(xs))
+        by_layer = self._network.param_grads(xs, grads)
         return {
-            f"{layer}.{name}": array
-            for layer, arrays in zip(_names(network.parts), by_layer, strict=True)
+            f"{place}.{name}": array
+            for place, arrays in zip(self._layers, by_layer, strict=True)
             for name, array in arrays.items()
         }
 
@@ -659,11 +610,42 @@ def _carrying(own: Pattern, carried: int) -> Pattern:
     )
 
 
-class _Ones(_Step):
-    """A step whose values are all one."""
+class _Moves(_Step):
+    """A step that copies, exchanges or adds arrays of the state: its values are all one.
 
-    def __init__(self, size: int, carried: int) -> None:
-        self._size, self._carried = size, carried
+    Parameters
+    ----------
+    sizes : sequence of int
+        Sizes of the arrays of the state, of which the last is what passes by.
+    places : sequence of tuple of int
+        Where each array goes in the next state: to two places, or with another to one.
+    move : callable
+        What becomes of ``x`` and the rest of the state.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        places: Sequence[tuple[int, ...]],
+        move: Callable[[Array, list[Array]], Array],
+    ) -> None:
+        self._sizes, self._places, self._move = sizes, places, move
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        moves = list(zip(self._sizes, self._places, strict=True))
+        sizes = dict(sorted((place, size) for size, places in moves for place in places))
+        starts = np.cumsum([0, *sizes.values()])
+        columns = [np.add.outer(np.arange(size), starts[list(places)]) for size, places in moves]
+        counts = np.repeat([len(places) for places in self._places], self._sizes)
+        return trusted(
+            np.concatenate([[0], np.cumsum(counts)]),
+            np.concatenate([each.reshape(-1) for each in columns]),
+            (len(counts), int(starts[-1])),
+        )
+
+    def forward(self, x: Array, skipped: list[Array]) -> Array:
+        return self._move(x, skipped)
 
     def values(self, x: Array, y: Array, out: Array) -> Array:
         x = check_array("activations", x)
@@ -672,58 +654,18 @@ class _Ones(_Step):
         return room if out is None else out
 
 
-class _Fork(_Ones):
-    """``[x, s, …] ↦ [x, x, s, …]``: a residual block begins."""
-
-    @cached_property
-    def pattern(self) -> Pattern:
-        size, carried = self._size, self._carried
-        own = np.arange(size)
-        indices = np.concatenate(
-            [np.stack([own, size + own], axis=1).ravel(), 2 * size + np.arange(carried)]
-        )
-        indptr = np.concatenate([2 * np.arange(size), 2 * size + np.arange(carried + 1)])
-        return trusted(indptr, indices, (size + carried, 2 * size + carried))
-
-    def forward(self, x: Array, skipped: list[Array]) -> Array:
-        skipped.append(x)
-        return x
+def _fork(x: Array, skipped: list[Array]) -> Array:
+    skipped.append(x)
+    return x
 
 
-class _Swap(_Ones):
-    """``[f, x, s, …] ↦ [x, f, s, …]``: the shortcut of a residual block begins."""
-
-    def __init__(self, size_out: int, size: int, carried: int) -> None:
-        super().__init__(size, carried)
-        self._size_out = size_out
-
-    @cached_property
-    def pattern(self) -> Pattern:
-        first, size = self._size_out, self._size
-        count = first + size + self._carried
-        indices = np.arange(count)
-        indices[:first] += size
-        indices[first : first + size] -= first
-        return trusted(np.arange(count + 1), indices, (count, count))
-
-    def forward(self, x: Array, skipped: list[Array]) -> Array:
-        x, skipped[-1] = skipped[-1], x
-        return x
+def _swap(x: Array, skipped: list[Array]) -> Array:
+    x, skipped[-1] = skipped[-1], x
+    return x
 
 
-class _Join(_Ones):
-    """``[a, b, s, …] ↦ [a + b, s, …]``: a residual block ends."""
-
-    @cached_property
-    def pattern(self) -> Pattern:
-        size, carried = self._size, self._carried
-        own = np.arange(size)
-        indices = np.concatenate([own, own, size + np.arange(carried)])
-        shape = 2 * size + carried, size + carried
-        return trusted(np.arange(shape[0] + 1), indices, shape)
-
-    def forward(self, x: Array, skipped: list[Array]) -> Array:
-        return x + skipped.pop()
+def _join(x: Array, skipped: list[Array]) -> Array:
+    return x + skipped.pop()
 
 
 class _Product:
@@ -737,7 +679,9 @@ class _Product:
         within = np.arange(pairs) - np.repeat(np.cumsum(counts) - counts, counts)
         right = b.indptr.astype(np.int64)[a.indices[left]] + within
         keys = rows_of(a)[left] * b.shape[1] + b.indices[right]
-        self.pattern, place = _pattern_of(keys, (a.shape[0], b.shape[1]))
+        unique, place = np.unique(keys, return_inverse=True)
+        rows, cols = np.divmod(unique, max(b.shape[1], 1))
+        self.pattern = trusted(indptr_of(rows, a.shape[0]), cols, (a.shape[0], b.shape[1]))
         # The first pair of every entry, then the second of those that have one, and so on.
         order = np.argsort(place, kind="stable")
         first = np.searchsorted(place[order], np.arange(self.pattern.nnz))
@@ -805,12 +749,13 @@ def _steps(ops: Sequence[Operator], carried: int) -> list[Any]:
     for op in ops:
         if isinstance(op, Residual):
             size, size_out = op.shape
-            steps.append(_Fork(size, carried))
+            # A residual block begins, maybe its shortcut, and it ends.
+            steps.append(_Moves((size, carried), ((0, 1), (2,)), _fork))
             steps += _steps(op.ops, carried + size)
             if op.shortcut:
-                steps.append(_Swap(size_out, size, carried))
+                steps.append(_Moves((size_out, size, carried), ((1,), (0,), (2,)), _swap))
                 steps += _steps(op.shortcut, carried + size_out)
-            steps.append(_Join(size_out, carried))
+            steps.append(_Moves((size_out, size_out, carried), ((0,), (0,), (1,)), _join))
         else:
             steps.append(_LayerStep(op, carried))
     return steps
@@ -838,17 +783,3 @@ def _names(parts: Sequence[NamedLayer]) -> Iterator[str]:
             yield part.name
         for branch in part.branches:
             yield from _names(branch)
-
-
-def _keys(pattern: Pattern) -> NDArray[np.int64]:
-    """Return every entry as one number that increases in the order of the pattern."""
-    return rows_of(pattern) * pattern.shape[1] + pattern.indices
-
-
-def _pattern_of(
-    keys: NDArray[np.int64], shape: tuple[int, int]
-) -> tuple[Pattern, NDArray[np.int64]]:
-    """Return the pattern with these entries, and the place of each of them in it."""
-    unique, place = np.unique(keys, return_inverse=True)
-    rows, cols = np.divmod(unique, max(shape[1], 1))
-    return trusted(indptr_of(rows, shape[0]), cols, shape), place.reshape(-1)
