@@ -18,7 +18,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsescan.recurrent import Cell, TrainingStep, catalogue
+from sparsescan.recurrent import Cell, catalogue
+from sparsescan.recurrent.step import TrainingStep
 
 from . import cell_scan, peers
 from .timing import THREADS, fastest

@@ -1,10 +1,16 @@
-"""Checks of arguments: each returns what a call computes with, or raises an error that names it."""
+"""Checks of arguments: each returns what a call computes with, or raises an error that names it.
+
+And of names: those that a module has given up work for a release, with a warning.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import operator
+import warnings
+from collections.abc import Callable, Mapping
+from functools import reduce
 from numbers import Real
 from typing import Any
 
@@ -81,3 +87,32 @@ def check_packages(purpose: str, extra: str, packages: dict[str, str]) -> None:
         raise ImportError(
             f"{purpose} needs {', '.join(missing)}; install with: pip install 'sparsescan[{extra}]'"
         )
+
+
+def former_names(module: str, former: Mapping[str, tuple[str, str]]) -> Callable[[str], Any]:
+    """Return a module's ``__getattr__``, by which names that it has given up work for a release.
+
+    Parameters
+    ----------
+    module : str
+        Name of the module.
+    former : mapping of str to tuple of two str
+        For each name where its object is, as ``"room.module:attribute"`` in this package, and what
+        the warning says to write instead.
+    """
+
+    def find(name: str) -> Any:
+        if name not in former:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        place, instead = former[name]
+        warnings.warn(
+            f"{module}.{name} is public no longer, and the next release is without it: write "
+            f"{instead}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        path, _, attribute = place.partition(":")
+        found = importlib.import_module(f"{__package__}.{path}")
+        return reduce(getattr, attribute.split("."), found)
+
+    return find

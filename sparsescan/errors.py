@@ -70,8 +70,9 @@ class InputTypeError(SparseScanError, TypeError):
       :mod:`sparsescan.torch`, which is differentiated.
     - One Jacobian stands where a list of them is expected, or shapes stand where arrays are.
     - A class stands where an object of it is expected, or the other way round.
-    - A cell's step calls what works on numbers, such as ``if`` or functions of NumPy and PyTorch.
-      It runs on symbols: :mod:`sparsescan.recurrent` has their functions.
+    - A cell's step calls what works on numbers, such as ``if``, functions of PyTorch, or NumPy's
+      sums. It runs on symbols: NumPy's functions of one number a unit work on them, and those of
+      :mod:`sparsescan.recurrent`.
     """
 
 

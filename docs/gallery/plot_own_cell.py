@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from sparsescan.recurrent import Cell, Hidden, Input, sigmoid, tanh
+from sparsescan.recurrent import Cell, Hidden, Input, sigmoid
 from sparsescan.torch import module
 
 # %%
@@ -44,7 +44,7 @@ class MGU(Cell):
     def step(self, x, h):
         """Return the new state."""
         f = sigmoid(self.weight_ih.f(x) + self.weight_hh.f(h))
-        n = tanh(self.weight_ih.n(x) + self.weight_hh.n(f * h))
+        n = np.tanh(self.weight_ih.n(x) + self.weight_hh.n(f * h))
         return h + f * (n - h)
 
 

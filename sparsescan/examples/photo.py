@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsescan.recurrent import GRU, Cell, Hidden, Input, Recurrent, sigmoid, tanh
+from sparsescan.recurrent import GRU, Cell, Hidden, Input, Recurrent, sigmoid
 
 TEST_ROWS = 150
 INPUTS, COLOURS = 6, 3
@@ -37,7 +37,7 @@ class MGU(Cell):
     def step(self, x: Any, h: Any) -> Any:
         """Return the next state."""
         f = sigmoid(self.weight_ih.f(x) + self.weight_hh.f(h))
-        n = tanh(self.weight_ih.n(x) + self.weight_hh.n(f * h))
+        n = np.tanh(self.weight_ih.n(x) + self.weight_hh.n(f * h))
         return h + f * (n - h)
 
 

@@ -11,6 +11,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from ..errors import short
@@ -94,20 +95,29 @@ class Node:
     __hash__ = object.__hash__
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Node:
-        """Compute what an operator with a number of NumPy before it means; refuse other calls."""
+        """Return what a function of NumPy of one number a unit is of vectors; refuse others."""
         if ufunc.__name__ == "matmul":
             refuse("@", "matrix")
         if method == "reduce":
             refuse(f"numpy.{ufunc.__name__}.reduce, which is over units", "sums")
         compute = getattr(operator, _OPERATORS.get(ufunc.__name__, ""), None)
+        if ufunc.__name__ in NUMPYS:
+            compute = partial(apply, ufunc.__name__)
         has_axes = any(getattr(x, "ndim", 0) for x in inputs if not isinstance(x, Node))
         if compute is None or method != "__call__" or options or has_axes:
             refuse("a call of NumPy", "functions")
         result: Node = compute(*(x if isinstance(x, Node) else float(x) for x in inputs))
         return result
 
-    def __array_function__(self, function: Any, *_: Any, **__: Any) -> NoReturn:
-        _refuse_function(function, "a call of NumPy")
+    def __array_function__(self, function: Any, _: Any, given: Any, options: Any) -> Node:
+        """Return what ``np.where`` and ``np.clip`` are of vectors; refuse other functions."""
+        name, is_whole = getattr(function, "__name__", ""), len(given) == 3 and not options
+        if name == "where" and is_whole:
+            return apply("where", *given)
+        if name != "clip" or not is_whole:
+            _refuse_function(function, "a call of NumPy")
+        a, low, high = map(as_node, given)
+        return apply("where", a <= low, low, apply("where", high <= a, high, a))
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> NoReturn:
@@ -143,6 +153,11 @@ class Node:
 # How deep expressions are shown. The text of a vector that is read twice is there twice, so that
 # texts may double with each level.
 _DEPTH = 8
+# Operations that NumPy has by the same name, elementwise.
+NUMPYS = (
+    *("absolute", "arctan2", "cos", "exp", "expm1", "log", "maximum", "minimum", "sin", "sqrt"),
+    "tanh",
+)
 # The functions that NumPy calls for an operator with one of its numbers on the left.
 _OPERATORS = {
     "add": "add",
@@ -162,7 +177,7 @@ _REDUCTIONS = {
 # For each method that symbols refuse: what in a traced function calls it, and what to write
 # instead, as a text or as the name of a text of :class:`Front`.
 _REFUSED = {
-    "bool": ("a branch on a number that only a step has", "where(condition, a, b)"),
+    "bool": ("a branch on a number that only a step has", "np.where(condition, a, b)"),
     "iter": ("a loop over units", "elementwise"),
     "contains": ("a loop over units", "elementwise"),
     "len": ("the length of a vector", "elementwise"),
@@ -170,18 +185,18 @@ _REFUSED = {
     "float int index complex round trunc floor ceil": ("a conversion to a number", "functions"),
     "format": ("a text of a number that only a step has", "it without"),
     "rmatmul": ("@", "matrix"),
-    "rpow": ("a number to the power of a vector", "exp(vector * math.log(base))"),
+    "rpow": ("a number to the power of a vector", "np.exp(vector * math.log(base))"),
     "and rand or ror xor rxor invert": (
         "& or |, ^, ~",
-        "a * b for both of two conditions, maximum(a, b) for one of them, 1 - a for none",
+        "a * b for both of two conditions, np.maximum(a, b) for one of them, 1 - a for none",
     ),
     "mod rmod": (
         "%",
-        "where(a >= b, a - b, a) to take b off once; sin(a), cos(a) need no remainder",
+        "np.where(a >= b, a - b, a) to take b off once; np.sin, np.cos need no remainder",
     ),
     "floordiv rfloordiv divmod rdivmod lshift rlshift rshift rrshift": (
         "an operation of integers",
-        "+ - * /, or where(condition, a, b)",
+        "+ - * /, or np.where(condition, a, b)",
     ),
     "call": ("a call of a vector", "product"),
     "array": ("a call of NumPy", "functions"),
@@ -323,7 +338,7 @@ def _power(base: Node, exponent: Any) -> Node:
     if power == 0.5:
         return apply("sqrt", base)
     if not power.is_integer() or abs(power) > 16:
-        refuse(f"the exponent {short(exponent)}", "exp(exponent * log(base))")
+        refuse(f"the exponent {short(exponent)}", "np.exp(exponent * np.log(base))")
     result, square, left = number(1), base, int(abs(power))
     while left:
         if left & 1:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import linecache
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from ..errors import InputTypeError
@@ -20,8 +21,8 @@ class Front(NamedTuple):
     ----------
     modules : tuple of str
         How the names of modules begin that a traced function calls, beside those of this room.
-    names : collection of str
-        The names of functions of symbols.
+    names : mapping of str to str
+        What to write for a function, by its name.
     subject : str
         What a traced function computes with.
     functions, elementwise, matrix, product, sums : str
@@ -30,7 +31,7 @@ class Front(NamedTuple):
     """
 
     modules: tuple[str, ...] = ()
-    names: Collection[str] = ()
+    names: Mapping[str, str] = MappingProxyType({})
     subject: str = "symbols are vectors of one number a unit"
     functions: str = "functions of symbols"
     elementwise: str = "elementwise operations"
@@ -71,7 +72,7 @@ def refuse(what: str, instead: str, name: str = "") -> NoReturn:
     assert frame is not None, "nobody has called this"
     path, line = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(path, line).strip()
-    instead = f"{name}(a)" if name in front.names else getattr(front, instead, instead)
+    instead = front.names.get(name, getattr(front, instead, instead))
     raise InputTypeError(
         f"{Path(path).name}, line {line}{f': {text!r}' if text else ''} has {what}, which cannot "
         f"be traced: {front.subject}; write {instead}"

@@ -39,7 +39,7 @@ def recurrent(
 ) -> tuple[Any, Any]:
     """Return the outputs and the last states of a recurrent network.
 
-    As :meth:`sparsescan.recurrent.TrainingStep.forward`, for arrays of JAX, under ``jax.jit``,
+    As :meth:`.TrainingStep.forward`, for arrays of JAX, under ``jax.jit``,
     ``jax.vmap``, and all of its derivatives, of any order: ``jax.grad``, ``jvp``, ``jacfwd``,
     ``jacrev``, ``hessian``. A mapped axis becomes samples of a batch; one of parameters becomes
     members of an ensemble, which threads share. It takes the place of a ``jax.lax.scan`` over a
@@ -70,7 +70,7 @@ def recurrent(
         Bytes that may be kept for the backward pass; gates that do not fit are computed again.
     truncate : int, optional
         Steps of a segment: gradients flow at most to the segment before, as those of
-        :class:`sparsescan.recurrent.TrainingStep`; by default through all steps. They are computed
+        :class:`.TrainingStep`; by default through all steps. They are computed
         in reverse mode alone. The limit is then that of the windows that are computed at once.
     return_states : bool or "layers", default False
         Whether outputs are all states of the last layer, ``[h, c]`` of an LSTM; with ``"layers"``

@@ -1,13 +1,11 @@
 """Recurrent cells, each defined once; their Jacobians, whole sequences and training steps."""
 
-from ..graph import functions
-from ..graph.functions import *  # noqa: F403, those that it lists
+from ..checks import former_names
+from ..graph.functions import relu, sigmoid, softplus, stop_gradient, surrogate
 from .cell import Cell
 from .cells import GRUCell, LSTMCell, RNNCell
-from .definition import Bias, Choice, Constant, Hidden, Input, Scalar, Vector
-from .jacobian import Linearization
+from .definition import FORMER_FUNCTIONS, Bias, Choice, Constant, Hidden, Input, Scalar, Vector
 from .networks import GRU, LSTM, RNN, Recurrent
-from .step import Gradients, TrainingStep
 
 __all__ = [
     "GRU",
@@ -18,15 +16,31 @@ __all__ = [
     "Choice",
     "Constant",
     "GRUCell",
-    "Gradients",
     "Hidden",
     "Input",
     "LSTMCell",
-    "Linearization",
     "RNNCell",
     "Recurrent",
     "Scalar",
-    "TrainingStep",
     "Vector",
+    "relu",
+    "sigmoid",
+    "softplus",
+    "stop_gradient",
+    "surrogate",
 ]
-__all__ += functions.__all__
+
+__getattr__ = former_names(
+    __name__,
+    {
+        **{name: (f"graph.functions:{name}", text) for name, text in FORMER_FUNCTIONS.items()},
+        **{
+            name: (f"recurrent.{file}:{name}", f"sparsescan.recurrent.{file}.{name}")
+            for name, file in (
+                ("Gradients", "step"),
+                ("Linearization", "jacobian"),
+                ("TrainingStep", "step"),
+            )
+        },
+    },
+)

@@ -91,13 +91,14 @@ class Cell(Parametrised, Fixed):
     --------
     The minimal gated unit (Zhou et al., 2016):
 
-    >>> from sparsescan.recurrent import Cell, Hidden, Input, sigmoid, tanh
+    >>> import numpy as np
+    >>> from sparsescan.recurrent import Cell, Hidden, Input, sigmoid
     >>> class MGU(Cell):
     ...     weight_ih = Input("f", "n")
     ...     weight_hh = Hidden("f", "n")
     ...     def step(self, x, h):
     ...         f = sigmoid(self.weight_ih.f(x) + self.weight_hh.f(h))
-    ...         n = tanh(self.weight_ih.n(x) + self.weight_hh.n(f * h))
+    ...         n = np.tanh(self.weight_ih.n(x) + self.weight_hh.n(f * h))
     ...         return h + f * (n - h)
     >>> cell = MGU(3, 4)
     >>> cell.weight_ih.shape, cell.bias_hh.shape, cell.pattern.shape
@@ -350,7 +351,7 @@ class Cell(Parametrised, Fixed):
         ------
         InputError, InputTypeError, DeviceError
             As :meth:`forward`; or if there are more units than a GPU's kernels take, as for
-            :meth:`TrainingStep.forward`.
+            :meth:`.TrainingStep.forward`.
         MemoryLimitError
             If the states would take more memory than there is.
         """

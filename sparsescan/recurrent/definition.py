@@ -18,7 +18,7 @@ from ..checks import check_choice
 from ..errors import InputError, InputTypeError, short
 from ..graph import functions
 from ..graph.expressions import topological
-from ..graph.operations import Node, as_node, linear_map, number, symbol
+from ..graph.operations import NUMPYS, Node, as_node, linear_map, number, symbol
 from ..graph.tracing import Front, refuse, tracing
 from ..parameters.parametrised import Parameter
 from .program import INPUT, CellProgram, analyse
@@ -35,11 +35,23 @@ _FUNCTIONS: dict[str, Callable[..., Node]] = {
     )
     == 1
 }
+# What a step calls in place of functions that had names in :mod:`sparsescan.recurrent`.
+FORMER_FUNCTIONS = {
+    **{name: f"np.{name}" for name in (*NUMPYS, "where")},
+    "elu": "np.where(a <= 0, np.expm1(np.where(a <= 0, a, 0)), a)",
+    "hardsigmoid": "np.clip(a / 6 + 0.5, 0, 1)",
+    "hardtanh": "np.clip(a, -1, 1)",
+    "identity": "the vector itself",
+    "leaky_relu": "np.where(a <= 0, 0.01 * a, a)",
+    "silu": "a * sigmoid(a)",
+    "softsign": "a / (1 + abs(a))",
+}
 _FRONT = Front(
     modules=(__name__,),
-    names=functions.__all__,
+    names={name: FORMER_FUNCTIONS.get(name, f"{name}(a)") for name in functions.__all__},
     subject="a step computes with vectors of one number a unit",
-    functions="the functions of sparsescan.recurrent, such as tanh(a)",
+    functions="NumPy's functions of one number a unit, such as np.tanh(a), or sigmoid(a) and "
+    "others of sparsescan.recurrent",
     elementwise="elementwise operations, or one matrix with several gates",
     matrix="a matrix that the class declares, such as W = Hidden(), and calls: self.W(a)",
     product="a product, a * b, or a matrix of the class, which is called",
@@ -188,12 +200,13 @@ class Input(_Matrix):
 
     Examples
     --------
-    >>> from sparsescan.recurrent import Cell, Hidden, Input, tanh
+    >>> import numpy as np
+    >>> from sparsescan.recurrent import Cell, Hidden, Input
     >>> class Elman(Cell):
     ...     weight_ih = Input()
     ...     weight_hh = Hidden()
     ...     def step(self, x, h):
-    ...         return tanh(self.weight_ih(x) + self.weight_hh(h))
+    ...         return np.tanh(self.weight_ih(x) + self.weight_hh(h))
     >>> Elman(3, 4).weight_ih.shape
     (4, 3)
     """

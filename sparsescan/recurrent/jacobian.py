@@ -457,7 +457,7 @@ class _Rows(NamedTuple):
 
 
 class Linearization:
-    """Derivatives of a cell at given inputs and states, made by :meth:`Cell.linearize`.
+    """Derivatives of a cell at given inputs and states, made by :meth:`.Cell.linearize`.
 
     Examples
     --------
@@ -492,7 +492,7 @@ class Linearization:
 
     @Allocating("the values")
     def values(self, *, out: Array = None) -> Array:
-        """Compute the values, as :meth:`Cell.values`."""
+        """Compute the values, as :meth:`.Cell.values`."""
         apart = [array for block in self._blocks for array in (block.rows, block.slopes)]
         apart += self._cell.params.values()
         room = values_room(self._cell, self._xp, self._lead, self._dtype, out, apart)
@@ -500,7 +500,7 @@ class Linearization:
         return room if out is None else out
 
     def jacobian(self) -> sp.csr_array | BatchedCSR | CSRChain:
-        """Return the Jacobian, as :meth:`Cell.jacobian`."""
+        """Return the Jacobian, as :meth:`.Cell.jacobian`."""
         values, pattern = self.values(), self._cell.pattern
         if len(self._lead) == 2:
             return CSRChain.from_pattern(values[::-1], pattern)
@@ -559,12 +559,12 @@ class Linearization:
 
     @Allocating("the gradients of the parameters")
     def param_grads(self, grad_state: Array) -> dict[str, Array]:
-        """Return the gradients of the parameters, as :meth:`Cell.param_grads`."""
+        """Return the gradients of the parameters, as :meth:`.Cell.param_grads`."""
         return self.sum_params(self._read(grad_state))
 
     @Allocating("the gradients of the input")
     def input_grads(self, grad_state: Array) -> Array:
-        """Return the gradients of the inputs, as :meth:`Cell.input_grads`."""
+        """Return the gradients of the inputs, as :meth:`.Cell.input_grads`."""
         return self.pull_inputs(self._read(grad_state))
 
     # -- Arguments that are checked -------------------------------------------------------------

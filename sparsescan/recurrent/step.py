@@ -69,7 +69,7 @@ class TrainingStep:
     A call of :meth:`forward` and one of :meth:`backward` are a whole training step but for the loss
     and the optimiser. Both run compiled loops over all steps, and their memory is kept from one
     training step to the next, so one thread at a time may call them. It is made by
-    :meth:`Recurrent.training_step`, or :meth:`Cell.training_step` for one cell.
+    :meth:`.Recurrent.training_step`, or :meth:`.Cell.training_step` for one cell.
 
     With `truncate` gradients flow at most to the segment before. The steps are cut into segments of
     ``k = truncate`` steps, and the loss ``L = Σ L_s`` into those of the outputs of each segment

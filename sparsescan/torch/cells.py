@@ -199,7 +199,7 @@ def module(cell: type[Cell]) -> type[CellModule]:
     or packed like it. See :class:`RNN`.
 
     A whole sequence, and all gradients of it, are computed by the compiled loops of
-    :class:`sparsescan.recurrent.TrainingStep`, and so are derivatives of any order and transforms
+    :class:`.TrainingStep`, and so are derivatives of any order and transforms
     of ``torch.func`` on the CPU; see :class:`RNN`. Dtypes other than float32 and float64, devices
     other than the CPU and, with CuPy, CUDA, and autocast are computed step by step, by PyTorch's
     own operations. So is a call under ``torch.jit.trace``, whose graph has as many steps as it was

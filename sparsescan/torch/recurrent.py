@@ -119,7 +119,7 @@ class RNN(_Recurrent, nn.RNN):
 
     Arguments, attributes, parameters and results are those of PyTorch's module, and so are its
     errors. A whole sequence, and all gradients of it, are computed by the compiled loops of
-    :class:`sparsescan.recurrent.TrainingStep`, with any number of layers, in one direction or both,
+    :class:`.TrainingStep`, with any number of layers, in one direction or both,
     and with samples of different lengths (`PackedSequence`). Weights that
     :mod:`torch.nn.utils.prune` has pruned are not read where less than a quarter of them is kept;
     each call reads the contents of the masks.
@@ -139,7 +139,7 @@ class RNN(_Recurrent, nn.RNN):
     computed again. `truncate`, likewise, bounds how far gradients flow: ``truncate=k`` cuts the
     steps into segments of ``k``, and the gradient of the part of a loss that reads the outputs of a
     segment flows through that and the one before, not further (truncated back-propagation through
-    time; the formula is that of :class:`sparsescan.recurrent.TrainingStep`). Outputs are the same,
+    time; the formula is that of :class:`.TrainingStep`). Outputs are the same,
     but gradients leave out the effect of earlier steps, so dependencies over more than ``2·k``
     steps are not learned. Next to nothing is kept. It works on the CPU, where kernels run, for
     modules of one direction without dropout between layers.

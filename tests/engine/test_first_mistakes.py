@@ -23,7 +23,8 @@ from sparsescan import (
     SparseScanError,
     exclusive_scan,
 )
-from sparsescan.recurrent import GRU, Cell, Hidden, Input, tanh
+from sparsescan.graph.functions import tanh
+from sparsescan.recurrent import GRU, Cell, Hidden, Input
 
 RNG = np.random.default_rng(0)
 # A network of 3, 4 and 2 units: transposed Jacobians, from the last layer to the first.
@@ -265,14 +266,14 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[SparseScanError], str, str]
         branching,
         InputTypeError,
         r"test_first_mistakes.py, line \d+: 'if h > 0:.*' has a branch on a number that only a "
-        r"step has, which cannot be traced: .*; write where\(condition, a, b\)$",
+        r"step has, which cannot be traced: .*; write np.where\(condition, a, b\)$",
         "A cell's step calls what works on numbers",
     ),
     "a cell of PyTorch's functions": (
         with_functions_of_torch,
         InputTypeError,
-        "has a call of PyTorch, which cannot be traced: .* write the functions of "
-        r"sparsescan.recurrent, such as tanh\(a\)$",
+        "has a call of PyTorch, which cannot be traced: .* write NumPy's functions "
+        r"of one number a unit, such as np.tanh\(a\), or .* of sparsescan.recurrent$",
         "A cell's step calls what works on numbers",
     ),
 }

@@ -15,9 +15,10 @@ from sampling import slow
 from some_cells import CELLS, MGU, SCRN, Elementwise, Leaky, PeepholeLSTM, Tied
 
 from sparsescan import DeviceError, InputError, InputTypeError
+from sparsescan.graph.functions import tanh
 from sparsescan.jax import recurrent
 from sparsescan.jax.ffi.programs import call
-from sparsescan.recurrent import GRU, LSTM, RNN, Cell, Hidden, Input, Recurrent, sigmoid, tanh
+from sparsescan.recurrent import GRU, LSTM, RNN, Cell, Hidden, Input, Recurrent, sigmoid
 
 
 def cell(kind: Any, a: Any, v: Any, h: Any, c: Any) -> tuple[Any, Any]:

@@ -21,6 +21,19 @@ import torch
 from program_runs import evaluate
 
 from sparsescan import InputError, InputTypeError
+from sparsescan.graph.functions import (
+    absolute,
+    elu,
+    hardsigmoid,
+    hardtanh,
+    leaky_relu,
+    maximum,
+    minimum,
+    silu,
+    softsign,
+    tanh,
+    where,
+)
 from sparsescan.graph.operations import Node, number, symbol
 from sparsescan.recurrent import (
     Cell,
@@ -30,30 +43,20 @@ from sparsescan.recurrent import (
     Input,
     Scalar,
     Vector,
-    absolute,
-    elu,
-    hardsigmoid,
-    hardtanh,
-    leaky_relu,
-    maximum,
-    minimum,
     relu,
     sigmoid,
-    silu,
     softplus,
-    softsign,
     stop_gradient,
     surrogate,
-    tanh,
-    where,
 )
+from sparsescan.recurrent.definition import FORMER_FUNCTIONS
 from sparsescan.recurrent.program import INPUT, analyse
 
 HEADER = """\
 import functools, math, random
 import numpy as np
 import torch
-from sparsescan.recurrent import *
+from sparsescan.graph.functions import *
 from sparsescan.recurrent import Bias, Cell, Choice, Constant, Hidden, Input, Scalar, Vector
 
 """
@@ -102,11 +105,11 @@ class C(Cell):
 BRANCH = "a branch on a number", "where(condition, a, b)"
 NUMPY = "a call of NumPy", "tanh(a)"
 TORCH = "a call of PyTorch", "tanh(a)"
-CONVERSION = "a conversion to a number", "the functions of sparsescan.recurrent"
+CONVERSION = "a conversion to a number", "others of sparsescan.recurrent"
 UNITS = ", which is over units", "no sum, mean, norm or maximum over units"
 INDEX = "an index of a unit", "elementwise operations"
 LOOP = "a loop over units", "one matrix with several gates"
-POWER = "the exponent", "exp(exponent * log(base))"
+POWER = "the exponent", "np.exp(exponent * np.log(base))"
 EQUAL = "a comparison by == or !=", "(a >= b) * (a <= b)"
 BITS = "& or |, ^, ~", "a * b for both of two conditions"
 INTEGERS = "an operation of integers", "+ - * /"
@@ -119,8 +122,13 @@ REFUSED = {
     "return h * (0 < h < 1)": BRANCH,
     "assert (h > 0).all": ("the attribute 'all', which is over units", "no sum, mean, norm"),
     "while h > 0: h = h - 1": BRANCH,
-    "return np.tanh(h)": NUMPY,
-    "return np.where(h > 0, h, 0)": NUMPY,
+    "return np.cbrt(h)": NUMPY,
+    "return np.where(h > 0)": NUMPY,
+    "return np.clip(h, 0, None)": OTHER,
+    "return np.clip(h, 0, 1, out=h)": NUMPY,
+    "return np.tanh(h, where=h > 0)": NUMPY,
+    "return np.maximum(h, np.ones(3))": NUMPY,
+    "return np.where(h > 0, np.ones(3), h)": OTHER,
     "return np.concatenate([h, x])": NUMPY,
     "return np.add.reduce(h)": ("numpy.add.reduce", "no sum, mean, norm"),
     "return np.mean(h)": UNITS,
@@ -160,6 +168,8 @@ REFUSED = {
     "return len(h)": ("the length of a vector", "elementwise operations"),
     "return h.sum()": UNITS,
     "return h.sigmoid()": ("the attribute 'sigmoid'", "sigmoid(a)"),
+    "return h.tanh()": ("the attribute 'tanh'", "np.tanh"),
+    "return h.clip(0, 1)": ("the attribute 'clip'", "np.tanh(a), or sigmoid(a)"),
     "return h.T": ("the attribute 'T'", "tanh(a)"),
     "return h ** 1.5": POWER,
     "return h ** 17": POWER,
@@ -357,6 +367,23 @@ def test_any_number_of_states() -> None:
         "return 1 < h": "return h > 1",
         "return 1 <= h": "return h >= 1",
         "return h ** 0.5": "return sqrt(h)",
+        **{
+            f"return np.{name}(h)": f"return {name}(h)"
+            for name in ("absolute", "cos", "exp", "expm1", "log", "sin", "sqrt", "tanh")
+        },
+        **{
+            f"return np.{name}(1, h)": f"return {name}(1, h)"
+            for name in ("arctan2", "maximum", "minimum")
+        },
+        "return np.where(h > 0, np.float32(2), h)": "return where(h > 0, 2, h)",
+        "return np.where(1, h, x)": "return h",
+        "return np.clip(h, -1, 1)": "return hardtanh(h)",
+        "return np.maximum(np.float64(0), h)": "return maximum(0, h)",
+        **{
+            f"a = h; return {instead}": f"return {name}(h)"
+            for name, instead in FORMER_FUNCTIONS.items()
+            if name in ("elu", "hardtanh", "leaky_relu", "silu", "softsign")
+        },
         "return h ** -2": "return 1 / (h * h)",
         "return h ** 5.0": "return h * ((h * h) * (h * h))",
         "return h ** 0 * x": "return x",

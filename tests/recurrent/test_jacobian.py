@@ -20,17 +20,8 @@ from test_programs import HARD, hard_cell
 
 import sparsescan
 from sparsescan import InputError
-from sparsescan.recurrent import (
-    Cell,
-    Hidden,
-    Input,
-    Scalar,
-    Vector,
-    catalogue,
-    jacobian,
-    sigmoid,
-    tanh,
-)
+from sparsescan.graph.functions import tanh
+from sparsescan.recurrent import Cell, Hidden, Input, Scalar, Vector, catalogue, jacobian, sigmoid
 
 STEPS, BATCH = 4, 3
 seeds = st.integers(0, 2**32 - 1)

@@ -15,8 +15,9 @@ from recurrent_steps import arguments_of, autograd, gradients_of, networks
 from sampling import examples
 
 from sparsescan.errors import InputError, InputTypeError
+from sparsescan.graph.functions import tanh
 from sparsescan.kernels.cpu.lanes import lanes, sample_lanes
-from sparsescan.recurrent import GRU, LSTM, RNN, Cell, GRUCell, Recurrent, tanh
+from sparsescan.recurrent import GRU, LSTM, RNN, Cell, GRUCell, Recurrent
 from sparsescan.recurrent.loops import callers, sequences
 
 Array = NDArray[Any]

@@ -19,8 +19,9 @@ from sampling import long_run
 
 from sparsescan.graph.derivatives import coefficients
 from sparsescan.graph.expressions import topological
+from sparsescan.graph.functions import arctan2
 from sparsescan.graph.operations import Node
-from sparsescan.recurrent import Cell, Vector, arctan2, catalogue
+from sparsescan.recurrent import Cell, Vector, catalogue
 from sparsescan.recurrent.definition import Hidden, Input, declared
 from sparsescan.recurrent.program import CellProgram, Slot
 

@@ -19,11 +19,8 @@ from hypothesis import strategies as st
 # How many stages a step has at most.
 _MOST_STAGES = 3
 _HEADER = """\
-from sparsescan.recurrent import (
-    Bias, Cell, Choice, Constant, Hidden, Input, Scalar, Vector, absolute, arctan2, cos, elu, exp,
-    expm1, hardsigmoid, hardtanh, identity, leaky_relu, log, maximum, minimum, relu, sigmoid, silu,
-    sin, softplus, softsign, sqrt, stop_gradient, surrogate, tanh, where,
-)
+from sparsescan.graph.functions import *
+from sparsescan.recurrent import Bias, Cell, Choice, Constant, Hidden, Input, Scalar, Vector
 
 spike = surrogate(lambda a: a > 0, lambda a: 1 / (1 + a * a))
 soft_spike = surrogate(lambda a: where(a < 0.3, 0, 1), lambda a: sigmoid(a) * (1 - sigmoid(a)))

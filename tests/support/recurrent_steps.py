@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from sparsescan.execution.recording import _SPACE
-from sparsescan.recurrent import GRU, LSTM, RNN, TrainingStep
+from sparsescan.recurrent import GRU, LSTM, RNN
 from sparsescan.recurrent.host import HostMemory
 from sparsescan.recurrent.passes import RecordedMemory
+from sparsescan.recurrent.step import TrainingStep
 
 torch = pytest.importorskip("torch")
 

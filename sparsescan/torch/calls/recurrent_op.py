@@ -17,10 +17,10 @@ from torch.utils.flop_counter import register_flop_formula
 from ...arrays.arrays import namespace
 from ...errors import InputError
 from ...locks import new_lock
-from ...recurrent import TrainingStep
 from ...recurrent.arguments import Returned
 from ...recurrent.host_sizes import FIRST, LAYERS, STATES
 from ...recurrent.memory import beside, has_reset_states
+from ...recurrent.step import TrainingStep
 from ...recurrent.step_pool import StepPool, run_forward, runs_on_gpu
 from ..conversion.probe import asks_for_some, is_looked_at, probe
 from .arrays import array_of, here, tensor_of
