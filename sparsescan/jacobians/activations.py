@@ -7,17 +7,14 @@ from abc import abstractmethod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..arrays.arrays import namespace, special
+from ..arrays.arrays import special
 from ..checks import check_choice, check_number
 from ..errors import InputError, short
-from ..locks import cached_property
-from ..symbolic.implicit import ImplicitPattern
-from ..symbolic.pattern import Pattern, trusted
+from ..symbolic.pattern import Pattern
 from .kernels import values as kernels
 from .shared.checks import check_dim
-from .shared.coupled import Coupled, grouped
+from .shared.coupled import Coupled
 from .shared.operator import Operator
 
 Array = Any
@@ -438,7 +435,7 @@ class Hardtanh(Elementwise):
         xp.logical_and(x > self.min_val, x < self.max_val, out=out)
 
 
-class Softmax(Operator):
+class Softmax(Coupled):
     """``y_j = exp(x_j) / Σ_k exp(x_k)`` along an axis: ``∂y_j/∂x_i = y_i (δ_ij - y_j)``.
 
     Entries of the Jacobian couple elements that differ only along that axis.
@@ -475,36 +472,10 @@ class Softmax(Operator):
         axis = check_dim("dim", dim, self.input_shape)
         self._set_shapes(self.input_shape, len(self.input_shape) - axis)
         self._set_output(self._core)
-        self._length = self._core[0]
-        self._after = math.prod(self._core[1:])
+        self._grouping = self._core[0], math.prod(self._core[1:]), 1
+        self._is_constant = self._core[0] == 1
 
-    def _core_nnz(self) -> int:
-        return self._length * self._length * self._after if self._length > 1 else 0
-
-    def _core_pattern(self) -> Pattern:
-        size = math.prod(self._core)
-        if self._length == 1:
-            return trusted(np.zeros(size + 1), np.empty(0), (size, size))
-        return grouped(self._groups())
-
-    def _groups(self) -> NDArray[np.int64]:
-        """Return the group of each element: those along the axis are one."""
-        return np.tile(np.arange(self._after), self._length)
-
-    @cached_property
-    def _coupled(self) -> Coupled:
-        return Coupled(self._groups(), 1, self._blocks)
-
-    def _implicit_pattern(self) -> ImplicitPattern | None:
-        # One sum of each group, and two factors.
-        return None if self._length <= 4 else self._coupled.pattern
-
-    def _implicit_values(self, x: Array, y: Array) -> list[Array]:
-        lead = x.shape[: x.ndim - len(self.input_shape)]
-        xp, x = namespace(x), x.reshape(-1, *self._core)
-        y = self._forward(xp, x) if y is None else y
-        y = y.reshape(len(x), -1).astype(x.dtype, copy=False)
-        return self._coupled.values(lead, y, [y], [-y], x.dtype)
+    _terms = 1
 
     def _forward(self, xp: Any, x: Array) -> Array:
         # PyTorch, too, makes NaN of a row with ∞ and of one that is all -∞.
@@ -512,13 +483,10 @@ class Softmax(Operator):
         y /= y.sum(axis=1, keepdims=True)
         return y
 
-    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
-        y = self._forward(xp, x) if y is None else y
-        length, after = self._length, self._after
-        y = y.reshape(-1, length, after)
-        # Axes: sample, i, p, j.
-        out = out.reshape(-1, length, after, length)
-        xp.multiply(y[..., None], -y.transpose(0, 2, 1)[:, None], out=out)
-        i = xp.arange(length)
-        # Indexed axes come first.
-        out[:, i, :, i] = (y * (1 - y)).transpose(1, 0, 2)
+    def _factors(self, xp: Any, x: Array, y: Array) -> tuple[Array, list[tuple[Array, Array]]]:
+        y = self._forward(xp, x) if y is None else y.astype(x.dtype, copy=False)
+        return y, [(y, -y)]
+
+    def _set_diagonal(self, values: Array, places: Array, a: Array) -> None:
+        # Not a - a², which cancels where `a` is almost 1.
+        values[:, places] = a * (1 - a)

@@ -3,29 +3,77 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from ..arrays.arrays import namespace
 from ..chains.containers import check_dtype
 from ..checks import check_count, check_flag, check_number
 from ..errors import InputError, short
 from ..execution.sharing import quiet
-from ..locks import cached_property
 from ..parameters.parametrised import Initial, Parameter, Parametrised
-from ..symbolic.implicit import ImplicitPattern
-from ..symbolic.pattern import Pattern, trusted
 from .shared.checks import check_sizes
-from .shared.coupled import Coupled, grouped
+from .shared.coupled import Coupled
 from .shared.operator import Operator
 
 Array = Any
 
 
-class LayerNorm(Parametrised, Operator):
+class _Normalisation(Parametrised, Coupled):
+    """A normalisation: its slopes are ``1/σ``, or their products with a weight."""
+
+    weight = Parameter()
+    bias = Parameter()
+
+    eps: float
+    _terms = 2
+
+    def _along(self, array: Array) -> Array:
+        """Return a parameter with the axes of a sample, or 1 for some of them."""
+        return array
+
+    @abstractmethod
+    def _joint(self, x: Array) -> tuple[int, ...]:
+        """Return the axes over which elements are normalised together."""
+
+    @abstractmethod
+    def _shared(self, x: Array) -> tuple[int, ...]:
+        """Return the axes along which elements share parameters."""
+
+    def _normalise(self, xp: Any, x: Array) -> tuple[Array, Array]:
+        """Return ``x̂`` and ``1/σ``, which has axes of length 1."""
+        # PyTorch, too, makes NaN of what is normalised together with a value that is not finite.
+        axes, wide = self._joint(x), x.astype(np.float64, copy=False)
+        wide = wide - wide.mean(axis=axes, keepdims=True)
+        inverse = 1 / xp.sqrt((wide * wide).mean(axis=axes, keepdims=True) + self.eps)
+        wide *= inverse
+        return wide.astype(x.dtype, copy=False), inverse.astype(x.dtype, copy=False)
+
+    def _weighted(self, array: Array) -> Array:
+        return array if self.weight is None else array * self._along(self.weight)
+
+    def _forward(self, xp: Any, x: Array) -> Array:
+        y = self._weighted(self._normalise(xp, x)[0])
+        return y if self.bias is None else y + self._along(self.bias)
+
+    def _factors(self, xp: Any, x: Array, y: Array) -> tuple[Array, list[tuple[Any, Array]]]:
+        # slope_j (δ_ij - 1/m - x̂_i x̂_j/m)
+        normal, inverse = self._normalise(xp, x)
+        slope, count = self._weighted(inverse), self._count
+        terms = [(normal / -count, slope * normal), (-1 / count, slope)]
+        return xp.broadcast_to(slope, normal.shape), terms
+
+    def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
+        axes, normal = self._shared(x), self._normalise(xp, x)[0]
+        grads = {"weight": (grad_y * normal).sum(axis=axes)}
+        return grads if self.bias is None else grads | {"bias": grad_y.sum(axis=axes)}
+
+
+class LayerNorm(_Normalisation):
     """``y = γ x̂ + β`` with ``x̂ = (x - μ)/σ``, by the mean and variance over the last axes.
 
     With ``m`` elements normalised together and ``σ² = Σ_k (x_k - μ)²/m + eps``,
@@ -76,9 +124,6 @@ class LayerNorm(Parametrised, Operator):
            [ 0.204, -0.408,  0.204]])
     """
 
-    weight = Parameter()
-    bias = Parameter()
-
     def __init__(
         self,
         normalized_shape: Any,
@@ -102,6 +147,8 @@ class LayerNorm(Parametrised, Operator):
                 "normalized_shape"
             )
         self._set_output(shape)
+        size = math.prod(shape)
+        self._grouping, self._is_constant = (1, 1, size), size == 1 or (size == 2 and self.eps == 0)
         affine = check_flag("elementwise_affine", elementwise_affine)
         self.declare_parameters(
             {
@@ -111,53 +158,16 @@ class LayerNorm(Parametrised, Operator):
             _ones_and_zeros(dtype),
         )
 
-    def _core_nnz(self) -> int:
-        size = math.prod(self._core)
-        constant = size == 1 or (size == 2 and self.eps == 0)
-        return 0 if constant else size * size
+    def _joint(self, x: Array) -> tuple[int, ...]:
+        return tuple(range(1, x.ndim))
 
-    def _core_pattern(self) -> Pattern:
-        size = math.prod(self._core)
-        if self._core_nnz():
-            return Pattern.dense((size, size))
-        return trusted(np.zeros(size + 1), np.empty(0), (size, size))
-
-    def _forward(self, xp: Any, x: Array) -> Array:
-        y = _times(self._normalise(xp, x)[0], self.weight)
-        return y if self.bias is None else y + self.bias
-
-    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
-        normal, inverse = self._normalise(xp, x)
-        slope = _times(inverse, self.weight)
-        size = math.prod(self._core)
-        _fill_blocks(xp, normal.reshape(-1, 1, 1, size), slope.reshape(len(x), 1, -1), out)
-
-    @cached_property
-    def _coupled(self) -> Coupled:
-        return Coupled(np.zeros(math.prod(self._core), np.int64), 2, self._blocks)
-
-    def _implicit_pattern(self) -> ImplicitPattern | None:
-        # Two sums of each group, and two factors.
-        if self._core_nnz() <= 6 * math.prod(self._core):
-            return None
-        return self._coupled.pattern
-
-    def _implicit_values(self, x: Array, y: Array) -> list[Array]:
-        return _coupled_values(self, x, self.weight, math.prod(self._core))
-
-    def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
-        grads = {"weight": (grad_y * self._normalise(xp, x)[0]).sum(axis=0)}
-        return grads if self.bias is None else grads | {"bias": grad_y.sum(axis=0)}
-
-    def _normalise(self, xp: Any, x: Array) -> tuple[Array, Array]:
-        return _normalise(xp, x, tuple(range(1, x.ndim)), self.eps)
+    def _shared(self, x: Array) -> tuple[int, ...]:
+        return (0,)
 
 
-class BatchNorm(Parametrised, Operator):
+class BatchNorm(_Normalisation):
     """Batch normalisation of samples of any number of axes."""
 
-    weight = Parameter()
-    bias = Parameter()
     running_mean = Parameter()
     running_var = Parameter()
 
@@ -181,6 +191,9 @@ class BatchNorm(Parametrised, Operator):
         self.track_running_stats = check_flag("track_running_stats", track_running_stats)
         self._batches = np.zeros((), np.int64)  # or the memory of a module of PyTorch
         self._set_shapes(input_shape, None if self.training else self._axes)
+        # In evaluation all elements are apart.
+        together = self._core[0], self.num_features, self.channel_size
+        self._grouping = together if self.training else (1, math.prod(self._core), 1)
         self._check_arguments()
         self._set_output(self._core)
         self._reads_input = self.training
@@ -261,10 +274,12 @@ class BatchNorm(Parametrised, Operator):
         """Return an array of one number for each channel with axes for the elements of one."""
         return array.reshape(-1, *(1,) * (self._axes - 1))
 
-    @property
-    def _joint(self) -> tuple[int, ...]:
-        """The axes of ``(batches, N, C, …)`` over which a channel is normalised in training."""
-        return 1, *range(3, 2 + self._axes)
+    def _joint(self, x: Array) -> tuple[int, ...]:
+        """Return the axes of ``(batches, N, C, …)`` for a channel in training."""
+        return 1, *range(3, x.ndim)
+
+    def _shared(self, x: Array) -> tuple[int, ...]:
+        return tuple(axis for axis in range(x.ndim) if axis != x.ndim - self._axes)
 
     @quiet
     def update_running_stats(self, x: Array) -> None:
@@ -296,7 +311,8 @@ class BatchNorm(Parametrised, Operator):
         x, _ = self._read("x", x, self.input_shape)
         namespace(x, self.running_mean, self.running_var)
         x = x.reshape(-1, *self._core).astype(np.float64, copy=False)
-        for mean, variance in zip(x.mean(axis=self._joint), x.var(axis=self._joint), strict=True):
+        axes = self._joint(x)
+        for mean, variance in zip(x.mean(axis=axes), x.var(axis=axes), strict=True):
             self._take_in(mean, variance)
 
     def _take_in(self, mean: Array, variance: Array) -> None:
@@ -308,64 +324,15 @@ class BatchNorm(Parametrised, Operator):
             running *= 1 - part
             running += part * new
 
-    @property
-    def _count(self) -> int:
-        """Elements that are normalised together in training."""
-        return math.prod(self._core) // self.num_features
-
-    def _core_nnz(self) -> int:
-        return math.prod(self._core) * (self._count if self.training else 1)
-
-    def _core_pattern(self) -> Pattern:
-        size = math.prod(self._core)
-        if not self.training:
-            return Pattern.diagonal(size)
-        if self.num_features == 1:
-            return Pattern.dense((size, size))
-        return grouped(self._groups())
-
-    def _groups(self) -> NDArray[np.int64]:
-        """Return the group of each element of a batch: its channel."""
-        return np.tile(np.repeat(np.arange(self.num_features), self.channel_size), self._core[0])
-
-    def _forward(self, xp: Any, x: Array) -> Array:
-        y = self._normalise(xp, x)[0]
-        if self.weight is None:
-            return y
-        return _times(y, self._along(self.weight)) + self._along(self.bias)
-
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
-        if not self.training:
-            slope = _times(self._running(out)[1], self.weight)
-            out.reshape(self.num_features, -1)[...] = slope[:, None]
-            return
-        normal, inverse = self._normalise(xp, x)
-        normal = normal.reshape(-1, self._core[0], self.num_features, self.channel_size)
-        slope = _times(inverse.reshape(-1, self.num_features), self.weight)
-        _fill_blocks(xp, normal, slope[..., None], out)
-
-    @cached_property
-    def _coupled(self) -> Coupled:
-        return Coupled(self._groups(), 2, self._blocks)
-
-    def _implicit_pattern(self) -> ImplicitPattern | None:
-        # Two sums of each channel, and two factors.
-        if not self.training or self._count <= 6:
-            return None
-        return self._coupled.pattern
-
-    def _implicit_values(self, x: Array, y: Array) -> list[Array]:
-        weight = None if self.weight is None else self._along(self.weight)
-        return _coupled_values(self, x, weight, self._count)
-
-    def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
-        axes = tuple(axis for axis in range(x.ndim) if axis != x.ndim - self._axes)
-        normal = self._normalise(xp, x)[0]
-        return {"weight": (grad_y * normal).sum(axis=axes), "bias": grad_y.sum(axis=axes)}
+        if self.training:
+            super()._fill(xp, x, y, out)
+        else:
+            out.reshape(self._core)[...] = self._weighted(self._along(self._running(out)[1]))
 
     def _normalise(self, xp: Any, x: Array) -> tuple[Array, Array]:
         if self.training:
-            return _normalise(xp, x, self._joint, self.eps)
+            return super()._normalise(xp, x)
         mean, inverse = map(self._along, self._running(x))
         return (x - mean) * inverse, inverse
 
@@ -549,55 +516,6 @@ class BatchNorm1d(BatchNorm):
 
     def _own_arguments(self) -> dict[str, Any]:
         return {"training": self.training, "axes": self._axes}
-
-
-def _normalise(xp: Any, x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array]:
-    """Return ``x̂`` and ``1/σ``, by the statistics over some axes, kept with length 1."""
-    # PyTorch, too, makes NaN of what is normalised together with a value that is not finite.
-    wide = x.astype(np.float64, copy=False)
-    wide = wide - wide.mean(axis=axes, keepdims=True)
-    inverse = 1 / xp.sqrt((wide * wide).mean(axis=axes, keepdims=True) + eps)
-    wide *= inverse
-    return wide.astype(x.dtype, copy=False), inverse.astype(x.dtype, copy=False)
-
-
-def _times(array: Array, weight: Array) -> Array:
-    """Return ``array·weight``, where a weight of None is 1."""
-    return array if weight is None else array * weight
-
-
-def _fill_blocks(xp: Any, normal: Array, slope: Array, out: Array) -> None:
-    """Write ``slope_j (δ_ij - 1/m - x̂_i x̂_j/m)`` for `i` and `j` in one channel.
-
-    `normal` is ``x̂``, shape ``(b, n, c, s)``, where ``m = n·s`` places of a channel belong
-    together; `slope` has shape ``(b, c, m)``, or 1 for ``m``.
-    """
-    b, n, c, s = normal.shape
-    out = out.reshape(b, n, c, s, n * s)
-    normal = normal.astype(out.dtype, copy=False)
-    part = -slope / (n * s)
-    columns = normal.swapaxes(1, 2).reshape(b, 1, c, 1, n * s)
-    xp.multiply(normal[..., None], columns * part[:, None, :, None], out=out)
-    xp.add(out, part[:, None, :, None], out=out)
-    places = xp.arange(n * s)
-    # Indexed axes come first.
-    out[:, places // s, :, places % s, places] += xp.moveaxis(slope, -1, 0)
-
-
-def _coupled_values(op: Any, x: Array, weight: Array, count: int) -> list[Array]:
-    """Return the factors of ``slope_j (δ_ij - 1/m - x̂_i x̂_j/m)``, with `count` for ``m``.
-
-    The slopes are ``1/σ``, or its product with a weight that can be broadcast.
-    """
-    params, lead = op.params.values(), x.shape[: x.ndim - len(op.input_shape)]
-    xp, dtype = namespace(x, *params), np.result_type(x.dtype, *(p.dtype for p in params))
-    normal, inverse = op._normalise(xp, x.reshape(-1, *op._core))
-    slope = xp.broadcast_to(_times(inverse, weight), normal.shape).reshape(len(normal), -1)
-    normal = normal.reshape(slope.shape)
-    rows = slope, slope * normal
-    columns = -1 / count, normal / -count
-    values: list[Array] = op._coupled.values(lead, slope, rows, columns, dtype)
-    return values
 
 
 def _ones_and_zeros(dtype: DTypeLike) -> Initial:

@@ -1,94 +1,134 @@
-"""Implicit steps of layers whose elements are coupled by a few sums over groups of them."""
+"""Layers whose elements are coupled by a few sums over groups of them."""
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...arrays.arrays import Mirrored, namespace, output
+from ...locks import cached_property
 from ...symbolic.implicit import ImplicitPattern
 from ...symbolic.pattern import Pattern, block_diagonal, index_dtype, trusted
+from .operator import Operator
 
 Array = Any
 
 
-class Coupled:
-    """Two factors of a matrix that is diagonal but for products of columns and rows.
+class Coupled(Operator):
+    """A layer whose Jacobian is diagonal but for products of columns and rows.
 
-    With groups ``g`` of the elements and a few terms ``t`` for each,
+    With groups of the elements and a few terms ``t`` for each,
 
         J[i, j] = a_i δ_ij + Σ_t c_ti r_tj,  for i and j in one group.
 
-    The first factor holds ``a`` and the rows ``r``, the second ones and the columns ``c``: what is
-    stored grows with the elements, not with the size of a group times as much.
-
-    Parameters
-    ----------
-    group_of : ndarray of int, shape (n,)
-        The group of each element of a block.
-    terms : int
-        Terms of each group.
-    blocks : int
-        Blocks of so many elements.
+    Two factors hold that as an implicit step, the first ``a`` and the rows ``r``, the second ones
+    and the columns ``c``: what is stored grows with the elements, not with the size of a group
+    times as much.
     """
 
-    def __init__(self, group_of: NDArray[Any], terms: int, blocks: int) -> None:
-        n, self._terms, self._blocks = len(group_of), terms, blocks
-        self._order = Mirrored(np.argsort(group_of, kind="stable"))
-        sizes = np.bincount(group_of)
-        first = _pattern(
-            np.concatenate([np.ones(n, np.int64), np.tile(sizes, terms)]),
-            np.concatenate([np.arange(n), np.tile(self._order.on(np), terms)]),
-            n,
-        )
-        sums = n + len(sizes) * np.arange(terms) + group_of[:, None]
-        columns = np.concatenate([np.arange(n)[:, None], sums], axis=1)
-        second = _pattern(np.full(n, 1 + terms), columns.reshape(-1), first.shape[0])
-        self.nnz = blocks * (first.nnz + second.nnz)
-        self.pattern = ImplicitPattern([block_diagonal(each, blocks) for each in (first, second)])
+    # The elements of a block are ``(outer, groups, inner)``: which group each is in is the second
+    # index. Whether the result of all of them is constant.
+    _grouping: tuple[int, int, int]
+    _is_constant = False
+    _terms: int
 
-    def values(
-        self, lead: tuple[int, ...], a: Array, r: Array, c: Array, dtype: np.dtype[Any]
-    ) -> list[Array]:
-        """Return the values of both factors.
+    @abstractmethod
+    def _factors(self, xp: Any, x: Array, y: Array) -> tuple[Array, Sequence[tuple[Any, Array]]]:
+        """Return ``a`` and each ``(c, r)``, ``(m, *core)``, for input and maybe output.
 
-        Parameters
-        ----------
-        lead : tuple of int
-            ``()`` or ``(batch,)``.
-        a : ndarray, shape (m, n)
-            The diagonal of all blocks of all samples.
-        r, c : sequence of ndarray, shape (m, n)
-            The rows and the columns of each term, or numbers.
-        dtype : dtype
-            That of the values.
+        Behind the first term, a column may be a number, and a row one for each group.
         """
-        xp, terms = namespace(a), self._terms
-        m, n = a.shape
-        factors = [
+
+    def _set_diagonal(self, values: Array, places: Array, a: Array) -> None:
+        """Write the diagonal of the Jacobian, where so far only the products are."""
+        values[:, places] += a
+
+    @property
+    def _count(self) -> int:
+        """How many elements a group has."""
+        outer, _, inner = self._grouping
+        return outer * inner
+
+    def _core_nnz(self) -> int:
+        return 0 if self._is_constant else self._grouping[1] * self._count**2
+
+    def _core_pattern(self) -> Pattern:
+        (outer, groups, inner), size = self._grouping, math.prod(self._grouping)
+        if self._is_constant:
+            return trusted(np.zeros(size + 1), np.empty(0), (size, size))
+        if groups in (1, size):
+            return Pattern.dense((size, size)) if groups == 1 else Pattern.diagonal(size)
+        columns = np.arange(size, dtype=index_dtype((size, size), self._core_nnz()))
+        columns = self._by_groups(columns[None])[:, None, :, None]
+        columns = np.broadcast_to(columns, (1, outer, groups, inner, self._count)).reshape(-1)
+        return trusted(self._count * np.arange(size + 1), columns, (size, size))
+
+    def _by_groups(self, array: Array) -> Array:
+        """Return numbers of elements as ``(m, groups, count)``, and those of groups with 1."""
+        outer, groups, inner = self._grouping
+        if array.size == len(array) * groups:
+            return array.reshape(len(array), groups, 1)
+        array = array.reshape(len(array), outer, groups, inner).swapaxes(1, 2)
+        return array.reshape(len(array), groups, self._count)
+
+    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        a, ((column, row), *others) = self._factors(xp, x, y)
+        outer, groups, inner = self._grouping
+        blocks = out.reshape(len(out), outer, groups, inner, self._count)
+        column = column.reshape(blocks.shape[:-1])[..., None]
+        xp.multiply(column, self._by_groups(row)[:, None, :, None], out=blocks)
+        for column, row in others:
+            xp.add(blocks, column * self._by_groups(row)[:, None, :, None], out=blocks)
+        self._set_diagonal(out, self._diagonal_places.on(xp), a.reshape(len(out), -1))
+
+    @cached_property
+    def _diagonal_places(self) -> Mirrored:
+        """Where the diagonal is among the entries of a block."""
+        outer, groups, inner = self._grouping
+        within = np.arange(self._count).reshape(outer, 1, inner)
+        rows = np.arange(outer * groups * inner).reshape(outer, groups, inner)
+        return Mirrored((rows * self._count + within).reshape(-1))
+
+    def _implicit_pattern(self) -> ImplicitPattern | None:
+        if self._is_constant or self._count <= 2 * (1 + self._terms):
+            return None
+        n, (outer, groups, inner), terms = math.prod(self._grouping), self._grouping, self._terms
+        own, members = np.arange(n), self._by_groups(np.arange(n)[None]).reshape(-1)
+        ends = n + self._count * np.arange(1, groups * terms + 1)
+        first = trusted(
+            np.concatenate([np.arange(n + 1), ends]),
+            np.concatenate([own, np.tile(members, terms)]),
+            (n + groups * terms, n),
+        )
+        group = np.tile(np.repeat(np.arange(groups), inner), outer)
+        sums = n + groups * np.arange(terms) + group[:, None]
+        columns = np.concatenate([own[:, None], sums], axis=1).reshape(-1)
+        second = trusted((1 + terms) * np.arange(n + 1), columns, (n, n + groups * terms))
+        return ImplicitPattern([block_diagonal(each, self._blocks) for each in (first, second)])
+
+    def _implicit_values(self, x: Array, y: Array) -> list[Array]:
+        params, lead = self.params.values(), x.shape[: x.ndim - len(self.input_shape)]
+        xp, dtype = namespace(x, *params), np.result_type(x.dtype, *(p.dtype for p in params))
+        y = None if y is None else y.reshape(-1, *self._core_out)
+        x = x.reshape(-1, *self._core)
+        a, terms = self._factors(xp, x, y)
+        factors: Any = self.implicit_pattern
+        values = [
             output(xp, None, (*lead, factor.nnz), dtype, what="the factors of a layer")
-            for factor in self.pattern.factors
+            for factor in factors.factors
         ]
-        first, second = factors[0].reshape(m, 1 + terms, n), factors[1].reshape(m, n, 1 + terms)
-        order = self._order.on(xp)
-        first[:, 0], second[..., 0] = a, 1
-        for k in range(terms):
-            first[:, 1 + k] = r[k][:, order]
-            second[..., 1 + k] = c[k]
-        return factors
-
-
-def grouped(group_of: NDArray[Any]) -> Pattern:
-    """Return a pattern in whose rows are all elements of a group; groups have equal sizes."""
-    n, groups = len(group_of), int(group_of.max()) + 1
-    size = n // groups
-    members = np.argsort(group_of, kind="stable").astype(index_dtype((n, n), n * size))
-    columns = members.reshape(groups, size)[group_of]
-    return trusted(size * np.arange(n + 1), columns.reshape(-1), (n, n))
-
-
-def _pattern(counts: NDArray[Any], columns: NDArray[Any], cols: int) -> Pattern:
-    indptr = np.concatenate([[0], np.cumsum(counts)])
-    return trusted(indptr, columns, (len(counts), cols))
+        m, n = len(x), math.prod(self._grouping)
+        first, second = (
+            values[0].reshape(m, 1 + len(terms), n),
+            values[1].reshape(m, n, 1 + len(terms)),
+        )
+        first[:, 0], second[..., 0] = a.reshape(m, n), 1
+        rows = first.reshape(*first.shape[:2], self._grouping[1], self._count)
+        for k, (column, row) in enumerate(terms, start=1):
+            rows[:, k] = self._by_groups(row)
+            second[..., k] = column.reshape(m, n) if hasattr(column, "reshape") else column
+        return values
