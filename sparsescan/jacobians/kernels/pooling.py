@@ -9,21 +9,23 @@ Indices are unsigned in the inner loops: Numba would test a signed one for wrapp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from ...kernels.addresses import data_of
 from ...kernels.compile import njit
-
-# Bits of a vector of window maxima: one register of AVX-512, two of AVX2.
-_VECTOR = 512
+from ...kernels.cpu.lanes import (
+    apart,
+    lane_count,
+    load,
+    load_some,
+    store,
+    store_some,
+    together,
+)
 
 
 class Windows(NamedTuple):
@@ -98,131 +100,63 @@ def _largest(flat, corner, rows, cols, steps):
 def mark_in_tiles(images, out):
     """Write 1 or 0 for each input of 2×2 windows beside each other; `out` has only those inputs.
 
-    Both are contiguous.
+    Both are contiguous. In vectors, since the compiler finds none in a loop over elements of four
+    rows in pairs, which takes 2.4 to 3.8 times as long (``python -m bench intrinsics``).
     """
-    height, width = np.uint64(images.shape[1]), np.uint64(images.shape[2])
-    windows = width >> np.uint64(1)
-    row = windows + windows
-    top, top_out = np.uint64(0), np.uint64(0)
+    height, width = images.shape[1:]
+    row, top, to, many = width // 2 * 2, 0, 0, lane_count(images)
+    whole = row // (2 * many) * (2 * many)
     for _ in range(len(images)):
-        for _ in range(height >> np.uint64(1)):
-            _mark_tiles(images, top, top + width, out, top_out, top_out + row, windows)
-            top += width + width
-            top_out += row + row
-        if height & np.uint64(1):
-            top += width
+        for _ in range(height // 2):
+            low, low_to = top + width, to + row
+            for k in range(0, whole, 2 * many):
+                upper = load(images, top + k), load(images, top + k + many)
+                lower = load(images, low + k), load(images, low + k + many)
+                upper, lower = _marks(upper, lower)
+                store(out, to + k, upper[0])
+                store(out, to + k + many, upper[1])
+                store(out, low_to + k, lower[0])
+                store(out, low_to + k + many, lower[1])
+            if whole < row:
+                k, some, more = whole, row - whole, row - whole - many
+                upper = load_some(images, top + k, some), load_some(images, top + k + many, more)
+                lower = load_some(images, low + k, some), load_some(images, low + k + many, more)
+                upper, lower = _marks(upper, lower)
+                store_some(out, to + k, upper[0], some)
+                store_some(out, low_to + k, lower[0], some)
+                if more > 0:
+                    store_some(out, to + k + many, upper[1], more)
+                    store_some(out, low_to + k + many, lower[1], more)
+            top += 2 * width
+            to += 2 * row
+        top += height % 2 * width
+
+
+@njit(_nrt=False, forceinline=True)
+def _marks(upper, lower):
+    """Return 1 for the largest of each window in two rows of two vectors, 0 for the others."""
+    a, b, c, d = _one_hot((*apart(*upper), *apart(*lower)))
+    return together(a, b), together(c, d)
 
 
 @intrinsic
-def _mark_tiles(typingctx, images, top, bottom, out, top_out, bottom_out, windows):
-    """Mark the largest inputs of `windows` 2×2 windows beside each other.
-
-    The two rows of inputs start at `top` and `bottom`, those of their marks at `top_out` and
-    `bottom_out`. In vectors, the last one masked: the compiler finds none in a loop over elements
-    of four rows in pairs, which takes 2.4 to 3.8 times as long (``python -m bench intrinsics``).
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = images.dtype.bitwidth
-        lanes = _VECTOR // bits
-        element, index = context.get_value_type(images.dtype), ir.IntType(64)
-        double = ir.VectorType(element, 2 * lanes)
-
-        def row(array: int, start: int) -> Any:
-            data = data_of(context, builder, signature.args[array], args[array])
-            return builder.gep(data, [args[start]])
-
-        rows, outs = (row(0, 1), row(0, 2)), (row(3, 4), row(3, 5))
-
-        def mark(column: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], Any]) -> None:
-            """Mark as many windows as there are lanes."""
-            inputs = []
-            for start in rows:
-                pairs = read(builder.gep(start, [column]))
-                inputs += [
-                    builder.shuffle_vector(pairs, pairs, _integers(range(side, 2 * lanes, 2)))
-                    for side in (0, 1)
-                ]
-            marks = _one_hot(builder, inputs)
-            interleave = _integers([side + lane for lane in range(lanes) for side in (0, lanes)])
-            for start, sides in zip(outs, (marks[:2], marks[2:]), strict=True):
-                pairs = builder.shuffle_vector(*sides, interleave)
-                write(pairs, builder.gep(start, [column]))
-
-        def read_all(address: Any) -> Any:
-            pairs = builder.load(builder.bitcast(address, double.as_pointer()))
-            pairs.align = bits // 8
-            return pairs
-
-        def write_all(pairs: Any, address: Any) -> None:
-            builder.store(pairs, builder.bitcast(address, double.as_pointer())).align = bits // 8
-
-        columns = builder.shl(args[6], index(1))
-        whole = builder.and_(columns, index(-2 * lanes))
-        with cgutils.for_range_slice(builder, index(0), whole, index(2 * lanes), intp=index) as (
-            column,
-            _,
-        ):
-            mark(column, read_all, write_all)
-
-        rest = builder.sub(columns, whole)
-        with builder.if_then(builder.icmp_unsigned("!=", rest, index(0))):
-            wide = ir.VectorType(index, 2 * lanes)
-            first = builder.insert_element(ir.Constant(wide, ir.Undefined), rest, ir.IntType(32)(0))
-            every = builder.shuffle_vector(first, first, _integers([0] * 2 * lanes))
-            numbers = ir.Constant(wide, list(range(2 * lanes)))
-            mask = builder.icmp_unsigned("<", numbers, every)
-            pointer, align = double.as_pointer(), ir.IntType(32)
-            suffix = f"v{2 * lanes}f{bits}.p0"
-            load = cgutils.get_or_insert_function(
-                builder.module,
-                ir.FunctionType(double, [pointer, align, mask.type, double]),
-                f"llvm.masked.load.{suffix}",
-            )
-            store = cgutils.get_or_insert_function(
-                builder.module,
-                ir.FunctionType(ir.VoidType(), [double, pointer, align, mask.type]),
-                f"llvm.masked.store.{suffix}",
-            )
-            zero = ir.Constant(double, [0.0] * 2 * lanes)
-
-            def read_rest(address: Any) -> Any:
-                address = builder.bitcast(address, pointer)
-                return builder.call(load, [address, align(bits // 8), mask, zero])
-
-            def write_rest(pairs: Any, address: Any) -> None:
-                address = builder.bitcast(address, pointer)
-                builder.call(store, [pairs, address, align(bits // 8), mask])
-
-            mark(whole, read_rest, write_rest)
-        return context.get_dummy_value()
-
-    places = types.uint64, types.uint64
-    return types.void(images, *places, out, *places, types.uint64), codegen
-
-
-def _one_hot(builder: Any, vectors: list[Any]) -> list[Any]:
+def _one_hot(typingctx, vectors):
     """Return 1 in each lane of the vector that has the largest element, 0 in the others."""
-    best, larger = vectors[0], [None]
-    for vector in vectors[1:]:
-        is_nan = builder.fcmp_unordered("uno", vector, vector)
-        larger.append(builder.or_(builder.fcmp_ordered(">", vector, best), is_nan))
-        best = builder.select(larger[-1], vector, best)
-    lanes = best.type.count
-    one, zero = (ir.Constant(best.type, [number] * lanes) for number in (1.0, 0.0))
-    # A vector has the largest element if it is larger than all before, and none after it is.
-    none_after = ir.Constant(ir.VectorType(ir.IntType(1), lanes), [1] * lanes)
-    marks = []
-    for is_larger in reversed(larger):
-        chosen = none_after
-        if is_larger is not None:
-            chosen = builder.and_(is_larger, none_after)
-            none_after = builder.and_(builder.not_(is_larger), none_after)
-        marks.append(builder.select(chosen, one, zero))
-    return marks[::-1]
 
+    def codegen(context, builder, signature, args):
+        best, *others = (builder.extract_value(args[0], k) for k in range(len(vectors)))
+        larger = []
+        for vector in others:
+            is_nan = builder.fcmp_unordered("uno", vector, vector)
+            larger.append(builder.or_(builder.fcmp_ordered(">", vector, best), is_nan))
+            best = builder.select(larger[-1], vector, best)
+        one, zero = (ir.Constant(best.type, [x] * best.type.count) for x in (1.0, 0.0))
+        # A vector has the largest element if it is larger than all before, and none after it is.
+        last, marks = ir.Constant(larger[0].type, [1] * best.type.count), []
+        for is_larger in reversed(larger):
+            marks.append(builder.select(builder.and_(is_larger, last), one, zero))
+            last = builder.and_(builder.not_(is_larger), last)
+        marks.append(builder.select(last, one, zero))
+        return context.make_tuple(builder, signature.return_type, marks[::-1])
 
-def _integers(numbers: Any) -> Any:
-    """Return a constant vector of 32-bit integers, such as a shuffle takes."""
-    listed = list(numbers)
-    return ir.Constant(ir.VectorType(ir.IntType(32), len(listed)), listed)
+    return vectors(vectors), codegen

@@ -358,6 +358,29 @@ def transpose(typingctx, rows):
     return rows(rows), codegen
 
 
+def _mixing(places):
+    """Return an intrinsic of two vectors: two of their lanes, whose places a count tells."""
+
+    @intrinsic
+    def mix(typingctx, a, b):
+        pair = types.UniTuple(a, 2)
+
+        def codegen(context, builder, signature, args):
+            parts = [shuffle(builder, *args, part) for part in places(a.count)]
+            return context.make_tuple(builder, pair, parts)
+
+        return pair(a, b), codegen
+
+    return mix
+
+
+# Lanes at even places and those at odd ones, of two neighbouring vectors; and back.
+apart = _mixing(lambda n: [list(range(side, 2 * n, 2)) for side in (0, 1)])
+together = _mixing(
+    lambda n: [[k + side for k in range(at, at + n // 2) for side in (0, n)] for at in (0, n // 2)]
+)
+
+
 def _operation(function, name):
     """Let an operator work on two vectors; a product may be fused with the sum it is part of."""
 
