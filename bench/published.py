@@ -19,19 +19,14 @@ from typing import Any
 import numpy as np
 
 from sparsescan.parallel import Network
-from sparsescan.strategies import (
-    BatchParallel,
-    Graph,
-    Integrated,
-    Machine,
-    PerLayer,
-    Pipeline,
-    Strategy,
-    build,
-    load_machine,
-    sequential,
-)
+from sparsescan.strategies import Machine, build
+from sparsescan.strategies.graph import Graph
+from sparsescan.strategies.integrated import BatchParallel, Integrated
+from sparsescan.strategies.networks import sequential
+from sparsescan.strategies.per_layer.predict import PerLayer
+from sparsescan.strategies.pipeline.predict import Pipeline
 from sparsescan.strategies.pipeline.simulation import Placement
+from sparsescan.strategies.strategy import Strategy
 
 from .experiment import Experiment, Piece, Results, Table
 from .page import significant
@@ -104,7 +99,7 @@ def _step(strategy: Strategy, graph: Graph, machine: Machine, workers: int, batc
 
 def _by_batch() -> Results:
     """Nanoseconds of a sample on one worker."""
-    machines = {machine.name: machine for machine in (Machine(), _CORI, load_machine("v100"))}
+    machines = {machine.name: machine for machine in (Machine(), _CORI, Machine.load("v100"))}
     nanoseconds = {
         f"{name}, {machine.name}": [
             BatchParallel().predict(build(name), machine, 1, size).total / size for size in _SIZES
@@ -183,7 +178,7 @@ def _gpus(name: str) -> Results:
 
 
 def _nodes(name: str) -> Results:
-    graph, machine = build(name), load_machine("p100")
+    graph, machine = build(name), Machine.load("p100")
     rates = {str(count): _throughput(graph, machine, count, _EACH * count) for count in _SCALES}
     return {"network": name, "images a second": rates}
 
@@ -193,7 +188,7 @@ def _nodes(name: str) -> Results:
 
 def _pairs(depths: Sequence[int]) -> Results:
     """Speed-ups on two workers; hybrid training is pipelined for half of the epochs."""
-    machines = {"p100": load_machine("p100"), "built in": Machine()}
+    machines = {"p100": Machine.load("p100"), "built in": Machine()}
     gains: dict[str, Results] = {name: {} for name in machines}
     for name, machine in machines.items():
         for depth in depths:

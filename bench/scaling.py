@@ -172,7 +172,7 @@ def _about(quick: bool) -> Results:
         "base": f"{ALONE}: sparsescan.ScanPlan.exclusive_scan of the whole chain, one thread",
         "dtype": "float64",
         "rounds": f"{rounds}, samples of {seconds:g} s or one call",
-        "constants": "sparsescan calibrate, and sparsescan.parallel.measure on the same ranks",
+        "constants": "sparsescan calibrate, and parallel.Network.measure on the same ranks",
         INFINIBAND.name: (
             f"α = {INFINIBAND.latency:,.0f} ns, β = {INFINIBAND.inverse_bandwidth:g} ns a byte, "
             f"{INFINIBAND.exchange:g} in a round of an exscan, {INFINIBAND.call:,.0f} ns a call of "

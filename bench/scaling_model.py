@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from sparsescan import Pattern
-from sparsescan.parallel import Forecast, Grid, Network, load_network
-from sparsescan.parallel.forecast import forecasts, setting_of_equal_parts
+from sparsescan.parallel import Grid, Network
+from sparsescan.parallel.forecast import Forecast, forecasts, setting_of_equal_parts
 from sparsescan.plan.choice import InputKind
 from sparsescan.plan.costs.cpu import load_cpu
 from sparsescan.plan.costs.operations import Model
@@ -106,7 +106,7 @@ def curves(
 def main(file: str, options: str) -> None:
     asked = json.loads(options)
     ranks = [2**k for k in range(0, asked["most"].bit_length(), asked["stride"])]
-    networks = [load_network(), INFINIBAND]
+    networks = [Network.load(), INFINIBAND]
     strong = [
         curve
         for name, n in asked["strong"]

@@ -74,9 +74,9 @@ def difference(actual: NDArray[Any], expected: NDArray[Any]) -> float:
 
 def times(chains: list[tuple[str, int]], rounds: int, seconds: float) -> dict[str, Any]:
     """Time scans of these chains of so many steps, on all ranks, and of the whole on one."""
-    network = parallel.measure(parallel.Communicator.of(WORLD))
+    network = parallel.Network.measure(WORLD)
     if WORLD.rank == 0:
-        parallel.save_network(network)
+        network.save()
     WORLD.Barrier()
     return {
         "network": asdict(network),

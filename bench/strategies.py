@@ -12,8 +12,9 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
-from sparsescan.strategies import Machine, Prediction, build, compare
+from sparsescan.strategies import Machine, build, compare
 from sparsescan.strategies.compare import draw_over_workers, styles
+from sparsescan.strategies.strategy import Prediction
 
 from . import drawing
 from .experiment import Drawing, Experiment, Piece, Results

@@ -98,20 +98,21 @@ def former_names(module: str, former: Mapping[str, tuple[str, str]]) -> Callable
         Name of the module.
     former : mapping of str to tuple of two str
         For each name where its object is, as ``"room.module:attribute"`` in this package, and what
-        the warning says to write instead.
+        the warning says to write instead; nothing, if that is to import it from there.
     """
 
     def find(name: str) -> Any:
         if name not in former:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         place, instead = former[name]
+        path, _, attribute = place.partition(":")
+        instead = instead or f"from {__package__}.{path} import {attribute}"
         warnings.warn(
             f"{module}.{name} is public no longer, and the next release is without it: write "
             f"{instead}",
             DeprecationWarning,
             stacklevel=2,
         )
-        path, _, attribute = place.partition(":")
         found = importlib.import_module(f"{__package__}.{path}")
         return reduce(getattr, attribute.split("."), found)
 

@@ -10,17 +10,7 @@ predictions.
 
 import matplotlib.pyplot as plt
 
-from sparsescan.strategies import (
-    BatchParallel,
-    DomainParallel,
-    Integrated,
-    ModelParallel,
-    PerLayer,
-    Scan,
-    build,
-    compare,
-    load_machine,
-)
+from sparsescan.strategies import Machine, compare
 
 # %%
 # One comparison
@@ -28,9 +18,9 @@ from sparsescan.strategies import (
 # Sixteen V100 GPUs train VGG-16 on 256 images a step. Pipelines, for which the search takes longer,
 # are left out here; without a list :func:`~sparsescan.strategies.compare` takes all strategies.
 
-chosen = [PerLayer(), Integrated(), BatchParallel(), DomainParallel(), ModelParallel(), Scan()]
-machine = load_machine("v100")
-comparison = compare(build("vgg16"), machine, workers=16, batch=256, chosen=chosen)
+chosen = ["per layer", "integrated", "batch", "domain", "model", "scan"]
+machine = Machine.load("v100")
+comparison = compare("vgg16", machine, workers=16, batch=256, chosen=chosen)
 print(comparison)
 
 # %%

@@ -188,7 +188,7 @@ def _add_strategies(commands: Any) -> None:
         "--machine",
         metavar="MACHINE",
         help="a worker and its networks: p100, v100, a100 or h100, or a JSON file; by default "
-        "the one that strategies.save_machine has kept, or else a GPU's",
+        "the one that strategies.Machine.save has kept, or else a GPU's",
     )
     parser.add_argument(
         "--strategy",
@@ -340,9 +340,10 @@ def _strategies(arguments: argparse.Namespace) -> None:
     name = arguments.network
     workers = check_count("--workers", arguments.workers, 1)
     batch = check_count("--batch", arguments.batch, 1)
-    from ..strategies import build, compare, from_chain, load_machine, plot_comparison
+    from ..strategies import Machine, build, compare
     from ..strategies.compare import named
     from ..strategies.machine import worker_file
+    from ..strategies.networks import from_chain
 
     if arguments.plot is not None:
         check_packages("a picture", "plot", {"matplotlib": "matplotlib"})
@@ -356,11 +357,11 @@ def _strategies(arguments: argparse.Namespace) -> None:
         network = from_chain(list(map(explicit, patterns)), name)
     else:
         network = build(name)
-    machine = load_machine(arguments.machine)
+    machine = Machine.load(arguments.machine)
     machine = replace(machine, overlap=machine.overlap or arguments.overlap)
     compared = compare(network, machine, workers, batch, chosen)
     if arguments.plot is not None:
-        plot_comparison(network, machine, workers, batch, arguments.plot, chosen)
+        compared.plot(arguments.plot)
     if arguments.json is not None:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(compared.to_dict(), file, indent=1)

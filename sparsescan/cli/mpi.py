@@ -118,16 +118,16 @@ def scan(world: Any, arguments: argparse.Namespace) -> None:
 @_together("--mpi")
 def calibrate(world: Any, arguments: argparse.Namespace) -> None:
     """Run ``calibrate --mpi``: measure the network between the ranks."""
-    from ..parallel import Communicator, measure, save_network
-    from ..parallel.network import network_file
+    from ..parallel.communicator import Communicator
+    from ..parallel.network import Network, network_file
     from ..plan.costs.constants import file_to_write
 
     communicator = Communicator.of(world)
     if communicator.size == 1:
         raise InputError("there is one rank; expected several: run it by mpiexec -n 4")
     _by_first(communicator, network_file(), lambda: file_to_write(network_file()))
-    network = measure(communicator)
-    path = _by_first(communicator, network_file(), lambda: save_network(network))
+    network = Network.measure(world)
+    path = _by_first(communicator, network_file(), network.save)
     if communicator.rank == 0:
         print(f"a message {network.latency:.0f} ns and {network.inverse_bandwidth:.3g} ns a byte")
         print(f"kept in {path}")

@@ -24,28 +24,25 @@ as ``.venv/bin/mpiexec``, needs ``--map-by :OVERSUBSCRIBE`` where there are fewe
 own. Where a step is too large for one rank, several ranks share its rows: see :class:`Grid`.
 """
 
-from ..errors import RankError
+from ..checks import former_names
 from .api import exclusive_scan, inclusive_scan, plan
-from .communicator import Communicator, Traffic
-from .forecast import Forecast, best_grid, predict
+from .forecast import predict
 from .grid import Grid
-from .network import Network, load_network, measure, save_network
-from .plan import ParallelPlan
+from .network import Network
 
-__all__ = [
-    "Communicator",
-    "Forecast",
-    "Grid",
-    "Network",
-    "ParallelPlan",
-    "RankError",
-    "Traffic",
-    "best_grid",
-    "exclusive_scan",
-    "inclusive_scan",
-    "load_network",
-    "measure",
-    "plan",
-    "predict",
-    "save_network",
-]
+__all__ = ["Grid", "Network", "exclusive_scan", "inclusive_scan", "plan", "predict"]
+
+__getattr__ = former_names(
+    __name__,
+    {
+        "Communicator": ("parallel.communicator:Communicator", ""),
+        "Forecast": ("parallel.forecast:Forecast", ""),
+        "ParallelPlan": ("parallel.plan:ParallelPlan", ""),
+        "RankError": ("errors:RankError", ""),
+        "Traffic": ("parallel.communicator:Traffic", ""),
+        "best_grid": ("parallel.forecast:best_grid", "predict(patterns, ranks).grid"),
+        "load_network": ("parallel.network:Network.load", "Network.load(path)"),
+        "measure": ("parallel.network:Network.measure", "Network.measure(comm)"),
+        "save_network": ("parallel.network:Network.save", "network.save(path)"),
+    },
+)

@@ -77,7 +77,7 @@ def plan(
 
     See Also
     --------
-    best_grid : The grid that is best for a chain.
+    predict : The time, messages and memory of a grid, or of the best of so many ranks.
 
     Notes
     -----

@@ -21,7 +21,7 @@ from .exchange import ALGORITHMS, allreduce_messages, exscan_messages, rounds, t
 from .grid import Grid, check_grid
 from .loads import costs_of_shares
 from .maps import Capacity, Ranges, ScanTerms, product_bytes, vector_words
-from .network import Network, load_network
+from .network import Network
 from .part import FORMS, Part, PartCost
 
 # A search among the grids of more ranks would take minutes.
@@ -277,20 +277,21 @@ def _by_products(setting: Setting, form: str, algorithm: str, limited: bool) -> 
 
 def predict(
     patterns: Sequence[Pattern],
-    grid: tuple[int, ...],
+    grid: tuple[int, ...] | int,
     *,
     batch: int = 1,
     dtype: DTypeLike = np.float64,
     network: Network | None = None,
 ) -> Forecast:
-    """Predict what a scan by a grid of ranks would take; this needs no MPI.
+    """Predict what a scan by a grid of ranks would take, or the best grid; this needs no MPI.
 
     Parameters
     ----------
     patterns : sequence of Pattern
         Patterns of all Jacobians, with all their rows, from the LAST layer to the first.
-    grid : Grid or tuple of int
+    grid : Grid, tuple of int, or int
         ``(chain, batch)`` or ``(chain, batch, rows)``; steps, samples and rows are shared equally.
+        A number of ranks stands for the grid of so many that is predicted to take least.
     batch : int, default 1
         Samples of all groups together.
     dtype : {float32, float64}
@@ -302,7 +303,8 @@ def predict(
     Returns
     -------
     Forecast
-        The way to combine the parts that takes least, if all Jacobians differ between samples.
+        The way to combine the parts that takes least, if all Jacobians differ between samples. Its
+        `grid` is the grid.
 
     Raises
     ------
@@ -316,10 +318,25 @@ def predict(
     >>> chain = [Pattern.dense((8, 8))] * 100_000
     >>> predict(chain, (64, 1)).nanoseconds < predict(chain, (2, 1)).nanoseconds
     True
+    >>> predict([Pattern.dense((20, 20))] * 100, 4, batch=64).grid
+    Grid(chain=1, batch=4, rows=1)
     """
-    checked = check_grid(grid, None)
     batch, chosen = check_count("batch", batch, 1), check_dtype(dtype)
-    return _predict(patterns, checked, batch, chosen, network or load_network(), {})
+    if isinstance(grid, int):
+        ranks = check_count("ranks", grid, 1, _MOST_RANKS)
+        most = max((pattern.shape[0] for pattern in patterns), default=1)
+        grids = [
+            Grid(ranks // groups // rows, groups, rows)
+            for groups in _divisors(ranks, batch)
+            for rows in _divisors(ranks // groups, most)
+        ]
+    else:
+        grids = [check_grid(grid, None)]
+    constants = network or Network.load()
+    # Costs of equal parts and equal steps.
+    known: dict[Any, Any] = {}
+    ways = [_predict(patterns, each, batch, chosen, constants, known) for each in grids]
+    return min(ways, key=lambda forecast: forecast.nanoseconds)
 
 
 def _predict(
@@ -335,52 +352,9 @@ def _predict(
     return min(ways, key=lambda forecast: forecast.nanoseconds)
 
 
-def best_grid(
-    patterns: Sequence[Pattern],
-    ranks: int,
-    *,
-    batch: int = 1,
-    dtype: DTypeLike = np.float64,
-    network: Network | None = None,
-) -> Grid:
-    """Return the grid of so many ranks that is predicted to take least.
-
-    Parameters
-    ----------
-    patterns, batch, dtype, network
-        As for :func:`predict`.
-    ranks : int
-        Number of ranks.
-
-    Returns
-    -------
-    Grid
-        Which steps and which samples each rank holds.
-
-    Raises
-    ------
-    InputError, InputTypeError
-        If an option is wrong.
-
-    Examples
-    --------
-    >>> from sparsescan import Pattern
-    >>> from sparsescan.parallel import best_grid
-    >>> best_grid([Pattern.dense((20, 20))] * 100, 4, batch=64)
-    Grid(chain=1, batch=4, rows=1)
-    """
-    ranks, batch = check_count("ranks", ranks, 1, _MOST_RANKS), check_count("batch", batch, 1)
-    chosen, constants = check_dtype(dtype), network or load_network()
-    most = max((pattern.shape[0] for pattern in patterns), default=1)
-    grids = [
-        Grid(ranks // groups // rows, groups, rows)
-        for groups in _divisors(ranks, batch)
-        for rows in _divisors(ranks // groups, most)
-    ]
-    # Costs of equal parts and equal steps.
-    known: dict[Any, Any] = {}
-    ways = [_predict(patterns, grid, batch, chosen, constants, known) for grid in grids]
-    return min(ways, key=lambda forecast: forecast.nanoseconds).grid
+def best_grid(patterns: Sequence[Pattern], ranks: int, **options: Any) -> Grid:
+    """Return the grid of :func:`predict` for so many ranks, as the last release called it."""
+    return predict(patterns, check_count("ranks", ranks, 1, _MOST_RANKS), **options).grid
 
 
 def _divisors(number: int, most: int) -> list[int]:

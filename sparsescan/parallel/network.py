@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,50 @@ class Network:
     exchange: float
     call: float
 
+    @classmethod
+    def measure(cls, comm: Any) -> Network:
+        """Measure the constants between the ranks of a communicator; takes about a second.
+
+        Messages go to and fro between the first and the last rank, the farthest apart where ranks
+        are numbered node by node. The other constants follow from small and large exclusive scans.
+
+        Parameters
+        ----------
+        comm : mpi4py.MPI.Intracomm
+            All its ranks call this.
+
+        Returns
+        -------
+        Network
+            Equal on all ranks; for a single rank the constants that are built in.
+        """
+        communicator = comm if isinstance(comm, Communicator) else Communicator.of(comm)
+        if communicator.size == 1:
+            return BUILT_IN
+        small = _to_and_fro(communicator, 8, _OFTEN)
+        large = _to_and_fro(communicator, _LARGE, _SELDOM)
+        rounds = (communicator.size - 1).bit_length()
+        tiny, huge = _scan(communicator, 8, _OFTEN), _scan(communicator, _LARGE, _SELDOM)
+        network = cls(
+            name=f"{communicator.size} ranks",
+            latency=small,
+            # A file of constants holds none that is zero.
+            inverse_bandwidth=max(large - small, 1.0) / _LARGE,
+            exchange=max(huge - tiny, 0.0) / rounds / _LARGE,
+            call=max(tiny / rounds - small, 0.0),
+        )
+        agreed: Network = communicator.broadcast(network, 0)
+        return agreed
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> Network:
+        """Return the constants that were measured and saved, or those built in."""
+        return read_constants(path or network_file(), BUILT_IN, ("latency", "inverse_bandwidth"))
+
+    def save(self, path: Path | None = None) -> Path:
+        """Write the constants to a file, by default where :meth:`load` finds them; return it."""
+        return write_constants(self, path or network_file())
+
     def message(self, nbytes: int) -> float:
         """Return the nanoseconds of a message."""
         return self.latency + self.inverse_bandwidth * nbytes
@@ -58,39 +103,6 @@ class Network:
     def round(self, nbytes: int) -> float:
         """Return the nanoseconds of a round of an ``Exscan``, beside its operators."""
         return self.latency + self.exchange * nbytes
-
-
-def measure(communicator: Communicator) -> Network:
-    """Measure the constants between the ranks of a communicator; takes about a second.
-
-    Messages go to and fro between the first and the last rank, the farthest apart where ranks are
-    numbered node by node. The other constants follow from small and large exclusive scans.
-
-    Parameters
-    ----------
-    communicator : Communicator
-        All its ranks call this.
-
-    Returns
-    -------
-    Network
-        Equal on all ranks; for a single rank the constants that are built in.
-    """
-    if communicator.size == 1:
-        return BUILT_IN
-    small, large = _to_and_fro(communicator, 8, _OFTEN), _to_and_fro(communicator, _LARGE, _SELDOM)
-    rounds = (communicator.size - 1).bit_length()
-    tiny, huge = _scan(communicator, 8, _OFTEN), _scan(communicator, _LARGE, _SELDOM)
-    network = Network(
-        name=f"{communicator.size} ranks",
-        latency=small,
-        # A file of constants holds none that is zero.
-        inverse_bandwidth=max(large - small, 1.0) / _LARGE,
-        exchange=max(huge - tiny, 0.0) / rounds / _LARGE,
-        call=max(tiny / rounds - small, 0.0),
-    )
-    agreed: Network = communicator.broadcast(network, 0)
-    return agreed
 
 
 def _to_and_fro(communicator: Communicator, nbytes: int, times: int) -> float:
@@ -161,16 +173,6 @@ def network_file() -> Path | None:
     """Return the file of the constants, which is beside that of the machine."""
     beside = machine_file()
     return beside and beside.with_name("network.json")
-
-
-def load_network(path: Path | None = None) -> Network:
-    """Return the constants that were measured, or those built in."""
-    return read_constants(path or network_file(), BUILT_IN, ("latency", "inverse_bandwidth"))
-
-
-def save_network(network: Network, path: Path | None = None) -> Path:
-    """Write constants to a file, and return its path."""
-    return write_constants(network, path or network_file())
 
 
 # Constants of InfiniBand between machines, 2 µs and 10 GB/s, and of a call of a Python function.

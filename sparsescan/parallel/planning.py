@@ -26,7 +26,7 @@ from .grid import Grid
 from .halo import even, find_halos
 from .loads import Loads
 from .maps import ScanTerms
-from .network import Network, load_network, observe
+from .network import Network, observe
 from .part import MapCost, Part, PartCost
 from .plan import Combination, Options, ParallelPlan, Ranks
 from .rows import RowSweep
@@ -73,7 +73,7 @@ def make_plan(world: Communicator, read: Callable[[], Request]) -> ParallelPlan:
 
     def decide(ranks: Communicator, kind: InputKind, part: Part | RowSweep | None) -> Combination:
         """Decide how these ranks, all or a group, combine their parts for input of this kind."""
-        model, network = ranks.together(lambda: (kind.model(), load_network()))
+        model, network = ranks.together(lambda: (kind.model(), Network.load()))
         terms = ScanTerms(model.dtype, model.batch, model.batch > 1, True)
         planned: Part | RowSweep
         if grid.rows > 1:

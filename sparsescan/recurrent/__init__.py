@@ -35,7 +35,7 @@ __getattr__ = former_names(
     {
         **{name: (f"graph.functions:{name}", text) for name, text in FORMER_FUNCTIONS.items()},
         **{
-            name: (f"recurrent.{file}:{name}", f"sparsescan.recurrent.{file}.{name}")
+            name: (f"recurrent.{file}:{name}", "")
             for name, file in (
                 ("Gradients", "step"),
                 ("Linearization", "jacobian"),

@@ -2,45 +2,58 @@
 
 Which of them is fastest for a network, and what they take by a model of the workers::
 
-    from sparsescan.strategies import build, compare, load_machine
+    from sparsescan.strategies import Machine, compare
 
-    print(compare(build("vgg16"), load_machine(), workers=16, batch=256))
+    print(compare("vgg16", Machine.load(), workers=16, batch=256))
 """
 
-from .compare import Comparison, compare, plot_comparison
-from .graph import Graph, Layer
-from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
-from .machine import Machine, load_machine, measure_machine, save_machine
-from .networks import Recurrent, build, from_chain, from_sequential, sequential
-from .per_layer.predict import PerLayer
-from .pipeline.predict import MicroBatches, Pipeline
-from .scan import Scan
-from .strategy import LayerPlan, Prediction, Strategy
+from ..checks import former_names
+from .building import build
+from .compare import compare
+from .machine import Machine
 
-__all__ = [
-    "BatchParallel",
-    "Comparison",
-    "DomainParallel",
-    "Graph",
-    "Integrated",
-    "Layer",
-    "LayerPlan",
-    "Machine",
-    "MicroBatches",
-    "ModelParallel",
-    "PerLayer",
-    "Pipeline",
-    "Prediction",
-    "Recurrent",
-    "Scan",
-    "Strategy",
-    "build",
-    "compare",
-    "from_chain",
-    "from_sequential",
-    "load_machine",
-    "measure_machine",
-    "plot_comparison",
-    "save_machine",
-    "sequential",
-]
+__all__ = ["Machine", "build", "compare"]
+
+_CLASSES = {
+    "BatchParallel": ("integrated", "batch"),
+    "DomainParallel": ("integrated", "domain"),
+    "Integrated": ("integrated", "integrated"),
+    "MicroBatches": ("pipeline.predict", "pipeline, micro-batches"),
+    "ModelParallel": ("integrated", "model"),
+    "PerLayer": ("per_layer.predict", "per layer"),
+    "Pipeline": ("pipeline.predict", "pipeline, stale weights"),
+    "Scan": ("scan", "scan"),
+}
+_ROOM = "sparsescan.strategies"
+
+__getattr__ = former_names(
+    __name__,
+    {
+        **{
+            name: (
+                f"strategies.{file}:{name}",
+                f"compare(…, chosen=[{title!r}]), or with options {_ROOM}.{file}.{name}",
+            )
+            for name, (file, title) in _CLASSES.items()
+        },
+        **{
+            name: (f"strategies.{file}:{name}", "")
+            for name, file in (
+                ("Comparison", "compare"),
+                ("Graph", "graph"),
+                ("Layer", "graph"),
+                ("LayerPlan", "strategy"),
+                ("Prediction", "strategy"),
+                ("Recurrent", "networks"),
+                ("Strategy", "strategy"),
+                ("sequential", "networks"),
+            )
+        },
+        "from_chain": ("strategies.networks:from_chain", "build(patterns)"),
+        "from_sequential": ("strategies.networks:from_sequential", "build(network)"),
+        "load_machine": ("strategies.machine:Machine.load", "Machine.load(path)"),
+        "measure_machine": ("strategies.machine:Machine.measure", "Machine.measure()"),
+        "plot_comparison": ("strategies.compare:plot_comparison", "compare(…).plot(path)"),
+        "save_machine": ("strategies.machine:Machine.save", "machine.save(path)"),
+    },
+)

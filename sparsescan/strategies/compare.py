@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..checks import check_count, check_packages
 from ..errors import InputError
 from ..formatting import align, format_bytes, format_time, wrap
+from ..symbolic.pattern import Pattern
+from .building import build
 from .graph import Graph
 from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine
-from .networks import AnyNetwork, graph_of
+from .networks import AnyNetwork
 from .per_layer.predict import PerLayer
 from .pipeline.predict import MicroBatches, Pipeline
 from .scan import Scan
 from .strategy import MOST_SAMPLES, MOST_WORKERS, Prediction, Strategy
 
+if TYPE_CHECKING:
+    from .pytorch import TorchPlan
+
+_Path: TypeAlias = str | os.PathLike[str]
 # Parts whose columns come first in a table; others follow.
 _PARTS = ("forward", "backward", "Jacobians", "scan", "parameters", "activations", "weights")
 # Strategies, with colours that everybody can tell apart (Okabe and Ito, 2008), and markers.
@@ -40,13 +46,14 @@ def strategies() -> list[Strategy]:
     return [kind() for kind, _, _ in _STRATEGIES]
 
 
-def named(names: Sequence[str] | None) -> list[Strategy]:
-    """Return the strategies of these names, by default all."""
-    every = {strategy.name: strategy for strategy in strategies()}
-    for name in names or ():
-        if name not in every:
-            raise InputError(f"strategy is {name!r}; expected one of {'; '.join(every)}")
-    return [every[name] for name in every if not names or name in names]
+def named(chosen: Iterable[Strategy | str] | None) -> list[Strategy]:
+    """Return strategies, of which some are given by their names; by default all."""
+    every: dict[str | Strategy, Strategy] = {each.name: each for each in strategies()}
+    given = list(dict.fromkeys(every if chosen is None else chosen))
+    for each in given:
+        if not isinstance(each, Strategy) and each not in every:
+            raise InputError(f"strategy is {each!r}; expected one of {'; '.join(map(str, every))}")
+    return [each if isinstance(each, Strategy) else every[each] for each in given]
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,8 @@ class Comparison:
         The best first; those for which a worker has too little memory last.
     reasons : dict of str to str
         Why others cannot be used, by their names.
+    strategies : list of Strategy
+        Those that were compared.
     """
 
     network: Graph
@@ -76,6 +85,7 @@ class Comparison:
     single: Prediction
     predictions: list[Prediction]
     reasons: dict[str, str]
+    strategies: list[Strategy] = field(default_factory=list, repr=False)
 
     def fits(self, prediction: Prediction) -> bool:
         """Tell whether a worker has the memory."""
@@ -92,6 +102,79 @@ class Comparison:
             "predictions": [one.to_dict() for one in self.predictions],
             "reasons": self.reasons,
         }
+
+    def to_torch(self, module: Any, strategy: str | None = None) -> TorchPlan:
+        """Return a plan for a network of PyTorch as PyTorch takes it.
+
+        Linear layers that are cut along channels become entries of ``parallelize_module`` on an
+        axis of the mesh; a pipeline's registers become split points. The rest is shared along
+        samples.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            The network that was compared.
+        strategy : str, optional
+            The name of the strategy; by default that of the best prediction.
+
+        Returns
+        -------
+        TorchPlan
+
+        Raises
+        ------
+        InputError
+            If the plan is not of this module, or is that of a scan, which PyTorch does not have.
+        """
+        from .pytorch import to_torch
+
+        by_name = {one.strategy: one for one in reversed(self.predictions)}
+        if strategy is not None and strategy not in by_name:
+            raise InputError(f"strategy is {strategy!r}; expected one of {'; '.join(by_name)}")
+        best = self.predictions[0] if strategy is None else by_name[strategy]
+        return to_torch(best, module, self.workers)
+
+    def plot(self, path: _Path) -> None:
+        """Draw the predicted time of a step over powers of two of workers, up to these.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The PNG file to write, under exactly this name.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is missing.
+        OSError
+            If the file cannot be written.
+        """
+        check_packages("a picture", "plot", {"matplotlib": "matplotlib"})
+        from matplotlib.figure import Figure
+
+        counts = sorted({1 << k for k in range(self.workers.bit_length())} | {self.workers})
+        every = [
+            compare(self.network, self.machine, count, self.batch, self.strategies)
+            for count in counts
+        ]
+        points: dict[str, list[tuple[int, float, bool]]] = {}
+        for one in every:
+            for prediction in one.predictions:
+                point = one.workers, prediction.total, one.fits(prediction)
+                points.setdefault(prediction.strategy, []).append(point)
+        figure = Figure(figsize=(7.5, 5), layout="constrained")
+        axes = figure.subplots()
+        draw_over_workers(axes, counts, points, every[0].single.total, 10)
+        axes.set(xlabel="workers", ylabel="predicted time of a training step, ms")
+        axes.set_title(
+            f"{self.network.name}, {self.batch} samples a step ({self.machine.name})",
+            fontsize="medium",
+        )
+        figure.legend(loc="outside right center", frameon=False, fontsize="small")
+        figure.supxlabel(
+            "hollow: more memory than a worker has; dashed: stale gradients", fontsize="small"
+        )
+        figure.savefig(path, format="png", dpi=150)
 
     def __str__(self) -> str:
         every = [self.single, *self.predictions]
@@ -139,31 +222,35 @@ def _page(
 
 
 def compare(
-    network: AnyNetwork,
+    network: AnyNetwork | str | Sequence[Pattern],
     machine: Machine,
     workers: int,
     batch: int,
-    chosen: Sequence[Strategy] | None = None,
+    chosen: Sequence[Strategy | str] | None = None,
 ) -> Comparison:
     """Predict a step of a network by all strategies.
 
     Parameters
     ----------
-    network : Graph, Sequential or Recurrent
-        The network.
+    network : str, Graph, Sequential or sequence of Pattern
+        The network: all that :func:`build` takes, or what it returns.
     machine : Machine
         A worker, and the network between workers.
     workers : int
         Number of workers.
     batch : int
         Samples of a step, of all workers together.
-    chosen : sequence of Strategy, optional
-        Strategies to be compared; by default all.
+    chosen : sequence of str or Strategy, optional
+        Strategies to be compared, by default all: ``"batch"``, ``"model"``, ``"domain"``,
+        ``"integrated"``, ``"per layer"``, ``"pipeline, micro-batches"``, ``"pipeline, stale
+        weights"`` and ``"scan"``, or objects of their classes, which have options.
 
     Returns
     -------
     Comparison
-        Print it for a table.
+        Print it for a table; its `predictions` are the best first, each with a plan, `layers`.
+        ``comparison.plot(path)`` draws the time over the number of workers, and
+        ``comparison.to_torch(module)`` returns the best plan as PyTorch takes it.
 
     Raises
     ------
@@ -172,75 +259,32 @@ def compare(
 
     Examples
     --------
-    >>> from sparsescan.strategies import Machine, build, compare
-    >>> comparison = compare(build("lenet5"), Machine(), workers=4, batch=64)
+    >>> from sparsescan.strategies import Machine, compare
+    >>> comparison = compare("lenet5", Machine(), workers=4, batch=64)
     >>> best, *others = comparison.predictions
     >>> all(best.total <= other.total for other in others)
     True
     """
     workers = check_count("workers", workers, 1, MOST_WORKERS)
     batch = check_count("batch", batch, 1, MOST_SAMPLES)
-    graph = graph_of(network)
+    graph, several = build(network), named(chosen)
     predictions, reasons = [], {}
-    for strategy in strategies() if chosen is None else chosen:
+    for strategy in several:
         try:
-            predictions.append(strategy.predict(network, machine, workers, batch))
+            predictions.append(strategy.predict(graph, machine, workers, batch))
         except InputError as error:
             reasons[strategy.name] = str(error)
     predictions.sort(key=lambda one: (one.memory > machine.memory, one.total))
-    alone = PerLayer().predict(network, machine, 1, batch)
+    alone = PerLayer().predict(graph, machine, 1, batch)
     single = replace(alone, strategy="one worker", how="")
-    return Comparison(graph, machine, workers, batch, single, predictions, reasons)
+    return Comparison(graph, machine, workers, batch, single, predictions, reasons, several)
 
 
 def plot_comparison(
-    network: Graph,
-    machine: Machine,
-    workers: int,
-    batch: int,
-    path: str | os.PathLike[str],
-    chosen: Sequence[Strategy] | None = None,
+    network: AnyNetwork, machine: Machine, workers: int, batch: int, path: _Path, *chosen: Any
 ) -> None:
-    """Draw the predicted time of a step over the number of workers.
-
-    Parameters
-    ----------
-    network, machine, batch
-        As for :func:`compare`.
-    workers : int
-        The most; powers of two up to them are drawn.
-    path : str or path-like
-        The PNG file to write, under exactly this name.
-    chosen : sequence of Strategy, optional
-        As for :func:`compare`.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is missing.
-    OSError
-        If the file cannot be written.
-    """
-    check_packages("a picture", "plot", {"matplotlib": "matplotlib"})
-    from matplotlib.figure import Figure
-
-    counts = sorted({1 << k for k in range(workers.bit_length())} | {workers})
-    every = [compare(network, machine, count, batch, chosen) for count in counts]
-    points: dict[str, list[tuple[int, float, bool]]] = {}
-    for one in every:
-        for prediction in one.predictions:
-            point = one.workers, prediction.total, one.fits(prediction)
-            points.setdefault(prediction.strategy, []).append(point)
-    figure = Figure(figsize=(7.5, 5), layout="constrained")
-    axes = figure.subplots()
-    draw_over_workers(axes, counts, points, every[0].single.total, 10)
-    axes.set(xlabel="workers", ylabel="predicted time of a training step, ms")
-    axes.set_title(f"{network.name}, {batch} samples a step ({machine.name})", fontsize="medium")
-    figure.legend(loc="outside right center", frameon=False, fontsize="small")
-    figure.supxlabel(
-        "hollow: more memory than a worker has; dashed: stale gradients", fontsize="small"
-    )
-    figure.savefig(path, format="png", dpi=150)
+    """Draw what :meth:`Comparison.plot` does, as the last release called it."""
+    compare(network, machine, workers, batch, *chosen).plot(path)
 
 
 def styles() -> dict[str, dict[str, Any]]:

@@ -39,7 +39,9 @@ class Integrated(Divided):
 
     Examples
     --------
-    >>> from sparsescan.strategies import Graph, Integrated, Layer, Machine
+    >>> from sparsescan.strategies import Machine
+    >>> from sparsescan.strategies.graph import Graph, Layer
+    >>> from sparsescan.strategies.integrated import Integrated
     >>> graph = Graph("wide", [
     ...     Layer("x", "input", (), (4096,)),
     ...     Layer("fc", "linear", (0,), (4096,), 4096**2, 4096**2, 4096**2),

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..jacobians import Conv2d, Tanh
-from ..parallel.network import BUILT_IN, Network, load_network
+from ..parallel.network import BUILT_IN, Network
 from ..plan.costs.constants import file_to_write, machine_file
 from .graph import Graph
 
@@ -72,6 +72,80 @@ class Machine:
     overlap: bool = False
     within: Network | None = None
     node: int = 1
+
+    @classmethod
+    def load(cls, path: _Path | None = None) -> Machine:
+        """Load a machine from a JSON file with its attributes; those left out are built in.
+
+        Parameters
+        ----------
+        path : str or path-like, optional
+            The file, or the name of one of ``sparsescan.strategies.machine.PRESETS``; by default
+            the file of the worker that was measured and saved, if there is one.
+
+        Returns
+        -------
+        Machine
+
+        Raises
+        ------
+        InputError
+            If the file does not describe a machine.
+        OSError
+            If it cannot be read.
+        """
+        if path is None:
+            path = worker_file()
+            if path is None or not os.path.exists(path):
+                return cls(network=Network.load())
+        if path in PRESETS:
+            return PRESETS[str(path)]
+        try:
+            machine: Machine = _record(cls(), json.loads(Path(path).read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            known = ", ".join(sorted({each.name for each in fields(cls)}))
+            raise InputError(
+                f"{path}: {error}; expected a JSON object with some of {known}; network and within "
+                "are such objects with latency and inverse_bandwidth"
+            ) from None
+        return machine
+
+    @classmethod
+    def measure(cls, network: Network | None = None) -> Machine:
+        """Measure a worker on this computer, by this process alone; takes about a second.
+
+        Multiply-adds are those of a convolution, the overhead is that of an activation, and the
+        bandwidth that of copying an array that no cache holds.
+
+        Parameters
+        ----------
+        network : Network, optional
+            The network between workers; by default that of :meth:`.Network.load`.
+
+        Returns
+        -------
+        Machine
+        """
+        conv = Conv2d(*_CONV, padding=1, input_shape=_IMAGE, rng=0)
+        images = np.ones((32, *_IMAGE), np.float32)
+        multiplying = usual(lambda: conv.forward(images))
+        given, copied = np.ones((2, _COPIED), np.float32)
+        copying = usual(lambda: np.copyto(copied, given))
+        layer, x = Tanh(input_shape=(1,)), np.zeros((1, 1), np.float32)
+        return cls(
+            name=f"measured, {platform.processor() or platform.machine()}",
+            multiply_adds=len(images) * math.prod(_IMAGE[1:]) * conv.weight.size / multiplying,
+            bandwidth=2 * given.nbytes / copying,
+            overhead=usual(lambda: layer.forward(x)),
+            memory=_memory(),
+            network=Network.load() if network is None else network,
+        )
+
+    def save(self, path: _Path | None = None) -> Path:
+        """Write the machine to a JSON file, by default where :meth:`load` finds it; return it."""
+        file = file_to_write(worker_file() if path is None else Path(path))
+        file.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        return file
 
     def forward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
         """Return nanoseconds of the forward pass of layer `k`.
@@ -207,81 +281,6 @@ def worker_file() -> Path | None:
     """Return the file of the worker that was measured, beside the constants of the engine."""
     beside = machine_file()
     return beside and beside.with_name("worker.json")
-
-
-def load_machine(path: _Path | None = None) -> Machine:
-    """Load a machine from a JSON file with its attributes; those left out are built in.
-
-    Parameters
-    ----------
-    path : str or path-like, optional
-        The file, or the name of one of ``sparsescan.strategies.machine.PRESETS``; by default
-        the file of the worker that was measured, if there is one.
-
-    Returns
-    -------
-    Machine
-
-    Raises
-    ------
-    InputError
-        If the file does not describe a machine.
-    OSError
-        If it cannot be read.
-    """
-    if path is None:
-        path = worker_file()
-        if path is None or not os.path.exists(path):
-            return Machine(network=load_network())
-    if path in PRESETS:
-        return PRESETS[str(path)]
-    try:
-        machine: Machine = _record(Machine(), json.loads(Path(path).read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        known = ", ".join(sorted({each.name for each in fields(Machine)}))
-        raise InputError(
-            f"{path}: {error}; expected a JSON object with some of {known}; network and within "
-            "are such objects with latency and inverse_bandwidth"
-        ) from None
-    return machine
-
-
-def save_machine(machine: Machine, path: _Path | None = None) -> Path:
-    """Write a machine to a JSON file; return its path."""
-    file = file_to_write(worker_file() if path is None else Path(path))
-    file.write_text(json.dumps(machine.to_dict(), indent=1) + "\n", encoding="utf-8")
-    return file
-
-
-def measure_machine(network: Network | None = None) -> Machine:
-    """Measure a worker on this computer, by this process alone; takes about a second.
-
-    Multiply-adds are those of a convolution, the overhead is that of an activation, and the
-    bandwidth that of copying an array that no cache holds.
-
-    Parameters
-    ----------
-    network : Network, optional
-        The network between workers; by default that of :func:`~sparsescan.parallel.load_network`.
-
-    Returns
-    -------
-    Machine
-    """
-    conv = Conv2d(*_CONV, padding=1, input_shape=_IMAGE, rng=0)
-    images = np.ones((32, *_IMAGE), np.float32)
-    multiplying = usual(lambda: conv.forward(images))
-    given, copied = np.ones((2, _COPIED), np.float32)
-    copying = usual(lambda: np.copyto(copied, given))
-    layer, x = Tanh(input_shape=(1,)), np.zeros((1, 1), np.float32)
-    return Machine(
-        name=f"measured, {platform.processor() or platform.machine()}",
-        multiply_adds=len(images) * math.prod(_IMAGE[1:]) * conv.weight.size / multiplying,
-        bandwidth=2 * given.nbytes / copying,
-        overhead=usual(lambda: layer.forward(x)),
-        memory=_memory(),
-        network=load_network() if network is None else network,
-    )
 
 
 def usual(call: Callable[[], Any], times: int = _TIMES) -> float:

@@ -642,9 +642,9 @@ def graph_of(network: AnyNetwork, name: str = "network") -> Graph:
         return network.graph(name)
     if not isinstance(network, Sequential):
         raise InputTypeError(
-            f"network is a {_named(network)}; expected a Graph, such as build('lenet5') or, of "
-            "a module of PyTorch, sparsescan.strategies.pytorch.from_torch(module, input_shape); a "
-            "sparsescan.jacobians.Sequential or a Recurrent"
+            f"network is a {_named(network)}; expected a name such as 'lenet5', a "
+            "sparsescan.jacobians.Sequential, a list of patterns or, of a module of PyTorch, "
+            "build(module, input_shape)"
         )
     owned = [(op, params) for op in network.layers if (params := [*op.params.values()])]
     for (op, mine), (other, theirs) in itertools.combinations(owned, 2):

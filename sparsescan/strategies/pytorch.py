@@ -207,7 +207,8 @@ def to_torch(prediction: Prediction, module: nn.Module, workers: int) -> TorchPl
     Examples
     --------
     >>> from torch import nn
-    >>> from sparsescan.strategies import Integrated, Machine
+    >>> from sparsescan.strategies import Machine
+    >>> from sparsescan.strategies.integrated import Integrated
     >>> from sparsescan.strategies.pytorch import from_torch, to_torch
     >>> net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8))
     >>> predicted = Integrated((2, 4), ("model",)).predict(

@@ -17,12 +17,13 @@ from oracles import assert_within, patterns_of, same_bits, values_only
 from ranks import grids, random_part
 
 from sparsescan import DeviceError, parallel
-from sparsescan.parallel import Traffic, planning
+from sparsescan.parallel import planning
+from sparsescan.parallel.communicator import Communicator, Traffic
 
 pytestmark = [pytest.mark.ranks(slow=(3, 4)), pytest.mark.cudasim]
 
 WORLD = MPI.COMM_WORLD
-TRAFFIC = parallel.Communicator.of(WORLD).traffic
+TRAFFIC = Communicator.of(WORLD).traffic
 
 
 @pytest.fixture

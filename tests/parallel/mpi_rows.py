@@ -25,7 +25,8 @@ from ranks import RANK, SIZE, WORLD, Broken, expected_of, fails, part_of, random
 import sparsescan
 from sparsescan import BatchedCSR, CSRChain, InputError, InputTypeError, Pattern, parallel
 from sparsescan.execution.threads import usable_cores
-from sparsescan.parallel import Communicator, Grid, RankError
+from sparsescan.parallel import Grid, RankError
+from sparsescan.parallel.communicator import Communicator
 from sparsescan.parallel.rows import RowSweep
 
 pytestmark = pytest.mark.ranks(4, slow=(6,))

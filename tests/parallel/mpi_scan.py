@@ -35,6 +35,7 @@ from sparsescan import (
 )
 from sparsescan.errors import RankError
 from sparsescan.parallel import Grid
+from sparsescan.parallel.communicator import Communicator
 
 pytestmark = [
     pytest.mark.ranks(3, slow=(1, 5), doubling=True),
@@ -141,7 +142,7 @@ def equal_parts(n: int) -> slice:
 
 def by_products(grad: np.ndarray, chain: CSRChain, **options: Any) -> Any:
     """Return this rank's gradients, without any fallback: no gradient is handed on."""
-    traffic = parallel.Communicator.of(WORLD).traffic
+    traffic = Communicator.of(WORLD).traffic
     before = traffic["send"].calls if "send" in traffic else 0
     mine = equal_parts(len(chain))
     part = CSRChain.from_pattern(chain.data[mine], chain.pattern)
@@ -276,7 +277,7 @@ def test_shapes() -> None:
 
 def test_constants() -> None:
     """Measured on all ranks together, so the same on all."""
-    network = parallel.measure(parallel.Communicator.of(WORLD))
+    network = parallel.Network.measure(WORLD)
     assert set(WORLD.allgather(network)) == {network}
     assert network.latency > 0
     assert network.inverse_bandwidth > 0

@@ -11,7 +11,8 @@ from mpi4py import MPI
 from wire import Wire
 
 from sparsescan import Pattern, parallel
-from sparsescan.parallel import Communicator, Grid
+from sparsescan.parallel import Grid
+from sparsescan.parallel.communicator import Communicator
 from sparsescan.parallel.exchange import rounds
 from sparsescan.parallel.halo import take_rows
 from sparsescan.symbolic.pattern import of_mask

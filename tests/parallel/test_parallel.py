@@ -28,7 +28,7 @@ import sparsescan
 from sparsescan import InputError, InputTypeError, Pattern, parallel
 from sparsescan.chains.chain import Chain
 from sparsescan.chains.grads import LocalGrads
-from sparsescan.parallel import Grid, Network, best_grid, predict
+from sparsescan.parallel import Grid, Network, predict
 from sparsescan.parallel.communicator import Fault
 from sparsescan.parallel.exchange import (
     ALGORITHMS,
@@ -458,15 +458,15 @@ def test_ranks_that_share_cores() -> None:
 
 def test_the_best_grid() -> None:
     dense = Pattern.dense((20, 20))
-    assert best_grid([dense] * 100, 8, batch=64, network=DEAR) == Grid(1, 8)
-    assert best_grid([dense] * 100_000, 64, network=FREE) == Grid(64, 1)
-    assert best_grid([dense] * 10, 6, batch=1).batch == 1
+    assert predict([dense] * 100, 8, batch=64, network=DEAR).grid == Grid(1, 8)
+    assert predict([dense] * 100_000, 64, network=FREE).grid == Grid(64, 1)
+    assert predict([dense] * 10, 6, batch=1).grid.batch == 1
     # A few steps that are large are shared row by row; many small ones are not.
-    assert best_grid([Pattern.dense((4000, 4000))] * 4, 4, network=FREE) == Grid(1, 1, 4)
-    assert best_grid([dense] * 10, 4, network=DEAR).rows == 1
+    assert predict([Pattern.dense((4000, 4000))] * 4, 4, network=FREE).grid == Grid(1, 1, 4)
+    assert predict([dense] * 10, 4, network=DEAR).grid.rows == 1
     for bad in (0, -1):
         with pytest.raises(InputError, match="ranks"):
-            best_grid([dense], bad)
+            predict([dense], bad)
     with pytest.raises(InputError, match="patterns is empty"):
         predict([], (2, 1))
 
@@ -483,8 +483,8 @@ def test_a_forecast_prints_what_it_says() -> None:
 
 def test_constants_of_a_network_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "network.json"
-    built_in = parallel.load_network(path)
-    assert parallel.save_network(DEAR, path) == path
-    assert parallel.load_network(path) == DEAR
+    built_in = Network.load(path)
+    assert DEAR.save(path) == path
+    assert Network.load(path) == DEAR
     path.write_text("{}")
-    assert parallel.load_network(path) == built_in
+    assert Network.load(path) == built_in

@@ -20,13 +20,13 @@ from oracles import chains, every_schedule, patterns_of, schedules
 import sparsescan
 from sparsescan import Pattern, Schedule
 from sparsescan.cli.main import main
-from sparsescan.parallel.network import load_network, network_file
+from sparsescan.parallel.network import Network, network_file
 from sparsescan.plan import calibrate
 from sparsescan.plan.costs import cpu as costs
 from sparsescan.plan.costs.cpu import CpuModel, load_cpu, save_cpu
 from sparsescan.plan.costs.cuda import gpu_file
 from sparsescan.plan.costs.operations import FAMILIES, Operations
-from sparsescan.strategies.machine import Machine, load_machine, worker_file
+from sparsescan.strategies.machine import Machine, worker_file
 from sparsescan.symbolic.pattern import multiply_adds, of_mask
 from sparsescan.symbolic.program import Program
 
@@ -172,8 +172,8 @@ def test_without_a_home_there_is_no_file_and_calibration_says_so(
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     files = (costs.machine_file(), gpu_file("H200"), network_file(), worker_file())
     assert files == (None,) * 4
-    assert (load_cpu().name, load_network().name) == ("built in", "built in")
-    assert load_machine() == Machine(network=load_network())
+    assert (load_cpu().name, Network.load().name) == ("built in", "built in")
+    assert Machine.load() == Machine(network=Network.load())
     for command in (["calibrate"], ["info"]):
         code = main(command)
         printed = capsys.readouterr()

@@ -25,15 +25,13 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from sparsescan.parallel.network import Network
-from sparsescan.strategies import (
+from sparsescan.strategies import Machine, compare
+from sparsescan.strategies.graph import Graph, Layer
+from sparsescan.strategies.integrated import (
     BatchParallel,
     DomainParallel,
-    Graph,
     Integrated,
-    Layer,
-    Machine,
     ModelParallel,
-    compare,
 )
 from sparsescan.strategies.networks import Builder, build
 from sparsescan.strategies.per_layer.configurations import (

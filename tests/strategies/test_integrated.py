@@ -23,14 +23,15 @@ from sparsescan import InputError
 from sparsescan.jacobians import LayerNorm, Linear, Residual, Sequential
 from sparsescan.parallel import Network
 from sparsescan.recurrent import LSTMCell
-from sparsescan.strategies import Graph, Machine, Recurrent
+from sparsescan.strategies import Machine
+from sparsescan.strategies.graph import Graph
 from sparsescan.strategies.integrated import (
     BatchParallel,
     DomainParallel,
     Integrated,
     ModelParallel,
 )
-from sparsescan.strategies.networks import Builder, build, graph_of
+from sparsescan.strategies.networks import Builder, Recurrent, build, graph_of
 from sparsescan.strategies.per_layer.predict import PerLayer, with_loss
 from sparsescan.strategies.strategy import sum_words
 

@@ -16,7 +16,8 @@ from update_rule import start_of, transcription
 from sparsescan import InputError
 from sparsescan.jacobians import Linear, Operator, Residual, Sequential, Tanh
 from sparsescan.parallel import Network
-from sparsescan.strategies import Graph, Layer, Machine
+from sparsescan.strategies import Machine
+from sparsescan.strategies.graph import Graph, Layer
 from sparsescan.strategies.networks import build, from_sequential
 from sparsescan.strategies.pipeline.predict import MicroBatches, Pipeline, balance
 from sparsescan.strategies.pipeline.simulation import (

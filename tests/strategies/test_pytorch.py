@@ -19,20 +19,16 @@ from torch.distributed.pipelining import pipeline
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.flop_counter import FlopCounterMode
 
+from sparsescan import Pattern
 from sparsescan.errors import InputError, InputTypeError
-from sparsescan.strategies import (
-    BatchParallel,
-    Graph,
-    Integrated,
-    Machine,
-    MicroBatches,
-    PerLayer,
-    Prediction,
-    Scan,
-    build,
-    compare,
-)
+from sparsescan.strategies import Machine, build, compare
+from sparsescan.strategies.graph import Graph
+from sparsescan.strategies.integrated import BatchParallel, Integrated
+from sparsescan.strategies.per_layer.predict import PerLayer
+from sparsescan.strategies.pipeline.predict import MicroBatches
 from sparsescan.strategies.pytorch import from_torch, to_torch
+from sparsescan.strategies.scan import Scan
+from sparsescan.strategies.strategy import Prediction
 
 
 class Block(nn.Module):
@@ -190,3 +186,24 @@ def _rank(rank: int, path: str) -> None:
 @pytest.mark.slow
 def test_parallelize_module_computes_the_same(tmp_path: Any) -> None:
     torch.multiprocessing.spawn(_rank, (str(tmp_path / "store"),), nprocs=2)  # type: ignore[no-untyped-call]
+
+
+def test_a_comparison_takes_what_build_does_and_returns_plans() -> None:
+    module = nn.Sequential(nn.Linear(4096, 4096), nn.Tanh(), nn.Linear(4096, 8))
+    graph = build(module, (4096,))
+    assert graph.layers == from_torch(module, (4096,)).layers
+    compared = compare(graph, Machine(), 4, 8, ["integrated", "scan", "integrated"])
+    assert sorted(one.strategy for one in compared.predictions) == ["integrated", "scan"]
+    plan = compared.to_torch(module, "integrated")
+    prediction = next(one for one in compared.predictions if one.strategy == "integrated")
+    assert plan.mesh == to_torch(prediction, module, 4).mesh
+    with pytest.raises(InputError, match="which PyTorch does not have"):
+        compared.to_torch(module, "scan")
+    with pytest.raises(InputError, match="strategy is 'none'; expected one of"):
+        compared.to_torch(module, "none")
+    with pytest.raises(InputError, match="strategy is 'none'; expected one of batch; model"):
+        compare("lenet5", Machine(), 4, 8, ["none"])
+    with pytest.raises(InputError, match="whose input_shape is None"):
+        compare(module, Machine(), 4, 8)
+    patterns = [Pattern.diagonal(3), Pattern.dense((3, 3))]
+    assert [layer.kind for layer in build(patterns).layers] == ["input", "linear", "elementwise"]

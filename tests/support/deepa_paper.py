@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from sparsescan.strategies import Graph, Layer, Machine
+from sparsescan.strategies import Machine
+from sparsescan.strategies.graph import Graph, Layer
 from sparsescan.strategies.per_layer.configurations import (
     Configuration,
     Configurations,

@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from sparsescan.parallel import Network
-from sparsescan.strategies import Graph
-from sparsescan.strategies.graph import MIXING
+from sparsescan.strategies.graph import MIXING, Graph
 
 
 class Volume(NamedTuple):

@@ -209,7 +209,8 @@ class Pipeline(_Stages):
 
     Examples
     --------
-    >>> from sparsescan.strategies import Graph, Layer, Machine
+    >>> from sparsescan.strategies import Machine
+    >>> from sparsescan.strategies.graph import Graph, Layer
     >>> layers = [Layer(f"l{k}", "linear", (k - 1,), (100,), 10100, 10000) for k in range(1, 9)]
     >>> network = Graph("deep", [Layer("x", "input", (), (100,)), *layers])
     >>> prediction = Pipeline().predict(network, Machine(), workers=4, batch=32)
