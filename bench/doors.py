@@ -129,7 +129,7 @@ MODULES = (
 def measure_stack(case: networks.NetworkCase, quick: bool) -> Results:
     """Return the times of training steps of a pruned network that ``convert`` takes."""
     race = case.race()
-    ours = sparsescan.torch.Sequential(*race.module.children())
+    ours = sparsescan.torch.sequential.Sequential(*race.module.children())
     x = torch.from_numpy(race.x)
     labels = torch.arange(len(x)) % 10
 

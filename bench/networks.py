@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.utils import prune
 
-from sparsescan.jacobians import Flatten, Operator, Residual, Sequential, from_torch
+from sparsescan.jacobians import Flatten, Residual, Sequential, from_torch
+from sparsescan.jacobians.shared.operator import Operator
 
 from .peers import PYTORCH, Variants, in_threads
 from .races import OURS

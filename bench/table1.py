@@ -16,7 +16,8 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from sparsescan.jacobians import Conv2d, MaxPool2d, Operator, ReLU
+from sparsescan.jacobians import Conv2d, MaxPool2d, ReLU
+from sparsescan.jacobians.shared.operator import Operator
 
 from . import contests, races
 from .contests import OURS, Contest, Work

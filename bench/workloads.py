@@ -15,7 +15,8 @@ import scipy.sparse as sp
 from numpy.typing import DTypeLike, NDArray
 
 import sparsescan
-from sparsescan.jacobians import Conv2d, MaxPool2d, Operator, ReLU, Sequential
+from sparsescan.jacobians import Conv2d, MaxPool2d, ReLU, Sequential
+from sparsescan.jacobians.shared.operator import Operator
 
 # Channels of VGG-11's convolutions; M is a max-pool.
 VGG11_WIDTHS = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")

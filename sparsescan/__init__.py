@@ -12,27 +12,26 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from .api import exclusive_scan, inclusive_scan, plan
-from .chains.containers import BatchedCSR, CSRChain, PeriodicChain
+from .chains.containers import BatchedCSR, CSRChain
 from .chains.implicit import ImplicitChain, ImplicitStep
 from .chains.solve import SolveStep
+from .checks import former_names
 from .differences import check_grad
 from .errors import (
-    ChainFileError,
     DeviceError,
+    FileError,
     GradientError,
     InputError,
     InputTypeError,
     MemoryLimitError,
     NewtonError,
     PatternMismatchError,
-    PlanFileError,
     SingularMatrixError,
     SparseScanError,
 )
-from .ops.affine import AffineGrads, affine_scan, affine_scan_vjp
+from .ops.affine import affine_scan, affine_scan_vjp
 from .plan.scan_plan import ScanPlan
 from .symbolic.implicit import ImplicitPattern
-from .symbolic.indexed import IndexedPattern
 from .symbolic.pattern import Pattern
 from .symbolic.schedule import Schedule
 
@@ -40,24 +39,20 @@ if TYPE_CHECKING:
     from .chains.files import load_chain, save_chain
 
 __all__ = [
-    "AffineGrads",
     "BatchedCSR",
     "CSRChain",
-    "ChainFileError",
     "DeviceError",
+    "FileError",
     "GradientError",
     "ImplicitChain",
     "ImplicitPattern",
     "ImplicitStep",
-    "IndexedPattern",
     "InputError",
     "InputTypeError",
     "MemoryLimitError",
     "NewtonError",
     "Pattern",
     "PatternMismatchError",
-    "PeriodicChain",
-    "PlanFileError",
     "ScanPlan",
     "Schedule",
     "SingularMatrixError",
@@ -80,13 +75,31 @@ except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0+unknown"
 
 
+_former = former_names(
+    __name__,
+    {
+        "AffineGrads": ("ops.affine:AffineGrads", ""),
+        "ChainFileError": ("errors:FileError", "FileError"),
+        "IndexedPattern": (
+            "symbolic.indexed:IndexedPattern",
+            "ImplicitPattern([pattern, …], indexed={0: (index, size)})",
+        ),
+        "PeriodicChain": (
+            "chains.containers:PeriodicChain",
+            "CSRChain.from_pattern(values, patterns)",
+        ),
+        "PlanFileError": ("errors:FileError", "FileError"),
+    },
+)
+
+
 def __getattr__(name: str) -> Any:
     # Few programs read files; what does so is imported when it is asked for.
     if name in ("load_chain", "save_chain"):
         from .chains import files
 
         return getattr(files, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _former(name)
 
 
 def __dir__() -> list[str]:

@@ -54,8 +54,8 @@ def exclusive_scan(
         share an element without a batch axis. Or all in one: a
         :class:`CSRChain`, an :class:`ImplicitChain`, or a dense array ``(n, rows, cols)`` or
         ``(n, batch, rows, cols)``. A reversed view ``J[::-1]`` is not copied. Or an array for each
-        of a few patterns that take turns: a :class:`PeriodicChain`. The last one, ``J_1``, does not
-        enter the result.
+        of a few patterns that take turns: ``CSRChain.from_pattern(values, patterns)``. The last
+        one, ``J_1``, does not enter the result.
     local_grads : sequence or ndarray, optional
         ``local_grads[i]``, None or an array of the shape of the ``i``-th returned gradient, is
         added to it: a loss that reads a middle layer, or every step of a recurrent network.
@@ -64,7 +64,7 @@ def exclusive_scan(
         Whether `jacobians`, `local_grads` and the result are in the order of time, from the first
         layer to the last, through which the scan runs from the end, as ``jax.lax.scan`` does with
         ``reverse=True``. The result is then ``[∇x_1, …, ∇x_n]``, of views, and nothing is copied. A
-        :class:`PeriodicChain` has no such order.
+        chain of several patterns has no such order.
     schedule : Schedule or str, default "auto"
         How to combine: ``"auto"``, which is never slower than ``"linear"``, ``"linear"``,
         ``"blelloch"``, ``"truncated:2"`` (up-sweep levels), ``"chunked:8"`` (chunks), or a
@@ -82,7 +82,7 @@ def exclusive_scan(
     list of ndarray, or ndarray
         The ``n`` gradients ``[∇x_n, …, ∇x_1]``, each of shape ``(d_i,)`` or ``(batch, d_i)`` and of
         the dtype to which all input promotes. One array, with a leading axis of length ``n``, if
-        the Jacobians came as one; one for each pattern of a :class:`PeriodicChain`. The arrays of a
+        the Jacobians came as one; one for each pattern of a chain of several. The arrays of a
         list are views of one buffer.
 
     Raises

@@ -142,23 +142,15 @@ class NewtonError(SparseScanError, ArithmeticError):
     """
 
 
-class ChainFileError(InputError):
-    """A file is not a chain written by :func:`sparsescan.save_chain`.
+class FileError(InputError):
+    """A file is no chain of :func:`sparsescan.save_chain`, or no plan of ``ScanPlan.save``.
 
     Notes
     -----
-    The usual causes are a file that was cut off while it was copied or written, an ``.npz`` file
-    of another program, and a plan in the place of a chain. The page on file formats has the keys.
-    """
-
-
-class PlanFileError(InputError):
-    """A file is not a plan written by :meth:`sparsescan.ScanPlan.save`.
-
-    Notes
-    -----
-    The usual causes are a file that was cut off or changed, since arrays have checksums, and one
-    of another version of the format. A plan follows from its patterns: make it again, and save it.
+    The usual causes are a file that was cut off while it was copied or written, or changed, since
+    arrays have checksums; an ``.npz`` file of another program, or of another version of the format;
+    and a plan in the place of a chain. The page on file formats has the keys. A plan follows from
+    its patterns: make it again, and save it.
     """
 
 

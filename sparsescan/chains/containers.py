@@ -220,6 +220,28 @@ class CSRChain(SharedPattern):
 
     _forms: ClassVar = {2: "(n, nnz)", 3: "(n, batch, nnz)"}
 
+    @classmethod
+    def from_pattern(cls, data: Any, pattern: Pattern | Sequence[Pattern]) -> Any:
+        """Return a chain of values in the order of a pattern, or of several that take turns.
+
+        Parameters
+        ----------
+        data : array_like, or sequence of array_like
+            The values, as for the class; the last axis has length ``pattern.nnz``. For a list of
+            patterns, for each of them the values of all its Jacobians: ``(steps, nnz)`` or
+            ``(steps, batch, nnz)``, or ``(nnz,)`` if all steps and samples share them.
+        pattern : Pattern, or sequence of Pattern
+            The pattern; or those of one step, from its last layer to the first, which take turns.
+
+        Returns
+        -------
+        CSRChain or PeriodicChain
+            A :class:`.PeriodicChain` for a list of patterns.
+        """
+        if isinstance(pattern, list | tuple):
+            return PeriodicChain(data, pattern)
+        return super().from_pattern(data, pattern)  # type: ignore[arg-type]
+
     def _check(self) -> None:
         if len(self) > 1 and self.shape[0] != self.shape[1]:
             raise InputError(
@@ -242,6 +264,8 @@ class CSRChain(SharedPattern):
 
 class PeriodicChain(Frozen):
     """A chain in which a few patterns take turns: the layers of a step, time and again.
+
+    ``CSRChain.from_pattern(values, patterns)`` makes it.
 
     Parameters
     ----------
@@ -275,15 +299,15 @@ class PeriodicChain(Frozen):
     A scan returns a list: for each pattern one array ``(steps, …)`` of the gradients that its
     Jacobians are applied to. The inclusive scan has one more gradient in the first of them.
     `local_grads` are given in the same way; those of a pattern may be None. With one pattern only,
-    all is as for a :class:`CSRChain`.
+    all is as for a :class:`sparsescan.CSRChain`.
 
     Examples
     --------
     >>> import numpy as np, sparsescan
-    >>> from sparsescan import Pattern
+    >>> from sparsescan import CSRChain, Pattern
     >>> slopes, weight = np.full((100, 2), 0.5), np.array([0.0, 1.0, 1.0, 0.0])
     >>> patterns = [Pattern.diagonal(2), Pattern.dense((2, 2))]
-    >>> chain = sparsescan.PeriodicChain([slopes, weight], patterns)
+    >>> chain = CSRChain.from_pattern([slopes, weight], patterns)
     >>> chain
     PeriodicChain((2, 2), (2, 2); steps=100, float64)
     >>> after, inside = sparsescan.exclusive_scan([1.0, 2.0], chain)

@@ -37,7 +37,7 @@ from numpy.typing import ArrayLike, NDArray
 from .. import errors
 from ..arrays.arrays import device_of, read_array
 from ..checks import check_count
-from ..errors import ChainFileError, InputError, InputTypeError, short
+from ..errors import FileError, InputError, InputTypeError, short
 from ..symbolic.pattern import Pattern
 from .chain import Chain
 from .containers import BatchedCSR, CSRChain, PeriodicChain
@@ -209,7 +209,7 @@ def load_chain(path: Path) -> tuple[NDArray[np.floating[Any]], Any]:
 
     Raises
     ------
-    ChainFileError
+    FileError
         If the file is damaged, something else, or of sparsescan 0.2. It is a :class:`ValueError`.
     OSError
         If the file cannot be opened, such as :class:`FileNotFoundError`.
@@ -233,7 +233,7 @@ def load_chain(path: Path) -> tuple[NDArray[np.floating[Any]], Any]:
 def open_chain(path: Path) -> Iterator[ChainFile]:
     """Open a chain that :func:`save_chain` has written, to be read in parts.
 
-    Whatever is wrong with the file in the block is a :class:`ChainFileError`.
+    Whatever is wrong with the file in the block is a :class:`FileError`.
 
     Examples
     --------
@@ -246,23 +246,23 @@ def open_chain(path: Path) -> Iterator[ChainFile]:
     ...         file.n, file.part(50, 52).tolist()
     (100, [[[50.0]], [[51.0]]])
     """
-    with open_arrays(path, ChainFileError, _REMEDY) as arrays:
+    with open_arrays(path, _REMEDY) as arrays:
         yield ChainFile(arrays)
 
 
 @contextmanager
-def open_arrays(path: Path, refusal: type[InputError], remedy: str) -> Iterator[Arrays]:
-    """Open a file of arrays; whatever is wrong with it is one kind of error, which names it."""
+def open_arrays(path: Path, remedy: str) -> Iterator[Arrays]:
+    """Open a file of arrays; whatever is wrong with it is a :class:`FileError` that names it."""
     path = check_path(path)
     with open(path, "rb") as file:
         try:
             yield Arrays(file)
         except errors.SparseScanError as error:
-            raise refusal(f"{os.fspath(path)}: {error}; {remedy}") from None
+            raise FileError(f"{os.fspath(path)}: {error}; {remedy}") from None
         except Exception as error:
             # Whatever the readers of zip and .npy stumble over, from BadZipFile to MemoryError.
             what = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise refusal(
+            raise FileError(
                 f"{os.fspath(path)} is no .npz file, or a damaged one ({what}); {remedy}"
             ) from error
 

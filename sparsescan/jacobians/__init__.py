@@ -14,6 +14,7 @@ weight there, as it passes a zero of a dense layer, which makes NaN of it.
 [(5, 2), (5, 2), (5, 3)]
 """
 
+from ..checks import former_names
 from .activations import (
     ELU,
     GELU,
@@ -33,8 +34,6 @@ from .pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
 from .pytorch import from_torch
 from .reshape import Dropout, Flatten, Pad, Permute
 from .sequential import Residual, Sequential
-from .shared.operator import Operator
-from .training.network_step import NetworkGradients, NetworkStep
 from .upsample import Upsample
 
 __all__ = [
@@ -54,9 +53,6 @@ __all__ = [
     "LeakyReLU",
     "Linear",
     "MaxPool2d",
-    "NetworkGradients",
-    "NetworkStep",
-    "Operator",
     "Pad",
     "Permute",
     "ReLU",
@@ -70,3 +66,12 @@ __all__ = [
     "Upsample",
     "from_torch",
 ]
+
+__getattr__ = former_names(
+    __name__,
+    {
+        "NetworkGradients": ("jacobians.training.network_step:NetworkGradients", ""),
+        "NetworkStep": ("jacobians.training.network_step:NetworkStep", ""),
+        "Operator": ("jacobians.shared.operator:Operator", ""),
+    },
+)

@@ -161,7 +161,7 @@ class _Forward(_Convolution):
     ) -> Operator:
         """Return this layer for part of its input and some output channels, of whole groups or one.
 
-        See :meth:`Operator.restrict`.
+        See :meth:`.Operator.restrict`.
         """
         uneven = any(window.before != window.after for window in self.windows)
         if uneven and "padding" not in arguments:

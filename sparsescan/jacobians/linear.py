@@ -95,7 +95,7 @@ class Linear(Weighing):
     def restrict(
         self, input_shape: Any, channels: slice = slice(None), **arguments: Any
     ) -> Operator:
-        """Return this layer for some of its outputs; see :meth:`Operator.restrict`."""
+        """Return this layer for some of its outputs; see :meth:`.Operator.restrict`."""
         part = Linear(
             self.in_features,
             len(range(*channels.indices(self.out_features))),

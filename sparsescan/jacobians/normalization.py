@@ -216,7 +216,7 @@ class BatchNorm(_Normalisation):
     def restrict(
         self, input_shape: Any, channels: slice = slice(None), **arguments: Any
     ) -> Operator:
-        """Return this layer for some rows, or some channels; see :meth:`Operator.restrict`."""
+        """Return this layer for some rows, or some channels; see :meth:`.Operator.restrict`."""
         kind: Any = type(self)
         part: Operator = kind(
             len(range(*channels.indices(self.num_features))),
@@ -393,7 +393,7 @@ class BatchNorm2d(BatchNorm):
     Notes
     -----
     As :class:`torch.nn.BatchNorm2d`, except that ``forward`` never changes the running statistics:
-    :meth:`update_running_stats` does, here and of a :class:`NetworkStep`.
+    :meth:`update_running_stats` does, here and of a :class:`.NetworkStep`.
 
     In training, the batch axis that ``forward`` and ``values`` accept before `input_shape` counts
     batches, not samples: each is normalised by itself.
@@ -471,7 +471,7 @@ class BatchNorm1d(BatchNorm):
     Notes
     -----
     As :class:`torch.nn.BatchNorm1d`, except that ``forward`` never changes the running statistics:
-    :meth:`update_running_stats` does, here and of a :class:`NetworkStep`.
+    :meth:`update_running_stats` does, here and of a :class:`.NetworkStep`.
 
     Examples
     --------

@@ -163,7 +163,7 @@ class Sequential(Fixed):
         Raises
         ------
         InputError, InputTypeError, DeviceError
-            As :meth:`Operator.forward`.
+            As :meth:`.Operator.forward`.
         """
         return self.activations(x)[-1]
 
@@ -183,7 +183,7 @@ class Sequential(Fixed):
         Raises
         ------
         InputError, InputTypeError, DeviceError
-            As :meth:`Operator.forward`.
+            As :meth:`.Operator.forward`.
         """
         x = check_array("x", x)
         inputs: list[Array] = [x]
@@ -213,7 +213,7 @@ class Sequential(Fixed):
         Raises
         ------
         InputError, InputTypeError, DeviceError, MemoryLimitError
-            As :meth:`Operator.values`.
+            As :meth:`.Operator.values`.
         """
         xs = _listed("activations", activations, len(self._steps) + 1)
         none: list[Any] = [None] * len(self._steps)
@@ -241,7 +241,7 @@ class Sequential(Fixed):
         Raises
         ------
         InputError, InputTypeError, DeviceError, MemoryLimitError
-            As :meth:`Operator.values`.
+            As :meth:`.Operator.values`.
         """
         return [
             as_matrix(values, pattern)
@@ -271,7 +271,7 @@ class Sequential(Fixed):
         Raises
         ------
         InputError, InputTypeError, DeviceError, MemoryLimitError
-            As :meth:`Operator.implicit`.
+            As :meth:`.Operator.implicit`.
 
         Examples
         --------
@@ -317,7 +317,7 @@ class Sequential(Fixed):
         Raises
         ------
         InputError, InputTypeError, DeviceError
-            As :meth:`Operator.param_grads`.
+            As :meth:`.Operator.param_grads`.
         """
         count = len(self._steps)
         xs = _listed("activations", activations, count + 1)

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import InputError, InputTypeError, short
-from ..simulate import ImplicitSteps, Run, TimeSteps
+from ..simulate import ImplicitSteps, TimeSteps
 from ..simulate.arguments import refuse_unknown
 from ..simulate.params import Leaves, read_array
+from ..simulate.run import Run
 from .ffi.calls import FLOATS, check_platform
 from .ffi.host import call_host
 

@@ -28,7 +28,7 @@ _LARGE = 1 << 17
 
 
 class AffineGrads(NamedTuple):
-    """Gradients in the arguments of :func:`affine_scan`.
+    """Gradients in the arguments of :func:`sparsescan.affine_scan`.
 
     Attributes
     ----------

@@ -42,7 +42,7 @@ from ..chains import files
 from ..chains.containers import check_dtype
 from ..chains.reading import check_chain
 from ..checks import check_choice, check_count, check_count_or_none, check_flag
-from ..errors import InputError, PlanFileError
+from ..errors import InputError
 from ..symbolic import implicit
 from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.indexed import IndexedPattern, indexed
@@ -123,7 +123,7 @@ def _pack_factors(patterns: Sequence[Step]) -> dict[str, NDArray[Any]]:
 
 def load_plan(path: files.Path) -> tuple[Sequence[Step], PlanChoice, PlanOptions]:
     """Read what :func:`save_plan` has written; see :meth:`.ScanPlan.load`."""
-    with files.open_arrays(path, PlanFileError, _REMEDY) as arrays:
+    with files.open_arrays(path, _REMEDY) as arrays:
         return _unpack(arrays)
 
 

@@ -214,7 +214,7 @@ class ScanPlan(Frozen):
         -------
         list of ndarray, or ndarray
             The ``n`` gradients ``[∇x_n, …, ∇x_1]``; one array if the Jacobians came as one, one for
-            each pattern of a :class:`PeriodicChain`.
+            each pattern of a :class:`.PeriodicChain`.
 
         Raises
         ------
@@ -375,7 +375,7 @@ class ScanPlan(Frozen):
 
         Raises
         ------
-        PlanFileError
+        FileError
             If the file is damaged or something else. It is a :class:`ValueError`.
         InputError, InputTypeError
             If `path` is no path.

@@ -4,14 +4,13 @@ from ..checks import former_names
 from ..graph.functions import relu, sigmoid, softplus, stop_gradient, surrogate
 from .cell import Cell
 from .cells import GRUCell, LSTMCell, RNNCell
-from .definition import FORMER_FUNCTIONS, Bias, Choice, Constant, Hidden, Input, Scalar, Vector
+from .definition import FORMER_FUNCTIONS, Choice, Constant, Hidden, Input, Scalar, Vector
 from .networks import GRU, LSTM, RNN, Recurrent
 
 __all__ = [
     "GRU",
     "LSTM",
     "RNN",
-    "Bias",
     "Cell",
     "Choice",
     "Constant",
@@ -33,6 +32,7 @@ __all__ = [
 __getattr__ = former_names(
     __name__,
     {
+        "Bias": ("recurrent.definition:Bias", "Vector(…, is_bias=True)"),
         **{name: (f"graph.functions:{name}", text) for name, text in FORMER_FUNCTIONS.items()},
         **{
             name: (f"recurrent.{file}:{name}", "")

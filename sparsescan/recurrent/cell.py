@@ -49,7 +49,7 @@ class Cell(Parametrised, Fixed):
     """A recurrent cell ``s_t = f(x_t, s_{t-1}; θ)``, defined by its parameters and its step.
 
     A class of cells declares matrices (:class:`Input`, :class:`Hidden`), other parameters
-    (:class:`Vector`, :class:`Bias`, :class:`Scalar`) and options (:class:`Constant`,
+    (:class:`Vector`, :class:`Scalar`) and options (:class:`Constant`,
     :class:`Choice`), and defines ``step(self, x, *states)``, which returns the new states in plain
     arithmetic on vectors of one number a unit. The first state is the output ``h_t``. The step is
     called once, on symbols, when the class is made; Jacobians, gradients and kernels follow from

@@ -10,11 +10,12 @@ import keyword
 import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from ..arrays.arrays import Mirrored
-from ..checks import check_choice
+from ..checks import check_choice, check_flag
 from ..errors import InputError, InputTypeError, short
 from ..graph import functions
 from ..graph.expressions import topological
@@ -259,30 +260,25 @@ class Vector(_Declared):
         Names of the blocks: ``self.weight_ph.i * c``; without any, it is one vector.
     initial : float, optional
         The initial value of all of them; by default they are drawn as weights are.
+    is_bias : bool, default False
+        Whether it is a bias, as those that matrices bring: in a cell with ``bias=False`` it is 0,
+        and no parameter. It is for sums without a matrix, such as ``self.u * h + self.bias_hh``, or
+        without a gate of one.
     """
 
-    def __init__(self, *gates: str, initial: float | None = None) -> None:
+    def __init__(self, *gates: str, initial: float | None = None, is_bias: bool = False) -> None:
         super().__init__(*gates)
         self.initial = None if initial is None else _finite("initial", initial)
-
-
-class Bias(Vector):
-    """Declare biases ``(gates·hidden_size,)`` beside those of matrices.
-
-    A matrix brings its own bias. These are for sums without a matrix, such as ``self.u * h +
-    self.bias_hh``, or without a gate of one. In a cell with ``bias=False`` they are 0, and no
-    parameters.
-
-    Parameters
-    ----------
-    *gates : str
-        Names of the blocks; without any, it is one vector.
-    """
+        self.is_bias = check_flag("is_bias", is_bias)
 
     def without(self) -> Any:
-        """Return what stands for it in a step of a cell that has no biases."""
+        """Return what stands for a bias in a step of a cell that has no biases."""
         zero = number(0)
         return _Blocks(self, dict.fromkeys(self.gates, zero)) if self.gates else zero
+
+
+# A vector of biases, as the last release called it.
+Bias = partial(Vector, is_bias=True)
 
 
 class Scalar(_Declared):
@@ -497,7 +493,7 @@ class _Traced:
                 f"self.{name}, which {cls.__name__} does not declare",
                 "Constant(…), Choice(…), Vector(…) or a matrix as an attribute of the class",
             )
-        if isinstance(found, Bias) and not vars(self)["_bias"]:
+        if _is_bias(found) and not vars(self)["_bias"]:
             return found.without()
         if isinstance(found, _Declared):
             return found.symbol()
@@ -520,6 +516,10 @@ class _Traced:
 # -- Tracing --------------------------------------------------------------------------------------
 
 
+def _is_bias(each: object) -> bool:
+    return isinstance(each, Vector) and each.is_bias
+
+
 def declared(cls: type) -> dict[str, _Declared]:
     """Return the parameters that a class declares, those of its bases first."""
     return {name: each for name, each in _attributes(cls) if isinstance(each, _Declared)}
@@ -529,12 +529,10 @@ def shapes_of(cls: type, inputs: int, units: int, bias: bool) -> dict[str, Shape
     """Return the shapes of the parameters of a cell by their names: those of biases come last."""
     parameters = declared(cls)
     shapes = {
-        name: each.shape(inputs, units)
-        for name, each in parameters.items()
-        if not isinstance(each, Bias)
+        name: each.shape(inputs, units) for name, each in parameters.items() if not _is_bias(each)
     }
     for name, each in parameters.items() if bias else ():
-        if isinstance(each, Bias):
+        if _is_bias(each):
             shapes[name] = each.shape(inputs, units)
         elif isinstance(each, _Matrix) and each.biased:
             shapes[bias_name(name)] = (len(each.biased) * units,)

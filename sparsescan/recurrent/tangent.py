@@ -16,7 +16,7 @@ from ..graph.expressions import topological
 from ..graph.operations import Node, linear_map, number, symbol
 from ..locks import new_lock
 from .cell import Cell
-from .definition import Bias, Hidden, Input, Scalar, Vector, bias_name, declared, shapes_of
+from .definition import Hidden, Input, Scalar, Vector, bias_name, declared, shapes_of
 from .program import INPUT, CellProgram
 
 _UNITS = "input_of_units"
@@ -146,7 +146,7 @@ def _alike(each: Any) -> Any:
         return Hidden(*each.gates, bias=False)
     if isinstance(each, Scalar):
         return Scalar(0.0)
-    assert isinstance(each, (Vector, Bias)), each
+    assert isinstance(each, Vector), each
     return Vector(*each.gates)
 
 

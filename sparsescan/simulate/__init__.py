@@ -1,6 +1,14 @@
 """Simulations that march in time, with gradients: implicit steps of sparse nonlinear systems."""
 
-from .run import Run, SimulationGradients
+from ..checks import former_names
 from .steps import ImplicitSteps, TimeSteps
 
-__all__ = ["ImplicitSteps", "Run", "SimulationGradients", "TimeSteps"]
+__all__ = ["ImplicitSteps", "TimeSteps"]
+
+__getattr__ = former_names(
+    __name__,
+    {
+        "Run": ("simulate.run:Run", ""),
+        "SimulationGradients": ("simulate.run:SimulationGradients", ""),
+    },
+)

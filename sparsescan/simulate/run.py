@@ -73,13 +73,13 @@ class Problem(NamedTuple):
 
 
 class Run:
-    """States of a simulation, made by ``forward`` of :class:`ImplicitSteps` or :class:`TimeSteps`.
+    """States of a simulation, made by ``forward`` of `ImplicitSteps` or `TimeSteps`.
 
     Attributes
     ----------
     states : ndarray, shape (steps + 1, n) or (steps + 1, batch, n), or None
         The states, of which the first is the initial one; None where a memory limit left no room
-        for all of them. If `forward` raised, those before are here; see :class:`NewtonError`.
+        for all of them. If `forward` raised, those before are here; see :class:`.NewtonError`.
     last : ndarray, shape (n,) or (batch, n)
         The last state.
     times : ndarray, shape (steps + 1,)

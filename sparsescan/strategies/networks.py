@@ -24,7 +24,6 @@ from ..jacobians import (
     Flatten,
     Linear,
     MaxPool2d,
-    Operator,
     Pad,
     ReLU,
     Residual,
@@ -34,11 +33,12 @@ from ..jacobians import (
 )
 from ..jacobians.activations import Elementwise
 from ..jacobians.reshape import Permute
+from ..jacobians.shared.operator import Operator
 from ..recurrent import Cell, GRUCell, RNNCell
 from ..symbolic.pattern import Pattern
 from .graph import Graph, Layer
 
-#: Names for :func:`.build`; ``N`` is 8, 14, 20, …, and ``T`` a number of time steps.
+#: Names for :func:`build`; ``N`` is 8, 14, 20, …, and ``T`` a number of time steps.
 NAMES = (
     "lenet5",
     "alexnet",
@@ -432,7 +432,7 @@ def sequential(name: str, rng: np.random.Generator | int | None = None) -> Seque
     Parameters
     ----------
     name : {"lenet5", "alexnet", "alexnet-owt", "vgg11", "vgg16", "resnet-N"}
-        Name of the network; ``N`` is 8, 14, 20, …, as for :func:`.build`.
+        Name of the network; ``N`` is 8, 14, 20, …, as for :func:`build`.
     rng : numpy.random.Generator or int, optional
         Random generator of the parameters, which are drawn when they are first read.
 
@@ -611,7 +611,7 @@ class Recurrent:
         self.steps = check_count("steps", steps, 1)
 
     def graph(self, name: str = "recurrent") -> Graph:
-        """Return the graph, as :func:`.build` makes it."""
+        """Return the graph, as :func:`build` makes it."""
         cell, builder = self.cell, Builder(name, (self.cell.state_size,))
         builder.cells(cell, self.steps)
         builder.extend([self.readout])

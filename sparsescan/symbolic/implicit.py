@@ -8,12 +8,13 @@ just before.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice, pairwise
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ..arrays.frozen import Frozen
 from ..errors import InputError, InputTypeError, short
@@ -27,8 +28,8 @@ class ImplicitPattern(Frozen):
 
     A step ``J = F_k ⋯ F_2 F_1`` is an implicit one: ``F_1`` is applied to the gradient first. It
     pays where the factors have fewer entries than their product, or where all steps and samples
-    share one, as a recurrent cell's ``J_t = Wᵀ D_t`` shares the weights. One with an
-    :class:`IndexedPattern` may be the only one.
+    share one, as a recurrent cell's ``J_t = Wᵀ D_t`` shares the weights. One whose values are
+    weights with an index may be the only one: a convolution has few weights, at many places.
 
     Where a factor is solved, `factors` has the pattern of its inverse: implicit time stepping
     ``M_t y_t = N_t y_{t-1} + b_t`` has the step ``J_t = N_tᵀ M_t⁻ᵀ``, of ``[Mᵀ, Nᵀ]`` with
@@ -36,7 +37,7 @@ class ImplicitPattern(Frozen):
 
     Parameters
     ----------
-    factors : sequence of Pattern or IndexedPattern
+    factors : sequence of Pattern
         The patterns ``F_1, …, F_k``, as a chain would apply them: at least two, or one that is
         solved or has an index.
     shared : sequence of int, optional
@@ -45,6 +46,9 @@ class ImplicitPattern(Frozen):
     solved : sequence of int, optional
         Positions of the factors that are inverses of matrices of these patterns, which are square:
         a scan solves with the matrix, on the CPU.
+    indexed : dict of int to tuple, optional
+        For positions of factors that are given by their weights, ``(index, size)``: for each entry
+        which weight it is, ``(nnz,)``, and the number of weights. All samples share them.
 
     Attributes
     ----------
@@ -109,6 +113,7 @@ class ImplicitPattern(Frozen):
         factors: Iterable[Pattern | IndexedPattern],
         shared: Iterable[int] = (),
         solved: Iterable[int] = (),
+        indexed: Mapping[int, tuple[ArrayLike, int]] = MappingProxyType({}),
     ) -> None:
         given = _listed("factors", factors)
         flags = {
@@ -117,15 +122,15 @@ class ImplicitPattern(Frozen):
         }
         for k, factor in enumerate(given):
             if not isinstance(factor, (Pattern, IndexedPattern)):
-                raise InputTypeError(
-                    f"factors[{k}] is {short(factor)}; expected a Pattern or an IndexedPattern"
-                )
-        indexed = tuple(each if isinstance(each, IndexedPattern) else None for each in given)
+                raise InputTypeError(f"factors[{k}] is {short(factor)}; expected a Pattern")
+        for k in map(int, np.flatnonzero(_flags("indexed", indexed, len(given)))):
+            given[k] = _indexed(f"factors[{k}]", given[k], indexed[k])
+        indices = tuple(each if isinstance(each, IndexedPattern) else None for each in given)
         listed = [each.pattern if isinstance(each, IndexedPattern) else each for each in given]
         flags["shared"] = tuple(
-            flag or index is not None for flag, index in zip(flags["shared"], indexed, strict=True)
+            flag or index is not None for flag, index in zip(flags["shared"], indices, strict=True)
         )
-        if len(listed) < 2 and not any(flags["solved"]) and indexed in ((), (None,)):
+        if len(listed) < 2 and not any(flags["solved"]) and indices in ((), (None,)):
             raise InputError(
                 f"factors has {len(listed)} patterns; expected at least two, since a step of one "
                 "that is not solved and has no index is an explicit one"
@@ -145,7 +150,7 @@ class ImplicitPattern(Frozen):
         self._set(
             **flags,
             factors=tuple(listed),
-            indexed=indexed,
+            indexed=indices,
             shape=(listed[-1].shape[0], listed[0].shape[1]),
             nnz=sum(factor.nnz for factor in listed),
         )
@@ -221,6 +226,17 @@ def _flags(name: str, positions: Any, count: int) -> tuple[bool, ...]:
             raise InputError(f"{name} has {short(position)}; {expected}")
         chosen.add(position)
     return tuple(k in chosen for k in range(count))
+
+
+def _indexed(name: str, pattern: Any, about: Any) -> IndexedPattern:
+    """Return a factor with its index, or raise an error that names it."""
+    if not isinstance(pattern, Pattern):
+        raise InputTypeError(f"{name} is {short(pattern)}; expected a Pattern")
+    try:
+        index, size = about
+    except Exception:  # of what is no pair
+        raise InputTypeError(f"{name} has {short(about)}; expected (index, size)") from None
+    return IndexedPattern(pattern, index, size)
 
 
 def contains(steps: Iterable[Any], kind: type) -> bool:

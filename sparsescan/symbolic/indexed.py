@@ -18,7 +18,8 @@ from .pattern import Pattern, check_host, check_index_form, index_dtype
 class IndexedPattern(Frozen):
     """A pattern whose entry ``k`` has the value ``weights[index[k]]``, for all samples.
 
-    It is a factor of an :class:`ImplicitPattern`, given by its weights alone: a convolution has few
+    It is a factor of an :class:`.ImplicitPattern` with ``indexed={position: (index, size)}``, given
+    by its weights alone: a convolution has few
     of them, each at every place of the image. A scan on the CPU that multiplies no matrix by it
     reads them row by row, and rows with equal weights are kept once.
 
@@ -53,19 +54,20 @@ class IndexedPattern(Frozen):
 
     See Also
     --------
-    ImplicitPattern, sparsescan.ImplicitStep
+    sparsescan.ImplicitPattern, sparsescan.ImplicitStep
 
     Examples
     --------
     >>> import sparsescan
-    >>> from sparsescan import ImplicitPattern, ImplicitStep, IndexedPattern, Pattern
+    >>> from sparsescan import ImplicitPattern, ImplicitStep, Pattern
     >>> two = Pattern([0, 2, 4, 6], [0, 1, 1, 2, 2, 3], (3, 4))  # a signal of 4, 2 weights
-    >>> factor = IndexedPattern(two, [0, 1, 0, 1, 0, 1], 2)
+    >>> pattern = ImplicitPattern([two], indexed={0: ([0, 1, 0, 1, 0, 1], 2)})
+    >>> (factor,) = pattern.indexed
     >>> factor
     IndexedPattern((3, 4), nnz=6, 2 weights)
     >>> factor.distinct
     2
-    >>> step = ImplicitStep([[0.5, 2.0]], ImplicitPattern([factor]))
+    >>> step = ImplicitStep([[0.5, 2.0]], pattern)
     >>> sparsescan.inclusive_scan([1.0, 1.0, 1.0, 1.0], [step])[1]
     array([2.5, 2.5, 2.5])
     """

@@ -10,23 +10,20 @@ try:
 except ImportError as error:
     raise ImportError(f"sparsescan.torch needs PyTorch ({error}): pip install torch") from error
 
+from ..checks import former_names
 from .affine import affine_scan
 from .cells import module
-from .conversion.conversion import Conversion, convert, revert
-from .conversion.explain import Explanation, explain
+from .conversion.conversion import convert, revert
+from .conversion.explain import explain
 from .filters import lfilter, sosfilt
 from .recurrent import GRU, LSTM, RNN
 from .selective import selective_scan
-from .sequential import Sequential
 from .simulation import simulate
 
 __all__ = [
     "GRU",
     "LSTM",
     "RNN",
-    "Conversion",
-    "Explanation",
-    "Sequential",
     "affine_scan",
     "convert",
     "explain",
@@ -37,3 +34,15 @@ __all__ = [
     "simulate",
     "sosfilt",
 ]
+
+__getattr__ = former_names(
+    __name__,
+    {
+        "Conversion": ("torch.conversion.conversion:Conversion", ""),
+        "Explanation": ("torch.conversion.explain:Explanation", ""),
+        "Sequential": (
+            "torch.sequential:Sequential",
+            "convert(torch.nn.Sequential(…)), after it was pruned",
+        ),
+    },
+)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ..errors import SparseScanError
-from ..jacobians import Operator, from_torch
+from ..jacobians import from_torch
+from ..jacobians.shared.operator import Operator
 from ..jacobians.training.bound import BoundStep, without_arrays
 from ..locks import new_lock
 from ..recurrent.step_pool import StepPool
@@ -102,7 +103,7 @@ class Sequential(nn.Sequential, metaclass=Kind):
     --------
     >>> import torch
     >>> from torch.nn.utils import prune
-    >>> from sparsescan.torch import Sequential
+    >>> from sparsescan.torch.sequential import Sequential
     >>> model = Sequential(torch.nn.Linear(784, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
     >>> _ = prune.l1_unstructured(model[0], "weight", 0.98)
     >>> model(torch.randn(64, 784)).sum().backward()

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import DeviceError, InputError, InputTypeError, short
-from ..simulate import ImplicitSteps, Run, TimeSteps
+from ..simulate import ImplicitSteps, TimeSteps
 from ..simulate.params import Leaves
+from ..simulate.run import Run
 from .calls.direct import is_mapped
 from .calls.once import Once, as_batch
 

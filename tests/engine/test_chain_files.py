@@ -13,16 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparsescan
-from sparsescan import (
-    BatchedCSR,
-    ChainFileError,
-    CSRChain,
-    InputError,
-    Pattern,
-    PeriodicChain,
-    load_chain,
-    save_chain,
-)
+from sparsescan import BatchedCSR, CSRChain, FileError, InputError, Pattern, load_chain, save_chain
+from sparsescan.chains.containers import PeriodicChain
 from sparsescan.chains.files import open_chain
 from sparsescan.symbolic.pattern import of_mask
 
@@ -298,9 +290,9 @@ def read_part(path):
 
 def assert_refused(path, contents, match=None):
     path.write_bytes(contents)
-    with pytest.raises(ChainFileError, match=match) as caught:
+    with pytest.raises(FileError, match=match) as caught:
         load_chain(path)
-    with pytest.raises(ChainFileError) as refused:
+    with pytest.raises(FileError) as refused:
         read_part(path)
     for error in (caught, refused):
         message = str(error.value)
@@ -343,7 +335,7 @@ def test_a_flipped_bit_changes_nothing_or_is_refused(folder, saved, layout, data
     path.write_bytes(contents)
     for read in (load_chain, chain_in_parts):
         # Zip has bytes that say nothing about the arrays, such as dates.
-        with contextlib.suppress(ChainFileError):
+        with contextlib.suppress(FileError):
             for result, expected in zip(read(path), read(folder / layout), strict=True):
                 assert_same(result, expected)
 
@@ -364,7 +356,7 @@ def test_arrays_that_were_tampered_with_are_refused_or_make_a_sound_chain(
     path.write_bytes(rewritten(saved[layout], **{key: array.reshape(arrays[key].shape)}))
     try:
         grad, jacobians = load_chain(path)
-    except ChainFileError:
+    except FileError:
         pass
     else:
         sparsescan.inclusive_scan(grad, jacobians)
@@ -372,7 +364,7 @@ def test_arrays_that_were_tampered_with_are_refused_or_make_a_sound_chain(
     try:
         with open_chain(path) as file:
             parts = [file.part(k, k + 1) for k in range(file.n)]
-    except ChainFileError:
+    except FileError:
         return
     for part in parts:
         (_, cols), *_ = (pattern.shape for pattern, _ in steps_of(part))

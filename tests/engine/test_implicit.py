@@ -30,7 +30,6 @@ from sparsescan import (
     ImplicitChain,
     ImplicitPattern,
     ImplicitStep,
-    IndexedPattern,
     InputError,
     InputTypeError,
     Pattern,
@@ -40,6 +39,7 @@ from sparsescan import (
 )
 from sparsescan.kernels.cpu.tables import SLOTS, Op
 from sparsescan.symbolic.implicit import refine
+from sparsescan.symbolic.indexed import IndexedPattern
 from sparsescan.symbolic.pattern import of_mask
 from sparsescan.symbolic.program import Program
 

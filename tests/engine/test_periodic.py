@@ -14,7 +14,8 @@ from malformed import Liar
 from oracles import STRUCTURES, assert_within, mask, on_pattern, same_bits, schedules, sequential
 
 import sparsescan
-from sparsescan import InputError, InputTypeError, Pattern, PeriodicChain
+from sparsescan import InputError, InputTypeError, Pattern
+from sparsescan.chains.containers import PeriodicChain
 from sparsescan.errors import PatternMismatchError
 from sparsescan.symbolic.pattern import of_mask
 

@@ -27,8 +27,8 @@ from trees import any_schedule, products_of, random_levels
 
 import sparsescan
 from sparsescan import (
+    FileError,
     Pattern,
-    PlanFileError,
     ScanPlan,
     Schedule,
 )
@@ -186,7 +186,7 @@ def saved(folder: Path) -> dict[str, bytes]:
 
 def assert_refused(path: Path, contents: bytes, match: str | None = None) -> None:
     path.write_bytes(contents)
-    with pytest.raises(PlanFileError, match=match) as caught:
+    with pytest.raises(FileError, match=match) as caught:
         ScanPlan.load(path)
     message = str(caught.value)
     assert message.startswith(str(path))
@@ -216,7 +216,7 @@ def test_flipped_bytes_change_nothing_or_are_refused(
     path.write_bytes(contents)
     try:
         plan = ScanPlan.load(path)
-    except PlanFileError:
+    except FileError:
         pass
     else:
         # Zip has bytes that say nothing about the arrays, such as dates.
@@ -239,7 +239,7 @@ def test_arrays_that_were_tampered_with_are_refused_or_make_a_sound_plan(
     path.write_bytes(rewritten(saved[name], **{key: array.reshape(arrays[key].shape)}))
     try:
         plan = ScanPlan.load(path)
-    except PlanFileError:
+    except FileError:
         return
     rng = np.random.default_rng(0)
     steps = [rng.standard_normal((2, p.nnz)).astype("f4") for p in plan.patterns]

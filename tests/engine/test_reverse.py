@@ -12,7 +12,8 @@ from hypothesis import given
 from oracles import Chain, assert_within, chains, patterns_of, same_bits, values_only
 
 import sparsescan
-from sparsescan import CSRChain, InputError, InputTypeError, Pattern, PeriodicChain, ScanPlan
+from sparsescan import CSRChain, InputError, InputTypeError, Pattern, ScanPlan
+from sparsescan.chains.containers import PeriodicChain
 
 
 def turned(jacobians: Any) -> Any:

@@ -22,11 +22,11 @@ from sparsescan import (
     InputError,
     InputTypeError,
     Pattern,
-    PeriodicChain,
     Schedule,
     SparseScanError,
 )
 from sparsescan.chains.chain import Chain
+from sparsescan.chains.containers import PeriodicChain
 from sparsescan.jacobians import Conv2d, Linear
 
 SECONDS = 0.5

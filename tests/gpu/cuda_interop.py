@@ -25,11 +25,11 @@ from sparsescan import (
     InputTypeError,
     Pattern,
     PatternMismatchError,
-    PeriodicChain,
     SparseScanError,
 )
 from sparsescan.chains import containers
 from sparsescan.chains.chain import Chain
+from sparsescan.chains.containers import PeriodicChain
 from sparsescan.chains.grads import LocalGrads, check_places, read_grad
 from sparsescan.chains.reading import is_stack, length
 from sparsescan.chains.steps import pattern_of

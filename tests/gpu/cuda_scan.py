@@ -44,21 +44,21 @@ from sparsescan import (
     ImplicitChain,
     ImplicitPattern,
     ImplicitStep,
-    IndexedPattern,
     InputError,
     InputTypeError,
     MemoryLimitError,
     Pattern,
-    PeriodicChain,
     ScanPlan,
     Schedule,
     SolveStep,
 )
+from sparsescan.chains.containers import PeriodicChain
 from sparsescan.execution.cuda.shares import BLAS_SIZE
 from sparsescan.execution.cuda.workspace import DeviceWorkspace
 from sparsescan.jacobians import Linear, Residual, Tanh
 from sparsescan.kernels.cuda.tables import Run
 from sparsescan.plan.choice import PlanChoice
+from sparsescan.symbolic.indexed import IndexedPattern
 from sparsescan.symbolic.pattern import of_mask
 
 simulated = pytest.mark.skipif(not SIMULATED, reason="looks into the stand-in for CuPy")

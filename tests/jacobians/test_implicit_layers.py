@@ -14,15 +14,7 @@ from layers import OPERATORS
 from test_network_step import RANDOM_NETS, close, random_mask, run_torch
 
 import sparsescan
-from sparsescan import (
-    ImplicitPattern,
-    ImplicitStep,
-    IndexedPattern,
-    MemoryLimitError,
-    Pattern,
-    ScanPlan,
-    Schedule,
-)
+from sparsescan import ImplicitPattern, ImplicitStep, MemoryLimitError, Pattern, ScanPlan, Schedule
 from sparsescan.jacobians import (
     BatchNorm2d,
     Conv2d,
@@ -37,6 +29,7 @@ from sparsescan.jacobians import (
     Softmax,
     from_torch,
 )
+from sparsescan.symbolic.indexed import IndexedPattern
 
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 SEEDS = st.integers(0, 2**32 - 1)

@@ -25,15 +25,15 @@ from sparsescan.jacobians import (
     Flatten,
     Linear,
     MaxPool2d,
-    NetworkStep,
-    Operator,
     ReLU,
     Residual,
     Sequential,
     Tanh,
     from_torch,
 )
+from sparsescan.jacobians.shared.operator import Operator
 from sparsescan.jacobians.training import stages, weighted
+from sparsescan.jacobians.training.network_step import NetworkStep
 
 EPS64 = float(np.finfo(np.float64).eps)
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)

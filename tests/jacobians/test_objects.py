@@ -17,14 +17,8 @@ from layers import CELLS, OPERATORS
 import sparsescan.jacobians as jacobians
 from sparsescan import InputError, InputTypeError, MemoryLimitError, recurrent
 from sparsescan.arrays import arrays
-from sparsescan.jacobians import (
-    BatchNorm2d,
-    Linear,
-    Operator,
-    Residual,
-    Sequential,
-    Tanh,
-)
+from sparsescan.jacobians import BatchNorm2d, Linear, Residual, Sequential, Tanh
+from sparsescan.jacobians.shared.operator import Operator
 from sparsescan.recurrent import GRU, LSTM, RNN, GRUCell, Recurrent
 
 IMAGE = (2, 4, 4)

@@ -11,7 +11,7 @@ import pytest
 from refusals import Refusals, check_refusals
 from torch import nn
 
-from sparsescan import ImplicitPattern, ImplicitStep, IndexedPattern, Pattern
+from sparsescan import ImplicitPattern, ImplicitStep, Pattern
 from sparsescan.jacobians import (
     ELU,
     GELU,
@@ -35,6 +35,7 @@ from sparsescan.jacobians import (
     Upsample,
     from_torch,
 )
+from sparsescan.symbolic.indexed import IndexedPattern
 
 
 class Negative(list[Any]):

@@ -13,7 +13,7 @@ from ranks import GRAD, RANK, SIZE, STEPS, WORLD, Broken, D, fails, on, scan
 
 import sparsescan
 from sparsescan import InputError, InputTypeError, Pattern, PatternMismatchError, parallel
-from sparsescan.parallel import RankError
+from sparsescan.errors import RankError
 from sparsescan.parallel.maps import Merger
 from sparsescan.parallel.part import Reduction
 

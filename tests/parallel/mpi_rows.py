@@ -24,8 +24,9 @@ from ranks import RANK, SIZE, WORLD, Broken, expected_of, fails, part_of, random
 
 import sparsescan
 from sparsescan import BatchedCSR, CSRChain, InputError, InputTypeError, Pattern, parallel
+from sparsescan.errors import RankError
 from sparsescan.execution.threads import usable_cores
-from sparsescan.parallel import Grid, RankError
+from sparsescan.parallel import Grid
 from sparsescan.parallel.communicator import Communicator
 from sparsescan.parallel.rows import RowSweep
 

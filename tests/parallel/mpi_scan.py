@@ -27,7 +27,6 @@ from sparsescan import (
     ImplicitChain,
     ImplicitPattern,
     ImplicitStep,
-    IndexedPattern,
     InputError,
     Pattern,
     SolveStep,
@@ -36,6 +35,7 @@ from sparsescan import (
 from sparsescan.errors import RankError
 from sparsescan.parallel import Grid
 from sparsescan.parallel.communicator import Communicator
+from sparsescan.symbolic.indexed import IndexedPattern
 
 pytestmark = [
     pytest.mark.ranks(3, slow=(1, 5), doubling=True),

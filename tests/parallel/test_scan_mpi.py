@@ -20,7 +20,8 @@ import scipy.sparse as sp
 from sampling import slow
 
 import sparsescan
-from sparsescan import BatchedCSR, CSRChain, Pattern, PeriodicChain
+from sparsescan import BatchedCSR, CSRChain, Pattern
+from sparsescan.chains.containers import PeriodicChain
 from sparsescan.cli.main import main
 from sparsescan.symbolic.pattern import of_mask
 

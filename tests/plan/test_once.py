@@ -25,11 +25,11 @@ from sparsescan import (
     ImplicitPattern,
     ImplicitStep,
     Pattern,
-    PeriodicChain,
     ScanPlan,
     SolveStep,
     SparseScanError,
 )
+from sparsescan.chains.containers import PeriodicChain
 from sparsescan.plan import once, search
 from sparsescan.symbolic.program import Program
 

@@ -57,7 +57,7 @@ import functools, math, random
 import numpy as np
 import torch
 from sparsescan.graph.functions import *
-from sparsescan.recurrent import Bias, Cell, Choice, Constant, Hidden, Input, Scalar, Vector
+from sparsescan.recurrent import Cell, Choice, Constant, Hidden, Input, Scalar, Vector
 
 """
 _made = iter(range(1 << 62))
@@ -501,7 +501,7 @@ def test_wrong_declarations(declaration: str, message: str) -> None:
         ("h0 = Vector()", "return tanh(self.u * h + x)", "self.h0"),
         ("h0 = Vector()\n    def initial(self): return self.h0", "return self.u * h", "self.h0"),
         ("s = Scalar(1.0); w = Hidden()", "return self.u * h", "self.s, self.w"),
-        ("b = Bias()", "return self.u * h", "self.b"),
+        ("b = Vector(is_bias=True)", "return self.u * h", "self.b"),
         ("w = Input('f', 'n')", "return self.u * h + self.w.n(x)", "self.w.f"),
         ("v = Vector('f', 'n')", "return self.u * h + self.v.f", "self.v.n"),
         ("w = Hidden()", "return self.u * h + self.w.T(h)", "the bias of self.w.T"),
@@ -623,8 +623,8 @@ def test_biases_of_their_own_are_those_of_cells_with_biases() -> None:
     cls = define("""\
         class C(Cell):
             weight_hh = Hidden("f", bias=False)
-            bias_hh = Bias("f", "g")
-            b = Bias()
+            bias_hh = Vector("f", "g", is_bias=True)
+            b = Vector(is_bias=True)
             def step(self, x, h):
                 return tanh(self.weight_hh.f(h) + self.bias_hh.f) + self.bias_hh.g * h + self.b
     """)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from update_rule import start_of, transcription
 
 from sparsescan import InputError
-from sparsescan.jacobians import Linear, Operator, Residual, Sequential, Tanh
+from sparsescan.jacobians import Linear, Residual, Sequential, Tanh
+from sparsescan.jacobians.shared.operator import Operator
 from sparsescan.parallel import Network
 from sparsescan.strategies import Machine
 from sparsescan.strategies.graph import Graph, Layer

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from sparsescan import BatchedCSR, Pattern
-from sparsescan.jacobians import Operator, Sequential
+from sparsescan.jacobians import Sequential
+from sparsescan.jacobians.shared.operator import Operator
 
 # Small arrays; and its threads would wait for each other wherever something else runs.
 torch.set_num_threads(1)

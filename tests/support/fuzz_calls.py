@@ -51,15 +51,15 @@ from sparsescan import (
     ImplicitChain,
     ImplicitPattern,
     ImplicitStep,
-    IndexedPattern,
     Pattern,
-    PeriodicChain,
     Schedule,
     SolveStep,
     SparseScanError,
     recurrent,
 )
 from sparsescan import jacobians as layers
+from sparsescan.chains.containers import PeriodicChain
+from sparsescan.symbolic.indexed import IndexedPattern
 from sparsescan.symbolic.schedule import Level
 
 # Characters that a message may have: it shows a value, not all of it.

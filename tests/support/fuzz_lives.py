@@ -630,7 +630,7 @@ def share(model: Model, rng: Rng) -> None:
     """Build another stack around the same layers."""
     if not isinstance(model.net, nn.Sequential):
         raise SkippedError
-    kind = sparsescan.torch.Sequential if model.ours else nn.Sequential
+    kind = sparsescan.torch.sequential.Sequential if model.ours else nn.Sequential
     model.second = kind(*list(model.net.children()), nn.Tanh())
 
 
@@ -1043,7 +1043,7 @@ def _live(kind: str, seed: int, names: Sequence[str] | None, talks: bool) -> int
 def replace(kind: str, net: nn.Module) -> None:
     """Convert a model, whatever is faster."""
     if kind == "stack":
-        net.__class__ = sparsescan.torch.Sequential
+        net.__class__ = sparsescan.torch.sequential.Sequential
     elif kind == "alone":
         for layer in net.modules():
             if type(layer) in (nn.Linear, nn.Conv2d):

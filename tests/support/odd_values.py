@@ -14,8 +14,9 @@ import numpy as np
 import scipy.sparse as sp
 
 import sparsescan
-from sparsescan import BatchedCSR, CSRChain, Pattern, PeriodicChain, Schedule
+from sparsescan import BatchedCSR, CSRChain, Pattern, Schedule
 from sparsescan import jacobians as layers
+from sparsescan.chains.containers import PeriodicChain
 
 try:
     import torch

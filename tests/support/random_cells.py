@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 _MOST_STAGES = 3
 _HEADER = """\
 from sparsescan.graph.functions import *
-from sparsescan.recurrent import Bias, Cell, Choice, Constant, Hidden, Input, Scalar, Vector
+from sparsescan.recurrent import Cell, Choice, Constant, Hidden, Input, Scalar, Vector
 
 spike = surrogate(lambda a: a > 0, lambda a: 1 / (1 + a * a))
 soft_spike = surrogate(lambda a: where(a < 0.3, 0, 1), lambda a: sigmoid(a) * (1 - sigmoid(a)))
@@ -201,7 +201,8 @@ class _Writer:
             self.vectors.append("self.weight_p")
         if self.chance(5):
             gates = self.pick(("", '"g", "h"'))
-            self.declarations.append(f"b = Bias({gates})")
+            comma = ", " if gates else ""
+            self.declarations.append(f"b = Vector({gates}{comma}is_bias=True)")
             self.vectors += ["self.b.h", "self.b.g"] if gates else ["self.b"]
         self.parameters += self.vectors
         if self.chance(3):

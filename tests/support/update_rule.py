@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsescan.jacobians import Linear, Operator, Residual, Tanh
+from sparsescan.jacobians import Linear, Residual, Tanh
+from sparsescan.jacobians.shared.operator import Operator
 
 Array = Any
 Params = dict[str, Array]

@@ -18,7 +18,8 @@ from torch.nn.utils import prune
 from torch_checks import close
 
 import sparsescan.torch
-from sparsescan.torch import Sequential, convert, sequential
+from sparsescan.torch import convert, sequential
+from sparsescan.torch.sequential import Sequential
 
 is_slower = sequential._is_slower
 
@@ -360,7 +361,7 @@ def test_convert() -> None:
         "other": "a PReLU has no kernel",
         "hooked": "a Linear has hooks",
     }
-    assert type(model["body"]) is sparsescan.torch.Sequential
+    assert type(model["body"]) is sparsescan.torch.sequential.Sequential
     assert all(one is two for one, two in zip(model.parameters(), params, strict=True))
     torch.testing.assert_close(model["body"](x), expected)
     assert ran_here(model["body"])

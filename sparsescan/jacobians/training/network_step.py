@@ -67,7 +67,7 @@ class NamedLayer(NamedTuple):
 
 
 class SequentialLike(Protocol):
-    """A :class:`Sequential`, as far as a training step reads it."""
+    """A :class:`.jacobians.Sequential`, as far as a training step reads it."""
 
     input_shape: Shape
     output_shape: Shape
@@ -101,9 +101,10 @@ class NetworkStep:
     and the optimiser. Convolutions and linear layers use only the weights that are kept, in all
     three passes, and write no Jacobian; where it is faster all are used, pruned ones as 0, as
     ``print(step)`` says. Memory is kept from one training step to the next, so one
-    thread at a time may call them. Made by :meth:`Sequential.training_step`.
+    thread at a time may call them. Made by :meth:`.jacobians.Sequential.training_step`.
 
-    Gradients are those of :meth:`Sequential.param_grads` and of a scan, up to rounding. Their bits
+    Gradients are those of :meth:`.jacobians.Sequential.param_grads` and of a scan, up to rounding.
+    Their bits
     do not depend on the number of threads, but for large dense matrices, which BLAS multiplies.
 
     Parameters
@@ -125,7 +126,7 @@ class NetworkStep:
     -----
     Samples are lanes, 16 of float32 at a time where the machine has AVX-512. Where that would leave
     many lanes empty, neighbouring pixels lie side by side in a vector. A network with a
-    :class:`BatchNorm2d` in training is a network of whole batches, ``(N, C, H, W)``; then those
+    :class:`.BatchNorm2d` in training is a network of whole batches, ``(N, C, H, W)``; then those
     ``N`` are the lanes.
 
     Examples
@@ -380,8 +381,8 @@ class NetworkStep:
     def update_running_stats(self) -> None:
         """Let running statistics take in the batch that has run forward, as PyTorch does.
 
-        Those of each :class:`BatchNorm2d` in training that has some, as its own
-        :meth:`~BatchNorm2d.update_running_stats` does; called between :meth:`forward` and
+        Those of each :class:`.BatchNorm2d` in training that has some, as its own
+        :meth:`~.BatchNorm2d.update_running_stats` does; called between :meth:`forward` and
         :meth:`backward`.
 
         Raises

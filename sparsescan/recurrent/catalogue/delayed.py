@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...checks import check_count
 from ..cell import Cell
-from ..definition import Bias, Constant, Hidden, Input
+from ..definition import Constant, Hidden, Input, Vector
 from .activations import activation
 
 
@@ -40,7 +40,7 @@ class TGRU(Cell):
 
     weight_ih = Input("z", "f", "o")
     weight_hh = Input("z", "f", "o", bias=False)
-    bias_hh = Bias("z", "f", "o")
+    bias_hh = Vector("z", "f", "o", is_bias=True)
     gate_nonlinearity = activation("sigmoid")
     output_nonlinearity = activation("tanh")
 
@@ -68,7 +68,7 @@ class TLSTM(Cell):
 
     weight_ih = Input("z", "f", "o")
     weight_hh = Input("z", "f", "o", bias=False)
-    bias_hh = Bias("z", "f", "o")
+    bias_hh = Vector("z", "f", "o", is_bias=True)
     gate_nonlinearity = activation("sigmoid")
     output_nonlinearity = activation("tanh")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...graph.functions import sigmoid, tanh
 from ..cell import Cell
-from ..definition import Bias, Choice, Constant, Hidden, Input, Vector
+from ..definition import Choice, Constant, Hidden, Input, Vector
 from .activations import activation
 
 
@@ -40,7 +40,7 @@ class GatedAntisymmetricRNN(Cell):
 
     weight_ih = Input("z", "n")
     weight_hh = Hidden(bias=False)
-    bias_hh = Bias()
+    bias_hh = Vector(is_bias=True)
     epsilon = Constant(1.0)
     gamma = Constant(0.0)
 
@@ -84,7 +84,7 @@ class UnICORNN(Cell):
     weight_ih = Input()
     weight_hh = Vector()
     weight_ch = Vector()
-    bias_hh = Bias()
+    bias_hh = Vector(is_bias=True)
     dt = Constant(0.1)
     alpha = Constant(0.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...graph.functions import sigmoid, tanh
 from ..cell import Cell
-from ..definition import Bias, Choice, Hidden, Input, Scalar, Vector
+from ..definition import Choice, Hidden, Input, Scalar, Vector
 from .activations import activation
 
 
@@ -18,7 +18,7 @@ class IndRNN(Cell):
 
     weight_ih = Input()
     vector_u = Vector()
-    bias_hh = Bias()
+    bias_hh = Vector(is_bias=True)
     nonlinearity = activation("tanh")
 
     def step(self, x, h):
@@ -37,7 +37,7 @@ class BR(Cell):
 
     weight_ih = Input("a", "c", "n")
     weight_hh = Vector("a", "c")
-    bias_hh = Bias("a", "c")
+    bias_hh = Vector("a", "c", is_bias=True)
 
     def step(self, x, h):
         a = 1 + tanh(self.weight_ih.a(x) + self.weight_hh.a * h + self.bias_hh.a)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...graph.functions import sigmoid, tanh
 from ..cell import Cell
-from ..definition import Bias, Constant, Hidden, Input, Scalar
+from ..definition import Constant, Hidden, Input, Scalar, Vector
 from .activations import activation
 
 
@@ -44,8 +44,8 @@ class FastGRNN(Cell):
 
     weight_ih = Input(bias=False)
     weight_hh = Hidden(bias=False)
-    bias_ih = Bias("z", "n")
-    bias_hh = Bias("z", "n")
+    bias_ih = Vector("z", "n", is_bias=True)
+    bias_hh = Vector("z", "n", is_bias=True)
     zeta = Scalar(initial=3.0)
     nu = Scalar(initial=-3.0)
     nonlinearity = activation("sigmoid")
@@ -90,7 +90,7 @@ class MiRU2(Cell):
 
     weight_ih = Input()
     weight_hh = Hidden(bias=False)
-    bias_hh = Bias()
+    bias_hh = Vector(is_bias=True)
     update_coefficient = Constant(0.5)
     reset_coefficient = Constant(0.5)
     nonlinearity = activation("tanh")

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InputError
-from ...jacobians import Operator
 from ...jacobians import Sequential as Layers
+from ...jacobians.shared.operator import Operator
 
 
 @dataclass(frozen=True)

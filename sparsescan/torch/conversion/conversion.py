@@ -24,7 +24,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 class Conversion(NamedTuple):
-    """The modules that :func:`convert` has replaced and left; printed, a line for each.
+    """The modules that :func:`.torch.convert` has replaced and left; printed, a line for each.
 
     Attributes
     ----------
