@@ -40,6 +40,11 @@ class Functions:
         return vary(jnp.full(shape, value, like.dtype), varying(like))
 
     @staticmethod
+    def eye(like: Any, size: int) -> Any:
+        """Return the identity matrix, of the dtype of another array."""
+        return vary(jnp.eye(size, dtype=like.dtype), varying(like))
+
+    @staticmethod
     def adjoint(x: Any) -> Any:
         """Return the array itself: JAX's gradients in complex numbers are no conjugates."""
         return x

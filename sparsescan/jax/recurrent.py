@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,15 @@ from ..arrays.arrays import check_no_mask
 from ..checks import check_has_shape
 from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent, arguments
-from ..recurrent.host_sizes import LAYERS
 from ..recurrent.memory import beside
 from ..recurrent.passes import RecurrentLike
 from ..recurrent.step import OneCell
 from .ffi.calls import FLOATS, as_arrays, check_platform, together
 from .ffi.primitives import TracedNetwork, run
 from .ffi.truncated import run_truncated
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _MOST = np.iinfo(np.int32).max
 
@@ -32,10 +34,7 @@ def recurrent(
     lengths: Any = None,
     resets: Any = None,
     reset_states: Any = None,
-    *,
-    memory_limit: int | None = None,
-    truncate: int | None = None,
-    return_states: arguments.Returned = False,
+    **options: Unpack[arguments.OptionsDict],
 ) -> tuple[Any, Any]:
     """Return the outputs and the last states of a recurrent network.
 
@@ -66,15 +65,9 @@ def recurrent(
         such a step to the one before it.
     reset_states : array_like, shape (layers · directions, [batch,] state_size), optional
         The states that `resets` set in place of zeros, such as learned ones.
-    memory_limit : int, optional
-        Bytes that may be kept for the backward pass; gates that do not fit are computed again.
-    truncate : int, optional
-        Steps of a segment: gradients flow at most to the segment before, as those of
-        :class:`.TrainingStep`; by default through all steps. They are computed
-        in reverse mode alone. The limit is then that of the windows that are computed at once.
-    return_states : bool or "layers", default False
-        Whether outputs are all states of the last layer, ``[h, c]`` of an LSTM; with ``"layers"``
-        those of each direction of all layers.
+    **options
+        `memory_limit`, `truncate` and `return_states`, as for :class:`.TrainingStep`. Truncated gradients are computed in reverse mode
+        alone, and the limit is then that of the windows that are computed at once.
 
     Returns
     -------
@@ -120,8 +113,7 @@ def recurrent(
             "Cell"
         )
     net: RecurrentLike = OneCell(network) if isinstance(network, Cell) else network
-    options = arguments.check_options(net, memory_limit, truncate, return_states)
-    memory_limit, truncate, returns = *options[:2], arguments.returned(options[2])
+    own_options = arguments.Options.read(net, options).of_cells(net.cells[0][0].program.states)
     known = net.params
     if not isinstance(params, Mapping) or set(params) != set(known):
         names = sorted(map(str, params)) if isinstance(params, Mapping) else short(params)
@@ -150,12 +142,10 @@ def recurrent(
         inputs, begin = inputs[:, None], begin[:, None]
         resets = None if resets is None else resets[:, None]
     given = together((own, inputs, begin, lengths, resets))
-    if truncate is None or len(inputs) <= 2 * truncate or inputs.size == 0:
-        output, last = run(TracedNetwork(net), memory_limit, returns, *given)
-    else:
-        about = TracedNetwork(net), memory_limit, truncate, returns
-        output, last = run_truncated(*about, *given)
-    if returns == LAYERS:
+    truncate = own_options.truncate
+    is_cut = truncate is not None and len(inputs) > 2 * truncate and inputs.size > 0
+    output, last = (run_truncated if is_cut else run)(TracedNetwork(net), own_options, *given)
+    if own_options.return_states == "layers":
         output = output.reshape(*output.shape[:2], len(last), net.state_size)
     return (output, last) if is_batched else (output[:, 0], last[:, 0])
 

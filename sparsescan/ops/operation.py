@@ -56,6 +56,9 @@ class Functions(Protocol):
     def filled(self, like: Any, shape: Shape, value: float) -> Any:
         """Return an array of one number of the kind of another."""
 
+    def eye(self, like: Any, size: int) -> Any:
+        """Return the identity matrix, of the dtype of another array."""
+
     def contiguous(self, x: Any) -> Any:
         """Return an array whose numbers lie end to end, where that can be told."""
 

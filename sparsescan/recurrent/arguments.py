@@ -2,45 +2,102 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from numpy.typing import NDArray
 
 from ..checks import check_choice, check_count_or_none, check_flag, check_has_shape
 from ..errors import InputError, InputTypeError, short
-from .host_sizes import FIRST, LAYERS, STATES, Layers
+from .definition import Layers
 
 Shape = tuple[int, ...]
 Returned = bool | Literal["layers"]
 
 
-def check_options(
-    network: Layers, memory_limit: Any, truncate: Any, return_states: Any
-) -> tuple[int | None, int | None, Returned]:
-    """Return the options of a training step: a limit, steps of a segment, and what it returns."""
-    memory_limit = check_count_or_none("memory_limit", memory_limit, 0)
-    truncate = check_count_or_none("truncate", truncate, 1)
-    if truncate is not None and len(network.cells[0]) > 1:
-        raise InputError(
-            f"truncate is {truncate}, and the network has two directions; expected None, or one "
-            "direction: segments of both would not be the same"
-        )
-    return memory_limit, truncate, check_return_states(return_states)
+class OptionsDict(TypedDict, total=False):
+    """The :class:`Options` as arguments, for type checkers."""
+
+    memory_limit: int | None
+    truncate: int | None
+    return_states: Returned
 
 
-def check_return_states(value: Any) -> Returned:
-    """Return a flag, or "layers"."""
-    if isinstance(value, str):
-        check_choice("return_states", value, "layers")
-        return "layers"
-    return check_flag("return_states", value)
+class Options(NamedTuple):
+    """How a network runs, whatever the door: what a call says beside arrays.
+
+    This is the one list of them: constructors, attributes, operators and forms of all doors follow
+    from it. :class:`~sparsescan.recurrent.TrainingStep` says what each of them does.
+
+    Attributes
+    ----------
+    memory_limit : int or None
+        Bytes that may be kept for the backward pass.
+    truncate : int or None
+        Steps of a segment, of which gradients flow at most to the one before.
+    return_states : bool or "layers"
+        Whether outputs are all states of the last layer, or those of all layers.
+    """
+
+    memory_limit: int | None = None
+    truncate: int | None = None
+    return_states: Returned = False
+
+    @classmethod
+    def read(cls, network: Layers, given: Mapping[str, Any]) -> Options:
+        """Return the options of a network, checked."""
+        if unknown := sorted(set(given) - set(cls._fields)):
+            raise TypeError(f"{unknown[0]} is no option; expected one of {', '.join(cls._fields)}")
+        options = cls(**{name: check_option(name, value) for name, value in given.items()})
+        if options.truncate is not None and len(network.cells[0]) > 1:
+            raise InputError(
+                f"truncate is {options.truncate}, and the network has two directions; expected "
+                "None, or one direction: segments of both would not be the same"
+            )
+        return options
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether what the backward pass keeps, or how far it goes, has a bound."""
+        return self.memory_limit is not None or self.truncate is not None
+
+    def unbounded(self) -> Options:
+        """Return those of a call that no backward pass follows."""
+        return self._replace(memory_limit=None, truncate=None)
+
+    def of_cells(self, states: int) -> Options:
+        """Return those for cells of so many states: all states of one are the first."""
+        is_first = states == 1 and self.return_states is True
+        return self._replace(return_states=False) if is_first else self
+
+    def of_layer(self, *, is_last: bool) -> Options:
+        """Return those of one layer of a network: all states where the network reads them."""
+        is_read = self.return_states == "layers" or (is_last and self.return_states)
+        return self._replace(return_states=bool(is_read))
+
+    def encode(self) -> list[int]:
+        """Return whole numbers that stand for these."""
+        limits = (-1 if each is None else each for each in (self.memory_limit, self.truncate))
+        return [*limits, _RETURNED.index(self.return_states)]
+
+    @classmethod
+    def decode(cls, numbers: Sequence[int]) -> Options:
+        """Return the options that numbers stand for."""
+        limit, truncate = (None if each < 0 else each for each in numbers[:2])
+        return cls(limit, truncate, _RETURNED[numbers[2]])
 
 
-def returned(return_states: Returned) -> int:
-    """Return which states are outputs: those of all layers, of the last one, or its first."""
-    if return_states == "layers":
-        return LAYERS
-    return STATES if return_states else FIRST
+DEFAULTS = Options()
+# The values of `return_states`, in the order of the numbers that stand for them.
+_RETURNED: tuple[Returned, ...] = (False, True, "layers")
+
+
+def check_option(name: str, value: Any) -> Any:
+    """Return the value of one of the :class:`Options`."""
+    if name == "return_states":
+        is_text = isinstance(value, str)
+        return check_choice(name, value, "layers") if is_text else check_flag(name, value)
+    return check_count_or_none(name, value, 1 if name == "truncate" else 0)
 
 
 def check_input(name: str, x: Any, size: int, *axes: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -20,7 +20,7 @@ from ..parameters.fixed import Fixed
 from ..parameters.parametrised import Parametrised, check_mask, initial
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern
-from .arguments import Returned, check_state
+from .arguments import check_state
 from .compiled import renderer_of
 from .definition import (
     Hidden,
@@ -40,6 +40,11 @@ from .render.numpy import ArrayCode
 from .render.text import describe
 from .step import OneCell, TrainingStep, unroll
 from .units import CellUnits
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .arguments import OptionsDict
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -369,25 +374,13 @@ class Cell(Parametrised, Fixed):
         first = for_kernels(state.reshape(batch, self.state_size), dtype)
         return unroll(self, x, first).reshape(steps + 1, *lead, self.state_size)
 
-    def training_step(
-        self,
-        *,
-        memory_limit: int | None = None,
-        truncate: int | None = None,
-        return_states: Returned = False,
-    ) -> TrainingStep:
+    def training_step(self, **options: Unpack[OptionsDict]) -> TrainingStep:
         """Return a training step, which runs whole sequences by compiled kernels.
 
         Parameters
         ----------
-        memory_limit : int, optional
-            Bytes that it may keep for the backward pass.
-        truncate : int, optional
-            Steps of a segment: gradients flow at most to the segment before; by default through
-            all steps.
-        return_states : bool or "layers", default False
-            Whether outputs are all states of the last layer, ``[h, c]`` of an LSTM, and not the
-            first alone; with ``"layers"`` those of each direction of all layers.
+        **options
+            `memory_limit`, `truncate` and `return_states`, as for :class:`TrainingStep`.
 
         Returns
         -------
@@ -398,9 +391,9 @@ class Cell(Parametrised, Fixed):
         Raises
         ------
         InputError, InputTypeError
-            If `memory_limit` is no count of bytes, or `truncate` none of steps.
+            If an option is wrong, as for :class:`TrainingStep`.
         """
-        return TrainingStep(OneCell(self), memory_limit, truncate, return_states)
+        return TrainingStep(OneCell(self), **options)
 
     @Allocating("the linearization")
     def linearize(self, x: Array, state: Array) -> Linearization:

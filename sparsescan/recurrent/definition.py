@@ -90,6 +90,17 @@ class CellLike(Protocol):
         """The operations of the step."""
 
 
+class Layers(Protocol):
+    """Layers of cells, as memory is taken for them."""
+
+    input_size: int
+
+    @property
+    def cells(self) -> tuple[tuple[CellLike, ...], ...]:
+        """The cells of each direction of each layer."""
+        ...
+
+
 def _finite(name: str, value: Any) -> float:
     """Return a number, or raise an error that names it."""
     try:

@@ -16,7 +16,8 @@ from ..execution.calls import Calls
 from ..execution.sharing import even_slices
 from ..kernels.cpu.copies import add_range, copy_into, fill_with
 from ..kernels.cpu.tiles import TILE_ROWS, TILE_VECTORS
-from .host_sizes import LAYERS, Extent, HostSizes, Layers
+from .definition import Layers
+from .host_sizes import Extent, HostSizes
 from .loops import callers, sharing, sums
 from .loops import sequences as kernels
 from .loops.pauses import STRICT
@@ -250,7 +251,7 @@ class HostMemory(HostSizes, Memory):
     def _turn_out(self, start: int, stop: int) -> None:
         """Write the outputs of some steps, of both directions, which share cache lines."""
         out, count = self._output[start:].reshape(-1), len(self.directions)
-        first = 0 if self._returns == LAYERS else count - self.per_layer
+        first = 0 if self._returns_layers else count - self.per_layer
         for k in range(first, count):
             width, column, step = self.columns_of(self.directions[k])
             for n, states in enumerate(self._state_parts(k)[: self._outputs]):

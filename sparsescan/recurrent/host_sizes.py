@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,8 @@ from ..execution.calls import LINE
 from ..execution.threads import thread_count
 from ..kernels.cpu.lanes import sample_lanes
 from ..kernels.cpu.tiles import SAMPLE_VECTORS, SUM_ROWS, TILE_ROWS
-from .definition import CellLike
+from .arguments import DEFAULTS, Options
+from .definition import Layers
 from .loops import sharing, sums
 from .loops.products import COLUMNS
 from .packing import Direction
@@ -20,22 +21,6 @@ _LOTS, _LOT_STEPS = 16, 16  # sums of gradients that are kept apart, and the lea
 # Bytes of the weights of a step that fill the cache of a core.
 _WIDE = 1 << 20
 _SMALL = 1 << 22  # multiply-adds of a direction below which other threads would come too late
-
-
-class Layers(Protocol):
-    """Layers of cells, as memory is taken for them."""
-
-    input_size: int
-
-    @property
-    def cells(self) -> tuple[tuple[CellLike, ...], ...]:
-        """The cells of each direction of each layer."""
-        ...
-
-
-# Which states are outputs: the first one of the last layer's cells, all of them, or those of all
-# layers, one direction after the other.
-FIRST, STATES, LAYERS = range(3)
 
 
 class Extent(NamedTuple):
@@ -51,8 +36,8 @@ class Extent(NamedTuple):
         Whether a backward pass returns what gradients of parameters are sums of.
     has_resets : bool
         Whether states may begin anew in the middle.
-    returns : int
-        Which states are outputs: `FIRST`, `STATES` or `LAYERS`.
+    options : Options
+        Those of the network: which states are outputs.
     """
 
     steps: int
@@ -60,7 +45,7 @@ class Extent(NamedTuple):
     segment: int
     keeps_samples: bool = False
     has_resets: bool = False
-    returns: int = FIRST
+    options: Options = DEFAULTS
 
 
 class HostSizes:
@@ -73,7 +58,7 @@ class HostSizes:
     directions: list[Direction]
 
     def __init__(self, network: Layers, directions: list[Direction], extent: Extent) -> None:
-        steps, batch, segment, keeps_samples, has_resets, returns = extent
+        steps, batch, segment, keeps_samples, has_resets, options = extent
         self.directions, self.per_layer = directions, len(network.cells[0])
         self._keeps_samples, self._has_resets = keeps_samples, has_resets
         self.steps, self.batch = steps, batch
@@ -86,8 +71,9 @@ class HostSizes:
         self.units, self.dtype, self.lanes = one.units, one.dtype, one.lanes
         self.widths = [network.input_size, *(len(c) * c[0].hidden_size for c in network.cells)]
         # How many states of a cell are outputs.
-        self._returns, self._outputs = returns, 1 if returns == FIRST else one.states
-        self.widths[-1] *= self._outputs * (len(network.cells) if returns == LAYERS else 1)
+        self._returns_layers = options.return_states == "layers"
+        self._outputs = one.states if options.return_states else 1
+        self.widths[-1] *= self._outputs * (len(network.cells) if self._returns_layers else 1)
         self._all_threads = thread_count()
         # Multiply-adds of a direction.
         self._work = work = steps * batch * max(one.products, one.units) * (one.cols + one.units)
@@ -199,7 +185,7 @@ class HostSizes:
     @property
     def _adds_above(self) -> bool:
         """Whether gradients in outputs of a layer are the caller's and those of the layer above."""
-        return self._returns == LAYERS and len(self.widths) > 2 and self.has_backward
+        return self._returns_layers and len(self.widths) > 2 and self.has_backward
 
     def columns_of(self, one: Direction) -> tuple[int, int, int]:
         """Return where a direction has its outputs in a row, and the gradients in them.
@@ -207,7 +193,7 @@ class HostSizes:
         That is the length of a row, the first column, and from the columns of a state to those of
         the next, or 0 if the first state alone has any.
         """
-        if self._returns == LAYERS:
+        if self._returns_layers:
             k = (one.layer - 1) * self.per_layer + one.back
             return self.widths[-1], k * one.states * self.units, self.units
         is_last = one.layer == len(self.widths) - 1

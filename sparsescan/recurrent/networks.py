@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -13,11 +13,15 @@ from ..checks import check_count, check_flag
 from ..errors import InputError, InputTypeError, short
 from ..locks import cached_property
 from ..parameters.fixed import Fixed
-from .arguments import Returned
 from .cell import Cell
 from .cells import GRUCell, LSTMCell, RNNCell
 from .definition import matrices_of
 from .step import TrainingStep
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .arguments import OptionsDict
 
 # Each takes 100 µs to make, whatever its size, and no network has nearly as many.
 _MOST_LAYERS = 10_000
@@ -139,25 +143,13 @@ class Recurrent(Fixed):
         """The parameters by their names, not copied."""
         return {name: getattr(cell, own) for name, (cell, own) in self._places.items()}
 
-    def training_step(
-        self,
-        *,
-        memory_limit: int | None = None,
-        truncate: int | None = None,
-        return_states: Returned = False,
-    ) -> TrainingStep:
+    def training_step(self, **options: Unpack[OptionsDict]) -> TrainingStep:
         """Return a training step, which runs this network forward and backward.
 
         Parameters
         ----------
-        memory_limit : int, optional
-            Bytes that it may keep for the backward pass.
-        truncate : int, optional
-            Steps of a segment: gradients flow at most to the segment before; by default through
-            all steps.
-        return_states : bool or "layers", default False
-            Whether outputs are all states of the last layer, ``[h, c]`` of an LSTM, and not the
-            first alone; with ``"layers"`` those of each direction of all layers.
+        **options
+            `memory_limit`, `truncate` and `return_states`, as for :class:`TrainingStep`.
 
         Returns
         -------
@@ -167,10 +159,9 @@ class Recurrent(Fixed):
         Raises
         ------
         InputError, InputTypeError
-            If `memory_limit` is no count of bytes, or `truncate` none of steps; or if `truncate` is
-            given, and the network has two directions.
+            If an option is wrong, as for :class:`TrainingStep`.
         """
-        return TrainingStep(self, memory_limit, truncate, return_states)
+        return TrainingStep(self, **options)
 
     def __getattr__(self, name: str) -> Any:
         place = self._places.get(name) if "cells" in vars(self) else None

@@ -13,8 +13,9 @@ from ..execution.calls import Calls, aligned_empty
 from ..execution.recording import Recorder, Recording, Space
 from ..execution.replay import Replay
 from ..execution.threads import thread_count
+from .definition import Layers
 from .host import HostMemory
-from .host_sizes import Extent, HostSizes, Layers
+from .host_sizes import Extent, HostSizes
 from .memory import has_reset_states
 from .packing import Direction, is_sparse, sample_rows
 

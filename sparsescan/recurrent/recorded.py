@@ -11,9 +11,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..execution.recording import Recording
 from ..graph.operations import Node, symbol
+from .arguments import DEFAULTS, Options
 from .compiled import source_of
 from .definition import declared
-from .host_sizes import FIRST, Extent
+from .host_sizes import Extent
 from .packing import Direction, Product
 from .passes import Passes, RecurrentLike
 from .program import CellProgram
@@ -54,9 +55,8 @@ def record(
     has_reset_states: bool = False,
     has_backward: bool = True,
     keeps_samples: bool = False,
-    returns: int = FIRST,
     needs_input_grad: bool = True,
-    memory_limit: int | None = None,
+    options: Options = DEFAULTS,
 ) -> RecordedStep:
     """Record the training step of a network.
 
@@ -82,12 +82,11 @@ def record(
         each direction the gradients in slots, ``products``, and what they are multiplied by,
         ``states``, ``arguments`` and, above the first layer, ``input``, of all steps and samples;
         and the gradients in ``rows`` of parameters, of all samples. See :class:`Parameters`.
-    returns : int, default FIRST
-        Which states are outputs, as of an :class:`~sparsescan.recurrent.host_sizes.Extent`.
     needs_input_grad : bool, default True
         Whether its results are gradients in inputs, too.
-    memory_limit : int, optional
-        Bytes of the memory; gates that do not fit are computed again by the backward pass.
+    options : Options
+        Which states are outputs, and how many bytes the memory may have; gates that do not fit are
+        computed again by the backward pass.
 
     Raises
     ------
@@ -96,11 +95,11 @@ def record(
     """
     for segment in segments(steps):
         kept = segment if has_backward else 0
-        extent = Extent(steps, batch, kept, keeps_samples, has_resets, returns)
+        extent = Extent(steps, batch, kept, keeps_samples, has_resets, options)
         passes = Passes(network, extent, dtype, lengths=lengths, has_reset_states=has_reset_states)
-        if memory_limit is None or passes.nbytes <= memory_limit:
+        if options.memory_limit is None or passes.nbytes <= options.memory_limit:
             break
-    check_limit(memory_limit, passes.nbytes, steps, batch)
+    check_limit(options.memory_limit, passes.nbytes, steps, batch)
     backward, back_nbytes = None, 0
     if has_backward:
         backward, back_nbytes = passes.backward(needs_input_grad=needs_input_grad)

@@ -25,13 +25,15 @@ from ..execution.sharing import quiet
 from ..formatting import exact_bytes, format_bytes
 from . import arguments
 from .definition import CellLike
-from .host_sizes import STATES, Extent
+from .host_sizes import Extent
 from .memory import Memory, beside
 from .packing import Direction
 from .passes import RecordedMemory, RecurrentLike, directions_of, rows_of_lanes
 from .truncated import TruncatedMemory
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from .device import DeviceMemory
 
 Array = NDArray[Any]
@@ -98,13 +100,21 @@ class TrainingStep:
     ----------
     network : Recurrent
         The network. Its parameters are read by each :meth:`forward`.
-    memory_limit : int, optional
-        Bytes to take, beside the caller's arrays and results; by default what the machine, or the
-        device, has.
-    truncate : int, optional
-        Steps of a segment; by default gradients flow through all steps.
-    return_states : bool or "layers", default False
-        Whether outputs are all states of the last layer; with ``"layers"`` those of all layers.
+    **options
+        Any of these:
+
+        - `memory_limit`, an int: bytes to take, beside the caller's arrays and results; by default
+          what the machine, or the device, has.
+        - `truncate`, an int: steps of a segment; by default gradients flow through all steps.
+        - `return_states`, a bool or ``"layers"``: whether outputs are all states of the last layer,
+          ``[h, c]`` of an LSTM, and not the first alone, which is the default; with ``"layers"``
+          those of each direction of all layers.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If `memory_limit` is no count of bytes, `truncate` none of steps, or `return_states` another
+        value; or if `truncate` is given, and the network has two directions.
 
     Attributes
     ----------
@@ -127,17 +137,9 @@ class TrainingStep:
     (60, 20)
     """
 
-    def __init__(
-        self,
-        network: RecurrentLike,
-        memory_limit: int | None = None,
-        truncate: int | None = None,
-        return_states: arguments.Returned = False,
-    ) -> None:
+    def __init__(self, network: RecurrentLike, **options: Unpack[arguments.OptionsDict]) -> None:
         self.network = network
-        self.memory_limit, self.truncate, self.return_states = arguments.check_options(
-            network, memory_limit, truncate, return_states
-        )
+        self.options = arguments.Options.read(network, options)
         self._count = len(network.cells) * len(network.cells[0])
         self._shapes = [
             {network.name_of(own, layer, back): shape for own, shape in cell.shapes.items()}
@@ -327,23 +329,24 @@ class TrainingStep:
         """Return memory that keeps the gates of all steps if the limit allows."""
         steps, batch, _ = x.shape
         memory: AnyMemory
-        returns, is_on_device = arguments.returned(self.return_states), device_of(x) is not None
-        if is_on_device and (self.truncate is not None or self.return_states):
+        limit, truncate, return_states = options = self.options
+        is_on_device = device_of(x) is not None
+        if is_on_device and (truncate is not None or return_states):
             raise InputError(
-                f"truncate is {self.truncate} and return_states is {self.return_states}, and x is "
-                "on a device; expected None and False, or arrays in host memory"
+                f"truncate is {truncate} and return_states is {return_states}, and x is on a "
+                "device; expected None and False, or arrays in host memory"
             )
 
         def make(steps: int, batch: int, segment: int) -> RecordedMemory:
-            extent = Extent(steps, batch, segment, False, has_resets, returns)
+            extent = Extent(steps, batch, segment, False, has_resets, options)
             return RecordedMemory(
                 self.network, x.dtype, extent, self._directions_for(x.dtype, batch)
             )
 
-        if self.truncate is not None and steps > 2 * self.truncate:
-            own = self.truncate, segments(2 * self.truncate), self.memory_limit
+        if truncate is not None and steps > 2 * truncate:
+            own = truncate, segments(2 * truncate), limit
             memory = TruncatedMemory(make, steps, batch, *own)
-            check_limit(self.memory_limit, memory.nbytes, steps, batch)
+            check_limit(limit, memory.nbytes, steps, batch)
             memory.allocate()
             return memory
         for segment in segments(steps):
@@ -351,9 +354,9 @@ class TrainingStep:
                 memory = _on_device(self.network, x, segment, has_resets)
             else:
                 memory = make(steps, batch, segment)
-            if self.memory_limit is None or memory.nbytes <= self.memory_limit:
+            if limit is None or memory.nbytes <= limit:
                 break
-        check_limit(self.memory_limit, memory.nbytes, steps, batch)
+        check_limit(limit, memory.nbytes, steps, batch)
         if isinstance(memory, Memory):
             memory.allocate()
         return memory
@@ -416,7 +419,7 @@ class TrainingStep:
 
     def _output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of outputs: with an axis of directions if they are of all layers."""
-        if self.return_states != "layers":
+        if self.options.return_states != "layers":
             return shape
         return *shape[:2], self._count, self.network.state_size
 
@@ -513,7 +516,7 @@ def unroll(cell: CellLike, x: Array, state: Array) -> Array:
         network, params = OneCell(cell), [_read_params(cell.params, cell.shapes)]
         if device_of(x) is None:
             directions = directions_of(network, x.dtype, rows_of_lanes(network, x.dtype, batch))
-            extent = Extent(steps, batch, 0, returns=STATES)
+            extent = Extent(steps, batch, 0, options=arguments.Options(return_states=True))
             run = RecordedMemory(network, x.dtype, extent, directions)
             states, _ = run.forward(params, x, state[None], None)
             return np.concatenate([state[None], states])

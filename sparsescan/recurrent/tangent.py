@@ -15,6 +15,8 @@ from ..graph.derivatives import WithSlope, with_slopes
 from ..graph.expressions import topological
 from ..graph.operations import Node, linear_map, number, symbol
 from ..locks import new_lock
+from ..ops.operation import Functions
+from .arguments import Options
 from .cell import Cell
 from .definition import Hidden, Input, Scalar, Vector, bias_name, declared, shapes_of
 from .program import INPUT, CellProgram
@@ -44,42 +46,113 @@ class Tangent(NamedTuple):
     inputs: frozenset[str]
     reads_units: bool
 
-    def joined(
-        self,
-        params: Sequence[Any],
-        slopes: Sequence[Any],
-        block: Callable[[Any, Any], Any],
-        identity: Callable[[], Any],
-    ) -> list[Any]:
-        """Return the parameters of one cell, from those of the other and a direction.
 
-        Parameters
-        ----------
-        params, slopes : sequence of array
-            The parameters of the other cell, of NumPy or of a framework, and their derivatives.
-        block : callable
-            ``block(W, Ẇ)`` is ``[[W, 0], [Ẇ, W]]``.
-        identity : callable
-            It returns the identity matrix.
-        """
-        values, derivatives = [], []
-        for name, param, slope in zip(self.names, params, slopes, strict=True):
-            if name in self.inputs:
-                values.append(block(param, slope))
-            else:
-                values.append(param)
-                derivatives.append(slope)
-        return [*values, *([identity()] if self.reads_units else []), *derivatives]
+class TangentLayer(NamedTuple):
+    """A layer that computes the derivative of another one, in the functions of any library.
+
+    *Numbers* are the parameters of each direction, the inputs and the initial states. There may be
+    other axes, such as of members, in front of all.
+
+    Attributes
+    ----------
+    tangent : Tangent
+        The class of its cells.
+    units : int
+        Of the other layer.
+    returns_states : bool
+        Whether outputs are all states, and not the first alone.
+    """
+
+    tangent: Tangent
+    units: int
+    returns_states: bool
+
+    def joined(self, xp: Functions, numbers: Sequence[Any], slopes: Sequence[Any]) -> list[Any]:
+        """Return the numbers of this layer, from those of the other and a direction."""
+        (*params, x, state), (*turns, x_slope, state_slope) = numbers, slopes
+        names, inputs, whole = self.tangent.names, self.tangent.inputs, list[Any]()
+        for k in range(0, len(params), len(names)):
+            own, derivatives = [], []
+            for name, param, slope in zip(names, params[k:], turns[k:], strict=False):
+                if name in inputs:
+                    zeros = xp.filled(param, param.shape, 0)
+                    rows = xp.concat([param, zeros], -1), xp.concat([slope, param], -1)
+                    own.append(xp.concat(rows, -2))
+                else:
+                    own.append(param)
+                    derivatives.append(slope)
+            if self.tangent.reads_units:
+                one = xp.eye(x, 2 * self.units)
+                own.append(xp.broadcast_to(one, (*x.shape[:-3], *one.shape)))
+            whole += own + derivatives
+        return [*whole, xp.concat([x, x_slope], -1), xp.concat([state_slope, state], -1)]
 
     def parted(self, grads: Sequence[Any]) -> list[Any]:
-        """Return gradients in the parameters of the other cell, from those in all of these."""
-        found = []
-        for name, grad in zip(self.names, grads, strict=False):
-            if name in self.inputs:
-                rows, columns = grad.shape[-2] // 2, grad.shape[-1] // 2
-                grad = grad[..., :rows, :columns] + grad[..., rows:, columns:]
-            found.append(grad)
-        return found
+        """Return the gradients in the numbers of the other layer, from those in all of these."""
+        *params, x, state = grads
+        names, found = self.tangent.names, list[Any]()
+        size = len(names) + self.tangent.reads_units + len(set(names) - self.tangent.inputs)
+        for k in range(0, len(params), size):
+            for name, grad in zip(names, params[k:], strict=False):
+                if name in self.tangent.inputs:
+                    rows, columns = grad.shape[-2] // 2, grad.shape[-1] // 2
+                    grad = grad[..., :rows, :columns] + grad[..., rows:, columns:]
+                found.append(grad)
+        return [*found, _half(x), state[..., state.shape[-1] // 2 :]]
+
+    def results(self, output: Any, last: Any) -> tuple[Any, Any]:
+        """Return the derivatives of the results of the other layer, from the results of this."""
+        return _half(output) if self.returns_states else output, _half(last)
+
+    def above(self, xp: Functions, in_output: Any, in_last: Any) -> tuple[Any, Any]:
+        """Return gradients in the results of this layer, from those in derivatives."""
+        if self.returns_states:
+            in_output = xp.concat([in_output, xp.filled(in_output, in_output.shape, 0)], -1)
+        return in_output, xp.concat([in_last, xp.filled(in_last, in_last.shape, 0)], -1)
+
+
+def _half(array: Any) -> Any:
+    return array[..., : array.shape[-1] // 2]
+
+
+def run_layers(
+    xp: Functions,
+    run: Callable[[int, Options, list[Any]], tuple[Any, Any]],
+    sizes: tuple[int, int, int],
+    options: Options,
+    numbers: Sequence[Any],
+    between: Callable[[Any], Any] | None = None,
+) -> tuple[Any, Any]:
+    """Return outputs and last states of a network, whose layers run one by one.
+
+    Parameters
+    ----------
+    xp : Functions
+        The functions of a library of arrays.
+    run : callable
+        ``run(k, options, numbers)`` returns the outputs and the last states of a layer.
+    sizes : tuple of int
+        How many layers there are, and directions and units of each.
+    options : Options
+        Those of the network.
+    numbers : sequence of array
+        Its parameters, inputs and initial states, without other axes in front.
+    between : callable, optional
+        What becomes of inputs of all layers but the first.
+    """
+    (*params, x, state), (layers, directions, units) = numbers, sizes
+    count, rows = len(params) // layers, len(state) // layers
+    lasts, every = [], []
+    for k in range(layers):
+        x = between(x) if k and between is not None else x
+        own = [*params[k * count : (k + 1) * count], x, state[k * rows : (k + 1) * rows]]
+        x, last = run(k, options.of_layer(is_last=k + 1 == layers), own)
+        lasts.append(last)
+        if options.return_states == "layers":
+            states = xp.moveaxis(x.reshape(*x.shape[:2], -1, directions, units), 2, 3)
+            every.append(states.reshape(x.shape))
+            x = x[..., : directions * units]
+    return xp.concat(every, -1) if every else x, xp.concat(lasts, 0)
 
 
 _lock = new_lock()

@@ -50,6 +50,11 @@ class Functions:
         return like.new_full(shape, value)
 
     @staticmethod
+    def eye(like: Tensor, size: int) -> Tensor:
+        """Return the identity matrix, of the dtype of another tensor."""
+        return torch.eye(size, dtype=like.dtype, device=like.device)
+
+    @staticmethod
     def constant(array: Any) -> Tensor:
         """Return an array of NumPy as a tensor."""
         return torch.from_numpy(array)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..checks import check_flag
 from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
-from ..recurrent.arguments import Returned
+from ..recurrent.arguments import Options
 from ..recurrent.definition import initial_of
 from .calls.sequences import Sequences
 from .calls.shapes import register
@@ -41,14 +41,9 @@ class CellModule(Sequences, nn.Module):
         Whether each layer has two directions.
     device, dtype : optional
         Those of the parameters.
-    memory_limit : int, optional
-        Bytes that a call may keep for its backward pass, beside input and output; see :class:`RNN`.
-    truncate : int, optional
-        Steps of a segment: gradients flow at most to the segment before; see :class:`RNN`.
-    return_states : bool or "layers", default False
-        Whether a call returns the states of all steps, too, and of which layers; see :class:`RNN`.
     **options
-        Options of the cells.
+        `memory_limit`, `truncate` and `return_states`, as for :class:`RNN`; and options of the
+        cells.
 
     Raises
     ------
@@ -69,15 +64,10 @@ class CellModule(Sequences, nn.Module):
         bidirectional: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        *,
-        memory_limit: int | None = None,
-        truncate: int | None = None,
-        return_states: Returned = False,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.memory_limit, self.truncate = memory_limit, truncate
-        self.return_states = return_states
+        self._set_options({name: options.pop(name) for name in Options._fields if name in options})
         # Which checks all of them.
         net = Recurrent(
             *(self.cell, input_size, hidden_size, num_layers, bias),

@@ -11,7 +11,7 @@ from torch import _VF, Tensor, nn  # noqa: F401, for PyTorch's source: see `_in_
 from torch.nn.utils.rnn import PackedSequence  # noqa: F401
 
 from ..errors import InputError
-from ..recurrent.arguments import Returned
+from ..recurrent.arguments import DEFAULTS, Options
 from .calls.sequences import Sequences
 from .conversion.kinds import Kind
 
@@ -20,9 +20,9 @@ def _signature() -> inspect.Signature:
     """Return the signature of all three: PyTorch's, and what these take besides."""
     _, _, *own = inspect.signature(nn.RNNBase.__init__).parameters.values()
     kind = inspect.Parameter.KEYWORD_ONLY
-    more = {"memory_limit": None, "truncate": None, "return_states": False}
+    more = DEFAULTS._asdict().items()
     return inspect.Signature(
-        [*own, *(inspect.Parameter(name, kind, default=each) for name, each in more.items())]
+        [*own, *(inspect.Parameter(name, kind, default=each) for name, each in more)]
     )
 
 
@@ -73,20 +73,13 @@ class _Recurrent(Sequences, metaclass=Kind):
     # What `torch.jit.script` goes by.
     __annotations__ = nn.RNNBase.__annotations__
     __jit_unused_properties__: ClassVar[Any] = [
-        *("all_weights", "memory_limit", "truncate", "return_states", "is_usual", "_returns")
+        *("all_weights", "is_usual", "_options", *Options._fields)
     ]
 
-    def __init__(
-        self,
-        *arguments: Any,
-        memory_limit: int | None = None,
-        truncate: int | None = None,
-        return_states: Returned = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        own = {name: options.pop(name) for name in Options._fields if name in options}
         super().__init__(*arguments, **options)
-        self.memory_limit, self.truncate = memory_limit, truncate
-        self.return_states = return_states
+        self._set_options(own)
 
     def _weights(self) -> list[Tensor]:
         """Return all parameters, made anew as often as PyTorch does: some change by that."""

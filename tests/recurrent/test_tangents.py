@@ -11,7 +11,8 @@ import torch
 from some_cells import CELLS
 
 from sparsescan.recurrent import Cell, catalogue
-from sparsescan.recurrent.tangent import tangent_of
+from sparsescan.recurrent.tangent import TangentLayer, tangent_of
+from sparsescan.torch.binder import FUNCTIONS
 from sparsescan.torch.calls.plain import run_plain
 
 EVERY = {name: getattr(catalogue, name) for name in catalogue.__all__} | CELLS
@@ -21,14 +22,13 @@ def derivative_cell(cell: Cell, slopes: dict[str, np.ndarray]) -> Any:
     """Return the cell for the derivative of another one in a direction."""
     about = tangent_of(type(cell), cell.options, cell.bias)
     made = about.cell(2 * cell.input_size, cell.hidden_size, dtype=np.float64)
-    params = about.joined(
-        list(cell.params.values()),
-        [slopes[name] for name in cell.params],
-        lambda value, slope: np.block([[value, np.zeros_like(value)], [slope, value]]),
-        lambda: np.eye(2 * cell.hidden_size),
-    )
+    none = [torch.zeros(1, 1, 1, dtype=torch.float64)] * 2  # in place of inputs and states
+    numbers = [*map(torch.from_numpy, cell.params.values()), *none]
+    along = [*(torch.from_numpy(slopes[name]) for name in cell.params), *none]
+    layer = TangentLayer(about, cell.hidden_size, False)
+    *params, _, _ = layer.joined(FUNCTIONS, numbers, along)
     for name, each in zip(made.shapes, params, strict=True):
-        setattr(made, name, each)
+        setattr(made, name, each.numpy())
     return made
 
 

@@ -28,12 +28,12 @@ from ...errors import MemoryLimitError
 from ...execution.calls import LINE
 from ...execution.recording import Recording, groups_of
 from ...recurrent import Recurrent
-from ...recurrent.definition import CellLike
-from ...recurrent.host_sizes import FIRST, LAYERS, STATES
+from ...recurrent.arguments import Options
 from ...recurrent.memory import has_reset_states
 from ...recurrent.passes import RecurrentLike
 from ...recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
-from ...recurrent.tangent import Tangent, tangent_of
+from ...recurrent.tangent import TangentLayer, run_layers, tangent_of
+from ..binder import FUNCTIONS
 from .calls import vary, varying
 from .programs import Lengths, add, call, key_of
 from .rules import alike, differentiated, filled, mapped, merge, parted, primitive, size_of
@@ -80,17 +80,16 @@ class TracedNetwork:
 
 
 class _Form(NamedTuple):
-    """A network, its marks, bytes of a pass if limited, and which states are outputs.
+    """A network, its options, and its marks.
 
     `has_reset_states` says whether the states that resets set are beside the initial ones.
     `members` is how many members there are, 0 if arrays have no axis of these.
     """
 
     network: TracedNetwork
+    options: Options
     has_lengths: bool
     has_resets: bool
-    memory_limit: int | None
-    returns: int = FIRST
     has_reset_states: bool = False
     members: int = 0
 
@@ -137,8 +136,7 @@ class _Form(NamedTuple):
 
 def run(
     network: TracedNetwork,
-    memory_limit: int | None,
-    returns: int,
+    options: Options,
     params: Sequence[Any],
     x: Any,
     state: Any,
@@ -149,11 +147,9 @@ def run(
 
     The states that resets set may be :func:`~sparsescan.recurrent.memory.beside` the initial ones.
     """
-    if network.cells[0].program.states == 1 and returns == STATES:
-        returns = FIRST
     marks_of = lengths is not None, resets is not None
     has_states = has_reset_states(state, len(network.cells))
-    form = _Form(network, *marks_of, memory_limit, returns, has_states)
+    form = _Form(network, options, *marks_of, has_states)
     marks = [each for each in (lengths, resets) if each is not None]
     output, last = _run.bind(*params, x, state, *marks, form=form, keeps="")
     return output, last
@@ -210,9 +206,8 @@ def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str, needs_
         has_reset_states=form.has_reset_states,
         has_backward=keeps != "",
         keeps_samples=keeps == "each",
-        returns=form.returns,
         needs_input_grad=needs_x,
-        memory_limit=form.memory_limit if keeps == "all" else None,
+        options=form.options if keeps == "all" else form.options.unbounded(),
     )
     about = form, steps, batch, dtype, keeps
     forward, backward = key_of("forward", *about), key_of("backward", *about, needs_x)
@@ -264,18 +259,16 @@ def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str, needs_
 
 def fits(
     network: TracedNetwork,
+    options: Options,
     has_lengths: bool,
     has_resets: bool,
-    memory_limit: int | None,
-    returns: int,
     has_reset_states: bool,
     steps: int,
     batch: int,
     dtype: str,
 ) -> bool:
     """Return whether a backward pass fits in a limit."""
-    marks = has_lengths, has_resets
-    form = _Form(network, *marks, memory_limit, returns, has_reset_states)
+    form = _Form(network, options, has_lengths, has_resets, has_reset_states)
     try:
         _step_of(form, steps, batch, dtype, "all", True)
     except MemoryLimitError:
@@ -403,17 +396,13 @@ def _along(form: _Form, given: Sequence[Any], slopes: Sequence[Any]) -> Any:
     """Return the derivatives of outputs and last states in a direction."""
     if form.members:
         return jax.vmap(functools.partial(_along, form.one))(list(given), list(slopes))
+    numbers, marks = given[: form.size], given[form.size :]
     if _is_by_layers(form):
-        numbers, marks = given[: form.size], given[form.size :]
         by_layers = functools.partial(_by_layers, form, marks)
         return jax.jvp(by_layers, tuple(numbers), tuple(slopes))[1]
-    made = _tangent(form.network)
-    whole = made.joined(given[: form.size], slopes)
+    made = _tangent(form.network, bool(form.options.return_states))
     own = form._replace(network=made.network)
-    output, last = _run.bind(*whole, *given[form.size :], form=own, keeps="")
-    if form.returns:
-        output = output[..., : output.shape[-1] // 2]
-    return output, last[..., : last.shape[-1] // 2]
+    return made.layer.results(*_run.bind(*made.joined(numbers, slopes), *marks, form=own, keeps=""))
 
 
 def _gradients_along(
@@ -432,42 +421,31 @@ def _gradients_along(
             return sum(jnp.vdot(a, b) for a, b in zip(above, own, strict=True))
 
         return jax.grad(product, tuple(range(form.size)))(*numbers)
-    made = _tangent(form.network)
+    made = _tangent(form.network, bool(form.options.return_states))
     own = form._replace(network=made.network)
     whole = [*made.joined(numbers, slopes), *marks]
     *_, kept = _run.bind(*whole, form=own, keeps="all")
-    in_output, in_last = above
-    in_last = jnp.concatenate([in_last, jnp.zeros_like(in_last)], -1)
-    if form.returns:
-        in_output = jnp.concatenate([in_output, jnp.zeros_like(in_output)], -1)
-    grads = _gradients.bind(kept, in_output, in_last, *whole, form=own, maps=0, needs_x=True)
+    both = made.layer.above(FUNCTIONS, *above)
+    grads = _gradients.bind(kept, *both, *whole, form=own, maps=0, needs_x=True)
     return made.parted(grads)
 
 
 def _is_by_layers(form: _Form) -> bool:
     """Return whether a network is differentiated layer by layer."""
-    return len(form.network.network.cells) > 1 or form.returns == LAYERS
+    return len(form.network.network.cells) > 1 or form.options.return_states == "layers"
 
 
 def _by_layers(form: _Form, marks: Sequence[Any], *numbers: Any) -> tuple[Any, Any]:
     """Return outputs and last states of several layers, each by itself."""
-    *params, x, state = numbers
-    net, rest, lasts, every = form.network.network, iter(params), [], []
-    shape = form.network.cells[0].program.states, len(net.cells[0]), net.cells[0][0].hidden_size
-    rows = len(net.cells[0]) * (1 + form.has_reset_states)
-    for k, layer in enumerate(_layers(form.network)):
-        own = [next(rest) for _ in range(layer.count)]
-        begin = state[k * rows : (k + 1) * rows]
-        is_last = k + 1 == len(net.cells)
-        returns = STATES if form.returns == LAYERS or (is_last and form.returns) else FIRST
-        about = form._replace(network=layer, returns=returns)
-        x, last = _run.bind(*own, x, begin, *marks, form=about, keeps="")
-        lasts.append(last)
-        if form.returns == LAYERS:
-            states = x.reshape(*x.shape[:2], *shape).swapaxes(2, 3)
-            every.append(states.reshape(x.shape))
-            x = x[..., : math.prod(shape[1:])]
-    return jnp.concatenate(every, -1) if every else x, jnp.concatenate(lasts)
+    net, layers = form.network.network, _layers(form.network)
+
+    def run(k: int, options: Options, numbers: list[Any]) -> tuple[Any, Any]:
+        own = form._replace(network=layers[k], options=options)
+        output, last = _run.bind(*numbers, *marks, form=own, keeps="")
+        return output, last
+
+    sizes = len(net.cells), len(net.cells[0]), net.cells[0][0].hidden_size
+    return run_layers(FUNCTIONS, run, sizes, form.options, numbers)
 
 
 @functools.lru_cache(maxsize=256)
@@ -498,68 +476,42 @@ class _OneLayer:
         return Recurrent.name_of(parameter, layer, back)
 
 
-class _TangentLayer(NamedTuple):
-    """The layer for derivatives of another one, and what that is."""
+class _TangentNetwork(NamedTuple):
+    """The layer for derivatives of another one, as a network, and the weights that both keep."""
 
+    layer: TangentLayer
     network: TracedNetwork
-    cells: Sequence[CellLike]
-    about: Tangent
-
-    def _masks(self) -> list[Any]:
-        """Return for each parameter which numbers are kept, or None."""
-        masks = []
-        for cell in self.cells:
-            for name in self.about.names:
-                mask = cell.masks.get(name)
-                masks.append(None if mask is None else mask.on(np))
-        return masks
+    masks: list[Any]
 
     def joined(self, numbers: Sequence[Any], slopes: Sequence[Any]) -> list[Any]:
         """Return the numbers of this layer, from those of the other and a direction."""
-        *params, x, state = numbers
-        *param_slopes, x_slope, state_slope = slopes
-        masks, size = self._masks(), len(self.about.names)
-        values, turns = (_masked(each, masks) for each in (params, param_slopes))
-        identity = functools.partial(jnp.eye, 2 * self.cells[0].hidden_size, dtype=x.dtype)
-        whole: list[Any] = []
-        for k in range(0, len(values), size):
-            whole += self.about.joined(values[k : k + size], turns[k : k + size], _block, identity)
-        both = [jnp.concatenate([x, x_slope], -1), jnp.concatenate([state_slope, state], -1)]
-        return [*whole, *both]
+        return self.layer.joined(FUNCTIONS, *map(self._masked, (numbers, slopes)))
 
     def parted(self, grads: Sequence[Any]) -> list[Any]:
         """Return the gradients in the numbers of the other layer."""
-        *params, x, state = grads
-        found: list[Any] = []
-        size = len(params) // len(self.cells)
-        for k in range(0, len(params), size):
-            found += self.about.parted(params[k : k + size])
-        found = _masked(found, self._masks())
-        return [*found, x[..., : x.shape[-1] // 2], state[..., state.shape[-1] // 2 :]]
+        return self._masked(self.layer.parted(grads))
 
-
-def _masked(arrays: Sequence[Any], masks: Sequence[Any]) -> list[Any]:
-    """Return arrays that are 0 where a weight is pruned."""
-    pairs = zip(arrays, masks, strict=True)
-    return [each if mask is None else jnp.where(mask, each, 0) for each, mask in pairs]
-
-
-def _block(param: Any, slope: Any) -> Any:
-    return jnp.block([[param, jnp.zeros_like(param)], [slope, param]])
+    def _masked(self, numbers: Sequence[Any]) -> list[Any]:
+        """Return numbers that are 0 where a weight is pruned."""
+        pairs = zip(numbers, self.masks, strict=True)
+        return [each if mask is None else jnp.where(mask, each, 0) for each, mask in pairs]
 
 
 @functools.lru_cache(maxsize=256)
-def _tangent(network: TracedNetwork) -> _TangentLayer:
+def _tangent(network: TracedNetwork, returns_states: bool) -> _TangentNetwork:
     """Return the layer for the derivatives of a layer."""
     (cells,) = network.network.cells
     cell: Any = cells[0]
-    about = tangent_of(type(cell), cell.options, cell.bias)
+    tangent = tangent_of(type(cell), cell.options, cell.bias)
     made = Recurrent(
-        *(about.cell, 2 * cell.input_size, cell.hidden_size),
+        *(tangent.cell, 2 * cell.input_size, cell.hidden_size),
         bidirectional=len(cells) > 1,
         rng=0,
     )
-    return _TangentLayer(TracedNetwork(made), cells, about)
+    masks = [each.masks.get(name) for each in cells for name in tangent.names]
+    kept = [None if mask is None else mask.on(np) for mask in masks]
+    layer = TangentLayer(tangent, cell.hidden_size, returns_states)
+    return _TangentNetwork(layer, TracedNetwork(made), [*kept, None, None])
 
 
 # -- The primitives --------------------------------------------------------------------------------
@@ -597,9 +549,9 @@ def _shapes_of_run(*given: Any, form: _Form, keeps: str) -> list[Any]:
     x = given[form.network.count]
     net = form.network.network
     (*lead, steps, batch, _), one = x.shape, form.network.cells[0]
-    states = one.program.states if form.returns else 1
-    rows = len(form.network.cells)
-    width = states * (rows if form.returns == LAYERS else len(net.cells[0])) * one.hidden_size
+    rows, returned = len(form.network.cells), form.options.return_states
+    width = (one.program.states if returned else 1) * one.hidden_size
+    width *= rows if returned == "layers" else len(net.cells[0])
     shapes = (*lead, steps, batch, width), (*lead, rows, batch, net.state_size)
     results = [alike(x, shape) for shape in shapes]
     return [*results, alike(x, _step_for(form, x, keeps).kept, np.uint8)] if keeps else results

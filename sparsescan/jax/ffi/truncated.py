@@ -13,17 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...recurrent.arguments import Options
 from ...recurrent.memory import beside, has_reset_states
 from ...recurrent.truncated import windows_at_once
 from .primitives import TracedNetwork, fits, run
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def run_truncated(
     network: TracedNetwork,
-    memory_limit: int | None,
-    truncate: int,
-    returns: int,
+    options: Options,
     params: list[Any],
     x: Any,
     state: Any,
@@ -31,16 +30,13 @@ def run_truncated(
     resets: Any,
 ) -> tuple[Any, Any]:
     """Return outputs and last states; there are more steps than those of two segments."""
-    about = network, memory_limit, truncate, returns, params, x, state, lengths, resets
-    (output, last), _ = _forward(*about)
+    (output, last), _ = _forward(network, options, params, x, state, lengths, resets)
     return output, last
 
 
 def _forward(
     network: TracedNetwork,
-    memory_limit: int | None,
-    truncate: int,
-    returns: int,
+    options: Options,
     params: list[Any],
     x: Any,
     state: Any,
@@ -48,6 +44,8 @@ def _forward(
     resets: Any,
 ) -> Any:
     """Return the results, and what the backward pass needs."""
+    truncate = options.truncate
+    assert truncate is not None
     steps, count, anew = len(x), -(-len(x) // truncate), None
     if has_reset_states(state, len(network.cells)):
         state, anew = state[::2], state[1::2]
@@ -55,8 +53,8 @@ def _forward(
     def step(state: Any, given: Any) -> Any:
         k, part, flags = given
         own = _lengths_from(lengths, x, truncate, k[None], 1)
-        about = network, None, returns, params, part
-        output, last = run(*about, _begun(state, anew), own, flags)
+        given = params, part, _begun(state, anew), own, flags
+        output, last = run(network, options.unbounded(), *given)
         return last, (state, output)
 
     parts = jnp.arange(count), _cut(x, truncate, count), _cut(resets, truncate, count)
@@ -67,19 +65,19 @@ def _forward(
 
 def _backward(
     network: TracedNetwork,
-    memory_limit: int | None,
-    truncate: int,
-    returns: int,
+    options: Options,
     kept: Any,
     above: Any,
 ) -> tuple[Any, ...]:
     """Return the gradients in parameters, inputs and initial states."""
     params, x, starts, anew, lengths, resets = kept
+    truncate = options.truncate
+    assert truncate is not None
     (steps, batch, _), (in_output, in_last) = x.shape, above
     count, has_lengths = len(starts) - 1, lengths is not None or steps % truncate > 0
     most = windows_at_once(network.cells, count, 2 * truncate, batch)
     marks = has_lengths, resets is not None
-    about = network, *marks, memory_limit, returns, anew is not None
+    about = network, options, *marks, anew is not None
     while most > 1 and not fits(*about, 2 * truncate, most * batch, x.dtype.name):
         most //= 2
     calls = -(-count // most)
@@ -106,8 +104,7 @@ def _backward(
         counts = _lengths_from(lengths, x, truncate, windows, 2)
 
         def function(params: Any, part: Any, begin: Any) -> Any:
-            about = network, memory_limit, returns
-            return run(*about, params, part, begin, counts, flags)
+            return run(network, options, params, part, begin, counts, flags)
 
         own = params, part, _begun(begin, anew)
         in_params, in_part, in_begin = jax.vjp(function, *own)[1]((grads, carry))

@@ -26,11 +26,13 @@ from ...execution.recording import Recording
 from ...execution.threads import lent, share
 from ...kernels.addresses import address_of
 from ...locks import new_lock
+from ...recurrent.arguments import Options
 from ...recurrent.definition import shapes_of
-from ...recurrent.host_sizes import FIRST, LAYERS, STATES, Extent
+from ...recurrent.host_sizes import Extent
 from ...recurrent.passes import Passes
 from ...recurrent.step_pool import StepPool
-from ...recurrent.tangent import Tangent, tangent_of
+from ...recurrent.tangent import Tangent, TangentLayer, run_layers, tangent_of
+from ..binder import FUNCTIONS
 from .direct import takes_rules
 from .once import Mappable, over_maps
 from .plain import dropped, run_plain
@@ -88,7 +90,7 @@ def run_differentiable(
     rows = range(0, len(weights), len(names))
     cells = [dict(zip(names, weights[k : k + len(names)], strict=True)) for k in rows]
     about = shape.program, cells, shape.directions, x, state, lengths, dropout, resets
-    return run_plain(kind.cell, *about, returns=shape.returns)
+    return run_plain(kind.cell, *about, return_states=shape.options.return_states)
 
 
 def _run_layers(
@@ -100,25 +102,19 @@ def _run_layers(
     resets: Tensor | None,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    count, rows = (len(each) // shape.num_layers for each in (weights, state))
-    lasts, every = [], []
     marks = [None if each is None else each[None] for each in (lengths, resets)]
-    for layer in range(shape.num_layers):
-        if layer and dropout:
-            x = dropped(x, dropout, lengths)
-        is_last = layer + 1 == shape.num_layers
-        returns = STATES if shape.returns == LAYERS or (is_last and shape.returns) else FIRST
-        one = shape._replace(input_size=x.shape[-1], num_layers=1, returns=returns)
-        own = [each[None] for each in weights[layer * count : (layer + 1) * count]]
-        begin = state[layer * rows : (layer + 1) * rows]
-        output, last = _Layer.apply(one, *marks, x[None], begin[None], *own)
-        x = output[0]
-        lasts.append(last[0])
-        if shape.returns == LAYERS:
-            states = x.unflatten(-1, (-1, shape.directions, shape.hidden_size))
-            every.append(states.transpose(-3, -2).flatten(-2))
-            x = states[:, :, 0].flatten(-2)
-    return torch.cat(every, -2) if every else x, torch.cat(lasts)
+
+    def run(k: int, options: Options, numbers: list[Tensor]) -> tuple[Tensor, Tensor]:
+        *own, x, begin = (each[None] for each in numbers)
+        one = shape._replace(input_size=x.shape[-1], num_layers=1, options=options)
+        output, last = _Layer.apply(one, *marks, x, begin, *own)
+        return output[0], last[0]
+
+    sizes = shape.num_layers, shape.directions, shape.hidden_size
+    between = partial(dropped, share=dropout, lengths=lengths) if dropout else None
+    numbers = *weights, x, state
+    output, last = run_layers(FUNCTIONS, run, sizes, shape.options, numbers, between)
+    return output.unflatten(-1, shape.output_shape), last
 
 
 class _OfLayer(Mappable):
@@ -238,63 +234,40 @@ class _Tangent(NamedTuple):
 
     Attributes
     ----------
+    layer : TangentLayer
+        What it computes.
     shape : Shape
-        The layer's.
+        Its shape.
     tensors : list of Tensor or None
         Its lengths, resets, inputs, initial states and parameters.
-    other : Shape
-        The shape of the other layer.
     """
 
+    layer: TangentLayer
     shape: Shape
     tensors: list[Any]
-    other: Shape
 
     @classmethod
     def of(cls, shape: Shape, tensors: Sequence[Any], given: Sequence[Tensor | None]) -> _Tangent:
         """Return the layer for the derivative in a direction, which is `given` for all tensors."""
-        lengths, resets, *own = tensors
-        (x, state, *params), slopes = own, _filled(own, given)
-        x_slope, state_slope, *param_slopes = slopes
-        mode, about = _mode_of(shape.mode, shape.has_bias)
-        whole, size = [], len(about.names)
-        identity = partial(_identity, x, 2 * shape.hidden_size)
-        for k in range(0, len(params), size):
-            pairs = params[k : k + size], param_slopes[k : k + size]
-            whole += about.joined(*pairs, _block, identity)
+        lengths, resets, x, state, *params = tensors
+        x_slope, state_slope, *turns = _filled(tensors[2:], given)
+        mode, tangent = _mode_of(shape.mode, shape.has_bias)
+        layer = TangentLayer(tangent, shape.hidden_size, bool(shape.options.return_states))
+        slopes = *turns, x_slope, state_slope
+        *whole, inputs, begin = layer.joined(FUNCTIONS, (*params, x, state), slopes)
         made = shape._replace(mode=mode, input_size=2 * shape.input_size, has_bias=True)
-        begin = torch.cat([state_slope, state], -1)
-        return cls(made, [lengths, resets, torch.cat([x, x_slope], -1), begin, *whole], shape)
+        return cls(layer, made, [lengths, resets, inputs, begin, *whole])
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the derivatives of the outputs and the last states."""
-        output, last = _Layer.apply(self.shape, *self.tensors)
-        if self.shape.returns:
-            output = output[..., : output.shape[-1] // 2]
-        return output, last[..., : last.shape[-1] // 2]
+        return self.layer.results(*_Layer.apply(self.shape, *self.tensors))
 
     def gradients(self, in_output: Tensor, in_last: Tensor) -> tuple[Tensor, ...]:
         """Return the derivatives of the gradients, from those in outputs and last states."""
-        if self.shape.returns:
-            in_output = torch.cat([in_output, torch.zeros_like(in_output)], -1)
-        above = in_output, torch.cat([in_last, torch.zeros_like(in_last)], -1)
+        above = self.layer.above(FUNCTIONS, in_output, in_last)
         x, state, *params = _Gradients.apply(self.shape, *above, *self.tensors)
-        _, about = _mode_of(self.other.mode, self.other.has_bias)
-        size, found = len(params) // self.other.directions, []
-        for k in range(0, len(params), size):
-            found += about.parted(params[k : k + size])
-        return x[..., : x.shape[-1] // 2], state[..., state.shape[-1] // 2 :], *found
-
-
-def _block(param: Tensor, slope: Tensor) -> Tensor:
-    rows = torch.cat([param, torch.zeros_like(param)], -1)
-    return torch.cat([rows, torch.cat([slope, param], -1)], -2)
-
-
-def _identity(x: Tensor, size: int) -> Tensor:
-    """Return the identity matrix for each member."""
-    one = torch.eye(size, dtype=x.dtype, device=x.device)
-    return one.expand(len(x), *one.shape)
+        *found, in_x, in_state = self.layer.parted([*params, x, state])
+        return in_x, in_state, *found
 
 
 def _mode_of(mode: str, has_bias: bool) -> tuple[str, Tangent]:
@@ -325,7 +298,7 @@ class _MemberPasses:
         has_lengths, has_resets, has_reset_states = marks
         network = network_of(shape)
         kept = max(1, steps) if has_backward else 0
-        extent = Extent(steps, batch, kept, False, has_resets, shape.returns)
+        extent = Extent(steps, batch, kept, False, has_resets, shape.options)
         counts = np.int64 if has_lengths else None
         dtype = str(self._dtype)[6:]
         passes = Passes(network, extent, dtype, lengths=counts, has_reset_states=has_reset_states)

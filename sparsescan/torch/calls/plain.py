@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from ...graph.expressions import topological
 from ...graph.operations import OPERATIONS, Node
+from ...recurrent.arguments import Returned
 from ...recurrent.definition import bias_name, declared
-from ...recurrent.host_sizes import FIRST, LAYERS
 from ...recurrent.program import INPUT, CellProgram
 from .direct import is_forward_twice
 from .resets import begins_before
@@ -173,7 +173,7 @@ def run_plain(
     dropout: float = 0.0,
     resets: Tensor | None = None,
     *,
-    returns: int = FIRST,
+    return_states: Returned = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs and the last states of a network.
 
@@ -195,8 +195,8 @@ def run_plain(
         Share of the outputs between layers that are dropped.
     resets : Tensor of bool, shape (T, batch), optional
         Where states begin anew.
-    returns : int, default FIRST
-        Which states are outputs: `FIRST`, `STATES` or `LAYERS`.
+    return_states : bool or "layers", default False
+        Which states are outputs: see :class:`~sparsescan.recurrent.arguments.Options`.
     """
     units, lasts, every = state.shape[-1] // program.states, [], []
     begin = state.unflatten(0, (len(cells), -1))
@@ -204,7 +204,8 @@ def run_plain(
         if first and dropout:
             x = dropped(x, dropout, lengths)
         outputs: list[list[Tensor]] = []
-        is_returned = returns == LAYERS or (returns and first + directions == len(cells))
+        is_last = first + directions == len(cells)
+        is_returned = return_states == "layers" or (return_states and is_last)
         count = program.states if is_returned else 1
         for back, params in enumerate(cells[first : first + directions]):
             one = _Direction(cell, program, params, x, units)
@@ -228,7 +229,7 @@ def run_plain(
             outputs.append([torch.stack(each) for each in zip(*rows, strict=True)] or none)
             lasts.append(torch.cat(states, -1))
         parts = list(zip(*outputs, strict=True))
-        if returns == LAYERS:
+        if return_states == "layers":
             every += [torch.cat(each, -1) for each in outputs]
             parts = parts[:1]
         x = torch.cat([each for part in parts for each in part], -1)

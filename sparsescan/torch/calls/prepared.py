@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from ...execution.recording import Recording, Result
 from ...kernels.addresses import address_of
 from ...locks import new_lock
+from ...recurrent.arguments import DEFAULTS
 from ...recurrent.host_sizes import Extent
 from ...recurrent.passes import Passes
 from ...recurrent.step_pool import StepPool
@@ -257,7 +258,7 @@ class Prepared:
         in_output = None if above is None else self._by_steps(above)
         state = self._joined(states) if count else None
         grads = gradients(
-            *((self.key.mode, *self.key[2:6], -1, -1, False), needs_x),
+            *((self.key.mode, *self.key[2:6], DEFAULTS.encode()), needs_x),
             *((in_output, grad_state), torch.zeros(1, device="cpu")),
             (self._by_steps(x), state, None, list(params), []),
         )

@@ -17,8 +17,6 @@ from torch.utils.flop_counter import register_flop_formula
 from ...arrays.arrays import namespace
 from ...errors import InputError
 from ...locks import new_lock
-from ...recurrent.arguments import Returned
-from ...recurrent.host_sizes import FIRST, LAYERS, STATES
 from ...recurrent.memory import beside, has_reset_states
 from ...recurrent.step import TrainingStep
 from ...recurrent.step_pool import StepPool, run_forward, runs_on_gpu
@@ -33,8 +31,6 @@ from .shapes import Shape, kind_of, network_of
 
 # Networks whose training steps are kept for the next call; those used last.
 _KEPT = 32
-# What `return_states` is for outputs of each kind.
-_RETURNED: dict[int, Returned] = {FIRST: False, STATES: True, LAYERS: "layers"}
 
 
 def _fits_gpu(mode: str, has_bias: bool, hidden_size: int, dtype: str) -> bool:
@@ -57,10 +53,7 @@ def has_kernels(mode: str, hidden_size: int, x: Tensor, has_bias: bool = True) -
 
 
 def _make(shape: Shape, kept: Sequence[NDArray[np.bool_] | None]) -> TrainingStep:
-    limit, truncate = (None if each < 0 else each for each in (shape.memory_limit, shape.truncate))
-    return network_of(shape, kept).training_step(
-        memory_limit=limit, truncate=truncate, return_states=_RETURNED[shape.returns]
-    )
+    return network_of(shape, kept).training_step(**shape.options._asdict())
 
 
 class _Steps(StepPool[TrainingStep]):
@@ -138,10 +131,9 @@ def _forget(address: int, _: Any) -> None:
 # -- The operators --------------------------------------------------------------------------------
 
 _ABOUT = (
-    "str mode, int hidden_size, int num_layers, bool has_bias, bool bidirectional, "
-    "int memory_limit, int truncate, int returns"
+    "str mode, int hidden_size, int num_layers, bool has_bias, bool bidirectional, int[] options"
 )
-_COUNT = 8  # of these
+_COUNT = 6  # of these
 _GIVEN = "Tensor x, Tensor? state, Tensor? lengths, Tensor[] params, Tensor?[] masks"
 _library = torch.library.Library("sparsescan", "FRAGMENT")
 for _name in ("recurrent", "recurrent_forward"):
@@ -369,10 +361,10 @@ def _gradients(about: tuple[Any, ...], needs_input_grad: bool, *given: Any) -> l
     """Return what the backward pass does, by functions that PyTorch differentiates again."""
     grad_output, grad_state, resets, x, state, lengths, *params = given
     shape = Shape.of(x, about)
-    if shape.truncate >= 0:
+    if shape.options.truncate is not None:
         raise InputError(
-            f"truncate is {shape.truncate}, and gradients are differentiated again or mapped; "
-            "expected None: truncated gradients are no derivatives of a function"
+            f"truncate is {shape.options.truncate}, and gradients are differentiated again or "
+            "mapped; expected None: truncated gradients are no derivatives of a function"
         )
     begin = state
     if begin is None:

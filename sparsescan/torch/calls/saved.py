@@ -43,8 +43,7 @@ def free_places(
     is_fused : bool
         Whether PyTorch has one operator for all, which saves everything.
     """
-    is_again = shape.memory_limit >= 0 or shape.truncate >= 0
-    if shape.mode not in KINDS or is_again or (is_fused and shape.mode == "LSTM"):
+    if shape.mode not in KINDS or shape.options.is_bounded or (is_fused and shape.mode == "LSTM"):
         return ()
     x, begin, weights = needs[0], needs[1 : 1 + states], needs[1 + states :]
     each = len(weights) // (shape.num_layers * shape.directions)

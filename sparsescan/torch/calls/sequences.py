@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ...checks import check_count_or_none, check_has_shape
+from ...checks import check_has_shape
 from ...errors import InputError, InputTypeError, short
 from ...recurrent.arguments import (
+    DEFAULTS,
+    Options,
     Returned,
     check_has_resets,
     check_input,
-    check_return_states,
-    returned,
+    check_option,
 )
-from ...recurrent.host_sizes import FIRST, LAYERS
 from ..conversion.structure import is_pruning
 from .derivatives import run_differentiable
 from .direct import as_leaf, is_exported_to_onnx, is_recorded, is_transformed
@@ -76,42 +76,29 @@ class Sequences:
     _update_flat_weights: Any
     _forward_pre_hooks: Any
 
-    _memory_limit: int | None = None
-    _truncate: int | None = None
-    _return_states: Returned = False
+    memory_limit: int | None
+    truncate: int | None
+    return_states: Returned
 
-    @property
-    def memory_limit(self) -> int | None:
-        """Bytes that a call may keep for its backward pass; None if there is no limit."""
-        return self._memory_limit
+    _options = DEFAULTS
 
-    @memory_limit.setter
-    def memory_limit(self, limit: int | None) -> None:
-        self._memory_limit = check_count_or_none("memory_limit", limit, 0)
+    def _set_options(self, given: dict[str, Any]) -> None:
+        for name, value in given.items():
+            setattr(self, name, value)
 
-    @property
-    def truncate(self) -> int | None:
-        """Steps of a segment, of which gradients flow to the one before; None for all steps."""
-        return self._truncate
-
-    @truncate.setter
-    def truncate(self, steps: int | None) -> None:
-        self._truncate = check_count_or_none("truncate", steps, 1)
-
-    @property
-    def return_states(self) -> Returned:
-        """Whether a call returns the states of all steps, too."""
-        return self._return_states
-
-    @return_states.setter
-    def return_states(self, returns: Returned) -> None:
-        self._return_states = check_return_states(returns)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        # Modules that version 0.2 has pickled have an attribute for each option.
+        names = [name for name in Options._fields if f"_{name}" in vars(self)]
+        self._set_options({name: vars(self).pop(f"_{name}") for name in names})
 
     @property
     def is_usual(self) -> bool:
         """Whether a call is one as of PyTorch's modules, but for resets."""
-        has_bounds = self._memory_limit is not None or self._truncate is not None
-        return not self._return_states and not (has_bounds and torch.is_grad_enabled())
+        options = self._options
+        return options == DEFAULTS or (
+            not torch.is_grad_enabled() and options.unbounded() == DEFAULTS
+        )
 
     def forward(
         self,
@@ -251,9 +238,9 @@ class Sequences:
 
         They are the states that it returns, of all layers behind the first state of the last one.
         """
-        returns = self._returns
+        returns = self._options.of_cells(self.states).return_states
         states = list(apart(output, self.states)) if returns else [output]
-        if returns == LAYERS:
+        if returns == "layers":
             last = states[0][..., -1 - self.bidirectional :, :].flatten(-2)
             states.insert(0, last.clone(memory_format=torch.contiguous_format))
         return states
@@ -282,13 +269,14 @@ class Sequences:
         is_packed = isinstance(given, PackedSequence)
         x = given.data if is_packed else given
         states = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
-        is_cut = self.truncate is not None and torch.is_grad_enabled()
+        options = self._options.of_cells(self.states)
+        is_cut = options.truncate is not None and torch.is_grad_enabled()
         if (
             self.proj_size
             or (hx is not None and len(states) != self.states)
             or not all(isinstance(each, Tensor) for each in (x, *states))
             or x.dtype not in _DTYPES
-            or ((is_cut or self._returns) and x.device.type != "cpu")
+            or ((is_cut or options.return_states) and x.device.type != "cpu")
             or any(each.dtype != x.dtype or each.device != x.device for each in (*states, *weights))
             or not has_kernels(self.mode, self.hidden_size, x, bool(self.bias))
             or torch.is_autocast_enabled(x.device.type)
@@ -308,12 +296,6 @@ class Sequences:
         elif given.dim() == 3:
             batch = (given.shape[0 if self.batch_first else 1],)
         return (self.num_layers * (1 + self.bidirectional), *batch, self.hidden_size)
-
-    @property
-    def _returns(self) -> int:
-        """Which states operators return: only the first if others are not asked for."""
-        is_first = self.return_states is True and self.states == 1
-        return FIRST if is_first else returned(self.return_states)
 
     def _parted(self, last: Tensor) -> Any:
         """Return the last states as PyTorch does: several as a tuple."""
@@ -369,20 +351,19 @@ class Sequences:
         masks = self._masks(weights)
         calls = self.num_layers if self.dropout > 0 and self.training else 1
         width, states = len(weights) // calls, 0 if state is None else len(state) // calls
-        lasts, every, is_whole = [], [], self._returns == LAYERS
+        options = self._options.of_cells(self.states)
+        lasts, every, is_whole = [], [], options.return_states == "layers"
         for call in range(calls):
             own = slice(call * width, (call + 1) * width)
             begin = None if state is None else state[call * states : (call + 1) * states]
             given = [x, *weights[own], *([] if begin is None else [begin])]
             keeps = torch.is_grad_enabled() and any(each.requires_grad for each in given)
-            limits = (
-                each if keeps and each is not None else -1
-                for each in (self.memory_limit, self.truncate)
-            )
-            returns = self._returns if is_whole or call + 1 == calls else FIRST
+            of_call = options if keeps else options.unbounded()
+            if not is_whole and call + 1 < calls:
+                of_call = of_call._replace(return_states=False)
             x, last, _ = run(
                 *(x, begin, lengths, weights[own], masks[own], self.mode, self.hidden_size),
-                *(self.num_layers // calls, *flags, *limits, returns, keeps),
+                *(self.num_layers // calls, *flags, of_call.encode(), keeps),
                 resets=resets,
             )
             lasts.append(last)
@@ -438,9 +419,26 @@ class Sequences:
         """Run all layers so."""
         about = self.mode, self.hidden_size, self.num_layers
         flags = bool(self.bias), bool(self.bidirectional)
-        shape = Shape.of(x, (*about, *flags, -1, -1, self._returns))
+        options = self._options.unbounded().of_cells(self.states)
+        shape = Shape.of(x, (*about, *flags, options.encode()))
         if state is None:
             rows = shape.num_layers * shape.directions
             state = x.new_zeros((rows, x.shape[1], shape.state_size))
         dropout = self.dropout if self.training else 0.0
         return run_differentiable(shape, x, state, weights, lengths, resets, dropout)
+
+
+def _option(name: str) -> property:
+    """Return the attribute of modules for one of the options, which is checked when it is set."""
+
+    def read(self: Any) -> Any:
+        return getattr(self._options, name)
+
+    def write(self: Any, value: Any) -> None:
+        self._options = self._options._replace(**{name: check_option(name, value)})
+
+    return property(read, write)
+
+
+for _name in Options._fields:
+    setattr(Sequences, _name, _option(_name))

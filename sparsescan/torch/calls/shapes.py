@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...recurrent import Cell, GRUCell, LSTMCell, Recurrent, RNNCell
+from ...recurrent.arguments import DEFAULTS, Options
 from ...recurrent.definition import read_options, shapes_of
-from ...recurrent.host_sizes import FIRST, LAYERS
 from ...recurrent.program import CellProgram
 from ...recurrent.recorded import program_text
 
@@ -68,13 +68,8 @@ class Shape(NamedTuple):
         :func:`register` returned.
     has_bias, bidirectional : bool
         As in PyTorch.
-    memory_limit : int
-        Bytes for what the backward pass needs; -1 if there is no limit.
-    truncate : int
-        Steps of a segment, of which gradients flow to the one before; -1 if they flow through all.
-    returns : int
-        Which states are outputs: `FIRST`, `STATES` or `LAYERS` of
-        :mod:`~sparsescan.recurrent.host_sizes`. Outputs of all layers have an axis of directions.
+    options : Options
+        All else. Outputs of all layers have an axis of directions.
     """
 
     mode: str
@@ -83,15 +78,13 @@ class Shape(NamedTuple):
     num_layers: int
     has_bias: bool
     bidirectional: bool
-    memory_limit: int = -1
-    truncate: int = -1
-    returns: int = FIRST
+    options: Options = DEFAULTS
 
     @classmethod
     def of(cls, x: Tensor, about: tuple[Any, ...]) -> Shape:
         """Return the shape of a network for an input of shape ``(T, batch, input_size)``."""
-        mode, *sizes = about
-        return cls(mode, x.shape[2], *sizes)
+        mode, *sizes, numbers = about
+        return cls(mode, x.shape[2], *sizes, Options.decode(numbers))  # type: ignore[call-arg]
 
     @property
     def directions(self) -> int:
@@ -106,9 +99,9 @@ class Shape(NamedTuple):
     @property
     def output_shape(self) -> tuple[int, ...]:
         """The shape of an output."""
-        if self.returns == LAYERS:
+        if self.options.return_states == "layers":
             return self.num_layers * self.directions, self.state_size
-        own = self.state_size if self.returns else self.hidden_size
+        own = self.state_size if self.options.return_states else self.hidden_size
         return (self.directions * own,)
 
     @property

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ...checks import check_count_or_none
 from ...errors import InputTypeError, short
+from ...recurrent.arguments import check_option
 from ..calls.recurrent_op import has_kernels
 from ..calls.sequences import Sequences
 from ..sequential import Sequential, why_not
@@ -108,8 +108,8 @@ def convert(
     >>> print(convert(model))
     rnn: replaced
     """
-    check_count_or_none("memory_limit", memory_limit, 0)
-    check_count_or_none("truncate", truncate, 1)
+    check_option("memory_limit", memory_limit)
+    check_option("truncate", truncate)
     plan = plan_of(model)
     for module, kind in plan.kinds.items():
         _become(module, kind)
@@ -165,8 +165,7 @@ def revert(model: nn.Module) -> Conversion:
             left[name] = "PyTorch has no return_states"
         elif plain_class(base) is not base:
             _become(module, _with_base(module, plain_class(base)))
-            for option in ("_memory_limit", "_truncate", "_return_states"):
-                vars(module).pop(option, None)
+            vars(module).pop("_options", None)
             replaced.append(name)
         elif is_replaced(module):
             left[name] = f"it is a {kind.__name__}, in whose place PyTorch has none"
