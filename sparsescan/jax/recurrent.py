@@ -66,8 +66,9 @@ def recurrent(
     reset_states : array_like, shape (layers · directions, [batch,] state_size), optional
         The states that `resets` set in place of zeros, such as learned ones.
     **options
-        `memory_limit`, `truncate` and `return_states`, as for :class:`.TrainingStep`. Truncated gradients are computed in reverse mode
-        alone, and the limit is then that of the windows that are computed at once.
+        `memory_limit`, `truncate` and `return_states`, as for :class:`.TrainingStep`. Truncated
+        gradients are computed in reverse mode alone, and the limit is then that of the windows that
+        are computed at once.
 
     Returns
     -------

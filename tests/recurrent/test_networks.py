@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tracemalloc
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from sparsescan.errors import InputError, InputTypeError
 from sparsescan.graph.functions import tanh
 from sparsescan.kernels.cpu.lanes import lanes, sample_lanes
 from sparsescan.recurrent import GRU, LSTM, RNN, Cell, GRUCell, Recurrent
+from sparsescan.recurrent.arguments import Options, OptionsDict
 from sparsescan.recurrent.loops import callers, sequences
 
 Array = NDArray[Any]
@@ -374,3 +375,13 @@ def test_flags_are_true_or_false(flag: Any) -> None:
 def test_more_layers_than_can_be_made_in_a_second_are_refused() -> None:
     with pytest.raises(InputError, match="num_layers is 1000000; expected at most 10,000"):
         RNN(2, 3, num_layers=10**6)
+
+
+def test_options_are_the_same_everywhere() -> None:
+    assert list(get_type_hints(OptionsDict)) == list(Options._fields)
+    for options in (Options(), Options(5, 7, "layers"), Options(None, 1, True)):
+        assert Options.decode(options.encode()) == options
+    net = GRU(2, 3)
+    assert net.training_step(memory_limit=1 << 20).options == Options(1 << 20)
+    with pytest.raises(TypeError, match=r"^truncat is no option; expected one of memory_limit, "):
+        net.training_step(truncat=5)  # type: ignore[call-arg]

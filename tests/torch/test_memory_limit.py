@@ -90,3 +90,13 @@ def test_compiled_graphs_stay_whole() -> None:
     compiled = torch.compile(lambda x: net(x)[0], fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(allow_rnn=True):
         torch.testing.assert_close(compiled(x), expected)
+
+
+def test_modules_that_version_0_2_has_pickled() -> None:
+    """They have an attribute for each option."""
+    state = dict(vars(GRU(3, 4)))
+    state.pop("_options", None)
+    old = GRU.__new__(GRU)
+    old.__setstate__(state | {"_memory_limit": 1 << 20, "_truncate": None, "_return_states": True})
+    assert (old.memory_limit, old.truncate, old.return_states) == (1 << 20, None, True)
+    assert not any(name in vars(old) for name in ("_memory_limit", "_truncate", "_return_states"))

@@ -137,7 +137,7 @@ def test_opcheck(cell: Any) -> None:
     params = list(net.parameters())
     state = torch.randn(1, 4, 3 * net.states, requires_grad=True)
     x, lengths = torch.randn(5, 4, 2, requires_grad=True), torch.tensor([5, 2, 3, 5])
-    about = net.mode, 3, 1, True, False, -1, -1, False
+    about = net.mode, 3, 1, True, False, [-1, -1, 0]
     for more in ((None, None), (state, lengths)):
         given = x, *more, params, [], *about, True
         torch.library.opcheck(torch.ops.sparsescan.recurrent.default, given)
@@ -149,7 +149,7 @@ def test_a_mode_that_nobody_has_registered() -> None:
     net = module(MGU)(2, 3)
     given = torch.zeros(5, 4, 2), None, None, list(net.parameters()), [], "MGU.0123", 3, 1, True
     with pytest.raises(InputError, match=r"MGU\.0123 is no mode of a recurrent network here"):
-        torch.ops.sparsescan.recurrent(*given, False, -1, -1, False, False)
+        torch.ops.sparsescan.recurrent(*given, False, [-1, -1, 0], False)
 
 
 def test_modes_are_what_is_computed() -> None:

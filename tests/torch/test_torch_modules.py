@@ -114,7 +114,7 @@ def test_opcheck(kind: str) -> None:
     params = list(net.parameters())
     state = torch.randn(1, 4, 6 if kind == "LSTM" else 3, requires_grad=True)
     x, lengths = torch.randn(5, 4, 2, requires_grad=True), torch.tensor([5, 2, 3, 5])
-    about = net.mode, 3, 1, True, False, -1, -1, False
+    about = net.mode, 3, 1, True, False, [-1, -1, 0]
     for more in ((None, None), (state, lengths)):
         for masks in ([None] * 4, []):
             given = x, *more, params, masks, *about, True
@@ -442,7 +442,7 @@ class Holder(torch.Tensor):
 
 def test_parameters_that_are_no_plain_tensors_find_operators() -> None:
     net, x = sparsescan.torch.GRU(3, 4), torch.randn(5, 2, 3)
-    params, about = list(net.parameters()), (net.mode, 4, 1, True, False, -1, -1, False)
+    params, about = list(net.parameters()), (net.mode, 4, 1, True, False, [-1, -1, 0])
     matrices, offsets = torch.rand(4, 3, 3), torch.rand(4, 2, 3, requires_grad=True)
 
     def run(params: list[torch.Tensor]) -> torch.Tensor:

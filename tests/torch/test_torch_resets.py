@@ -210,7 +210,7 @@ def test_opcheck(kind: str) -> None:
     net = getattr(sparsescan.torch, kind)(2, 3)
     params, resets = list(net.parameters()), torch.rand(5, 4) < 0.5
     x, lengths = torch.randn(5, 4, 2, requires_grad=True), torch.tensor([5, 2, 3, 5])
-    about = net.mode, 3, 1, True, False, -1, -1, False
+    about = net.mode, 3, 1, True, False, [-1, -1, 0]
     both = torch.randn(2, 4, 3 * net.states, requires_grad=True)
     for state in (None, both):
         given = x, state, lengths, params, [], *about, True

@@ -16,6 +16,7 @@ from torch.nn import functional
 from ...errors import InputError, short
 from ...graph.expressions import topological
 from ...recurrent import Cell, catalogue
+from ...recurrent.arguments import DEFAULTS
 from ...recurrent.definition import read_options, shapes_of
 from ..calls.direct import is_watched
 from ..calls.prepared import run_prepared
@@ -299,7 +300,7 @@ class _Sequence(NamedTuple):
             given = [x, *flat, *([] if begin is None else [begin])]
             keeps = torch.is_grad_enabled() and any(one.requires_grad for one in given)
             inputs.append(x[-1])
-            about = self.mode, units, each, True, False, -1, -1, False, keeps
+            about = self.mode, units, each, True, False, DEFAULTS.encode(), keeps
             some = masks if any(mask is not None for mask in masks) else []
             often = None
             if not some and resets is None:
