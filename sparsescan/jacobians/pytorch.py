@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..arrays.arrays import on_device
@@ -30,35 +31,13 @@ from .shared.checks import Shape, check_sizes
 from .shared.operator import Operator
 from .upsample import Upsample
 
-# For each layer the names of the arguments that its module keeps as attributes.
-_CONV = "in_channels out_channels kernel_size stride padding dilation groups padding_mode"
-_LAYERS: dict[Callable[..., Operator], str] = {
-    AdaptiveAvgPool2d: "output_size",
-    AvgPool2d: "kernel_size stride padding ceil_mode count_include_pad divisor_override",
-    BatchNorm1d: "num_features eps momentum affine track_running_stats training",
-    BatchNorm2d: "num_features eps momentum affine track_running_stats training",
-    Conv1d: _CONV,
-    Conv2d: _CONV,
-    ConvTranspose2d: f"{_CONV} output_padding",
-    Dropout: "p",
-    ELU: "alpha",
-    Flatten: "start_dim end_dim",
-    GELU: "approximate",
-    Hardtanh: "min_val max_val",
-    LayerNorm: "normalized_shape eps elementwise_affine",
-    LeakyReLU: "negative_slope",
-    Linear: "in_features out_features",
-    MaxPool2d: "kernel_size stride padding dilation ceil_mode",
-    ReLU: "",
-    Sigmoid: "",
-    SiLU: "",
-    Softmax: "dim",
-    Softplus: "beta threshold",
-    Tanh: "",
-    Upsample: "size scale_factor mode align_corners",
-}
-_WITH_BIAS = (Conv1d, Conv2d, ConvTranspose2d, LayerNorm, Linear)
-_PRUNABLE = (Conv1d, Conv2d, ConvTranspose2d, Linear)
+_LAYERS: tuple[Any, ...] = (
+    *(AdaptiveAvgPool2d, AvgPool2d, BatchNorm1d, BatchNorm2d, Conv1d, Conv2d, ConvTranspose2d),
+    *(Dropout, ELU, Flatten, GELU, Hardtanh, LayerNorm, LeakyReLU, Linear, MaxPool2d, ReLU),
+    *(Sigmoid, SiLU, Softmax, Softplus, Tanh, Upsample),
+)
+# Arguments that are no attributes of a module of the same name.
+_OTHERS = {"axes", "bias", "dtype", "input_shape", "mask", "rng", "weight_mask"}
 
 
 def from_torch(module: Any, input_shape: Any = None) -> list[Any]:
@@ -112,9 +91,9 @@ def from_torch(module: Any, input_shape: Any = None) -> list[Any]:
         return [_cell(cells[type(module)], module)]
     shape = check_sizes("input_shape", input_shape)
     layers = list(_layers(module, "module"))
+    types = {getattr(nn, operator.__name__): operator for operator in _LAYERS}
     norms = nn.BatchNorm1d, nn.BatchNorm2d
     joint = any(type(layer) in norms and layer.training for _, layer in layers)
-    types = {getattr(nn, operator.__name__): operator for operator in _LAYERS}
     ops: list[Operator] = []
     for name, layer in layers:
         _refuse_parametrisations(name, layer)
@@ -167,9 +146,10 @@ def _layers(module: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from _layers(child, f"{name}[{key}]" if key.isdigit() else f"{name}.{key}")
 
 
-def _operator(operator: Callable[..., Operator], layer: Any, shape: Shape, joint: bool) -> Operator:
+def _operator(operator: Any, layer: Any, shape: Shape, joint: bool) -> Operator:
     """Return the operator of a layer, with the layer's own parameters."""
-    arguments = {name: getattr(layer, name) for name in _LAYERS[operator].split()}
+    names = inspect.signature(operator).parameters.keys()
+    arguments: dict[str, Any] = {name: getattr(layer, name) for name in names - _OTHERS}
     _refuse_modes(layer)
     if joint:
         # Axes count a batch axis before the samples; here the batch is a part of the sample.
@@ -179,10 +159,10 @@ def _operator(operator: Callable[..., Operator], layer: Any, shape: Shape, joint
     if operator is BatchNorm1d:
         # Where a sample is (C,), the axis before it is none of channels.
         arguments["axes"] = len(shape) - joint
-    if operator in _WITH_BIAS:
+    if "bias" in names:
         arguments["bias"] = layer.bias is not None
     pruned = _pruned(layer)
-    if pruned and operator not in _PRUNABLE:
+    if pruned and "weight_mask" not in names:
         raise InputError(
             f"its {' and '.join(sorted(pruned))} is pruned; only convolutions and Linear may be "
             "pruned"
@@ -192,7 +172,7 @@ def _operator(operator: Callable[..., Operator], layer: Any, shape: Shape, joint
     arrays = _arrays(layer, pruned)
     if "weight" in pruned:
         arguments["weight_mask"] = (layer.weight_mask != 0).cpu().numpy()
-    converted = operator(**arguments, input_shape=shape)
+    converted: Operator = operator(**arguments, input_shape=shape)
     for name, array in arrays.items():
         setattr(converted, name, array)
     if isinstance(converted, BatchNorm) and layer.num_batches_tracked is not None:
