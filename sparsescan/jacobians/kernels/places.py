@@ -96,30 +96,15 @@ def sum_places(rows, positions, where, weight, out, x, bias, like, flags):
         while p + 8 <= last:
             many = gather_8(start, x, _eight(read_at, p), weight, offset, a, b)
             if plain:
-                _put(out, to + item(write_at, p), many[0], least)
-                _put(out, to + item(write_at, p + 1), many[1], least)
-                _put(out, to + item(write_at, p + 2), many[2], least)
-                _put(out, to + item(write_at, p + 3), many[3], least)
-                _put(out, to + item(write_at, p + 4), many[4], least)
-                _put(out, to + item(write_at, p + 5), many[5], least)
-                _put(out, to + item(write_at, p + 6), many[6], least)
-                _put(out, to + item(write_at, p + 7), many[7], least)
+                _put_four(out, to, write_at, p, many[0:4], least)
+                _put_four(out, to, write_at, p + 4, many[4:8], least)
             else:
-                _write(out, to + item(write_at, p), many[0], item(count, p), like, flags)
-                _write(out, to + item(write_at, p + 1), many[1], item(count, p + 1), like, flags)
-                _write(out, to + item(write_at, p + 2), many[2], item(count, p + 2), like, flags)
-                _write(out, to + item(write_at, p + 3), many[3], item(count, p + 3), like, flags)
-                _write(out, to + item(write_at, p + 4), many[4], item(count, p + 4), like, flags)
-                _write(out, to + item(write_at, p + 5), many[5], item(count, p + 5), like, flags)
-                _write(out, to + item(write_at, p + 6), many[6], item(count, p + 6), like, flags)
-                _write(out, to + item(write_at, p + 7), many[7], item(count, p + 7), like, flags)
+                _write_four(out, to, write_at, p, many[0:4], count, like, flags)
+                _write_four(out, to, write_at, p + 4, many[4:8], count, like, flags)
             p += 8
         while p + 4 <= last:
             some = gather_4(start, x, _four(read_at, p), weight, offset, a, b)
-            _write(out, to + item(write_at, p), some[0], item(count, p), like, flags)
-            _write(out, to + item(write_at, p + 1), some[1], item(count, p + 1), like, flags)
-            _write(out, to + item(write_at, p + 2), some[2], item(count, p + 2), like, flags)
-            _write(out, to + item(write_at, p + 3), some[3], item(count, p + 3), like, flags)
+            _write_four(out, to, write_at, p, some, count, like, flags)
             p += 4
         while p < last:
             one = gather_1(start, x, (item(read_at, p),), weight, offset, a, b)
@@ -134,22 +119,16 @@ def _four(array, k):
 
 @_inline
 def _eight(array, k):
-    return (
-        item(array, k),
-        item(array, k + 1),
-        item(array, k + 2),
-        item(array, k + 3),
-        item(array, k + 4),
-        item(array, k + 5),
-        item(array, k + 6),
-        item(array, k + 7),
-    )
+    return (*_four(array, k), *_four(array, k + 4))
 
 
 @_inline
-def _put(out, at, value, least):
-    """Write a vector, and `least` where it is less."""
-    store(out, at, less_or(value, least, least, value))
+def _put_four(out, to, write_at, p, four, least):
+    """Write vectors, and `least` where they are less."""
+    store(out, to + item(write_at, p), less_or(four[0], least, least, four[0]))
+    store(out, to + item(write_at, p + 1), less_or(four[1], least, least, four[1]))
+    store(out, to + item(write_at, p + 2), less_or(four[2], least, least, four[2]))
+    store(out, to + item(write_at, p + 3), less_or(four[3], least, least, four[3]))
 
 
 @_inline
@@ -188,23 +167,14 @@ def sum_weights(rows, blocks, where, is_whole, out, x, grad):
         first, last, adds = blocks[block], blocks[block + 1], block > 0
         for row in range(*rows):
             to, k, end = (row_at[row],), ptr[row], ptr[row + 1]
-            if is_whole:
-                while k + 8 <= end:
-                    offsets = _eight(offset, k)
-                    many = correlate_8(x, grad, offsets, read_at, to, write_at, count, first, last)
-                    store_totals(out, k, many, adds)
-                    k += 8
-            else:
-                while k + 8 <= end:
-                    offsets = _eight(offset, k)
-                    many = correlate_some(
-                        x, grad, offsets, read_at, to, write_at, count, first, last
-                    )
-                    store_totals(out, k, many, adds)
-                    k += 8
+            rest = read_at, to, write_at, count, first, last
+            while k + 8 <= end:
+                eight = x, grad, _eight(offset, k)
+                many = correlate_8(*eight, *rest) if is_whole else correlate_some(*eight, *rest)
+                store_totals(out, k, many, adds)
+                k += 8
             while k < end:
-                offsets = (item(offset, k),)
-                one = correlate_1(x, grad, offsets, read_at, to, write_at, count, first, last)
+                one = correlate_1(x, grad, (item(offset, k),), *rest)
                 store_totals(out, k, one, adds)
                 k += 1
 
@@ -302,29 +272,22 @@ def sum_all_weights(rows, blocks, where, lists, is_whole, out, x, grad):
             height = _height(begin, row, rows[1])
             each, k, stop = _rows_from(row, height), begin[row], end[row]
             begins = row_at[each[0]], row_at[each[1]], row_at[each[2]], row_at[each[3]]
+            rest = read_at, begins, write_at, count, first, last
             while k + 4 <= stop:
-                offsets, at = _four(offset, k), item(order, k)
+                four, at = (x, grad, _four(offset, k)), item(order, k)
                 if is_whole:
-                    many = correlate_rows_4(
-                        x, grad, offsets, read_at, begins, write_at, count, first, last
-                    )
+                    many = correlate_rows_4(*four, *rest)
                 else:
-                    many = correlate_some_rows_4(
-                        x, grad, offsets, read_at, begins, write_at, count, first, last
-                    )
+                    many = correlate_some_rows_4(*four, *rest)
                 rows_of = many[0:4], many[4:8], many[8:12], many[12:16]
                 _store_rows(out, at, shift, row, height, rows_of, adds)
                 k += 4
             while k < stop:
-                offsets, at = (item(offset, k),), item(order, k)
+                one, at = (x, grad, (item(offset, k),)), item(order, k)
                 if is_whole:
-                    some = correlate_rows_1(
-                        x, grad, offsets, read_at, begins, write_at, count, first, last
-                    )
+                    some = correlate_rows_1(*one, *rest)
                 else:
-                    some = correlate_some_rows_1(
-                        x, grad, offsets, read_at, begins, write_at, count, first, last
-                    )
+                    some = correlate_some_rows_1(*one, *rest)
                 rows_of = some[0:1], some[1:2], some[2:3], some[3:4]
                 _store_rows(out, at, shift, row, height, rows_of, adds)
                 k += 1
