@@ -18,14 +18,13 @@ from ...execution.sharing import quiet
 from ...formatting import align, exact_bytes, format_bytes
 from ...kernels.cpu.lanes import lanes
 from ..activations import ReLU
-from ..conv import Conv1d, Conv2d, ConvTranspose2d
-from ..linear import Linear
 from ..normalization import BatchNorm
 from ..pooling import MaxPool2d
 from ..reshape import Flatten
 from ..shared.checks import Shape, on_host
 from ..shared.kron import Separable
 from ..shared.operator import Operator
+from ..shared.stencil import Weighing
 from .checkpoints import choose_segments, needed_bytes
 from .places import Map
 from .stages import (
@@ -43,7 +42,7 @@ from .stages import (
     samples_of,
     write,
 )
-from .weighted import Mix, Multiply, Weigh, WeighAll
+from .weighted import Mix, Multiply, Weigh, WeighAll, WeightStage
 
 Array = NDArray[Any]
 
@@ -178,7 +177,7 @@ class NetworkStep:
     def __str__(self) -> str:
         rows = [["layer", "weights", "kept", ""]]
         for stage in self._stages:
-            if isinstance(stage, (Weigh, Multiply)):
+            if isinstance(stage, WeightStage):
                 kept = stage.op.kept_weights()
                 share = f"{kept.mean():.3g}" if kept.size else "-"
                 layer = f"{stage.name} {type(stage.op).__name__}"
@@ -224,7 +223,7 @@ class NetworkStep:
                     kind = Mix
                 elif isinstance(op, BatchNorm) and op.training == self._has_batch_axis:
                     kind = Normalise
-                elif isinstance(op, (Conv1d, Conv2d, ConvTranspose2d, Linear)):
+                elif isinstance(op, Weighing):
                     kind = next(each for each in (Multiply, WeighAll, Weigh) if each.pays(op))
                 result = self._map(op.output_shape)
                 self._stages.append(kind(layer.name, op, result, source))
@@ -375,7 +374,7 @@ class NetworkStep:
             In the order of the weights.
         """
         (stage,) = (each for each in self._stages if each.name == name)
-        assert isinstance(stage, (Weigh, Multiply))
+        assert isinstance(stage, WeightStage)
         return stage.kept_weights()
 
     def update_running_stats(self) -> None:

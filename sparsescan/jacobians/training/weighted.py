@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -100,16 +101,17 @@ def _mixing(matrix: sp.csr_array, source: Map, result: Map, samples: Samples) ->
     return bound
 
 
-class Weigh(_Sums):
-    """A convolution or a linear layer, of which only kept weights are used.
+class WeightStage(LayerStage):
+    """A convolution or a linear layer.
 
     Attributes
     ----------
     reason : str
-        Why another kind is used, to be printed.
+        Why not only the weights that are kept are used, to be printed.
     """
 
     reason = ""
+    _weights: Array  # all of them, flat, as they were read last
 
     @staticmethod
     def pays(op: Any) -> bool:
@@ -119,15 +121,35 @@ class Weigh(_Sums):
     def __init__(self, name: str, op: Any, result: Map, source: Map) -> None:
         super().__init__(name, op, result, source)
         self.copied = ("bias",) if "bias" in op.params else ()
-        sides = zip((source, result), op.sides, strict=True)
-        views = [View(one, (math.prod(one.shape) // math.prod(side), *side)) for one, side in sides]
-        self._small, self._large = views if op.transposed else views[::-1]
-        widen(op.windows, self._small, self._large)
 
     @cached_property
     def kept_at(self) -> NDArray[np.int64]:
         """Where kept weights are among all."""
         return np.flatnonzero(self.op.kept_weights())
+
+    def kept_weights(self) -> Array:
+        """Return a copy of the kept weights, as they were read last."""
+        return self._weights[self.kept_at]
+
+    def read_params(self) -> tuple[list[Task], list[Task]]:
+        super().read_params()
+        weight = on_host(f"{self.name}.weight", self.op.read_parameter("weight"))
+        return self._copy(np.ascontiguousarray(weight, self.samples.dtype).reshape(-1))
+
+    @abstractmethod
+    def _copy(self, weight: Array) -> tuple[list[Task], list[Task]]:
+        """Return tasks that copy a weight, flat, as :meth:`read_params` returns them."""
+
+
+class Weigh(WeightStage, _Sums):
+    """A layer of which only kept weights are used."""
+
+    def __init__(self, name: str, op: Any, result: Map, source: Map) -> None:
+        super().__init__(name, op, result, source)
+        sides = zip((source, result), op.sides, strict=True)
+        views = [View(one, (math.prod(one.shape) // math.prod(side), *side)) for one, side in sides]
+        self._small, self._large = views if op.transposed else views[::-1]
+        widen(op.windows, self._small, self._large)
 
     def _taps(self, mask: NDArray[np.bool_]) -> TapTable:
         """Return the weights in a mask, as they lie in memory."""
@@ -149,11 +171,6 @@ class Weigh(_Sums):
         self._grad = np.zeros(len(gather.order), samples.dtype)
         return gather, [_Bound(table, samples) for table in scattering(*arguments)]
 
-    def read_params(self) -> tuple[list[Task], list[Task]]:
-        super().read_params()
-        weight = on_host(f"{self.name}.weight", self.op.read_parameter("weight"))
-        return self._copy(np.ascontiguousarray(weight, self.samples.dtype).reshape(-1))
-
     def kept_weights(self) -> Array:
         """Return a copy of the kept weights, as they were read last."""
         return self._gather.weight.copy()
@@ -168,7 +185,7 @@ class Weigh(_Sums):
     def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
         result, table, weight = self.result, self._gather, self._room(out, "weight")
         grads, tasks = {"weight": weight}, self._sum_weights(weight.reshape(-1))
-        if "bias" in self.params:
+        if self.copied:
             grads["bias"] = self._room(out, "bias")
             if self.op.transposed:
                 grads["bias"][:] = result.inner(result.grad).sum(axis=(0, -1, -2, -3))
@@ -220,8 +237,8 @@ class WeighAll(Weigh):
         first = np.zeros(kept.shape, np.bool_)
         first[::rows] = True
         behind = np.arange(len(kept)) % rows * of_row
-        table, weight = gathering(self._taps(first), *arguments), samples.zeros(kept.size)
-        gather = _Full(table, samples, weight, rows, behind, np.flatnonzero(first))
+        table, self._weights = gathering(self._taps(first), *arguments), samples.zeros(kept.size)
+        gather = _Full(table, samples, self._weights, rows, behind, np.flatnonzero(first))
         # Back, the weights of as many rows as are taken at once lie side by side.
         first[:] = False
         first[:, 0] = True
@@ -229,26 +246,20 @@ class WeighAll(Weigh):
         whole, together = -(-columns // ROWS), ROWS * rows * of_column
         behind = (group * whole + row // ROWS) * together + row % ROWS
         packed = samples.zeros(groups * whole * together)
-        self._packing = packed, weight, (rows, columns, of_column)
+        self._packing = packed, self._weights, (rows, columns, of_column)
         entries = np.tile(np.arange(rows * of_column) * ROWS, groups)
         return gather, [
             _Full(table, samples, packed, columns, behind, entries)
             for table in scattering(self._taps(first), *arguments)
         ]
 
-    def kept_weights(self) -> Array:
-        """Return a copy of the kept weights, as they were read last."""
-        return self._gather.weight[self.kept_at]
-
     def _copy(self, weight: Array) -> tuple[list[Task], list[Task]]:
-        copy, bits = self._gather.weight[: len(weight)], self._bits
         rows, of_row = len(self.op.kept_weights()), len(weight) // len(self.op.kept_weights())
-        step, copies, packs = max(_COPIED // of_row, 1), list[Task](), list[Task]()
-        for row in range(0, rows, step):
-            last = min(row + step, rows)
-            copies.append(partial(_copy, (row * of_row, last * of_row), copy, weight, bits))
-            packs.append(partial(kernels.pack, (row, last), *self._packing))
-        return copies, packs
+        spans = _spans(rows, max(_COPIED // of_row, 1))
+        return [
+            partial(_copy, (a * of_row, b * of_row), self._weights, weight, self._bits)
+            for a, b in spans
+        ], [partial(kernels.pack, span, *self._packing) for span in spans]
 
     def _sum_weights(self, out: Array) -> list[Task]:
         table, bits, sides = self._gather, self._bits, self._read()
@@ -263,7 +274,7 @@ class WeighAll(Weigh):
         return [partial(add_up, rows) for rows in ChannelWork(table.ends).parts()]
 
 
-class Multiply(Apply):
+class Multiply(WeightStage, Apply):
     """A linear layer of which most weights are kept, and so many that BLAS is faster.
 
     BLAS has threads of its own, on which the last bits of its products may depend.
@@ -278,33 +289,19 @@ class Multiply(Apply):
             return False
         return bool(op.kept_weights().mean() > MATRIX_DENSITY)
 
-    def __init__(self, name: str, op: Any, result: Map, source: Map) -> None:
-        super().__init__(name, op, result, source)
-        self.copied = ("bias",) if "bias" in op.params else ()
-
     def bind(self, samples: Samples, kept: Array) -> None:
         super().bind(samples, kept)
         mask = self.op.kept_weights()
         self._bits = _bits(mask, samples.dtype)
-        self._weight = np.zeros(mask.shape, samples.dtype)
+        self._weights = np.zeros(mask.size, samples.dtype)
+        self._matrix = self._weights.reshape(mask.shape)
 
-    def read_params(self) -> tuple[list[Task], list[Task]]:
-        super().read_params()
-        weight = on_host(f"{self.name}.weight", self.op.read_parameter("weight"))
-        weight = np.ascontiguousarray(weight, self.samples.dtype).reshape(-1)
-        copy, size = self._weight.reshape(-1), weight.size
-        return [
-            partial(_copy, (k, min(k + _COPIED, size)), copy, weight, self._bits)
-            for k in range(0, size, _COPIED)
-        ], []
-
-    def kept_weights(self) -> Array:
-        """Return a copy of the kept weights, as they were read last."""
-        kept: Array = self._weight[self.op.kept_weights()]
-        return kept
+    def _copy(self, weight: Array) -> tuple[list[Task], list[Task]]:
+        spans = _spans(weight.size, _COPIED)
+        return [partial(_copy, span, self._weights, weight, self._bits) for span in spans], []
 
     def forward(self, part: Span) -> None:
-        y = self._input() @ self._weight.T
+        y = self._input() @ self._matrix.T
         if self.copied:
             y += self.read["bias"]
         if self.result.rectified:
@@ -314,7 +311,7 @@ class Multiply(Apply):
     def backward(self, part: Span) -> None:
         (source,), (add,) = self.sources, self.adds
         if add is not None:
-            below = in_lanes(source, self._above() @ self._weight, self.samples)
+            below = in_lanes(source, self._above() @ self._matrix, self.samples)
             put_grad(source, below, add=add)
 
     def _input(self) -> Array:
@@ -358,12 +355,15 @@ def _copy(some: Span, out: Array, array: Array, bits: Array | None) -> None:
         np.bitwise_and(array[here].view(bits.dtype), bits[here], out=out[here].view(bits.dtype))
 
 
+def _spans(size: int, step: int) -> list[Span]:
+    """Return numbers below a size in spans of so many at most."""
+    return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
 def _takes(out: Array, array: Array, places: NDArray[Any]) -> list[Task]:
     """Return tasks that write the numbers at some places."""
-    return [
-        partial(kernels.take, (start, min(start + _TAKEN, len(places))), out, array, places)
-        for start in range(0, len(places), _TAKEN)
-    ]
+    spans = _spans(len(places), _TAKEN)
+    return [partial(kernels.take, span, out, array, places) for span in spans]
 
 
 class _Bound:
