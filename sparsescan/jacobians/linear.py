@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from ..checks import check_count, check_flag
 from ..errors import InputError
 from ..symbolic.pattern import Pattern
-from .kernels.stencil import transpose
+from .kernels.values import transpose
 from .shared.operator import Operator
 from .shared.stencil import Weighing
 from .shared.windows import Window

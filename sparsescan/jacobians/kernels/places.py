@@ -450,8 +450,8 @@ def pass_to_chosen(channels, where, lots, grad, choice, above, like, adds):
 
 
 @_kernel
-def add_maps(channels, where, count, out, a, b, flags):
-    """Write ``a + b``, or `a` where there is no `b`, for some channels.
+def add_maps(channels, where, count, out, a, b, like, flags):
+    """Write or add ``a + b``, or `a` where there is no `b`, for some channels.
 
     Parameters
     ----------
@@ -464,39 +464,20 @@ def add_maps(channels, where, count, out, a, b, flags):
         Numbers of a run.
     out, a, b : ndarray
         Places that are written and read; `b` may be empty.
-    flags : tuple of bool
+    like, flags : ndarray, tuple of bool
         As for :func:`sum_places`.
     """
     (rows, runs), (a_rows, a_runs), (b_rows, b_runs) = where
-    nothing = out[:0]
     for channel in range(*channels):
         for k in range(len(runs)):
             to = rows[channel] + item(runs, k)
             at = a_rows[channel] + item(a_runs, k)
-            beside = 0
-            if len(b):
-                beside = b_rows[channel] + item(b_runs, k)
+            beside = b_rows[channel] + item(b_runs, k)
             for n in range(0, count, lane_count(a)):
                 value = load(a, at + n)
                 if len(b):
                     value = value + load(b, beside + n)
-                _write(out, to + n, value, count - n, nothing, flags)
-
-
-@_kernel
-def pass_back(channels, where, count, grad, above, like, adds):
-    """Write a map's gradient `above` to a map that it was the sum of, or add it.
-
-    Arguments are as for :func:`add_maps`; where `like` is not positive, it is 0.
-    """
-    (rows, runs), (above_rows, above_runs) = where
-    for channel in range(*channels):
-        for k in range(len(runs)):
-            to = rows[channel] + item(runs, k)
-            at = above_rows[channel] + item(above_runs, k)
-            for n in range(0, count, lane_count(grad)):
-                value = load(above, at + n)
-                _write(grad, to + n, value, count - n, like, (adds, False))
+                _write(out, to + n, value, count - n, like, flags)
 
 
 # -- Normalisation ---------------------------------------------------------------------------------

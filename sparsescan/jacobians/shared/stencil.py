@@ -16,7 +16,7 @@ from ...parameters.parametrised import Weighted
 from ...symbolic.implicit import ImplicitPattern
 from ...symbolic.indexed import indexed
 from ...symbolic.pattern import Pattern, index_dtype, trusted
-from ..kernels.stencil import copy_rows, gather
+from ..kernels.values import copy_rows, gather
 from .checks import Shape
 from .operator import Operator
 from .windows import Connections, Window

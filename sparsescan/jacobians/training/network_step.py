@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -63,19 +63,6 @@ class NamedLayer(NamedTuple):
     name: str
     op: Any
     branches: tuple[list[NamedLayer], ...] = ()
-
-
-class SequentialLike(Protocol):
-    """A :class:`.jacobians.Sequential`, as far as a training step reads it."""
-
-    input_shape: Shape
-    output_shape: Shape
-
-    @property
-    def parts(self) -> list[NamedLayer]: ...
-
-    @property
-    def layers(self) -> tuple[Operator, ...]: ...
 
 
 class NetworkGradients(NamedTuple):
@@ -147,7 +134,7 @@ class NetworkStep:
     (4, 1, 3, 3)
     """
 
-    def __init__(self, network: SequentialLike, memory_limit: int | None = None) -> None:
+    def __init__(self, network: Any, memory_limit: int | None = None) -> None:
         self.network = network
         self.memory_limit = check_count_or_none("memory_limit", memory_limit, 0)
         self._has_batch_axis = _holds_batch(network.layers)

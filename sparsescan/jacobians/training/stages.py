@@ -226,18 +226,17 @@ class Pool(LayerStage):
 
     def bind(self, samples: Samples, kept: Array) -> None:
         super().bind(samples, kept)
-        (source,), taps, room = self.sources, self.op._inputs, samples.room
-        read = source.numbers().reshape(-1, *self.op.input_shape[-2:])
-        write = self.result.numbers().reshape(len(read), -1)
-        places = (read[0] - read[0, 0, 0]).reshape(-1)
-        taps = np.where(taps < 0, -1, places[taps] * room)
-        self._where = (
-            *(taps, read[:, 0, 0] * room, write[:, 0] * room),
-            (write[0] - write[0, 0]) * room,
+        shapes, room = (self.op.input_shape, self.op.output_shape), samples.room
+        (read_at, places), (row_at, write_at) = (
+            _channels(View(one, (1, -1, *shape[-2:])), room)
+            for one, shape in zip((*self.sources, self.result), shapes, strict=True)
         )
+        taps = self.op._inputs
+        taps = np.where(taps < 0, -1, places[taps])
+        self._where = taps, read_at, row_at, write_at
         reads = np.bincount(taps[taps >= 0], minlength=1)
         self._overlaps, self._covers = reads.max() > 1, np.count_nonzero(reads) == len(places)
-        self.ahead = self.back = ChannelWork.even(len(read), places.size, samples)
+        self.ahead = self.back = ChannelWork.even(len(read_at), len(places), samples)
 
     def forward(self, part: Span) -> None:
         arrays = self.result.x, self.kept, self.sources[0].x
@@ -339,7 +338,7 @@ class Add(LayerStage):
         super().bind(samples, kept)
         result, *sources = (_runs(each, samples) for each in (self.result, *self.sources))
         self._to_sum = result, *sources
-        self._from_sum = [(source, result) for source in sources]
+        self._from_sum = [(source, result, result) for source in sources]
         rows, runs = result
         # All numbers of a run count, those of empty lanes too, which are 0.
         self._run = self.result.shape[-1] * samples.room
@@ -348,7 +347,7 @@ class Add(LayerStage):
         )
 
     def forward(self, part: Span) -> None:
-        arrays = self.result.x, *(source.x for source in self.sources)
+        arrays = self.result.x, *(source.x for source in self.sources), self.nothing
         flags = False, self.result.rectified
         kernels.add_maps(part, self._to_sum, self._run, *arrays, flags)
 
@@ -358,7 +357,8 @@ class Add(LayerStage):
             if add is None or source.twin is self.result:
                 continue
             like = source.x if source.rectified else self.nothing
-            kernels.pass_back(part, where, self._run, source.grad, self.result.grad, like, add)
+            arrays = source.grad, self.result.grad, self.nothing, like
+            kernels.add_maps(part, where, self._run, *arrays, (add, False))
 
 
 def _runs(one: Map, samples: Samples) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
