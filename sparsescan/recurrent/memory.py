@@ -17,7 +17,7 @@ def beside(xp: Any, state: Any, reset_states: Any) -> Any:
     Both are ``(layers · directions, batch, …)``, of any package; and so are the gradients in what
     is returned, ``(2 · layers · directions, batch, …)``.
     """
-    return xp.stack([state, reset_states], 1).reshape(-1, *state.shape[1:])
+    return xp.stack([state, reset_states], 1).reshape(2 * len(state), *state.shape[1:])
 
 
 def has_reset_states(state: Any, directions: int) -> bool:

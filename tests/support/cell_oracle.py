@@ -87,8 +87,8 @@ def tensor_of(given: Any) -> torch.Tensor:
 def _note(a: Any, *jumps: Any) -> None:
     """Note how near a value is to where something jumps."""
     for each in jumps:
-        distance = (tensor_of(a) - tensor_of(each)).detach().abs().min().item()
-        Value.nearest = min(Value.nearest, distance)
+        distance = (tensor_of(a) - tensor_of(each)).detach().abs()
+        Value.nearest = min([Value.nearest, *distance.flatten().tolist()])
 
 
 def _smooth(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Value]:

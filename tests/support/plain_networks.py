@@ -1,17 +1,23 @@
-"""RNN, GRU and LSTM networks as plain loops of PyTorch's operations, with states for all to see."""
+"""Networks of any cells as plain loops of PyTorch's operations, with states for all to see."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from cell_oracle import Reference
 from torch import Tensor
 
+_NAMES = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
 
-def _step(kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Any:
-    """Return the new states of a cell, by the equations of PyTorch's documentation."""
-    w_ih, w_hh, b_ih, b_hh = weights
+
+def _step(kind: Any, x: Tensor, states: Sequence[Tensor], params: Mapping[str, Tensor]) -> Any:
+    """Return the new states of a cell, by the equations of PyTorch's documentation or its class."""
+    if not isinstance(kind, str):
+        return [each[0] for each in Reference(kind).unroll(params, x[None], states)]
+    w_ih, w_hh, b_ih, b_hh = map(params.__getitem__, _NAMES)
     h = states[0]
     given, own = x @ w_ih.T + b_ih, h @ w_hh.T + b_hh
     if kind == "RNN":
@@ -28,7 +34,7 @@ def _step(kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tens
 
 
 def plain_run(
-    kind: str,
+    kind: Any,
     params: Mapping[str, Tensor],
     x: Tensor,
     state: Tensor,
@@ -41,12 +47,15 @@ def plain_run(
 ) -> tuple[list[Tensor], Tensor]:
     """Return the outputs of each state, and the last states, of a network of one or two directions.
 
+    Its cells are "RNN", "GRU", "LSTM", or of a class.
+
     Outputs are those of the last layer, or those of the directions of all layers in one more axis.
 
     States before step `cut` are constants, in a network of one direction. Resets set states to
     zeros unless others are given.
     """
-    count = 2 if kind == "LSTM" else 1
+    is_named = isinstance(kind, str)
+    count = 1 + (kind == "LSTM") if is_named else len(inspect.signature(kind.step).parameters) - 2
     others = torch.zeros_like(state) if reset_states is None else reset_states
     bidirectional = any(name.endswith("_reverse") for name in params)
     layers = len(state) // (1 + bidirectional)
@@ -55,8 +64,10 @@ def plain_run(
     for layer in range(layers):
         found = []
         for back in range(1 + bidirectional):
-            names = ["weight_ih", "weight_hh", "bias_ih", "bias_hh"]
-            weights = [params[f"{name}_l{layer}{'_reverse' * back}"] for name in names]
+            end = f"_l{layer}{'_reverse' * back}"
+            own = {
+                name.removesuffix(end): each for name, each in params.items() if name.endswith(end)
+            }
             k = layer * (1 + bidirectional) + back
             states, set_by_resets = (list(each[k].chunk(count, -1)) for each in (state, others))
             rows: list[Any] = [None] * steps
@@ -70,7 +81,7 @@ def plain_run(
                     pairs = zip(set_by_resets, states, strict=True)
                     states = [torch.where(anew[:, None], *both) for both in pairs]
                 has = (t < lengths)[:, None]
-                new = _step(kind, x[t], states, weights)
+                new = _step(kind, x[t], states, own)
                 states = [torch.where(has, *both) for both in zip(new, states, strict=True)]
                 rows[t] = [torch.where(has, each, 0) for each in states]
             found.append(rows)

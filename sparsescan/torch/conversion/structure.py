@@ -34,8 +34,6 @@ _METHODS = (
     *("__call__", "_call_impl", "forward", "__getattr__", "__getattribute__"),
     *("_conv_forward", "_check_input_dim", "_output_padding"),
 )
-# What a pruning hook goes through.
-_PRUNING = attrgetter("__call__", "apply_mask")
 
 
 class _Kind:
@@ -73,7 +71,8 @@ _IDENTITY = {nn.Identity: _Kind(nn.Identity)}
 _ALL = _KINDS | _IDENTITY
 _SETTINGS = frozenset((bool, int, float, str, tuple, type(None)))
 _BasePruning = prune.BasePruningMethod
-_pruning = _PRUNING(_BasePruning)
+# What a pruning hook goes through, read as compilers of PyTorch can follow it.
+_pruning = _BasePruning.__call__, _BasePruning.apply_mask
 # Sequences that call their modules one after the other.
 _CONTAINERS: dict[type[nn.Module], _Kind] = {nn.Sequential: _Kind(nn.Sequential)}
 
@@ -160,9 +159,10 @@ def without_kernels(module: nn.Module, devices: Collection[str]) -> str:
 
 def is_pruning(hook: Any) -> bool:
     """Return whether a hook multiplies a parameter by its mask, as PyTorch's own does."""
+    kind = type(hook)
     return (
         isinstance(hook, _BasePruning)
-        and _PRUNING(type(hook)) == _pruning
+        and (kind.__call__, kind.apply_mask) == _pruning
         and "apply_mask" not in vars(hook)
     )
 

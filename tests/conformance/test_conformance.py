@@ -1,0 +1,186 @@
+"""Each operation, through each door, in each way of calling it, beside one plain formula.
+
+``PYTHONPATH=tests/support python tests/conformance/test_conformance.py`` prints which of them run,
+and which are refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax_doubles import double as double
+from problems import OPERATIONS, Wish
+from sampling import long_run
+from ways import DOORS, MEMBERS, Drawn, expected, tensors
+
+from sparsescan import InputError
+from sparsescan.execution import threads
+from sparsescan.jax.ffi import programs
+from sparsescan.ops import affine, filters, selective
+from sparsescan.recurrent import host_sizes, passes
+
+# What a call has to have, and how it is called where no door is compiled or differentiated.
+FORMS = {
+    "lengths": Wish(has_lengths=True),
+    "resets": Wish(has_resets=True),
+    "masks": Wish(has_masks=True),
+    "no samples": Wish(samples=0),
+    "no steps": Wish(steps=0),
+    "one step": Wish(steps=1),
+    "threads": Wish(samples=40),
+}
+WAYS = [*DOORS["JAX"], *FORMS]
+OF_NETWORKS = {"lengths", "resets", "masks"}
+
+# Calls that are refused: the error, and what it says.
+ONCE = "differentiated"
+REFUSED: dict[tuple[str, str, str], tuple[Any, str]] = {
+    ("simulate", "PyTorch", "vmap"): (InputError, "under a transform of torch.func"),
+    ("simulate", "PyTorch", "forward"): (InputError, "under a transform of torch.func"),
+    ("simulate", "PyTorch", "second"): (RuntimeError, ONCE),
+    ("simulate", "JAX", "forward"): (TypeError, "can't apply forward-mode"),
+    ("simulate", "JAX", "second"): (InputError, ONCE),
+    **{
+        ("simulate", door, "no samples"): (InputError, "expected 3 real numbers, or those of each")
+        for door in DOORS
+    },
+}
+
+
+def is_there(operation: str, door: str, way: str) -> bool:
+    """Return whether there is such a call at all."""
+    if way in OF_NETWORKS and operation != "recurrent":
+        return False
+    if door == "NumPy" and operation in ("lfilter", "sosfilt", "selective_scan"):
+        return False  # SciPy has filters
+    if (operation, door, way) == ("recurrent", "PyTorch", "no steps"):
+        return False  # PyTorch's own modules refuse to run, and ours say the same
+    return way in FORMS or way in DOORS[door]
+
+
+CELLS = [
+    (operation, door, way)
+    for operation in OPERATIONS
+    for door in DOORS
+    for way in WAYS
+    if is_there(operation, door, way)
+]
+
+
+def table() -> str:
+    """Return the table of all calls: that they run, are refused, or do not exist."""
+    lines = ["| | " + " | ".join(WAYS) + " |", "| --- " * (1 + len(WAYS)) + "|"]
+    for operation in OPERATIONS:
+        for door in DOORS:
+            marks = [
+                "refused"
+                if (operation, door, way) in REFUSED
+                else "run"
+                if is_there(operation, door, way)
+                else "–"
+                for way in WAYS
+            ]
+            lines.append(f"| {operation}, {door} | " + " | ".join(marks) + " |")
+    return "\n".join(lines)
+
+
+@pytest.fixture(autouse=True)
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():  # of PyTorch, about itself
+        warnings.simplefilter("ignore")
+        yield
+
+
+def drawn(operation: str, way: str, seed: int) -> Drawn:
+    """Draw a call, weights of its results, and a direction in its numbers."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    problem = OPERATIONS[operation](rng, FORMS.get(way, Wish()))
+
+    def like(array: Any, *lead: int) -> Any:
+        shape = (*lead, *np.shape(array))
+        real = rng.standard_normal(shape)
+        return real + 1j * rng.standard_normal(shape) if np.iscomplexobj(array) else real
+
+    results = problem.plain(*map(tensors, (problem.numbers, problem.flags)))
+    lead = (MEMBERS,) if way == "vmap" else ()
+    weights = tuple(like(each.numpy(), *lead) for each in results)
+    along = {name: like(each) for name, each in problem.numbers.items()}
+    mapped: set[str] = set()
+    if way == "vmap":
+        names = [*problem.numbers, *(set(problem.flags) - {"lengths"})]
+        mapped = {name for name in names if rng.random() < 0.6} or {names[0]}
+        for part in (problem.numbers, problem.flags):
+            for name in mapped & set(part):
+                turned = part[name][::-1] if part[name].ndim else part[name] * 1.1
+                # Neither of them is near another form, such as a first coefficient of 0.
+                other = turned if part[name].dtype == bool else part[name] * 0.9
+                part[name] = np.stack([part[name], other])
+    return Drawn(problem, weights, along, frozenset(mapped))
+
+
+def arrays_of(found: dict[str, Any]) -> dict[tuple[str, Any], Any]:
+    """Return all arrays that a door or the formula gives, by what they are and their names."""
+    return {
+        (what, name): np.asarray(each.detach() if isinstance(each, torch.Tensor) else each)
+        for what, part in found.items()
+        for name, each in (part.items() if isinstance(part, dict) else enumerate(part))
+    }
+
+
+def agree(found: dict[str, Any], right: dict[str, Any]) -> None:
+    """Check that all that a door gives is what the formula gives, but for rounding."""
+    ours, theirs = arrays_of(found), arrays_of({what: right[what] for what in found})
+    largest = max([1.0, *(np.max(np.abs(each), initial=0) for each in theirs.values())])
+    for name, other in theirs.items():
+        assert ours[name].shape == other.shape, name
+        assert ours[name].dtype == other.dtype, name
+        apart = np.max(np.abs(ours[name] - other), initial=0)
+        assert apart <= 1e5 * np.finfo(float).eps * largest, name
+    assert "results" not in found or len(found["results"]) == len(right["results"])
+
+
+# Kernels for other sizes are compiled, and those for smaller examples would be, too.
+@pytest.mark.parametrize(("operation", "door", "way"), CELLS)
+@settings(max_examples=long_run(12, 2), phases=[Phase.generate])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_calls(operation: str, door: str, way: str, seed: int) -> None:
+    one = drawn(operation, way, seed)
+    # JAX compiles each operation of a call that is not compiled as a whole.
+    run = DOORS[door].get(way, DOORS[door]["compiled" if door == "JAX" else "reverse"])
+    f = one.problem.ours[door]
+    if (operation, door, way) in REFUSED:
+        error, said = REFUSED[operation, door, way]
+        with pytest.raises(error, match=said):
+            run(f, one)
+        return
+    found = run(f, one)
+    agree(found, expected(one))
+    if way == "threads":
+        check_threads(run, f, one, found)
+
+
+def check_threads(run: Any, f: Any, one: Drawn, found: dict[str, Any]) -> None:
+    """Check that many threads of kernels, and of callers, give the same bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (threads, affine, filters, selective, host_sizes, passes, programs):
+            patch.setattr(module, "thread_count", lambda: 3)
+        patch.setattr(filters, "_GRAIN", 1)
+        patch.setattr(selective, "_GRAIN", 1)
+        with ThreadPoolExecutor(3) as pool:
+            others = list(pool.map(lambda _: run(f, one), range(3)))
+    for other in map(arrays_of, others):
+        for name, array in arrays_of(found).items():
+            assert other[name].tobytes() == array.tobytes(), name
+
+
+if __name__ == "__main__":
+    print(table())

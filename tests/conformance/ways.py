@@ -1,0 +1,253 @@
+"""Ways of calling an operation, through each door, and what its plain formula gives for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from problems import Array, Call, Numbers, Problem
+from torch import Tensor
+
+MEMBERS = 2
+
+
+class Drawn(NamedTuple):
+    """A problem, weights of its results in a loss, and a direction in its numbers.
+
+    Attributes
+    ----------
+    problem : Problem
+        What is called.
+    weights : tuple of ndarray
+        The loss is the real part of the sum of the results times these.
+    along : dict of str to ndarray
+        The direction.
+    mapped : frozenset of str
+        Names of the numbers and flags that a map has several of: an axis more, the first one.
+    """
+
+    problem: Problem
+    weights: tuple[Array, ...]
+    along: Numbers
+    mapped: frozenset[str] = frozenset()
+
+    @property
+    def given(self) -> tuple[Numbers, Numbers]:
+        return self.problem.numbers, self.problem.flags
+
+    def member(self, k: int) -> tuple[Numbers, Numbers]:
+        """Return the arguments of one call of a map."""
+        numbers, flags = (
+            {name: each[k] if name in self.mapped else each for name, each in part.items()}
+            for part in self.given
+        )
+        return numbers, flags
+
+
+# -- The formula -----------------------------------------------------------------------------------
+
+
+def tensors(numbers: Numbers, *, are_leaves: bool = False) -> Numbers:
+    own = {name: torch.tensor(np.asarray(each)) for name, each in numbers.items()}
+    return {name: each.requires_grad_() for name, each in own.items()} if are_leaves else own
+
+
+def loss_of(results: Any, weights: Any) -> Any:
+    """Return the loss, of PyTorch's tensors or of JAX's arrays."""
+    return sum((one * w).sum().real for one, w in zip(results, weights, strict=True))
+
+
+def grads_of(loss: Any, leaves: Numbers, **options: Any) -> Numbers:
+    if not (isinstance(loss, Tensor) and loss.requires_grad):
+        return {name: torch.zeros_like(each) for name, each in leaves.items()}
+    found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True, **options)
+    return dict(zip(leaves, found, strict=True))
+
+
+def slope_of(grads: Numbers, along: Numbers) -> Any:
+    """Return by how much a loss changes along a direction, if it has these gradients."""
+    terms = [(grads[name].conj() * each).sum().real for name, each in along.items()]
+    return sum(terms[1:], terms[0])
+
+
+def by_formula(drawn: Drawn, given: tuple[Numbers, Numbers], weights: Any) -> dict[str, Any]:
+    """Return results, gradients, slopes of results along the direction and those of gradients."""
+    leaves, flags = tensors(given[0], are_leaves=True), tensors(given[1])
+    results = tuple(drawn.problem.plain(leaves, flags))
+    weights = [torch.from_numpy(w).requires_grad_() for w in weights]
+    grads = grads_of(loss_of(results, weights), leaves, create_graph=True)
+    # Gradients are linear in the weights, and what these are multiplied by are the slopes.
+    slope = slope_of(grads, tensors(drawn.along))
+    pairs = grads_of(slope, dict(enumerate(weights)), retain_graph=True)
+    return {
+        "results": [each.detach() for each in results],
+        "gradients": {name: each.detach() for name, each in grads.items()},
+        "slopes": [each.conj().resolve_conj() for each in pairs.values()],
+        "slopes of gradients": grads_of(slope, leaves),
+    }
+
+
+def expected(drawn: Drawn) -> dict[str, Any]:
+    """Return what the formula gives; of a map, what its members give, side by side."""
+    if not drawn.mapped:
+        return by_formula(drawn, drawn.given, drawn.weights)
+    weights = [[w[k] for w in drawn.weights] for k in range(MEMBERS)]
+    members = [by_formula(drawn, drawn.member(k), weights[k]) for k in range(MEMBERS)]
+    results = [torch.stack(each) for each in zip(*(m["results"] for m in members), strict=True)]
+    each = {
+        name: torch.stack([member["gradients"][name] for member in members])
+        for name in drawn.problem.numbers
+    }
+    whole = {name: g if name in drawn.mapped else g.sum(0) for name, g in each.items()}
+    return {"results": results, "gradients": whole, "gradients of members": each}
+
+
+# -- Doors -----------------------------------------------------------------------------------------
+
+Found = dict[str, Any]
+
+
+def numpy_reverse(f: Call, drawn: Drawn) -> Found:
+    results, pull = f(*drawn.given)
+    # Gradients in results are conjugates of what these are multiplied by.
+    grads = pull(*(np.conj(w) for w in drawn.weights))
+    return {"results": results, "gradients": grads}
+
+
+def numpy_plain(f: Call, drawn: Drawn) -> Found:
+    return {"results": f(*drawn.given)[0]}
+
+
+def torch_plain(f: Call, drawn: Drawn) -> Found:
+    with torch.no_grad():
+        return {"results": f(*map(tensors, drawn.given))}
+
+
+def torch_reverse(f: Call, drawn: Drawn) -> Found:
+    leaves, flags = tensors(drawn.given[0], are_leaves=True), tensors(drawn.given[1])
+    results = f(leaves, flags)
+    grads = grads_of(loss_of(results, map(torch.from_numpy, drawn.weights)), leaves)
+    return {"results": results, "gradients": grads}
+
+
+def torch_compiled(f: Call, drawn: Drawn) -> Found:
+    torch._dynamo.reset()  # else many forms of one function are too many
+    is_whole = drawn.problem.is_one_graph
+    compiled = torch.compile(f, fullgraph=is_whole, backend="aot_eager" if is_whole else "eager")
+    return torch_reverse(torch._dynamo.config.patch(allow_rnn=True)(compiled), drawn)
+
+
+def _torch_gradients(f: Call, flags: Numbers, weights: Any) -> Callable[[Numbers], Numbers]:
+    return torch.func.grad(lambda numbers: loss_of(f(numbers, flags), weights))
+
+
+def torch_forward(f: Call, drawn: Drawn) -> Found:
+    (numbers, flags), along = map(tensors, drawn.given), tensors(drawn.along)
+    weights = list(map(torch.from_numpy, drawn.weights))
+    results, slopes = torch.func.jvp(lambda own: tuple(f(own, flags)), (numbers,), (along,))
+    gradients = _torch_gradients(f, flags, weights)
+    grads, of_grads = torch.func.jvp(gradients, (numbers,), (along,))
+    found = {"results": results, "slopes": slopes}
+    return found | {"gradients": grads, "slopes of gradients": of_grads}
+
+
+def torch_second(f: Call, drawn: Drawn) -> Found:
+    leaves, flags = tensors(drawn.given[0], are_leaves=True), tensors(drawn.given[1])
+    loss = loss_of(f(leaves, flags), map(torch.from_numpy, drawn.weights))
+    grads = grads_of(loss, leaves, create_graph=True)
+    slope = slope_of(grads, tensors(drawn.along))
+    return {"gradients": grads, "slopes of gradients": grads_of(slope, leaves)}
+
+
+def _axes(drawn: Drawn) -> Any:
+    return tuple({name: 0 if name in drawn.mapped else None for name in p} for p in drawn.given)
+
+
+def torch_vmap(f: Call, drawn: Drawn) -> Found:
+    found = torch_reverse(torch.func.vmap(f, _axes(drawn)), drawn)
+    weights = tuple(map(torch.from_numpy, drawn.weights))
+
+    def gradients(numbers: Numbers, flags: Numbers, weights: Any) -> Numbers:
+        return _torch_gradients(f, flags, weights)(numbers)
+
+    each = torch.func.vmap(gradients, (*_axes(drawn), 0))
+    return found | {"gradients of members": each(*map(tensors, drawn.given), weights)}
+
+
+def jax_plain(f: Call, drawn: Drawn) -> Found:
+    return {"results": f(*drawn.given)}
+
+
+def _jax_gradients(f: Call, weights: Any = None) -> Callable[..., Numbers]:
+    """Return the function of gradients, which in JAX are conjugates of those of PyTorch."""
+
+    def gradients(numbers: Numbers, flags: Numbers, weights: Any = weights) -> Numbers:
+        own = {name: jnp.asarray(each) for name, each in numbers.items()}
+        grads = jax.grad(lambda own: loss_of(f(own, flags), weights))(own)
+        return jax.tree.map(jnp.conj, grads)
+
+    return gradients
+
+
+def jax_reverse(f: Call, drawn: Drawn) -> Found:
+    grads = _jax_gradients(f, drawn.weights)(*drawn.given)
+    return {"results": f(*drawn.given), "gradients": grads}
+
+
+def jax_compiled(f: Call, drawn: Drawn) -> Found:
+    def both(numbers: Numbers, flags: Numbers) -> Any:
+        return f(numbers, flags), _jax_gradients(f, drawn.weights)(numbers, flags)
+
+    return dict(zip(("results", "gradients"), jax.jit(both)(*drawn.given), strict=True))
+
+
+def jax_forward(f: Call, drawn: Drawn) -> Found:
+    def derivative(function: Call) -> Any:
+        def call(numbers: Numbers, flags: Numbers, along: Numbers) -> Any:
+            return jax.jvp(lambda own: function(own, flags), (numbers,), (along,))
+
+        return jax.jit(call)(*drawn.given, drawn.along)
+
+    results, slopes = derivative(f)
+    grads, of_grads = derivative(_jax_gradients(f, drawn.weights))
+    found = {"results": results, "slopes": slopes}
+    return found | {"gradients": grads, "slopes of gradients": of_grads}
+
+
+def jax_second(f: Call, drawn: Drawn) -> Found:
+    def slope(numbers: Numbers, flags: Numbers) -> Any:
+        return slope_of(_jax_gradients(f, drawn.weights)(numbers, flags), drawn.along)
+
+    twice = jax.jit(lambda *given: jax.tree.map(jnp.conj, jax.grad(slope)(*given)))
+    return {"slopes of gradients": twice(*drawn.given)}
+
+
+def jax_vmap(f: Call, drawn: Drawn) -> Found:
+    found = jax_compiled(jax.vmap(f, _axes(drawn)), drawn)
+    each = jax.jit(jax.vmap(_jax_gradients(f), (*_axes(drawn), 0)))
+    return found | {"gradients of members": each(*drawn.given, drawn.weights)}
+
+
+DOORS: dict[str, dict[str, Callable[[Call, Drawn], Found]]] = {
+    "NumPy": {"plain": numpy_plain, "reverse": numpy_reverse},
+    "PyTorch": {
+        "plain": torch_plain,
+        "compiled": torch_compiled,
+        "vmap": torch_vmap,
+        "forward": torch_forward,
+        "reverse": torch_reverse,
+        "second": torch_second,
+    },
+    "JAX": {
+        "plain": jax_plain,
+        "compiled": jax_compiled,
+        "vmap": jax_vmap,
+        "forward": jax_forward,
+        "reverse": jax_reverse,
+        "second": jax_second,
+    },
+}
