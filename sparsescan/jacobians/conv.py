@@ -166,20 +166,17 @@ class _Forward(_Convolution):
         uneven = any(window.before != window.after for window in self.windows)
         if uneven and "padding" not in arguments:
             raise InputError("padding is 'same', of unequal sides; expected sizes for the part")
+        return super().restrict(input_shape, channels, **arguments)
+
+    def _arguments(self, input_shape: Shape, channels: slice) -> dict[str, Any]:
         inputs = input_shape[len(input_shape) - self._axes - 1]
-        sizes: dict[str, Any] = {
-            name: getattr(self, name) for name in ("kernel_size", "stride", "padding", "dilation")
+        return super()._arguments(input_shape, channels) | {
+            "in_channels": inputs,
+            "out_channels": len(range(*channels.indices(self.out_channels))),
+            "groups": max(1, self.groups * inputs // self.in_channels),
+            **{name: getattr(self, name) for name in ("kernel_size", "stride", "padding")},
+            "dilation": self.dilation,
         }
-        part = type(self)(
-            inputs,
-            len(range(*channels.indices(self.out_channels))),
-            **sizes | arguments,
-            groups=max(1, self.groups * inputs // self.in_channels),
-            bias=self.bias is not None,
-            input_shape=input_shape,
-            weight_mask=None if self._mask is None else self._mask.on(np)[channels],
-        )
-        return self.share_parameters(part, channels)
 
     def _forward(self, xp: Any, x: Array) -> Array:
         y = xp.matmul(self._grouped_weight(xp), self._columns(xp, x))
@@ -318,6 +315,7 @@ class ConvTranspose2d(_Convolution):
     """
 
     transposed = True
+    _arguments = Operator._arguments  # parts have all channels
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from ..checks import check_count, check_flag
 from ..errors import InputError
 from ..symbolic.pattern import Pattern
 from .kernels.values import transpose
-from .shared.operator import Operator
+from .shared.checks import Shape
 from .shared.stencil import Weighing
 from .shared.windows import Window
 
@@ -92,19 +92,10 @@ class Linear(Weighing):
         biases = self.out_features if check_flag("bias", bias) else None
         self.declare_weight(shape, biases, weight_mask, dtype, rng)
 
-    def restrict(
-        self, input_shape: Any, channels: slice = slice(None), **arguments: Any
-    ) -> Operator:
-        """Return this layer for some of its outputs; see :meth:`.Operator.restrict`."""
-        part = Linear(
-            self.in_features,
-            len(range(*channels.indices(self.out_features))),
-            self.bias is not None,
-            input_shape=input_shape,
-            weight_mask=None if self._mask is None else self._mask.on(np)[channels],
-            **arguments,
-        )
-        return self.share_parameters(part, channels)
+    def _arguments(self, input_shape: Shape, channels: slice) -> dict[str, Any]:
+        outputs = len(range(*channels.indices(self.out_features)))
+        sizes = {"in_features": self.in_features, "out_features": outputs}
+        return sizes | super()._arguments(input_shape, channels)
 
     def _core_pattern(self) -> Pattern:
         if self._mask is None:

@@ -16,9 +16,8 @@ from ..checks import check_count, check_flag, check_number
 from ..errors import InputError, short
 from ..execution.sharing import quiet
 from ..parameters.parametrised import Initial, Parameter, Parametrised
-from .shared.checks import check_sizes
+from .shared.checks import Shape, check_sizes
 from .shared.coupled import Coupled
-from .shared.operator import Operator
 
 Array = Any
 
@@ -209,25 +208,13 @@ class BatchNorm(_Normalisation):
             _ones_and_zeros(dtype),
         )
 
-    def _own_arguments(self) -> dict[str, Any]:
-        """Return arguments of a layer like this one that have no default."""
-        return {"training": self.training}
-
-    def restrict(
-        self, input_shape: Any, channels: slice = slice(None), **arguments: Any
-    ) -> Operator:
-        """Return this layer for some rows, or some channels; see :meth:`.Operator.restrict`."""
-        kind: Any = type(self)
-        part: Operator = kind(
-            len(range(*channels.indices(self.num_features))),
-            self.eps,
-            self.momentum,
-            self.weight is not None,
-            self.track_running_stats,
-            input_shape=input_shape,
-            **self._own_arguments() | arguments,
-        )
-        return self.share_parameters(part, channels)
+    def _arguments(self, input_shape: Shape, channels: slice) -> dict[str, Any]:
+        names = "eps", "momentum", "track_running_stats", "training"
+        return {
+            "num_features": len(range(*channels.indices(self.num_features))),
+            "affine": self.weight is not None,
+            **{name: getattr(self, name) for name in names},
+        }
 
     def _check_arguments(self) -> None:
         shape, axes = self.input_shape, self._axes
@@ -514,8 +501,8 @@ class BatchNorm1d(BatchNorm):
         about = num_features, eps, momentum, affine, track_running_stats
         self._set_up(*about, shape, dtype)
 
-    def _own_arguments(self) -> dict[str, Any]:
-        return {"training": self.training, "axes": self._axes}
+    def _arguments(self, input_shape: Shape, channels: slice) -> dict[str, Any]:
+        return super()._arguments(input_shape, channels) | {"axes": self._axes}
 
 
 def _ones_and_zeros(dtype: DTypeLike) -> Initial:

@@ -17,7 +17,16 @@ from layers import CELLS, OPERATORS
 import sparsescan.jacobians as jacobians
 from sparsescan import InputError, InputTypeError, MemoryLimitError, recurrent
 from sparsescan.arrays import arrays
-from sparsescan.jacobians import BatchNorm2d, Linear, Residual, Sequential, Tanh
+from sparsescan.jacobians import (
+    BatchNorm1d,
+    BatchNorm2d,
+    Conv1d,
+    Conv2d,
+    Linear,
+    Residual,
+    Sequential,
+    Tanh,
+)
 from sparsescan.jacobians.shared.operator import Operator
 from sparsescan.recurrent import GRU, LSTM, RNN, GRUCell, Recurrent
 
@@ -222,3 +231,28 @@ def test_parameters_that_no_memory_holds_are_not_drawn(monkeypatch: pytest.Monke
         _ = layer.weight
     monkeypatch.setattr(arrays, "memory_left", lambda: 8 * 4096**2)
     assert layer.weight.shape == (4096, 4096)
+
+
+# -- Parts of layers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        Linear(3, 4, weight_mask=np.arange(12).reshape(4, 3) % 3 > 0, rng=0),
+        Linear(3, 4, bias=False, input_shape=(2, 3), rng=0),
+        Conv2d(2, 4, (3, 2), stride=(1, 2), padding=1, input_shape=(2, 5, 4), rng=0),
+        Conv1d(2, 4, 2, bias=False, input_shape=(2, 5), rng=0),
+        BatchNorm2d(4, affine=False, input_shape=(4, 2, 3)),
+        BatchNorm1d(4, eps=0.5, input_shape=(3, 4), training=True),
+    ],
+)
+def test_a_part_computes_some_channels_with_the_same_parameters(op: Any) -> None:
+    axis = op.output_shape.index(4)
+    whole, some = [slice(None)] * len(op.output_shape), slice(1, 3)
+    whole[axis] = some
+    x = np.random.default_rng(0).standard_normal(op.input_shape)
+    given = x[tuple(whole)] if isinstance(op, BatchNorm1d | BatchNorm2d) else x
+    part = op.restrict(given.shape, some)
+    np.testing.assert_array_equal(part.forward(given), op.forward(x)[tuple(whole)])
+    assert all(np.shares_memory(part.params[name], array) for name, array in op.params.items())

@@ -17,6 +17,7 @@ from ...errors import Allocating, InputError
 from ...execution.sharing import even_slices, map_shared, quiet
 from ...locks import cached_property
 from ...parameters.fixed import Fixed
+from ...parameters.parametrised import Layer
 from ...symbolic.implicit import ImplicitPattern, Step
 from ...symbolic.pattern import Pattern, block_diagonal, index_dtype
 from .checks import Shape, batched, check_sizes
@@ -385,12 +386,20 @@ class Operator(Fixed, ABC):
         >>> MaxPool2d(2, input_shape=(3, 6, 6)).restrict((1, 4, 6)).output_shape
         (1, 2, 3)
         """
+        kind: Any = type(self)
+        own = self._arguments(input_shape, channels)
+        part: Operator = kind(**own | arguments, input_shape=input_shape)
+        return self.share_parameters(part, channels)
+
+    def _arguments(self, input_shape: Shape, channels: slice) -> dict[str, Any]:
+        """Return the arguments of a part of this layer, without its input shape."""
         if channels != slice(None):
             raise InputError(f"channels is {channels}; {self!r} has no parameters for each of them")
         names = inspect.signature(type(self)).parameters.keys() - {"input_shape"}
-        own = {name: getattr(self, name) for name in names}
-        kind: Any = type(self)
-        part: Operator = kind(**own | arguments, input_shape=input_shape)
+        return {name: getattr(self, name) for name in names}
+
+    def share_parameters(self, part: Layer, channels: slice) -> Layer:
+        """Return `part`, which has no parameters."""
         return part
 
     def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:

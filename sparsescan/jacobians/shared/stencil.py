@@ -46,6 +46,12 @@ class Weighing(Weighted, Operator):
     groups: int = 1
     transposed = False
 
+    def _arguments(self, input_shape: Shape, channels: slice) -> dict[str, Any]:
+        return {
+            "bias": self.bias is not None,
+            "weight_mask": None if self._mask is None else self._mask.on(np)[channels],
+        }
+
     @property
     def window_counts(self) -> Shape:
         """How many windows there are along height and width."""
