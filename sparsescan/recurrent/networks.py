@@ -72,7 +72,7 @@ class Recurrent(Fixed):
 
     See Also
     --------
-    TrainingStep : Runs the network forward and backward.
+    sparsescan.recurrent.step.TrainingStep : Runs the network forward and backward.
 
     Examples
     --------

@@ -15,6 +15,7 @@ from sparsescan.parallel import Grid
 from sparsescan.parallel.communicator import Communicator
 from sparsescan.parallel.exchange import rounds
 from sparsescan.parallel.halo import take_rows
+from sparsescan.parallel.plan import ParallelPlan
 from sparsescan.symbolic.pattern import of_mask
 
 WORLD = MPI.COMM_WORLD
@@ -32,7 +33,7 @@ def counted() -> np.ndarray:
     return np.sum([(each.messages, each.bytes, each.operations) for each in traffic], axis=0)
 
 
-def check(wire: Wire, plan: parallel.ParallelPlan, scan: Callable[[], object]) -> None:
+def check(wire: Wire, plan: ParallelPlan, scan: Callable[[], object]) -> None:
     """Compare what a scan sends with the forecast, by the library's count and by our own."""
     scan()  # takes memory, about which the ranks agree, too
     before, own = wire.read(), counted()

@@ -44,7 +44,7 @@ class Operator(Fixed, ABC):
 
     See Also
     --------
-    Sequential : Layers one after the other.
+    sparsescan.jacobians.Sequential : Layers one after the other.
     """
 
     input_shape: Shape
