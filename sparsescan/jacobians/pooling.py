@@ -137,9 +137,7 @@ class MaxPool2d(_Pooling):
     def _fill_by_windows(self, xp: Any, x: Array, out: Array) -> None:
         """Write the values in steps that a GPU takes on all windows at once."""
         inputs, rows, columns = (constant.on(xp) for constant in self._tables)
-        # Axes: sample, tap and window along y, tap and window along x.
-        read = self._x.read(xp, self._y.read(xp, x, 1, -np.inf), 3, -np.inf)
-        values = read.transpose(0, 2, 4, 1, 3).reshape(len(x), *inputs.shape)
+        values = xp.where(inputs >= 0, x.reshape(len(x), -1)[:, inputs], x.dtype.type(-np.inf))
         largest = values.max(axis=-1, keepdims=True)
         is_nan = values != values
         first = ((values == largest) & (inputs >= 0)).argmax(axis=-1)

@@ -134,6 +134,16 @@ class _Moved(Operator):
     def _core_nnz(self) -> int:
         return math.prod(self._core)
 
+    def _core_pattern(self) -> Pattern:
+        rows, cols = self.shape
+        dtype = index_dtype((rows, cols), rows)
+        places = self._moved_back(np.arange(cols, dtype=dtype).reshape(self._core_out))
+        return trusted(np.arange(rows + 1, dtype=dtype), places.flatten(), (rows, cols))
+
+    def _moved_back(self, y: Array) -> Array:
+        """Return what the elements of the input have become."""
+        return y
+
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
         out.fill(1)
 
@@ -177,9 +187,6 @@ class Flatten(_Moved):
         self.start_dim, self.end_dim = start_dim, end_dim
         joined = math.prod(self._core[start:stop])
         self._set_output((*self._core[:start], joined, *self._core[stop:]))
-
-    def _core_pattern(self) -> Pattern:
-        return Pattern.diagonal(math.prod(self._core))
 
     def _forward(self, xp: Any, x: Array) -> Array:
         return x
@@ -233,11 +240,8 @@ class Pad(_Moved):
             tuple(size + sum(pair) for size, pair in zip(self._core, self.pad_width, strict=True))
         )
 
-    def _core_pattern(self) -> Pattern:
-        rows, cols = self.shape
-        dtype = index_dtype((rows, cols), rows)
-        places = np.arange(cols, dtype=dtype).reshape(self._core_out)[self._inside]
-        return trusted(np.arange(rows + 1, dtype=dtype), places.flatten(), (rows, cols))
+    def _moved_back(self, y: Array) -> Array:
+        return y[self._inside]
 
     def _forward(self, xp: Any, x: Array) -> Array:
         y = xp.zeros((len(x), *self._core_out), x.dtype)
@@ -284,13 +288,8 @@ class Permute(_Moved):
             raise InputError(f"dims is {short(dims)}; expected 0, the batch, then 1 to {axes - 1}")
         self._set_output(tuple(self._core[dim - 1] for dim in self._order[1:]))
 
-    def _core_pattern(self) -> Pattern:
-        size = math.prod(self._core)
-        dtype = index_dtype((size, size), size)
-        # Where in the output each element of the input is.
-        back = np.argsort(self._order[1:])
-        indices = np.arange(size, dtype=dtype).reshape(self._core_out).transpose(back).reshape(-1)
-        return trusted(np.arange(size + 1, dtype=dtype), indices, (size, size))
+    def _moved_back(self, y: Array) -> Array:
+        return y.transpose(np.argsort(self._order[1:]))
 
     def _forward(self, xp: Any, x: Array) -> Array:
         return x.transpose(self._order)

@@ -7,18 +7,20 @@ import math
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ..errors import SparseScanError
+from ..jacobians import Sequential as Network
 from ..jacobians import from_torch
 from ..jacobians.shared.operator import Operator
-from ..jacobians.training.bound import BoundStep, without_arrays
 from ..locks import new_lock
 from ..recurrent.step_pool import StepPool
 from .calls.arrays import array_of, tensor_of
@@ -32,7 +34,6 @@ from .conversion.masks import Kept, kept_now
 from .conversion.probe import asks_for_some, is_looked_at, probe
 from .conversion.structure import (
     FLOATS,
-    NORMS,
     STATISTICS,
     StackLayer,
     StackStructure,
@@ -43,6 +44,8 @@ from .conversion.structure import (
     read,
     without_kernels,
 )
+
+Array = NDArray[Any]
 
 # Share of the weights that are kept, from which on PyTorch's dense products are as fast.
 _DENSE = 0.25
@@ -231,7 +234,62 @@ def _is_small(conv: Any, weight: Tensor, x: Tensor) -> bool:
 # -- Networks --------------------------------------------------------------------------------------
 
 
-_Pool = StepPool[BoundStep]
+def _without_arrays(layers: Sequence[Operator]) -> list[Operator]:
+    """Return copies of layers that have zeros, which take no memory, in place of parameters."""
+    copies = [copy.copy(layer) for layer in layers]
+    for layer in copies:
+        _let_go(layer)
+    return copies
+
+
+def _let_go(layer: Operator) -> None:
+    for name in getattr(layer, "parameter_names", ()):
+        array = getattr(layer, name)
+        vars(layer)[name] = np.broadcast_to(array.dtype.type(0), array.shape)
+
+
+class _BoundStep:
+    """Run a training step of layers with parameters that are given at each call.
+
+    Parameters
+    ----------
+    layers : sequence of Operator
+        The layers. They are copied without their arrays, so steps do not disturb each other.
+
+    Attributes
+    ----------
+    step : NetworkStep
+        The step.
+    """
+
+    def __init__(self, layers: Sequence[Operator]) -> None:
+        self._layers = _without_arrays(layers)
+        self.step = Network(self._layers).training_step()
+
+    def forward(self, x: Array, arrays: Mapping[tuple[int, str], Array]) -> Array:
+        """Compute the output of the last layer.
+
+        Parameters
+        ----------
+        x : ndarray, shape ``(batch, *input_shape)``
+            The inputs.
+        arrays : dict of (int, str) to ndarray
+            Parameters, running statistics and counts of batches, by the number of their layer and
+            their names in PyTorch; not copied.
+        """
+        for (k, name), array in arrays.items():
+            # A read of a parameter checks its shape.
+            own = "_batches" if name == "num_batches_tracked" else name
+            vars(self._layers[k])[own] = array
+        return self.step.forward(x)
+
+    def release(self) -> None:
+        """Let go of the arrays of the last call."""
+        for layer in self._layers:
+            _let_go(layer)
+
+
+_Pool = StepPool[_BoundStep]
 
 
 class _Network:
@@ -249,8 +307,8 @@ class _Network:
 
     def __init__(self, structure: StackStructure) -> None:
         modules = [layer.module for layer in structure.layers]
-        ops = without_arrays(from_torch(nn.Sequential(*modules), structure.shape))
-        self.pool = StepPool(lambda: BoundStep(ops))
+        ops = _without_arrays(from_torch(nn.Sequential(*modules), structure.shape))
+        self.pool = StepPool(lambda: _BoundStep(ops))
         self.pool.give_back(self.pool.take())
         self.layers = [_copy(module) for module in modules]
         self.reads_again = any(isinstance(module, nn.LayerNorm) for module in modules)
@@ -281,6 +339,7 @@ def _copy(module: nn.Module) -> nn.Module:
     copied = type(module).__new__(type(module))
     own = {name: value for name, value in vars(module).items() if not isinstance(value, Tensor)}
     vars(copied).update(own | vars(nn.Module()) | {"training": module.training})
+    vars(copied).update(dict.fromkeys(("bias", "weight", *STATISTICS)))
     return copied
 
 
@@ -411,13 +470,13 @@ class _Call(NamedTuple):
         _give_back(self.network.pool, step)
         return output
 
-    def forward(self, step: BoundStep, x: Tensor) -> Tensor:
+    def forward(self, step: _BoundStep, x: Tensor) -> Tensor:
         """Run a step forward, note what it has read, and let statistics take in the batch."""
         output = _forward(step, x, self.names, self.tensors)
         for each in self.pruned:
             k, _ = self.names[each.place]
-            each.values.set(step.kept_weights(k))
-        step.update_running_stats()
+            each.values.set(step.step.kept_weights(str(k)))
+        step.step.update_running_stats()
         for (k, name), tensor in zip(self.names, self.tensors, strict=True):
             # PyTorch counts no versions of running means and variances.
             is_counted = name == "num_batches_tracked" and self.network.layers[k].training
@@ -427,7 +486,7 @@ class _Call(NamedTuple):
 
 
 def _forward(
-    step: BoundStep, x: Tensor, names: Sequence[tuple[int, str]], tensors: Sequence[Tensor]
+    step: _BoundStep, x: Tensor, names: Sequence[tuple[int, str]], tensors: Sequence[Tensor]
 ) -> Tensor:
     arrays = dict(zip(names, map(array_of, tensors), strict=True))
     with pytorchs_threads():
@@ -483,7 +542,7 @@ class _Lease(NamedTuple):
     """A step that has run forward and waits for its backward pass."""
 
     pool: _Pool
-    steps: list[BoundStep]  # this one, until its backward pass
+    steps: list[_BoundStep]  # this one, until its backward pass
 
     def end(self) -> None:
         """Let another call use the step."""
@@ -491,7 +550,7 @@ class _Lease(NamedTuple):
             _give_back(self.pool, self.steps.pop())
 
 
-def _give_back(pool: _Pool, step: BoundStep) -> None:
+def _give_back(pool: _Pool, step: _BoundStep) -> None:
     step.release()
     pool.give_back(step)
 
@@ -560,7 +619,7 @@ class _Step(torch.autograd.Function):
             step = pool.take()
             _forward(step, x, ctx.names, tensors)
         with pytorchs_threads():
-            grads = step.backward(array_of(above), needs_input_grad=ctx.needs_input_grad[1])
+            grads = step.step.backward(array_of(above), needs_input_grad=ctx.needs_input_grad[1])
         _give_back(pool, step)
         below = None if grads.input is None else torch.from_numpy(grads.input)
         found = [
@@ -586,7 +645,7 @@ class _Step(torch.autograd.Function):
     def dense(ctx: Any, above: Tensor) -> dict[int, Tensor]:
         """Return the gradients in masked weights, those of pruned ones too, by their places."""
         x, *tensors = (each.detach() for each in _Step.tensors(ctx))
-        layers = [_with_tensors(layer) for layer in ctx.network.layers]
+        layers = list(map(copy.copy, ctx.network.layers))
         with torch.enable_grad():
             asked = {place: tensors[place].requires_grad_() for place, *_ in ctx.pruned}
             for (k, name), tensor in zip(ctx.names, tensors, strict=True):
@@ -621,12 +680,3 @@ def _alone() -> int:
     held = [torch.zeros(1, device="cpu")]
     ref = weakref.ref(held[0])
     return _count(None, None, None, ref()) - len(held)
-
-
-def _with_tensors(layer: nn.Module) -> nn.Module:
-    """Return a copy of a layer that has tensors of its own."""
-    copied = type(layer).__new__(type(layer))
-    copied.__dict__ = vars(layer) | {"bias": None, "weight": None}
-    if isinstance(layer, NORMS):
-        vars(copied).update(dict.fromkeys(STATISTICS))
-    return copied
