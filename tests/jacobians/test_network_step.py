@@ -102,6 +102,10 @@ def check(net: Any, input_shape: tuple[int, ...], batch: int, rng: np.random.Gen
         grad = rng.standard_normal((batch, *ours.output_shape))
         grad.setflags(write=False)
         y = step.forward(x)
+        for k, op in enumerate(ours.ops):
+            if hasattr(op, "kept_weights"):
+                kept = op.weight[op.kept_weights()]
+                np.testing.assert_array_equal(step.kept_weights(str(k)), kept)
         input_grad, params = step.backward(grad, out=out)
         expected = run_torch(net, x, grad)
         close(y, expected[0], "output", scale)

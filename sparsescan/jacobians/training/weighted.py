@@ -217,6 +217,7 @@ class WeighAll(Weigh):
     """A layer of which most weights are kept: all are used, pruned ones as 0."""
 
     reason = "dense: faster by blocks of rows"
+    kept_weights = WeightStage.kept_weights
 
     @staticmethod
     def pays(op: Any) -> bool:
