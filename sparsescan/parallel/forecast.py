@@ -152,24 +152,23 @@ def _forecast(
     capacity: Capacity,
     working: float,
     waiting: float,
-    data: Sequence[tuple[int, int]],
-    memory: Sequence[int],
+    members: Sequence[tuple[int, int, int]],
 ) -> Forecast:
     """Add up a forecast.
 
-    For each rank of a group, `data` are messages and their bytes, and `memory` is the memory beside
-    that of its part.
+    `members` has for each rank of a group the messages that it sends, their bytes, and its memory
+    beside that of its part.
     """
     grid, network = setting.grid, setting.network
     messages, nbytes = [], []
     for rank in range(grid.size):
         member = rank % grid.group_size
-        count, size = data[member]
+        count, size, _ = members[member]
         opening = allreduce_messages(grid.group_size, member)
         closing = allreduce_messages(grid.size, rank)
         messages.append(opening + closing + count)
         nbytes.append(8 * OPEN * opening + 8 * CLOSE * closing + size)
-    held = [part.bytes + more for part, more in zip(setting.parts, memory, strict=True)]
+    held = [part.bytes + more for part, (*_, more) in zip(setting.parts, members, strict=True)]
     waiting += network.allreduce(grid.group_size, 8 * OPEN)
     waiting += network.allreduce(grid.size, 8 * CLOSE)
     return Forecast(
@@ -196,13 +195,13 @@ def _by_vectors(setting: Setting) -> Forecast:
             for row in range(grid.rows)
         ]
     )
-    data, memory = [], []
+    members = []
     for member, part in enumerate(parts):
         position, row = grid.position(member), grid.row(member)
         goes_on = int(position < grid.chain - 1)
         leaving = int(sizes[row, position + 1])
-        data.append((goes_on + part.messages, goes_on * leaving + part.sent))
-        memory.append(2 * int(sizes[row].max()))
+        sent = goes_on + part.messages, goes_on * leaving + part.sent
+        members.append((*sent, 2 * int(sizes[row].max())))
     # Ranks that share rows take as long as the slowest of them.
     heads = parts[:: grid.rows]
     return _forecast(
@@ -212,8 +211,7 @@ def _by_vectors(setting: Setting) -> Forecast:
         working=sum(part.nanoseconds for part in heads) * setting.slowdown(1 / grid.chain),
         waiting=sum(part.waiting for part in heads)
         + sum(setting.network.message(size) for size in sizes.max(axis=0)[1:-1].tolist()),
-        data=data,
-        memory=memory,
+        members=members,
     )
 
 
@@ -254,14 +252,15 @@ def _by_products(setting: Setting, form: str, algorithm: str, limited: bool) -> 
         [first.nanoseconds, *(cost.nanoseconds for cost in maps[1:-1] if cost is not None)]
     )
     working += merging + max((part.nanoseconds for part in others), default=0.0)
-    messages = [exscan_messages(algorithm, count, rank) for rank in range(count)]
-    memory = []
+    members = []
     for rank, cost in enumerate(maps):
+        sent = exscan_messages(algorithm, count, rank)
         mine = {programs[merge] for ranks in scan for merge in ranks[rank]}
         held = sum(
             product_bytes(p, terms.dtype, setting.model.batch) for p in mine if p is not None
         )
-        memory.append(4 * nbytes + held + (cost.bytes if cost and 0 < rank < count - 1 else 0))
+        held += cost.bytes if cost and 0 < rank < count - 1 else 0
+        members.append((sent, sent * nbytes, 4 * nbytes + held))
     return _forecast(
         setting,
         "products",
@@ -270,8 +269,7 @@ def _by_products(setting: Setting, form: str, algorithm: str, limited: bool) -> 
         capacity=capacity,
         working=working * setting.slowdown(1),
         waiting=len(scan) * setting.network.round(nbytes),
-        data=[(sent, sent * nbytes) for sent in messages],
-        memory=memory,
+        members=members,
     )
 
 

@@ -33,6 +33,8 @@ class March(NamedTuple):
         The states within each step.
     newton : list of int
         Newton's iterations of each step.
+    keeps_all : bool
+        Whether all states are kept, and those within steps.
     """
 
     times: list[float]
@@ -40,15 +42,16 @@ class March(NamedTuple):
     states: list[Vector]
     inner: list[Vector]
     newton: list[int]
+    keeps_all: bool
 
     @classmethod
-    def of(cls, t0: float, u0: Vector) -> March:
+    def of(cls, t0: float, u0: Vector, keeps_all: bool) -> March:
         """Return that of no steps."""
-        return cls([t0], [], [u0], [], [])
+        return cls([t0], [], [u0], [], [], keeps_all)
 
 
 class End(NamedTuple):
-    """Where a march ends, and what it meets on the way.
+    """Where a march ends, what it meets on the way, and which steps it may take.
 
     Attributes
     ----------
@@ -58,11 +61,14 @@ class End(NamedTuple):
         The error that a step may have.
     max_dt : float
         The greatest length of a step.
+    dt : float
+        The length that is tried first, which is negative where time runs backward.
     """
 
     stops: list[float]
     error: Tolerance
     max_dt: float
+    dt: float
 
 
 def march_until(
@@ -71,8 +77,6 @@ def march_until(
     params: Vector,
     end: End,
     *,
-    dt: float,
-    keeps_states: bool,
     found: March,
     watch: Callable[[int], object] | None,
     name: Callable[[str, int], str],
@@ -86,7 +90,7 @@ def march_until(
     not solved. After Hairer, Nørsett and Wanner, "Solving Ordinary Differential Equations I",
     section II.4.
     """
-    n, size, ahead = len(found.states[0]), abs(dt), np.sign(dt)
+    n, size, ahead = len(found.states[0]), abs(end.dt), np.sign(end.dt)
     cause: Vector | NotSolved | None = None  # of a step that is taken again
     for stop in end.stops:
         while (time := found.times[-1]) != stop:
@@ -125,7 +129,7 @@ def march_until(
             found.lengths.append(place.dt)
             found.newton.append(iterations)
             found.states.append(state)
-            if keeps_states:
+            if found.keeps_all:
                 found.inner.append(inner)
             else:
                 del found.states[:-2]

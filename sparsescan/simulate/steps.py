@@ -401,7 +401,7 @@ class _Simulation:
             if compare is not None:
                 compare(problem.u0, 0.0, float(lengths[0]))
             if end is not None:
-                return _march_until(problem, float(lengths[0]), end, times, watch, compare)
+                return _march_until(problem, end, times, watch, compare)
             run = Run(problem, lengths, has_one)
 
             def watch_step(k: int) -> None:
@@ -480,15 +480,15 @@ class _Simulation:
             if times.ndim != 1 or times.dtype.kind not in "fiu":
                 raise InputError(f"t_eval is {short(t_eval)}; expected a vector of times")
             times = times.astype(np.float64)
-            first, last = sorted((t0, until))
-            if not ((first <= times) & (times <= last)).all():
+            low, high = sorted((t0, until))
+            if not ((low <= times) & (times <= high)).all():
                 raise InputError(
                     f"t_eval is {short(t_eval)}; expected times from t0, {t0}, to until, {until}"
                 )
             if not (np.diff(times) * (ahead or 1.0) > 0).all():
                 raise InputError(f"t_eval is {short(t_eval)}; expected times one after the other")
             stops = [*times[(times != t0) & (times != until)].tolist(), *stops]
-        return End(stops, allowed, longest), times
+        return End(stops, allowed, longest, first), times
 
     def _comparing(self, problem: Problem) -> Compare:
         """Return what compares Jacobians with differences at one state after another."""
@@ -534,7 +534,6 @@ class _Simulation:
 
 def _march_until(
     problem: Problem,
-    dt: float,
     end: End,
     t_eval: Vector | None,
     watch: Watch,
@@ -542,11 +541,10 @@ def _march_until(
 ) -> Run:
     """March by lengths that are chosen; within a memory limit they are marched once more."""
     solver = Solver(problem.scheme.matrices, problem.tolerance, ROOM)
-    keeps_states = problem.memory_limit is None
-    march = March.of(problem.t0, problem.u0)
+    march = March.of(problem.t0, problem.u0, keeps_all=problem.memory_limit is None)
 
     def run() -> Run:
-        kept = solver if keeps_states else None
+        kept = solver if march.keeps_all else None
         found = Run(problem, np.array(march.lengths), False, march, kept)
         if t_eval is not None:
             found.note_evaluated(t_eval)
@@ -569,8 +567,6 @@ def _march_until(
                 solver,
                 problem.params.vector,
                 end,
-                dt=dt,
-                keeps_states=keeps_states,
                 found=march,
                 watch=watch_step,
                 name=name,
@@ -580,11 +576,11 @@ def _march_until(
         told = failure
         if isinstance(failure, NotSolved):
             told = NewtonError(f"{failure.why}{problem.params.told}")
-        if keeps_states:
+        if march.keeps_all:
             told.run = run()  # type: ignore[attr-defined]
         raise told from None
     found = run()
-    if not keeps_states:
+    if not march.keeps_all:
         found.march(None)
     return found
 
