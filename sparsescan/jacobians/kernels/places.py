@@ -487,22 +487,7 @@ _PART = 32
 
 
 @_kernel
-def normalise(
-    channels,
-    where,
-    above,
-    lots,
-    out,
-    x,
-    mean,
-    variance,
-    inverse,
-    eps,
-    weight,
-    bias,
-    is_given,
-    rectifies,
-):
+def normalise(channels, where, above, lots, arrays, statistics, affine, flags):
     """Write ``weight·(x - mean)/√(variance + eps) + bias`` for some channels.
 
     Parameters
@@ -513,18 +498,19 @@ def normalise(
         Where channels begin, and where places lie behind that; in `x`, and in `out`.
     lots : tuple of int
         As for :func:`choose_largest`.
-    out, x : ndarray
-        Places that are written and read.
-    mean, variance, inverse : ndarray of float64
-        Of each channel: given, or written; and ``1/√(variance + eps)``, which is written.
-    eps : float
-        Added to the variance.
-    weight, bias : ndarray
-        A number for each channel.
-    is_given, rectifies : bool
+    arrays : tuple of ndarray
+        Places that are written, `out`, and read, `x`.
+    statistics : tuple of ndarray of float64
+        Mean and variance of each channel, given, or written; and ``1/√(variance + eps)``, which is
+        written.
+    affine : tuple
+        `eps`, which is added to the variance; weight and bias, a number for each channel.
+    flags : tuple of bool
         Whether mean and variance are given, and whether negative results become 0.
     """
     (rows, places), (out_rows, out_places) = where, above
+    (out, x), (mean, variance, inverse), (eps, weight, bias) = arrays, statistics, affine
+    is_given, rectifies = flags
     samples, room, x_step, out_step = lots
     count = samples * len(places)
     for channel in range(*channels):
@@ -532,7 +518,8 @@ def normalise(
             # The differences from `near` are small beside the spread, or are summed up once more.
             near = _first_mean(x, rows[channel], places, min(samples, room))
             for _ in range(2):
-                first, second = _moments(x, rows[channel], places, lots, near)
+                own = x[:0], rows[channel], places, 0
+                first, second = _moments(x, rows[channel], places, lots, near, own)
                 mean[channel] = near + first / count
                 variance[channel] = max(second / count - (first / count) ** 2, 0.0)
                 if not (first / count) ** 2 > variance[channel]:
@@ -564,22 +551,30 @@ def _first_mean(x, row, places, samples):
 
 
 @_helper
-def _moments(x, row, places, lots, near):
-    """Return ``Σ v`` and ``Σ v²`` with ``v = x - near`` over a channel."""
-    center, sums, squares = number(x, near), 0.0, 0.0
+def _moments(x, row, places, lots, near, other):
+    """Return ``Σ g`` and ``Σ g·v`` with ``v = x - near`` over a channel.
+
+    `other` is where `g` is: an array, the row, its places, and how far blocks are apart. Of an
+    empty array `g` is `v`.
+    """
+    center, sums, products = number(x, near), 0.0, 0.0
     samples, room, step, _ = lots
+    grad, to, grad_places, grad_step = other
     for done in range(0, samples, room):
-        at, left = row + done // room * step, samples - done
+        block, left = done // room, samples - done
+        at, grad_at = row + block * step, to + block * grad_step
         for begin in range(0, len(places), _PART):
             first = second = number(x, 0.0)
             for k in range(begin, min(begin + _PART, len(places))):
                 for sample in range(0, room, lane_count(x)):
                     v = load(x, at + item(places, k) + sample) - center
-                    v = keep_some(v, left - sample)
-                    first, second = first + v, fma(v, v, second)
+                    v = g = keep_some(v, left - sample)
+                    if len(grad):
+                        g = load_some(grad, grad_at + item(grad_places, k) + sample, left - sample)
+                    first, second = first + g, fma(g, v, second)
             sums += total(first)
-            squares += total(second)
-    return sums, squares
+            products += total(second)
+    return sums, products
 
 
 @_kernel
@@ -610,20 +605,9 @@ def pass_normalised(
     count = samples * len(places)
     for channel in range(*channels):
         center = number(x, mean[channel])
-        sums[channel, 0] = sums[channel, 1] = 0.0
-        for done in range(0, samples, room):
-            block, left = done // room, samples - done
-            row, to = rows[channel] + block * x_step, grad_rows[channel] + block * grad_step
-            for begin in range(0, len(places), _PART):
-                first = second = number(x, 0.0)
-                for k in range(begin, min(begin + _PART, len(places))):
-                    for sample in range(0, room, lane_count(x)):
-                        g = load_some(grad, to + item(grad_places, k) + sample, left - sample)
-                        v = load(x, row + item(places, k) + sample) - center
-                        v = keep_some(v, left - sample)
-                        first, second = first + g, fma(g, v, second)
-                sums[channel, 0] += total(first)
-                sums[channel, 1] += total(second) * inverse[channel]
+        other = grad, grad_rows[channel], grad_places, grad_step
+        first, second = _moments(x, rows[channel], places, lots, mean[channel], other)
+        sums[channel, 0], sums[channel, 1] = first, second * inverse[channel]
         if not writes:
             continue
         own = weight[channel] * inverse[channel]

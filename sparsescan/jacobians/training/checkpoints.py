@@ -63,7 +63,7 @@ def choose_segments(
         return whole
     # Bytes that the stages up to each need if they are in one segment.
     before = np.concatenate([[0], np.cumsum(maps + kept)])
-    best: list[int] = whole
+    found = [whole]
     for shared in _sizes(before, maps, may_end):
         least, came_from = _least(before, maps, may_end, shared)
         for first in range(count):
@@ -74,10 +74,14 @@ def choose_segments(
             while end > 0:
                 ends.append(end)
                 end = int(came_from[end])
-            segments = ends[::-1]
-            if _better(segments, best, maps, kept, limit):
-                best = segments
-    return best
+            found.append(ends[::-1])
+
+    def rank(ends: list[int]) -> tuple[bool, int, int]:
+        """Return whether segments do not fit, and what they compute again, or need."""
+        needs, again = needed_bytes(ends, maps, kept), ends[-2] if len(ends) > 1 else 0
+        return (True, needs, 0) if needs > limit else (False, again, needs)
+
+    return min(found, key=rank)
 
 
 def _sizes(
@@ -104,18 +108,3 @@ def _least(
         came_from[end] = bytes_between.argmin()
         least[end] = bytes_between.min() + maps[end - 1]
     return least, came_from
-
-
-def _better(
-    segments: list[int],
-    best: list[int],
-    maps: NDArray[np.int64],
-    kept: NDArray[np.int64],
-    limit: int,
-) -> bool:
-    """Return whether segments fit where others do not, or leave less to compute again."""
-    needs, needed = (needed_bytes(each, maps, kept) for each in (segments, best))
-    if needs > limit or needed > limit:
-        return needs < needed
-    again, before = ((each[-2] if len(each) > 1 else 0) for each in (segments, best))
-    return (again, needs) < (before, needed)

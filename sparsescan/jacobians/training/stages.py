@@ -32,7 +32,6 @@ _MOST_FILLED = 1.5
 _TASK = 100_000
 # The time to read and write a vector once, in multiply-adds.
 _READS = 10
-_AFFINE = "weight", "bias"
 
 
 class Samples(NamedTuple):
@@ -292,9 +291,10 @@ class Normalise(LayerStage):
 
     def forward(self, part: Span) -> None:
         result, lots = self.result, self.samples.lots(self.sources[0], self.result)
-        arrays = result.x, self.sources[0].x, self._mean, self._variance, self._inverse
-        options = self.op.eps, *map(self._affine.get, _AFFINE), self._is_given, result.rectified
-        kernels.normalise(part, self._where, self._above, lots, *arrays, *options)
+        statistics = self._mean, self._variance, self._inverse
+        affine = self.op.eps, self._affine["weight"], self._affine["bias"]
+        arrays, flags = (result.x, self.sources[0].x), (self._is_given, result.rectified)
+        kernels.normalise(part, self._where, self._above, lots, arrays, statistics, affine, flags)
 
     def is_settled(self) -> bool:
         if self._is_given or np.isfinite(self._variance).all():
