@@ -170,26 +170,34 @@ class BatchNorm(_Normalisation):
     running_mean = Parameter()
     running_var = Parameter()
 
-    training: bool
-    _axes: int  # of a sample, the first of which are its channels
+    _axes = 3  # of a sample, the first of which are its channels
 
-    def _set_up(
+    def __init__(
         self,
         num_features: int,
-        eps: float,
-        momentum: float | None,
-        affine: bool,
-        track_running_stats: bool,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
         input_shape: Any,
-        dtype: DTypeLike,
+        training: bool = False,
+        dtype: DTypeLike = np.float32,
     ) -> None:
-        """Set all that does not depend on the axes of a sample, once these and the mode are set."""
+        self.training = check_flag("training", training)
+        shape = check_sizes("input_shape", input_shape)
+        if self.training and len(shape) != self._axes + 1:
+            wanted = "(N, C, H, W)" if self._axes == 3 else "(N, C) or (N, C, L)"
+            raise InputError(
+                f"input_shape is {shape}; expected {wanted}, since training couples the samples of "
+                "a batch"
+            )
         self.num_features = check_count("num_features", num_features, 1)
         self.eps = _check_eps(eps)
         self.momentum = None if momentum is None else check_number("momentum", momentum)
         self.track_running_stats = check_flag("track_running_stats", track_running_stats)
         self._batches = np.zeros((), np.int64)  # or the memory of a module of PyTorch
-        self._set_shapes(input_shape, None if self.training else self._axes)
+        self._set_shapes(shape, None if self.training else self._axes)
         # In evaluation all elements are apart.
         together = self._core[0], self.num_features, self.channel_size
         self._grouping = together if self.training else (1, math.prod(self._core), 1)
@@ -397,29 +405,6 @@ class BatchNorm2d(BatchNorm):
            [-0.177,  0.177]])
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        *,
-        input_shape: Any,
-        training: bool = False,
-        dtype: DTypeLike = np.float32,
-    ) -> None:
-        self.training = check_flag("training", training)
-        shape = check_sizes("input_shape", input_shape)
-        self._axes = 3
-        if self.training and len(shape) != 4:
-            raise InputError(
-                f"input_shape is {shape}; expected (N, C, H, W), since training couples the "
-                "samples of a batch"
-            )
-        about = num_features, eps, momentum, affine, track_running_stats
-        self._set_up(*about, shape, dtype)
-
 
 class BatchNorm1d(BatchNorm):
     """``y = γ x̂ + β`` with ``x̂ = (x - μ)/σ``, by a mean and variance for each channel.
@@ -485,21 +470,14 @@ class BatchNorm1d(BatchNorm):
         axes: int | None = None,
         dtype: DTypeLike = np.float32,
     ) -> None:
-        self.training = check_flag("training", training)
         shape = check_sizes("input_shape", input_shape)
-        if self.training and len(shape) not in (2, 3):
-            raise InputError(
-                f"input_shape is {shape}; expected (N, C) or (N, C, L), since training couples the "
-                "samples of a batch"
-            )
-        own = len(shape) - self.training
-        self._axes = max(min(own, 2), 1) if axes is None else check_count("axes", axes, 1)
-        if self._axes > 2 or (self.training and self._axes != own):
-            raise InputError(
-                f"axes is {self._axes}, and input_shape {shape}; expected {min(own, 2)}"
-            )
-        about = num_features, eps, momentum, affine, track_running_stats
-        self._set_up(*about, shape, dtype)
+        own = len(shape) - check_flag("training", training)
+        most = max(min(own, 2), 1)
+        self._axes = most if axes is None else check_count("axes", axes, 1)
+        if self._axes > 2 or (training and own == most != self._axes):
+            raise InputError(f"axes is {self._axes}, and input_shape {shape}; expected {most}")
+        options: Any = {"input_shape": shape, "training": training, "dtype": dtype}
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
 
     def _arguments(self, input_shape: Shape, channels: slice) -> dict[str, Any]:
         return super()._arguments(input_shape, channels) | {"axes": self._axes}

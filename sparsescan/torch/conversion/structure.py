@@ -157,6 +157,14 @@ def without_kernels(module: nn.Module, devices: Collection[str]) -> str:
     return ""
 
 
+def is_seen(module: nn.Module) -> bool:
+    """Return whether somebody sees the calls of a module, or has put another in their place.
+
+    Hooks before them are not asked, which may be those of pruning.
+    """
+    return "forward" in vars(module) or any(_HOOKS(module))
+
+
 def is_pruning(hook: Any) -> bool:
     """Return whether a hook multiplies a parameter by its mask, as PyTorch's own does."""
     kind = type(hook)

@@ -26,7 +26,7 @@ from ..calls.shapes import kind_of, register
 from ..calls.states import apart, joined
 from ..calls.times import Seconds
 from .kinds import Kind
-from .structure import is_pruning
+from .structure import is_pruning, is_seen
 
 _VERSION = "0.2.5"
 _DTYPES = (torch.float32, torch.float64)
@@ -135,10 +135,7 @@ class _Kind:
             hooks = cell._forward_pre_hooks
             if (
                 type(cell) is not self.cell
-                or "forward" in vars(cell)
-                or cell._forward_hooks
-                or cell._backward_hooks
-                or cell._backward_pre_hooks
+                or is_seen(cell)
                 or (hooks and not all(map(is_pruning, hooks.values())))
             ):
                 return False
@@ -150,11 +147,8 @@ def _function_of(act: Any) -> str | None:
     name, settings = _ACTIVATIONS.get(type(act), ("", {}))
     if (
         not name
-        or "forward" in vars(act)
-        or act._forward_hooks
+        or is_seen(act)
         or act._forward_pre_hooks
-        or act._backward_hooks
-        or act._backward_pre_hooks
         or any(getattr(act, each) != value for each, value in settings.items())
     ):
         return None
@@ -421,11 +415,8 @@ def _is_plain_dropout(layer: Any, inp: Tensor) -> bool:
     return (
         type(dropout) is nn.Dropout
         and not dropout.inplace
-        and "forward" not in vars(dropout)
-        and not dropout._forward_hooks
+        and not is_seen(dropout)
         and not dropout._forward_pre_hooks
-        and not dropout._backward_hooks
-        and not dropout._backward_pre_hooks
         # Elsewhere what is dropped is drawn in another way.
         and (inp.is_cpu or not dropout.training)
     )
