@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -500,38 +499,7 @@ class Residual(Operator):
         }
 
 
-class _Step(ABC):
-    """One step of a chain: it changes the first part of the state, and carries the rest along.
-
-    The state is ``[x, s_1, s_2, …]``: the array that layers work on, and for every residual block
-    around them, from the innermost to the outermost, its input or, in its shortcut, the output of
-    its layers.
-    """
-
-    @property
-    @abstractmethod
-    def pattern(self) -> Pattern:
-        """Pattern of the transposed Jacobian of the whole state."""
-
-    @abstractmethod
-    def forward(self, x: Array, skipped: list[Array]) -> Array:
-        """Return the next ``x``; `skipped` holds the rest of the state."""
-
-    @abstractmethod
-    def values(self, x: Array, y: Array, out: Array) -> Array:
-        """Return the values in the order of the pattern."""
-
-    @property
-    def implicit_pattern(self) -> Step:
-        """Patterns of its factors, or that of the explicit step."""
-        return self.pattern
-
-    def implicit(self, x: Array, y: Array) -> Any:
-        """Return the step of :attr:`implicit_pattern`."""
-        return as_matrix(self.values(x, y, None), self.pattern)
-
-
-class _LayerStep(_Step):
+class _LayerStep:
     """A layer, and `carried` entries that pass by."""
 
     def __init__(self, op: Operator, carried: int) -> None:
@@ -562,7 +530,7 @@ class _LayerStep(_Step):
     def implicit(self, x: Array, y: Array) -> Any:
         pattern = self.implicit_pattern
         if not isinstance(pattern, ImplicitPattern):
-            return super().implicit(x, y)
+            return as_matrix(self.values(x, y, None), self.pattern)
         step = self.op.implicit(x, y)
         if self._carried == 0:
             return step
@@ -610,8 +578,12 @@ def _carrying(own: Pattern, carried: int) -> Pattern:
     )
 
 
-class _Moves(_Step):
+class _Moves:
     """A step that copies, exchanges or adds arrays of the state: its values are all one.
+
+    The state is ``[x, s_1, s_2, …]``: the array that layers work on, and for every residual block
+    around them, from the innermost to the outermost, its input or, in its shortcut, the output of
+    its layers.
 
     Parameters
     ----------
@@ -652,6 +624,15 @@ class _Moves(_Step):
         room = output(namespace(x), out, (self.pattern.nnz,), x.dtype)
         room[...] = 1
         return room if out is None else out
+
+    @property
+    def implicit_pattern(self) -> Pattern:
+        """The pattern itself: factors save nothing."""
+        return self.pattern
+
+    def implicit(self, x: Array, y: Array) -> Any:
+        """Return the step of :attr:`implicit_pattern`."""
+        return as_matrix(self.values(x, y, None), self.pattern)
 
 
 def _fork(x: Array, skipped: list[Array]) -> Array:
@@ -745,7 +726,7 @@ def _chained(name: str, ops: Iterable[Operator], least: int = 1) -> tuple[Operat
 
 def _steps(ops: Sequence[Operator], carried: int) -> list[Any]:
     """Return the steps of layers beside which `carried` entries pass by."""
-    steps: list[_Step] = []
+    steps: list[Any] = []
     for op in ops:
         if isinstance(op, Residual):
             size, size_out = op.shape

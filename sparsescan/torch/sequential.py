@@ -170,7 +170,8 @@ def why_not(module: nn.Sequential) -> str | None:
     The answer is "" for a stack in which nothing is pruned.
     """
     layers = [each for each in modules_of(module) if not is_container(each)]
-    masks = [mask for mask in map(_mask, layers) if mask is not None]
+    buffers = [dict(each.named_buffers(recurse=False)) for each in layers]
+    masks = [each["weight_mask"] for each in buffers if "weight_mask" in each]
     if not masks:
         return ""
     for layer in layers:
@@ -197,11 +198,6 @@ def why_dense(masks: Sequence[Tensor]) -> str:
 def is_sparse(share: float) -> bool:
     """Return whether so few weights are kept that kernels may be faster."""
     return share <= _DENSE
-
-
-def _mask(layer: nn.Module) -> Tensor | None:
-    """Return the mask of the weight of a layer, if that is pruned."""
-    return dict(layer.named_buffers(recurse=False)).get("weight_mask")
 
 
 def _is_slower(structure: StackStructure, kept: Sequence[Kept], x: Tensor) -> bool:
@@ -343,13 +339,6 @@ def _copy(module: nn.Module) -> nn.Module:
     return copied
 
 
-class _Known(NamedTuple):
-    """A network, or None, and the objects whose addresses are in its key."""
-
-    held: Any
-    network: _Network | None
-
-
 class _Stack:
     """Networks of one stack, those used last, and what its masks were at the last call."""
 
@@ -357,7 +346,8 @@ class _Stack:
         self.runs_here = False  # whether the last call was not PyTorch's
         self.kept: list[Kept] = []
         self._lock = new_lock()
-        self._known: OrderedDict[Any, _Known] = OrderedDict()
+        # The objects whose addresses are in a key, and the network, or None.
+        self._known: OrderedDict[Any, tuple[Any, _Network | None]] = OrderedDict()
         self._made = 0  # networks that were made since one was used again
         self._passed: OrderedDict[int, None] = OrderedDict()
         self._left: dict[Any, int] = {}  # calls until it is asked again what is faster
@@ -385,15 +375,14 @@ class _Stack:
             if key in self._known:
                 self._known.move_to_end(key)
                 self._made = 0
-                return self._known[key].network
+                return self._known[key][1]
             if self._made >= _MOST_NEW and hash(key) not in self._passed:
                 # It may be new at each call, and takes longer to make than PyTorch to compute.
                 _keep(self._passed, hash(key), None)
                 return None
             self._made += 1
             network = _make(structure)
-            held = structure.modules, list(kept)
-            _keep(self._known, key, _Known(held, network))
+            _keep(self._known, key, ((structure.modules, list(kept)), network))
             return network
 
 
