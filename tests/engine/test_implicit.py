@@ -459,3 +459,24 @@ def test_local_gradients_have_samples_that_factors_share(
     expected = sparsescan.exclusive_scan(np.zeros((3, 2)), chain, local_grads=given)
     for scan in (sparsescan.exclusive_scan, sparsescan.plan(chain).exclusive_scan):
         assert np.array_equal(scan(None, chain, local_grads=given), expected)
+
+
+def test_factors_by_weights_are_named_by_their_positions() -> None:
+    signal = Pattern([0, 2, 4, 6], [0, 1, 1, 2, 2, 3], (3, 4))
+    index = [0, 1, 0, 1, 0, 1]
+    pattern = ImplicitPattern([signal, Pattern.diagonal(3)], indexed={0: (index, 2)})
+    assert pattern.indexed == (IndexedPattern(signal, index, 2), None)
+    assert pattern.shared == (True, False)
+    assert pickle.loads(pickle.dumps(pattern)) == pattern
+    for indexed, words in (
+        ({2: (index, 2)}, "indexed has 2; expected positions from 0 to 1"),
+        ({"0": (index, 2)}, "indexed has '0'; expected positions"),
+        ({0: index}, "factors\\[0\\] has \\[0, 1, 0, 1, 0, 1\\]; expected \\(index, size\\)"),
+        ({0: 2}, "factors\\[0\\] has 2; expected \\(index, size\\)"),
+        ({0: (index, 1)}, "index has 1; expected weights from 0 to 0"),
+        (5, "indexed is 5; expected a sequence"),
+    ):
+        with pytest.raises((InputError, InputTypeError), match=words):
+            ImplicitPattern([signal, Pattern.diagonal(3)], indexed=indexed)  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match="factors\\[0\\] is 3; expected a Pattern"):
+        ImplicitPattern([3, signal], indexed={0: (index, 2)})  # type: ignore[list-item]

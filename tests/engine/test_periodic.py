@@ -209,3 +209,14 @@ def test_bad_local_grads_are_named(local: Any, words: str) -> None:
     chain = PeriodicChain([np.ones((3, 2)), np.ones(4)], [Pattern.diagonal(2), DENSE])
     with pytest.raises(InputError, match=words):
         sparsescan.exclusive_scan([1.0, 1.0], chain, local_grads=local)
+
+
+def test_several_patterns_make_a_chain_in_which_they_take_turns() -> None:
+    patterns = [Pattern.diagonal(2), Pattern.dense((2, 2))]
+    values = [np.ones((5, 2)), np.arange(4.0)]
+    chain = sparsescan.CSRChain.from_pattern(values, patterns)
+    assert type(chain) is PeriodicChain
+    assert chain.patterns == patterns
+    assert type(sparsescan.CSRChain.from_pattern(values[0], patterns[0])) is sparsescan.CSRChain
+    with pytest.raises(InputTypeError, match="pattern is a set; expected a Pattern"):
+        sparsescan.CSRChain.from_pattern(values, set(patterns))
