@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,6 +104,14 @@ class View(NamedTuple):
         """Return the number of each place."""
         return self.map.numbers().reshape(self.sizes)
 
+    def begins(
+        self, rows: slice = slice(None), columns: slice = slice(None)
+    ) -> tuple[Places, Places]:
+        """Return where channels begin, and where some of their places lie behind that."""
+        numbers = self.numbers()
+        behind = numbers[:, 0, rows, columns] - numbers[0, 0, 0, 0]
+        return numbers[0, :, 0, 0], behind.reshape(-1)
+
 
 class TapTable(NamedTuple):
     """The kept weights of a layer, by the channels of the windows.
@@ -160,23 +169,13 @@ def gathering(
 
     Entries have the order of the taps, which are sorted by their small channels.
     """
-    read, write = large.numbers(), small.numbers()
-    y, x = windows
-    line = large.map.padded[-1]
-    run, every = _run(write.shape[3], x.stride)
-    moved = (np.arange(write.shape[2])[:, None] * y.stride - y.before) * line
-    moved = moved + np.arange(write.shape[3])[every] * x.stride - x.before
+    (y, x), (_, _, height, width), line = windows, small.sizes, large.map.padded[-1]
+    run, every = _run(width, x.stride)
+    moved = (np.arange(height)[:, None] * y.stride - y.before) * line
+    moved = moved + np.arange(width)[every] * x.stride - x.before
     tap = taps.y * (y.dilation * line) + taps.x * x.dilation
-    return PlaceTable(
-        indptr_of(taps.small, write.shape[1]),
-        read[0, taps.large, 0, 0] - read[0, 0, 0, 0] + tap,
-        np.arange(len(taps.small)),
-        (read[:, 0, :1, :1] + moved).reshape(-1),
-        *_written(write, slice(None), every),
-        run,
-        (read.shape[1], int(tap.max(initial=0))),
-        (large.map.size, small.map.size),
-    )
+    entries = np.arange(len(taps.small)), taps.small, taps.large, tap
+    return _table(large, small, entries, moved, (slice(None), every), run)
 
 
 def scattering(
@@ -186,32 +185,45 @@ def scattering(
 
     There is a table for each place within a stride: the same taps reach all of its places.
     """
-    read, write = small.numbers(), large.numbers()
-    y, x = windows
-    line = small.map.padded[-1]
-    for phase_y in range(y.stride):
-        for phase_x in range(x.stride):
-            (rows, row), (columns, column) = (
-                _phase(window, phase) for window, phase in ((y, phase_y), (x, phase_x))
-            )
-            on_y, on_x = taps.y * y.dilation, taps.x * x.dilation
-            chosen = np.flatnonzero((on_y % y.stride == phase_y) & (on_x % x.stride == phase_x))
-            chosen = chosen[np.argsort(taps.large[chosen], kind="stable")]
-            some = taps.chosen(chosen)
-            back = (some.y * y.dilation - phase_y) // y.stride * line
-            back += (some.x * x.dilation - phase_x) // x.stride
-            run, every = _run(len(column), x.stride)
-            moved = row[:, None] * line + column[every]
-            yield PlaceTable(
-                indptr_of(some.large, write.shape[1]),
-                read[0, some.small, 0, 0] - read[0, 0, 0, 0] - back,
-                chosen,
-                (read[:, 0, :1, :1] + moved).reshape(-1),
-                *_written(write, rows, every if x.stride == 1 else columns),
-                run,
-                (read.shape[1], int(back.max(initial=0))),
-                (small.map.size, large.map.size),
-            )
+    (y, x), line = windows, small.map.padded[-1]
+    for phase_y, phase_x in product(range(y.stride), range(x.stride)):
+        (rows, row), (columns, column) = _phase(y, phase_y), _phase(x, phase_x)
+        on_y, on_x = taps.y * y.dilation, taps.x * x.dilation
+        chosen = np.flatnonzero((on_y % y.stride == phase_y) & (on_x % x.stride == phase_x))
+        chosen = chosen[np.argsort(taps.large[chosen], kind="stable")]
+        some = taps.chosen(chosen)
+        back = (some.y * y.dilation - phase_y) // y.stride * line
+        back += (some.x * x.dilation - phase_x) // x.stride
+        run, every = _run(len(column), x.stride)
+        moved = row[:, None] * line + column[every]
+        written = rows, every if x.stride == 1 else columns
+        yield _table(small, large, (chosen, some.large, some.small, -back), moved, written, run)
+
+
+def _table(
+    read: View,
+    write: View,
+    entries: tuple[Places, Places, Places, Places],
+    moved: Places,
+    written: tuple[slice, slice],
+    run: int,
+) -> PlaceTable:
+    """Return a table from one view to another.
+
+    Of each entry there are its order, its row, the channel that it reads, and how far its place is
+    from that of the position.
+    """
+    (order, row, channel, offset), numbers = entries, read.numbers()
+    return PlaceTable(
+        indptr_of(row, write.sizes[1]),
+        numbers[0, channel, 0, 0] - numbers[0, 0, 0, 0] + offset,
+        order,
+        (numbers[:, 0, :1, :1] + moved).reshape(-1),
+        *write.begins(*written),
+        run,
+        (read.sizes[1], int(np.abs(offset).max(initial=0))),
+        (read.map.size, write.map.size),
+    )
 
 
 def widen(windows: tuple[Window, Window], small: View, large: View) -> None:
@@ -238,9 +250,3 @@ def _phase(window: Window, phase: int) -> tuple[slice, Places]:
     first = (phase - window.before) % window.stride
     places = np.arange(first, window.size, window.stride)
     return slice(first, None, window.stride), (places + window.before - phase) // window.stride
-
-
-def _written(numbers: Places, rows: slice, columns: slice) -> tuple[Places, Places]:
-    """Return where rows of a table begin, and where each position lies behind that."""
-    begin = numbers[0, :, 0, 0]
-    return begin, (numbers[:, 0, rows, columns] - numbers[0, 0, 0, 0]).reshape(-1)

@@ -225,14 +225,12 @@ class Pool(LayerStage):
 
     def bind(self, samples: Samples, kept: Array) -> None:
         super().bind(samples, kept)
-        shapes, room = (self.op.input_shape, self.op.output_shape), samples.room
-        (read_at, places), (row_at, write_at) = (
-            _channels(View(one, (1, -1, *shape[-2:])), room)
-            for one, shape in zip((*self.sources, self.result), shapes, strict=True)
-        )
-        taps = self.op._inputs
-        taps = np.where(taps < 0, -1, places[taps])
-        self._where = taps, read_at, row_at, write_at
+        (source,), sizes, sizes_out = self.sources, self.op.input_shape, self.op.output_shape
+        read_at, places = View(source, (1, -1, *sizes[-2:])).begins()
+        row_at, write_at = View(self.result, (1, -1, *sizes_out[-2:])).begins()
+        taps, room = self.op._inputs, samples.room
+        taps = np.where(taps < 0, -1, places[taps] * room)
+        self._where = taps, read_at * room, row_at * room, write_at * room
         reads = np.bincount(taps[taps >= 0], minlength=1)
         self._overlaps, self._covers = reads.max() > 1, np.count_nonzero(reads) == len(places)
         self.ahead = self.back = ChannelWork.even(len(read_at), len(places), samples)
@@ -271,7 +269,9 @@ class Normalise(LayerStage):
 
     def bind(self, samples: Samples, kept: Array) -> None:
         super().bind(samples, kept)
-        self._where, self._above = (_channels(view, samples.room) for view in self._views)
+        self._where, self._above = (
+            tuple(samples.room * each for each in view.begins()) for view in self._views
+        )
         channels, places = self.op.num_features, len(self._where[1])
         self.ahead = self.back = ChannelWork.even(channels, places, samples)
         self._sums = np.zeros((channels, 2))
@@ -409,12 +409,6 @@ class Apply(LayerStage):
 
     def _of_result(self, array: Array) -> Array:
         return samples_of(self.result, array, self.samples).reshape(-1, *self.op.output_shape)
-
-
-def _channels(view: View, room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where channels begin, and where their places lie behind that."""
-    numbers = view.numbers() * room
-    return numbers[0, :, 0, 0], (numbers[:, 0] - numbers[0, 0, 0, 0]).reshape(-1)
 
 
 def samples_of(one: Map, array: Array, samples: Samples) -> Array:
