@@ -12,8 +12,8 @@ from ..arrays.arrays import Mirrored
 from ..checks import check_count, check_flag
 from ..errors import InputError, short
 from ..locks import cached_property
-from ..symbolic.pattern import rows_of
-from .kernels.pooling import Windows, mark_in_tiles, mark_in_windows
+from ..symbolic.pattern import indptr_of, rows_of
+from .kernels.pooling import mark_in_tiles, mark_in_windows
 from .shared.checks import check_sizes
 from .shared.kron import Images, Separable, Taps
 from .shared.windows import Window, check_output_size
@@ -123,16 +123,17 @@ class MaxPool2d(_Pooling):
             mark_in_tiles(np.ascontiguousarray(x), out)
         else:
             # No window is without inputs: it would be the only one, and there would be no entries.
-            y_windows, x_windows = self._windows
-            mark_in_windows(np.ascontiguousarray(x), y_windows, x_windows, out)
+            mark_in_windows(np.ascontiguousarray(x), *self._marks, out)
 
     @cached_property
-    def _windows(self) -> list[Windows]:
-        """The windows along both axes, as the kernel takes them."""
-        return [
-            _kernel_windows(taps, dilation)
-            for taps, dilation in zip((self._y, self._x), self.dilation, strict=True)
-        ]
+    def _marks(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """The taps of each window, which input each reads, and which entry that is."""
+        window, tap = np.nonzero(self._inputs >= 0)
+        inputs = self._inputs[window, tap]
+        # Entries lie by inputs, and then by windows.
+        entries = np.empty(len(inputs), np.int64)
+        entries[np.argsort(inputs, kind="stable")] = np.arange(len(inputs))
+        return indptr_of(window, len(self._inputs)), inputs, entries
 
     def _fill_by_windows(self, xp: Any, x: Array, out: Array) -> None:
         """Write the values in steps that a GPU takes on all windows at once."""
@@ -146,7 +147,7 @@ class MaxPool2d(_Pooling):
         chosen = inputs[xp.arange(len(inputs)), tap]
         out[...] = chosen[:, columns] == rows
 
-    @property
+    @cached_property
     def _inputs(self) -> NDArray[np.int64]:
         """The place in its image that each tap of each window reads, or -1: ``(windows, taps)``."""
         y, x = (np.where(taps.weights != 0, taps.inputs, -1) for taps in (self._y, self._x))
@@ -283,12 +284,3 @@ def _parts(size: int, count: int) -> Taps:
     first, end = output * size // count, -(-(output + 1) * size // count)
     inputs = first + np.arange((end - first).max())
     return Taps(size, inputs, (inputs < end) / (end - first))
-
-
-def _kernel_windows(taps: Taps, dilation: int) -> Windows:
-    """Return one axis of max pooling, as the kernel takes it."""
-    met = taps.weights != 0
-    low = met.argmax(axis=1)
-    rank = np.zeros(taps.inputs.shape, np.int64)
-    rank[taps.column, taps.tap] = taps.rank
-    return Windows(low, low + met.sum(axis=1), taps.inputs, rank, taps.ptr, dilation)

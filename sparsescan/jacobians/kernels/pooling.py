@@ -9,12 +9,9 @@ Indices are unsigned in the inner loops: Numba would test a signed one for wrapp
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 
 from ...kernels.compile import njit
 from ...kernels.cpu.lanes import (
@@ -28,72 +25,30 @@ from ...kernels.cpu.lanes import (
 )
 
 
-class Windows(NamedTuple):
-    """One axis: where the windows lie, and where the entries of each input.
-
-    Attributes
-    ----------
-    low, high : ndarray of int64, shape (size_out,)
-        The taps from `low` to `high` of a window lie inside the image.
-    inputs : ndarray of int64, shape (size_out, kernel)
-        Input of each tap.
-    rank : ndarray of int64, shape (size_out, kernel)
-        How many windows before this one have the input of the tap.
-    ptr : ndarray of int64, shape (size + 1,)
-        How many entries come before each input, if there were no other axis.
-    dilation : int
-        From the input of a tap to that of the next one.
-    """
-
-    low: NDArray[Any]
-    high: NDArray[Any]
-    inputs: NDArray[Any]
-    rank: NDArray[Any]
-    ptr: NDArray[Any]
-    dilation: int
-
-
 @njit(nogil=True, cache=True)
-def mark_in_windows(images, y, x, out):
-    """Write a 1 for each window of contiguous `images`, and 0 elsewhere; no window is empty."""
-    height, width = images.shape[1:]
-    flat = images.reshape(-1)
+def mark_in_windows(images, ptr, inputs, entries, out):
+    """Write a 1 for each window of contiguous `images`, and 0 elsewhere; no window is empty.
+
+    Window `w` has the taps from ``ptr[w]`` to ``ptr[w + 1]``: which place of its image each reads,
+    and which entry of the pattern that is.
+    """
+    size, flat = images.shape[1] * images.shape[2], images.reshape(-1)
     for b in range(len(images)):
         # One image at a time, so that what is cleared is still in the cache when it is marked.
         out[b] = 0
-        for i in range(len(y.low)):
-            rows = y.high[i] - y.low[i]
-            for j in range(len(x.low)):
-                cols = x.high[j] - x.low[j]
-                corner = (b * height + y.inputs[i, y.low[i]]) * width + x.inputs[j, x.low[j]]
-                steps = y.dilation * width, x.dilation
-                tap = _largest(flat, np.uint64(corner), rows, cols, steps)
-                r, c = y.low[i] + tap // cols, x.low[j] + tap % cols
-                h, w = y.inputs[i, r], x.inputs[j, c]
-                of_row, of_column = y.ptr[h + 1] - y.ptr[h], x.ptr[w + 1] - x.ptr[w]
-                start = y.ptr[h] * x.ptr[-1] + of_row * x.ptr[w]
-                out[b, start + y.rank[i, r] * of_column + x.rank[j, c]] = 1
-
-
-@njit(inline="always")
-def _largest(flat, corner, rows, cols, steps):
-    """Return the number of the largest element in a window that starts at `corner`."""
-    one = np.uint64(1)
-    best = flat[corner]
-    # `after_nan` is one more than the number of the last NaN, or 0.
-    tap, largest, after_nan = np.uint64(0), np.uint64(0), np.uint64(0)
-    for r in range(np.uint64(rows)):
-        at = corner + r * np.uint64(steps[0])
-        for _ in range(np.uint64(cols)):
-            value = flat[at]
-            # Written so that no branch depends on the values: it could not be predicted.
-            larger = value > best
-            best = value if larger else best
-            largest = tap if larger else largest
-            tap += one
-            after_nan = tap if value != value else after_nan
-            at += np.uint64(steps[1])
-    return np.int64(after_nan - one if after_nan else largest)
+        begin = np.uint64(b * size)
+        for w in range(len(ptr) - 1):
+            first, last = np.uint64(ptr[w]), np.uint64(ptr[w + 1])
+            best, largest, after_nan = flat[begin + np.uint64(inputs[first])], first, np.uint64(0)
+            for k in range(first, last):
+                value = flat[begin + np.uint64(inputs[k])]
+                # Written so that no branch depends on the values: it could not be predicted.
+                larger = value > best
+                best = value if larger else best
+                largest = k if larger else largest
+                after_nan = k + np.uint64(1) if value != value else after_nan
+            chosen = after_nan - np.uint64(1) if after_nan else largest
+            out[b, entries[chosen]] = 1
 
 
 @njit(nogil=True, cache=True)

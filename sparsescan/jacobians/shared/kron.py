@@ -54,12 +54,6 @@ class Taps:
         """Entries of the matrix."""
         return len(self.row)
 
-    @property
-    def rank(self) -> NDArray[Any]:
-        """How many entries come before each in its row."""
-        before: NDArray[Any] = np.arange(self.nnz) - self.ptr[self.row]
-        return before
-
     def transposed(self) -> sp.csr_array:
         """Return the matrix from outputs to inputs, shape ``(size, size_out)``."""
         values = self.weights[self.column, self.tap]
