@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from plain_networks import plain_run
-from some_cells import MGU, SCRN, PeepholeLSTM
+from some_cells import CELLS, Elementwise, Leaky
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.utils import prune
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import sparsescan
 import sparsescan.jax
@@ -47,7 +47,7 @@ class Problem(NamedTuple):
         The same of each door, for its own arrays. That of NumPy returns a function, too, which
         takes gradients in all results and returns those in the numbers by name.
     is_one_graph : bool
-        Whether ``torch.compile`` makes one graph of it. Packing a sequence is not a part of one.
+        Whether ``torch.compile`` makes one graph of it.
     """
 
     numbers: Numbers
@@ -60,11 +60,14 @@ class Problem(NamedTuple):
 class Wish(NamedTuple):
     """What a drawn call has to have; what is None is drawn, too."""
 
+    is_real: bool | None = None
+
     has_lengths: bool | None = None
     has_resets: bool | None = None
     has_masks: bool | None = None
     samples: int | None = None
     steps: int | None = None
+    shortest: int = 1
 
 
 def _steps(rng: np.random.Generator, wish: Wish) -> int:
@@ -75,6 +78,10 @@ def _samples(rng: np.random.Generator, wish: Wish) -> int:
     return int(rng.choice([1, 3])) if wish.samples is None else wish.samples
 
 
+def _not(wish: bool | None) -> bool | None:
+    return None if wish is None else not wish
+
+
 def _chosen(rng: np.random.Generator, wish: bool | None) -> bool:
     return bool(rng.random() < 0.3) if wish is None else wish
 
@@ -82,13 +89,14 @@ def _chosen(rng: np.random.Generator, wish: bool | None) -> bool:
 # -- Recurrent networks ----------------------------------------------------------------------------
 
 KINDS: dict[str, Any] = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
-CELLS: dict[str, Any] = {each.__name__: each for each in (MGU, PeepholeLSTM, SCRN)}
 
 
 def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
     """Draw a network of PyTorch's cells or of others, with layers and directions."""
     name = str(rng.choice([*KINDS, *CELLS]))
     inputs, units, layers, both = 2, 3, int(rng.integers(1, 3)), bool(rng.integers(2))
+    if CELLS.get(name) in (Leaky, Elementwise):  # they read inputs elementwise
+        inputs, layers, both = units, 1, False
     steps, batch = _steps(rng, wish), _samples(rng, wish)
     about: Any = (inputs, units, layers)
     options: dict[str, Any] = {"bidirectional": both, "dtype": np.float64}
@@ -99,7 +107,7 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
         return Recurrent(CELLS[name], *about, **options, **more)
 
     masks = {}
-    if _chosen(rng, wish.has_masks):
+    if _chosen(rng, wish.has_masks) and "weight_hh_l0" in made().params:
         like = made().params["weight_hh_l0"]
         masks["weight_hh_l0"] = rng.random(like.shape) < rng.choice([0.1, 0.6])
     net = made(masks=masks, rng=rng)
@@ -110,7 +118,7 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
     }
     flags: Numbers = {}
     if _chosen(rng, wish.has_lengths) and steps and batch:
-        flags["lengths"] = rng.integers(1, steps + 1, batch)
+        flags["lengths"] = rng.integers(wish.shortest, steps + 1, batch)
         flags["lengths"][: batch // 2] = steps
     if _chosen(rng, wish.has_resets):
         flags["resets"] = rng.random((steps, batch)) < 0.4
@@ -132,6 +140,8 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
         return outputs[0], last
 
     def by_numpy(numbers: Numbers, flags: Numbers) -> Any:
+        for key in params:
+            setattr(net, key, numbers[key])
         step = net.training_step()
         marks = flags.get("lengths"), flags.get("resets"), numbers.get("anew")
         results = step.forward(numbers["x"], numbers["state"], *marks)
@@ -155,6 +165,12 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
     for key, mask in kept.items():
         prune.custom_from_mask(module, key, mask)
     states = net.state_size // units
+    # Places of rows among all, as they are packed: packing is no part of what is differentiated.
+    skeleton: Any = None
+    if "lengths" in flags and wish.shortest:
+        places = torch.arange(steps * batch).reshape(steps, batch)
+        lengths = torch.from_numpy(flags["lengths"])
+        skeleton = pack_padded_sequence(places, lengths, enforce_sorted=False)
 
     def parts(state: Tensor) -> Any:
         return state.chunk(states, -1) if states > 1 else state
@@ -166,21 +182,19 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
             marks["resets"] = flags["resets"]
         if "anew" in numbers:
             marks["reset_states"] = parts(numbers["anew"])
-        if "lengths" in flags:
-
-            def packed(array: Tensor) -> Any:
-                return pack_padded_sequence(array, flags["lengths"], enforce_sorted=False)
-
-            x = packed(x)
+        if skeleton is not None:
+            x = skeleton._replace(data=x.flatten(0, 1)[skeleton.data])
             if "resets" in marks:
-                marks["resets"] = packed(marks["resets"])
+                marks["resets"] = skeleton._replace(data=flags["resets"].flatten()[skeleton.data])
         output, last = functional_call(module, own, (x, parts(numbers["state"])), marks)
-        if "lengths" in flags:
-            output, _ = pad_packed_sequence(output, total_length=steps)
+        if skeleton is not None:
+            padded = output.data.new_zeros(steps * batch, output.data.shape[-1])
+            padded = padded.index_copy(0, skeleton.data, output.data)
+            output = padded.reshape(steps, batch, -1)
         return output, torch.cat(last, -1) if states > 1 else last
 
     doors = {"NumPy": by_numpy, "PyTorch": by_torch, "JAX": by_jax}
-    return Problem(numbers, flags, plain, doors, is_one_graph="lengths" not in flags)
+    return Problem(numbers, flags, plain, doors)
 
 
 # -- Linear recurrences ----------------------------------------------------------------------------
@@ -190,7 +204,7 @@ def affine_scan(rng: np.random.Generator, wish: Wish) -> Problem:
     """Draw matrices of any form, any of which steps or samples may share."""
     # Of one number, all forms are diagonals; `test_affine.py` has these.
     steps, batch, size = _steps(rng, wish), _samples(rng, wish), int(rng.choice([2, 3]))
-    is_complex, transposed = bool(rng.random() < 0.3), bool(rng.integers(2))
+    is_complex, transposed = _chosen(rng, _not(wish.is_real)), bool(rng.integers(2))
     form = str(rng.choice(["dense", "diagonal", "sparse", "number"]))
     is_one, has_batch = bool(rng.random() < 0.3), bool(rng.integers(2))
     kept = {
@@ -277,7 +291,7 @@ def _with_delays(b: Tensor, a: Tensor, x: Tensor, zi: Tensor) -> tuple[Tensor, T
         y.append(b[0] * x[..., t] + (delays[0] if order else 0))
         after = [*delays[1:], 0]
         delays = [b[k + 1] * x[..., t] - a[k + 1] * y[-1] + after[k] for k in range(order)]
-    return _stacked(y, x), torch.stack(delays, -1) if order else zi
+    return _stacked(y, x * b[0]), torch.stack(delays, -1) if order else zi
 
 
 def _stacked(y: list[Tensor], like: Tensor) -> Tensor:
@@ -296,18 +310,19 @@ def _changing(b: Tensor, a: Tensor, x: Tensor) -> Tensor:
         for k in range(1, min(a.shape[-1], t + 1)):
             total = total - a[..., t, k] * y[t - k]
         y.append(total / a[..., t, 0])
-    return _stacked(y, x)
+    return _stacked(y, x.to(torch.result_type(b, x)))
 
 
 def lfilter(rng: np.random.Generator, wish: Wish) -> Problem:
     """Draw coefficients that are constant, or change with steps or samples, and an axis."""
     steps, batch = _steps(rng, wish), _samples(rng, wish)
-    is_complex, changes = bool(rng.random() < 0.3), bool(rng.integers(2))
+    changes = bool(rng.integers(2))
+    are_complex = _chosen(rng, _not(wish.is_real)), _chosen(rng, _not(wish.is_real))
     taps = [int(n) for n in rng.choice([1, 2, 4], 2)]
     axes = (batch, 2) if rng.integers(2) else (batch,)
     axis = int(rng.integers(-len(axes) - 1, 0))
 
-    def normal(*shape: int) -> Array:
+    def normal(is_complex: bool, *shape: int) -> Array:
         drawn = rng.standard_normal(shape) / 2
         return drawn + 0.5j * rng.standard_normal(shape) if is_complex else drawn
 
@@ -319,15 +334,15 @@ def lfilter(rng: np.random.Generator, wish: Wish) -> Problem:
 
     def coefficients(count: int) -> Array:
         if not changes:
-            return normal(count)
+            return normal(are_complex[0], count)
         own = (*axes, steps) if rng.integers(2) else (steps if rng.integers(2) else 1,)
-        return normal(*own, count)
+        return normal(are_complex[0], *own, count)
 
     numbers = {"b": coefficients(taps[0]), "a": coefficients(taps[1]) / max(taps)}
     numbers["a"][..., 0] += 2
-    numbers["x"] = normal(*placed(steps))
+    numbers["x"] = normal(are_complex[1], *placed(steps))
     if not changes and rng.integers(2):
-        numbers["zi"] = normal(*placed(max(taps) - 1))
+        numbers["zi"] = normal(are_complex[1], *placed(max(taps) - 1))
 
     def plain(numbers: Numbers, flags: Numbers) -> Any:
         b, a, x = (numbers[name] for name in "bax")

@@ -26,14 +26,14 @@ class Drawn(NamedTuple):
         The loss is the real part of the sum of the results times these.
     along : dict of str to ndarray
         The direction.
-    mapped : frozenset of str
-        Names of the numbers and flags that a map has several of: an axis more, the first one.
+    mapped : dict of str to int
+        The axis along which a map has several of a number or a flag, the first or the last one.
     """
 
     problem: Problem
     weights: tuple[Array, ...]
     along: Numbers
-    mapped: frozenset[str] = frozenset()
+    mapped: dict[str, int]
 
     @property
     def given(self) -> tuple[Numbers, Numbers]:
@@ -42,7 +42,10 @@ class Drawn(NamedTuple):
     def member(self, k: int) -> tuple[Numbers, Numbers]:
         """Return the arguments of one call of a map."""
         numbers, flags = (
-            {name: each[k] if name in self.mapped else each for name, each in part.items()}
+            {
+                name: np.take(each, k, self.mapped[name]) if name in self.mapped else each
+                for name, each in part.items()
+            }
             for part in self.given
         )
         return numbers, flags
@@ -74,20 +77,28 @@ def slope_of(grads: Numbers, along: Numbers) -> Any:
     return sum(terms[1:], terms[0])
 
 
+def _wide(array: Array) -> Array:
+    """Return numbers in double precision."""
+    return array.astype(np.result_type(array, np.float64))
+
+
 def by_formula(drawn: Drawn, given: tuple[Numbers, Numbers], weights: Any) -> dict[str, Any]:
     """Return results, gradients, slopes of results along the direction and those of gradients."""
-    leaves, flags = tensors(given[0], are_leaves=True), tensors(given[1])
+    wide = {name: _wide(each) for name, each in given[0].items()}
+    leaves, flags = tensors(wide, are_leaves=True), tensors(given[1])
     results = tuple(drawn.problem.plain(leaves, flags))
-    weights = [torch.from_numpy(w).requires_grad_() for w in weights]
+    weights = [torch.from_numpy(_wide(w)).requires_grad_() for w in weights]
     grads = grads_of(loss_of(results, weights), leaves, create_graph=True)
     # Gradients are linear in the weights, and what these are multiplied by are the slopes.
     slope = slope_of(grads, tensors(drawn.along))
     pairs = grads_of(slope, dict(enumerate(weights)), retain_graph=True)
+    again = grads_of(slope, leaves)
     return {
         "results": [each.detach() for each in results],
         "gradients": {name: each.detach() for name, each in grads.items()},
         "slopes": [each.conj().resolve_conj() for each in pairs.values()],
-        "slopes of gradients": grads_of(slope, leaves),
+        "slopes of gradients": again,
+        "curvature": [slope_of(again, tensors(drawn.along))],
     }
 
 
@@ -102,8 +113,13 @@ def expected(drawn: Drawn) -> dict[str, Any]:
         name: torch.stack([member["gradients"][name] for member in members])
         for name in drawn.problem.numbers
     }
-    whole = {name: g if name in drawn.mapped else g.sum(0) for name, g in each.items()}
-    return {"results": results, "gradients": whole, "gradients of members": each}
+    whole = {
+        name: g.movedim(0, drawn.mapped[name]) if name in drawn.mapped else g.sum(0)
+        for name, g in each.items()
+    }
+    twice = [torch.stack([one, one.flip(0)]) for one in results]
+    found = {"results": results, "gradients": whole, "gradients of members": each}
+    return found | {"results of maps": twice}
 
 
 # -- Doors -----------------------------------------------------------------------------------------
@@ -129,8 +145,9 @@ def torch_plain(f: Call, drawn: Drawn) -> Found:
 
 def torch_reverse(f: Call, drawn: Drawn) -> Found:
     leaves, flags = tensors(drawn.given[0], are_leaves=True), tensors(drawn.given[1])
-    results = f(leaves, flags)
-    grads = grads_of(loss_of(results, map(torch.from_numpy, drawn.weights)), leaves)
+    for _ in range(2):  # what the first call has made is used again
+        results = f(leaves, flags)
+        grads = grads_of(loss_of(results, map(torch.from_numpy, drawn.weights)), leaves)
     return {"results": results, "gradients": grads}
 
 
@@ -148,10 +165,15 @@ def _torch_gradients(f: Call, flags: Numbers, weights: Any) -> Callable[[Numbers
 def torch_forward(f: Call, drawn: Drawn) -> Found:
     (numbers, flags), along = map(tensors, drawn.given), tensors(drawn.along)
     weights = list(map(torch.from_numpy, drawn.weights))
-    results, slopes = torch.func.jvp(lambda own: tuple(f(own, flags)), (numbers,), (along,))
+
+    def slope(numbers: Numbers) -> Any:
+        return torch.func.jvp(lambda own: tuple(f(own, flags)), (numbers,), (along,))
+
+    results, slopes = slope(numbers)
+    curved = torch.func.jvp(lambda own: slope(own)[1], (numbers,), (along,))[1]
     gradients = _torch_gradients(f, flags, weights)
     grads, of_grads = torch.func.jvp(gradients, (numbers,), (along,))
-    found = {"results": results, "slopes": slopes}
+    found = {"results": results, "slopes": slopes, "curvature": [loss_of(curved, weights)]}
     return found | {"gradients": grads, "slopes of gradients": of_grads}
 
 
@@ -163,19 +185,54 @@ def torch_second(f: Call, drawn: Drawn) -> Found:
     return {"gradients": grads, "slopes of gradients": grads_of(slope, leaves)}
 
 
+def torch_hessian(f: Call, drawn: Drawn) -> Found:
+    (numbers, flags), weights = (
+        map(tensors, drawn.given),
+        list(map(torch.from_numpy, drawn.weights)),
+    )
+    whole = torch.func.hessian(lambda own: loss_of(f(own, flags), weights))(numbers)
+    return {"slopes of gradients": _contracted(whole, tensors(drawn.along), torch.tensordot)}
+
+
+def _contracted(hessian: Any, along: Numbers, product: Any) -> Numbers:
+    """Return a Hessian, by two names, times a direction."""
+    return {
+        name: sum(product(row[other], each, each.ndim) for other, each in along.items())
+        for name, row in hessian.items()
+    }
+
+
 def _axes(drawn: Drawn) -> Any:
-    return tuple({name: 0 if name in drawn.mapped else None for name in p} for p in drawn.given)
+    return tuple({name: drawn.mapped.get(name) for name in part} for part in drawn.given)
+
+
+def _of_maps(drawn: Drawn) -> tuple[Any, Any]:
+    """Return axes, and arguments, of a map of the map, whose second members are in reverse."""
+    axes = tuple({name: 0 if name in drawn.mapped else None for name in p} for p in drawn.given)
+    given = [
+        {
+            name: np.stack([each, np.flip(each, drawn.mapped[name])])
+            if name in drawn.mapped
+            else each
+            for name, each in part.items()
+        }
+        for part in drawn.given
+    ]
+    return axes, given
 
 
 def torch_vmap(f: Call, drawn: Drawn) -> Found:
-    found = torch_reverse(torch.func.vmap(f, _axes(drawn)), drawn)
+    one = torch.func.vmap(f, _axes(drawn))
+    found = torch_reverse(one, drawn)
     weights = tuple(map(torch.from_numpy, drawn.weights))
 
     def gradients(numbers: Numbers, flags: Numbers, weights: Any) -> Numbers:
         return _torch_gradients(f, flags, weights)(numbers)
 
     each = torch.func.vmap(gradients, (*_axes(drawn), 0))
-    return found | {"gradients of members": each(*map(tensors, drawn.given), weights)}
+    found["gradients of members"] = each(*map(tensors, drawn.given), weights)
+    axes, given = _of_maps(drawn)
+    return found | {"results of maps": torch.func.vmap(one, axes)(*map(tensors, given))}
 
 
 def jax_plain(f: Call, drawn: Drawn) -> Found:
@@ -200,7 +257,7 @@ def jax_reverse(f: Call, drawn: Drawn) -> Found:
 
 def jax_compiled(f: Call, drawn: Drawn) -> Found:
     def both(numbers: Numbers, flags: Numbers) -> Any:
-        return f(numbers, flags), _jax_gradients(f, drawn.weights)(numbers, flags)
+        return f(numbers, flags), _jax_gradients(jax.checkpoint(f), drawn.weights)(numbers, flags)
 
     return dict(zip(("results", "gradients"), jax.jit(both)(*drawn.given), strict=True))
 
@@ -213,8 +270,12 @@ def jax_forward(f: Call, drawn: Drawn) -> Found:
         return jax.jit(call)(*drawn.given, drawn.along)
 
     results, slopes = derivative(f)
+    curved = derivative(
+        lambda own, flags: jax.jvp(lambda x: f(x, flags), (own,), (drawn.along,))[1]
+    )
     grads, of_grads = derivative(_jax_gradients(f, drawn.weights))
     found = {"results": results, "slopes": slopes}
+    found["curvature"] = [loss_of(curved[1], drawn.weights)]
     return found | {"gradients": grads, "slopes of gradients": of_grads}
 
 
@@ -226,10 +287,21 @@ def jax_second(f: Call, drawn: Drawn) -> Found:
     return {"slopes of gradients": twice(*drawn.given)}
 
 
+def jax_hessian(f: Call, drawn: Drawn) -> Found:
+    def hessian(numbers: Numbers, flags: Numbers) -> Any:
+        return jax.hessian(lambda own: loss_of(f(own, flags), drawn.weights))(numbers)
+
+    whole = jax.jit(hessian)(*drawn.given)
+    return {"slopes of gradients": _contracted(whole, drawn.along, np.tensordot)}
+
+
 def jax_vmap(f: Call, drawn: Drawn) -> Found:
-    found = jax_compiled(jax.vmap(f, _axes(drawn)), drawn)
+    one = jax.vmap(f, _axes(drawn))
+    found = jax_compiled(one, drawn)
     each = jax.jit(jax.vmap(_jax_gradients(f), (*_axes(drawn), 0)))
-    return found | {"gradients of members": each(*drawn.given, drawn.weights)}
+    found["gradients of members"] = each(*drawn.given, drawn.weights)
+    axes, given = _of_maps(drawn)
+    return found | {"results of maps": jax.jit(jax.vmap(one, axes))(*given)}
 
 
 DOORS: dict[str, dict[str, Callable[[Call, Drawn], Found]]] = {
@@ -241,6 +313,7 @@ DOORS: dict[str, dict[str, Callable[[Call, Drawn], Found]]] = {
         "forward": torch_forward,
         "reverse": torch_reverse,
         "second": torch_second,
+        "hessian": torch_hessian,
     },
     "JAX": {
         "plain": jax_plain,
@@ -249,5 +322,6 @@ DOORS: dict[str, dict[str, Callable[[Call, Drawn], Found]]] = {
         "forward": jax_forward,
         "reverse": jax_reverse,
         "second": jax_second,
+        "hessian": jax_hessian,
     },
 }

@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
-from network_oracle import autograd_of
 from sampling import slow
-from some_cells import CELLS, MGU, SCRN, Elementwise, Leaky, PeepholeLSTM, Tied
+from some_cells import MGU, PeepholeLSTM, Tied
 
 from sparsescan import DeviceError, InputError, InputTypeError
 from sparsescan.graph.functions import tanh
@@ -81,110 +79,6 @@ def close(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12 * scale)
 
 
-CASES = [
-    (LSTM, {"bidirectional": True}, True),
-    (GRU, {}, False),
-    *slow(
-        (RNN, {"num_layers": 2}, True),
-        (LSTM, {"num_layers": 2, "bidirectional": True}, False),
-    ),
-]
-
-
-@pytest.mark.parametrize(("kind", "options", "batched"), CASES)
-def test_results_and_gradients(kind: Any, options: dict[str, Any], batched: bool) -> None:
-    rng = np.random.default_rng(3)
-    net = kind(3, 4, rng=rng, dtype=np.float64, **options)
-    batch = (5,) if batched else ()
-    x = rng.standard_normal((4, *batch, 3))
-    layers = net.num_layers * (1 + net.bidirectional)
-    state = rng.standard_normal((layers, *batch, net.state_size))
-    lengths = jnp.array([4, 2, 0, 3, 1]) if batched else None
-    flags, anew = rng.random(x.shape[:-1]) < 0.4, rng.standard_normal(state.shape)
-
-    def both(function: Any) -> Any:
-        def loss(params: Any, x: Any, state: Any, anew: Any, resets: Any) -> Any:
-            anew = None if resets is None else anew
-            output, last = function(net, params, x, state, lengths, resets, anew)
-            return jnp.sin(output).sum() + jnp.cos(last).sum(), (output, last)
-
-        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
-
-    for resets in (None, flags):
-        given = net.params, x, state, anew, resets
-        expected = jax.jit(both(loop))(*given)
-        close(both(recurrent)(*given), expected)
-        close(jax.jit(both(recurrent))(*given), expected)
-
-
-ANY_CELLS = [
-    (MGU, {"num_layers": 2, "bidirectional": True}, 1.0),
-    (PeepholeLSTM, {}, 1.0),
-    (SCRN, {}, 1.0),
-    *slow(*((each, {}, 0.1) for each in CELLS.values())),
-    *slow((Tied, {"bidirectional": True}, 1.0), (SCRN, {"num_layers": 3}, 0.1)),
-]
-
-
-def random_net(
-    kind: Any, options: dict[str, Any], rng: np.random.Generator, density: float = 1.0
-) -> tuple[Any, Any, Any]:
-    """Return a network, of pruned weights, and weights of a loss of outputs and last states."""
-    inputs = 4 if kind in (Leaky, Elementwise) else 3
-    net = Recurrent(kind, inputs, 4, **options)
-    masks = {
-        name: rng.random(each.shape) < density
-        for name, each in net.params.items()
-        if each.ndim == 2 and density < 1
-    }
-    net = Recurrent(kind, inputs, 4, **options, masks=masks, rng=rng, dtype=np.float64)
-    layers = net.num_layers * (1 + net.bidirectional)
-    above = rng.standard_normal((5, 6, 4 * (1 + net.bidirectional)))
-    return net, above, rng.standard_normal((layers, 6, net.state_size))
-
-
-@pytest.mark.parametrize(("kind", "options", "density"), ANY_CELLS)
-def test_any_cell(kind: Any, options: dict[str, Any], density: float) -> None:
-    """Results and gradients of cells with all kinds of parameters, of a batch and of samples."""
-    rng = np.random.default_rng(14)
-    net, above, carry = random_net(kind, options, rng, density)
-    x, state = rng.standard_normal((5, 6, net.input_size)), rng.standard_normal(carry.shape)
-    lengths, resets = np.array([5, 2, 0, 3, 1, 5]), rng.random((5, 6)) < 0.3
-    anew = rng.standard_normal(carry.shape)
-
-    def loss(params: Any, x: Any, state: Any, anew: Any, *given: Any) -> Any:
-        lengths, resets, above, carry = given
-        output, last = recurrent(net, params, x, state, lengths, resets, anew)
-        return (output * above).sum() + (last * carry).sum(), (output, last)
-
-    gradients = jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
-    expected = dict(autograd_of(net, x, state, lengths, above, carry, resets, anew))
-    (_, (output, last)), (params, in_x, in_state, in_anew) = jax.jit(gradients)(
-        net.params, x, state, anew, lengths, resets, above, carry
-    )
-    found = {"input": in_x, "state": in_state, "reset_states": in_anew}
-    close({"output": output, "last": last, **found, **params}, expected)
-    # Each sample by itself, of parameters that are shared, and of some that are not.
-    apart = [each[:, :, None] for each in (x, state, anew, resets, above, carry)]
-    given = *apart[:3], lengths[:, None], *apart[3:]
-    axes = 1, 1, 1, 0, 1, 1, 1
-    mapped = jax.jit(jax.vmap(gradients, (None, *axes)))
-    _, (params, in_x, in_state, in_anew) = mapped(net.params, *given)
-    close(jnp.moveaxis(in_x[:, :, 0], 0, 1), expected["input"])
-    close(jnp.moveaxis(in_state[:, :, 0], 0, 1), expected["state"])
-    close(jnp.moveaxis(in_anew[:, :, 0], 0, 1), expected["reset_states"])
-    for name, grads in params.items():
-        close(grads.sum(0), expected[name])
-    for n in range(6):
-        own = (np.take(each, n, axis) for each, axis in zip(given, axes, strict=True))
-        close(jax.tree.map(lambda each, n=n: each[n], params), gradients(net.params, *own)[1][0])
-    many = jax.tree.map(lambda each: np.stack([each / 2, each]), net.params)
-    _, (params, *_) = jax.jit(jax.vmap(gradients, (0, *[None] * 7)))(
-        many, x, state, anew, lengths, resets, above, carry
-    )
-    close({name: each[1] for name, each in params.items()}, {k: expected[k] for k in params})
-
-
 @pytest.mark.parametrize("kind", [PeepholeLSTM, *slow(MGU, Tied)])
 def test_a_cell(kind: Any) -> None:
     """A cell is a network of one layer, whose parameters have no layer in their names."""
@@ -234,55 +128,6 @@ def test_cells_that_look_alike() -> None:
         close(jax.grad(lambda p, n=net: recurrent(n, p, x)[0].sum())(net.params), grads.params)
 
 
-@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
-def test_vmap(seed: int) -> None:
-    """Maps over any of the arguments, once and twice, around gradients or within them."""
-    rng = np.random.default_rng(seed)
-    kind, hidden, steps, batch = (RNN, GRU, LSTM)[rng.integers(3)], *rng.integers(1, 5, 3)
-    options: Any = {"num_layers": rng.integers(1, 3), "bidirectional": bool(rng.random() < 0.5)}
-    net = kind(2, int(hidden), rng=rng, dtype=np.float64, **options)
-    layers = net.num_layers * (1 + net.bidirectional)
-    counts = rng.integers(1, 4, rng.integers(1, 3)).tolist()
-    # Of parameters, inputs, states, those that resets set, lengths and resets, from the outer map
-    # to the inner one.
-    maps = rng.random((len(counts), 6)) < [0.3, 0.8, 0.5, 0.5, 0.5, 0.5]
-    maps[:, 1] |= ~maps.any(1)
-
-    def lead(k: int) -> tuple[int, ...]:
-        return tuple(count for count, mapped in zip(counts, maps[:, k], strict=True) if mapped)
-
-    params = {
-        name: rng.standard_normal((*lead(0), *param.shape)) / 2
-        for name, param in net.params.items()
-    }
-    x = rng.standard_normal((*lead(1), steps, batch, 2))
-    state = rng.standard_normal((*lead(2), layers, batch, net.state_size))
-    anew = rng.standard_normal((*lead(3), layers, batch, net.state_size))
-    lengths = rng.integers(0, steps + 1, (*lead(4), batch)) if rng.random() < 0.5 else None
-    resets = rng.random((*lead(5), steps, batch)) < 0.4 if rng.random() < 0.7 else None
-    is_inside = rng.random() < 0.5
-
-    def mapped(function: Any) -> Any:
-        def value(params: Any, x: Any, state: Any, anew: Any, lengths: Any, resets: Any) -> Any:
-            anew = None if resets is None else anew
-            output, last = function(net, params, x, state, lengths, resets, anew)
-            return jnp.sin(output).sum() + jnp.cos(last).sum()
-
-        gradients = partial(jax.value_and_grad, argnums=(0, 1, 2, 3))
-        result = gradients(value) if is_inside else value
-        for count, flags in zip(counts[::-1], maps[::-1], strict=True):
-            axes = [0 if flag else None for flag in flags]
-            axes[4] = None if lengths is None else axes[4]
-            axes[5] = None if resets is None else axes[5]
-            result = jax.vmap(result, axes, axis_size=count)
-        if is_inside:
-            return jax.jit(result)
-        return jax.jit(gradients(lambda *given, every=result: jnp.sin(every(*given)).sum()))
-
-    given = params, x, state, anew, lengths, resets
-    close(mapped(recurrent)(*given), mapped(loop)(*given))
-
-
 @pytest.mark.parametrize("sizes", [(0, 2), (3, 0)])
 def test_nothing_to_do(sizes: tuple[int, int]) -> None:
     """Without steps or samples, mapped or not."""
@@ -324,88 +169,6 @@ def test_gradients_of_some_maps() -> None:
         )
 
     close(backs(recurrent), jax.jit(lambda: backs(loop))())
-
-
-@pytest.mark.slow
-def test_vmap_over_parameters() -> None:
-    rng = np.random.default_rng(5)
-    net = GRU(2, 3, rng=rng, dtype=np.float64)
-    x, state = rng.standard_normal((5, 4, 2)), np.zeros((1, 4, 3))
-    many = jax.tree.map(lambda each: np.stack([each, -each, 0.5 * each]), net.params)
-
-    def gradient(function: Any) -> Any:
-        gradient = jax.grad(lambda p: jnp.sin(function(net, p, x, state)[0]).sum())
-        return jax.jit(jax.vmap(gradient))(many)
-
-    close(gradient(recurrent), gradient(loop))
-
-
-def derivatives(f: Any, params: Any, x: Any, along: Any) -> Any:
-    """Return derivatives in both modes, first and second, alone and mapped, of a number."""
-    in_x = jax.grad(f, 1)
-    xs = jnp.stack([x, -x])
-    return [
-        jax.jvp(f, (params, x), along),
-        jax.jvp(jax.grad(f, (0, 1)), (params, x), along),
-        jax.grad(lambda x: (in_x(params, x) ** 2).sum())(x),
-        jax.grad(lambda x: jax.jvp(f, (params, x), along)[1])(x),
-        jax.jacfwd(lambda x: f(params, x))(x[:, :1]),
-        jax.hessian(lambda x: f(params, x))(x[:2, :1]),
-        jax.vmap(lambda x: jax.jvp(jax.grad(f), (params, x), along))(xs),
-        # Penalties of the gradients of each sample.
-        jax.grad(
-            lambda params: sum(
-                (g**2).sum() for g in jax.vmap(jax.grad(f), (None, 0))(params, xs).values()
-            )
-        )(params),
-    ]
-
-
-@pytest.mark.parametrize("seed", [1, *slow(0, 3, 5)])
-def test_derivatives(seed: int) -> None:
-    """Of any order and in both modes, with layers, directions, lengths and resets."""
-    rng = np.random.default_rng(seed)
-    kind = (LSTM, GRU, RNN)[seed % 3]
-    options: Any = {"num_layers": 1 + seed // 3 % 2, "bidirectional": bool(rng.random() < 0.5)}
-    net = kind(2, 3, rng=rng, dtype=np.float64, **options)
-    layers = net.num_layers * (1 + net.bidirectional)
-    x, resets = rng.standard_normal((4, 2, 2)), rng.random((4, 2)) < 0.3
-
-    def value(function: Any) -> Any:
-        def f(params: Any, x: Any) -> Any:
-            batch = x.shape[1]
-            # Inputs of the first steps and the first sample are cases, too.
-            marks = jnp.array([4, 2])[:batch].clip(0, len(x)), resets[: len(x), :batch]
-            state = jnp.ones((layers, batch, net.state_size)) / 2
-            marks = (*marks, state * params["bias_hh_l0"].sum()) if seed % 2 else ()
-            output, last = function(net, params, x, state * x.sum(), *marks)
-            return jnp.sin(output).sum() + jnp.cos(last).sum()
-
-        return f
-
-    along = jax.tree.map(lambda each: rng.standard_normal(each.shape), (net.params, x))
-    results = [
-        jax.jit(partial(derivatives, value(function)))(net.params, x, along)
-        for function in (recurrent, loop)
-    ]
-    close(*results)
-
-
-@pytest.mark.parametrize(
-    ("kind", "density"),
-    [(Leaky, 1.0), *slow((MGU, 0.3), (SCRN, 1.0))],
-)
-def test_derivatives_of_any_cell(kind: Any, density: float) -> None:
-    """Beside differences, also where weights are pruned."""
-    rng = np.random.default_rng(2)
-    net, *_ = random_net(kind, {}, rng, density)
-    x = rng.standard_normal((3, 2, net.input_size))
-
-    def f(params: Any, x: Any) -> Any:
-        output, last = recurrent(net, params, x)
-        return jnp.sin(output).sum() + jnp.cos(last).sum()
-
-    check_grads(f, (net.params, x), order=2, modes=("fwd", "rev"), atol=1e-5, rtol=1e-5)
 
 
 def test_wrong_lengths() -> None:

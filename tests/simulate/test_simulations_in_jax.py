@@ -102,36 +102,6 @@ def test_gradients_are_those_of_the_run(
     np.testing.assert_allclose(value, (states * above).sum(), rtol=close, atol=10 * close)
 
 
-def test_gradients_are_those_of_a_dense_scan() -> None:
-    line = Line(7)
-    with jax.enable_x64(True):
-
-        def step(u: Any, k: Any, p: Any, dt: Any) -> Any:
-            new = u
-            for _ in range(5):  # Newton's method, whose iterations are differentiated
-
-                def residual(v: Any) -> Any:
-                    return v - u - dt * line.traced(v, (k + 1) * dt, p)
-
-                new = new - jnp.linalg.solve(jax.jacobian(residual)(new), residual(new))
-            return new
-
-        def dense(u0: Any, p: Any, dt: Any) -> Any:
-            last, _ = jax.lax.scan(lambda u, k: (step(u, k, p, dt), None), u0, jnp.arange(3.0))
-            return (last**3).sum()
-
-        def ours(u0: Any, p: Any, dt: Any) -> Any:
-            sim = TimeSteps(line.rate, line.matrix)
-            return (simulate(sim, u0, p, steps=3, dt=dt, last=True) ** 3).sum()
-
-        given = jnp.asarray(line.u0), (jnp.asarray(0.7), jnp.asarray(line.gain)), jnp.asarray(0.1)
-        expected = jax.grad(dense, argnums=(0, 1, 2))(*given)
-        found = [mapped(mode, jax.grad(ours, argnums=(0, 1, 2)))(*given) for mode in MODES[:2]]
-    for each in found:
-        for one, right in zip(jax.tree.leaves(each), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(one, right, rtol=1e-6, atol=1e-9)
-
-
 def test_what_is_not_of_jax_keeps_its_digits() -> None:
     sim = TimeSteps(lambda u, t, p: -p * u, np.eye(2))
     u0 = np.array([0.1, 0.2])
@@ -262,17 +232,6 @@ def test_maps_over_all_arguments_and_backward_in_time() -> None:
         expected = [grads.u0, *grads.params, grads.dt]
         for one, right in zip(found, expected, strict=True):
             np.testing.assert_allclose(one[k], right, rtol=1e-7, atol=1e-9)
-
-
-def test_no_steps_are_the_identity() -> None:
-    sim = TimeSteps(lambda u, t, p: -p * u, np.eye(2))
-
-    def loss(u0: Any, p: Any) -> Any:
-        return (simulate(sim, u0, p, steps=0, dt=0.1)[-1] ** 2).sum()
-
-    in_u0, in_p = jax.jit(jax.grad(loss, argnums=(0, 1)))(jnp.asarray([1.0, 2.0]), 0.5)
-    assert in_u0.tolist() == [2, 4]
-    assert in_p == 0
 
 
 @pytest.mark.parametrize("mode", [lambda f: f, jax.jit])

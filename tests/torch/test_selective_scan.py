@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampling import slow
 from torch import Tensor
-from torch.func import grad, jacrev, jvp, vmap
-from torch_checks import check_compiled, close
+from torch_checks import close
 
 from sparsescan import DeviceError, InputError, InputTypeError
 from sparsescan.ops import selective
@@ -188,15 +187,6 @@ def test_last_states_begin_what_follows(cut: int) -> None:
     close(*results)
 
 
-@pytest.mark.parametrize("seed", [1, 2, *slow(3, 4)])
-def test_first_and_second_derivatives(seed: int) -> None:
-    case = Case(seed, small=True)
-    for each in case.some:
-        each.requires_grad_()
-    assert torch.autograd.gradcheck(case.run, case.some)
-    assert torch.autograd.gradgradcheck(case.run, case.some)
-
-
 def full(batch: int = 2, channels: int = 20, length: int = 40, states: int = 5) -> list[Any]:
     """Return all arguments, each of which requires its gradient."""
     torch.manual_seed(0)
@@ -266,43 +256,6 @@ def test_opcheck(seed: int) -> None:
         None if each is None else each.detach().requires_grad_() for each in grouped(*case.given)
     ]
     torch.library.opcheck(operator, (*given, [int(case.softplus)], [], True))
-
-
-@pytest.mark.parametrize("dynamic", [False, *slow(True)])
-def test_compiled_graphs_stay_whole(dynamic: bool) -> None:
-    given = full()
-
-    def loss(*given: Tensor) -> Tensor:
-        out = selective_scan(*(2 * each for each in given), delta_softplus=True)
-        assert isinstance(out, Tensor)
-        return out.square().mean()
-
-    check_compiled(loss, given, given, dynamic=dynamic)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_transforms() -> None:
-    u, delta, A, B, C, D, *_ = (each.detach().double() for each in full(2, 3, 4, 2))
-
-    def ours(u: Tensor, A: Tensor) -> Tensor:
-        return selective_scan(u, delta, A, B, C, D)
-
-    def right(u: Tensor, A: Tensor) -> Tensor:
-        return loop(u, delta, A, B, C, D)[0]
-
-    many = torch.stack([A, 2 * A])
-    for change in (
-        lambda f: grad(lambda *each: f(*each).square().sum(), argnums=(0, 1))(u, A),
-        lambda f: vmap(f, (None, 0))(u, many),
-        lambda f: jacrev(f, 1)(u, A),
-        lambda f: jvp(f, (u, A), (u + 1, A - 1)),
-    ):
-        torch.testing.assert_close(change(ours), change(right))
-    out, expected = ours(u.requires_grad_(), A), right(u, A)
-    above = torch.randn(3, *out.shape, dtype=u.dtype)
-    found = [torch.autograd.grad(y, u, above, is_grads_batched=True) for y in (out, expected)]
-    torch.testing.assert_close(*found)
 
 
 # -- Errors ----------------------------------------------------------------------------------------

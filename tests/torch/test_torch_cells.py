@@ -175,20 +175,6 @@ def test_modes_are_what_is_computed() -> None:
     assert not torch.equal(one(x)[0], other(x)[0])
 
 
-@pytest.mark.parametrize("cell", [MGU, *slow(PeepholeLSTM, Elementwise)])
-def test_second_derivatives(cell: Any) -> None:
-    net = module(cell)(3, 3, bidirectional=True, dtype=torch.float64)
-    x = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)
-    own = x, *net.parameters()
-
-    def results(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-        output, last = net(x)
-        return output, *tensors_of(last)
-
-    assert torch.autograd.gradcheck(results, own)
-    assert torch.autograd.gradgradcheck(results, own)
-
-
 def test_traces() -> None:
     net = module(Spiking)(3, 4, dtype=torch.float64)
     x = torch.randn(6, 2, 3, dtype=torch.float64)

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampling import slow
 from torch import Tensor
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
-from torch_checks import check_compiled, close
+from torch_checks import close
 
 from sparsescan import DeviceError, InputError, InputTypeError
 from sparsescan.ops import filters
@@ -243,56 +242,6 @@ def test_many_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
 # -- Derivatives -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1, *slow(2, 3, 4)])
-def test_first_and_second_derivatives(seed: int) -> None:
-    case = Case(seed, most=5, dtype=torch.complex128 if seed % 2 else torch.float64)
-    case.axes = case.axes[:1]
-    assert torch.autograd.gradcheck(case.run, case.inputs, check_forward_ad=True, fast_mode=True)
-    assert torch.autograd.gradgradcheck(case.run, case.inputs, fast_mode=True)
-
-
-@pytest.mark.parametrize("steps", [1, 2, 6])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
-def test_derivatives_with_delays(steps: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(steps)
-    shapes = (steps, 2), (4,), (2, steps), (2, 3)
-    inputs = [torch.randn(shape, dtype=dtype) / 3 for shape in shapes]
-    inputs[1][0] = 2
-    inputs = [each.requires_grad_() for each in inputs]
-
-    def run(b: Tensor, a: Tensor, x: Tensor, zi: Tensor) -> Any:
-        return lfilter(b, a, x, zi=zi)
-
-    assert torch.autograd.gradcheck(run, inputs, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(run, inputs)
-
-
-def test_transforms() -> None:
-    torch.manual_seed(0)
-    b, x = torch.randn(4, 3).double(), torch.randn(4, 2, 6).double()
-    a = torch.tensor([1.0, 0.4, -0.2]).double()
-
-    def loss(b: Tensor, a: Tensor, x: Tensor) -> Tensor:
-        y = lfilter(b, a, x)
-        assert isinstance(y, Tensor)
-        return y.square().sum()
-
-    def by_loops(b: Tensor, a: Tensor, x: Tensor) -> Tensor:
-        return by_loop(b, a, x).square().sum()
-
-    dims = (0, None, 0)
-    for of in (
-        lambda f: vmap(f, dims),
-        lambda f: vmap(grad(f, (0, 1, 2)), dims),
-        lambda f: grad(lambda *given: vmap(f, dims)(*given).sum(), (0, 1, 2)),
-        lambda f: lambda *given: jvp(vmap(f, dims), given, given),
-    ):
-        ours, theirs = of(loss)(b, a, x), of(by_loops)(b, a, x)
-        close(ours, theirs)
-    for of in (jacrev, jacfwd, hessian, lambda f: jacfwd(jacfwd(f))):
-        close(of(lambda a: loss(b[0], a, x[0]))(a), of(lambda a: by_loops(b[0], a, x[0]))(a))
-
-
 @pytest.mark.parametrize("seed", [1, *slow(2)])
 def test_opcheck(seed: int) -> None:
     torch.manual_seed(seed)
@@ -301,26 +250,6 @@ def test_opcheck(seed: int) -> None:
     x, start = torch.randn(5, 4), torch.randn(5, 2)
     inputs = [each.double().requires_grad_() for each in (b, a, x, start)]
     torch.library.opcheck(torch.ops.sparsescan.filter.default, (*inputs, [], [], True))
-
-
-def test_compiled_graphs_stay_whole() -> None:
-    torch.manual_seed(0)
-    sos = torch.randn(2, 6, dtype=torch.float64) / 4
-    sos[:, 3] = 1
-    given = [
-        torch.randn(3).double(),
-        torch.randn(9, 2).double() / 4 + 1,
-        torch.randn(9, 3).double(),
-    ]
-    zi = torch.randn(2, 3, 2).double().requires_grad_()
-    inputs = [each.requires_grad_() for each in (*given, sos)]
-
-    def loss(b: Tensor, a: Tensor, x: Tensor, sos: Tensor, zi: Tensor) -> Any:
-        y = lfilter(2 * b, a, x, 0)
-        y, zf = sosfilt(sos, y.mT, zi=zi)
-        return y.square().sum() + zf.sum()
-
-    check_compiled(loss, [*inputs, zi], [*inputs, zi])
 
 
 # -- Dtypes ----------------------------------------------------------------------------------------

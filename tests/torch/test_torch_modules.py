@@ -98,16 +98,6 @@ def test_any_arguments(seed: int) -> None:
         agree(theirs, ours, x, hx, seed)
 
 
-@pytest.mark.slow
-def test_gradcheck() -> None:
-    for kind in KINDS:
-        net = getattr(sparsescan.torch, kind)(2, 3, 2, bidirectional=True, dtype=torch.float64)
-        x = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
-        assert torch.autograd.gradcheck(
-            lambda x, *_, net=net: tensors_of(net(x)), (x, *net.parameters())
-        )
-
-
 @pytest.mark.parametrize("kind", ["GRU", *slow("RNN", "LSTM")])
 def test_opcheck(kind: str) -> None:
     net = getattr(sparsescan.torch, kind)(2, 3)
