@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ...arrays.arrays import Mirrored
 from ...errors import InputError
 from ...locks import cached_property
-from ...symbolic.pattern import Pattern, indptr_of, trusted
+from ...symbolic.pattern import Pattern, trusted
 from .checks import check_sizes
 from .operator import Operator
 
@@ -29,35 +29,18 @@ class Taps:
         The inputs that each output reads, increasing; outside the axis the weight is 0.
     weights : ndarray of float64, shape (size_out, taps)
         The weights; 0 where there is no input to be read.
-
-    Attributes
-    ----------
-    row, column : ndarray of int, shape (nnz,)
-        Input and output of each weight that is not 0, sorted by them.
-    ptr : ndarray of int, shape (size + 1,)
-        The input `i` has its entries from ``ptr[i]`` to ``ptr[i + 1]``.
-    tap : ndarray of int, shape (nnz,)
-        The tap of each entry in its output.
     """
 
     def __init__(self, size: int, inputs: NDArray[Any], weights: NDArray[Any]) -> None:
         self.size, self.size_out = size, len(inputs)
         self.inputs, self.weights = inputs, weights
-        column, tap = np.nonzero(weights)
-        order = np.lexsort((column, inputs[column, tap]))
-        self.column, self.tap = column[order], tap[order]
-        self.row = inputs[self.column, self.tap]
-        self.ptr = indptr_of(self.row, size)
-
-    @property
-    def nnz(self) -> int:
-        """Entries of the matrix."""
-        return len(self.row)
+        self.nnz = int(np.count_nonzero(weights))
 
     def transposed(self) -> sp.csr_array:
         """Return the matrix from outputs to inputs, shape ``(size, size_out)``."""
-        values = self.weights[self.column, self.tap]
-        return sp.csr_array((values, self.column, self.ptr), shape=(self.size, self.size_out))
+        column, tap = np.nonzero(self.weights)
+        entries = self.weights[column, tap], (self.inputs[column, tap], column)
+        return sp.csr_array(entries, shape=(self.size, self.size_out))
 
     @cached_property
     def _read(self) -> tuple[Mirrored, Mirrored, Mirrored]:
