@@ -433,16 +433,16 @@ class NetworkStep:
         self._is_forward = False
         last, wanted = self._last, self._wanted(needs_input_grad)
         put_grad(last, in_lanes(last, grad, samples), add=False)
-        written, params = set[Map](), dict[str, Array]()
+        written = set[Map]()
         for segment in reversed(self._segments):
             if segment is not self._segments[-1]:
                 segment.forward(is_only=False)
-            params = segment.backward(wanted, written, rooms) | params
+            segment.backward(wanted, written, rooms)
         below = None
         if needs_input_grad:
             below = samples_of(self._first, self._first.grad, samples)
             below = below.reshape(*self._lead, *self.network.input_shape)
-        return NetworkGradients(below, params)
+        return NetworkGradients(below, rooms)
 
     def _wanted(self, needs_input_grad: bool) -> set[Map]:
         """Return the maps whose gradients are needed."""
@@ -452,19 +452,15 @@ class NetworkStep:
                 wanted.add(stage.result)
         return wanted
 
-    def _rooms(
-        self, out: Mapping[str, Array] | None, samples: Samples
-    ) -> dict[str, dict[str, Array]]:
-        """Return where gradients of parameters are written, by stages."""
-        if out is None:
-            return {}
-        if not isinstance(out, Mapping):
+    def _rooms(self, out: Mapping[str, Array] | None, samples: Samples) -> dict[str, Array]:
+        """Return where gradients of parameters are written: in `out`, or in zeros."""
+        if not isinstance(out, Mapping | None):
             raise InputTypeError(f"out is {short(out)}; expected the params of an earlier result")
-        rooms: dict[str, dict[str, Array]] = {}
+        rooms = {}
         for stage in self._stages:
             for name, param in stage.named_params().items():
                 full = f"{stage.name}.{name}"
-                room = out.get(full)
+                room = np.zeros(param.shape, samples.dtype) if out is None else out.get(full)
                 if not (
                     type(room) is np.ndarray
                     and room.shape == param.shape
@@ -476,7 +472,7 @@ class NetworkStep:
                         f"out[{full!r}] is {short(room)}; expected a contiguous array of shape "
                         f"{param.shape} and dtype {samples.dtype}, as in an earlier result"
                     )
-                rooms.setdefault(stage.name, {})[name] = room.view()
+                rooms[full] = room if out is None else room.view()
         return rooms
 
 
@@ -543,10 +539,8 @@ class _Segment(NamedTuple):
         for group in self.ahead:
             group.forward()
 
-    def backward(
-        self, wanted: set[Map], written: set[Map], rooms: dict[str, dict[str, Array]]
-    ) -> dict[str, Array]:
-        """Run all backward passes of what is wanted; return gradients of parameters."""
+    def backward(self, wanted: set[Map], written: set[Map], rooms: dict[str, Array]) -> None:
+        """Run all backward passes of what is wanted; write gradients of parameters."""
         for stage in reversed(self.stages):
             adds: list[bool | None] = []
             for source in stage.sources:
@@ -555,15 +549,11 @@ class _Segment(NamedTuple):
             stage.begin_backward(adds)
         for group in self.back:
             group.backward(wanted)
-        params: dict[str, Array] = {}
         tasks: list[Task] = []
         for stage in self.stages:
             if stage.result in wanted:
-                own, more = stage.param_grads(rooms.get(stage.name, {}))
-                params |= {f"{stage.name}.{name}": grad for name, grad in own.items()}
-                tasks += more
+                tasks += stage.param_grads({k: rooms[f"{stage.name}.{k}"] for k in stage.params})
         call_all(tasks)
-        return params
 
 
 def _groups(stages: Sequence[LayerStage], *, back: bool = False) -> list[_Group]:

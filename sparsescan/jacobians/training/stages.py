@@ -175,19 +175,12 @@ class LayerStage(ABC):
     def backward(self, part: Span) -> None:
         """Write some channels of the gradient in each source, or add to it."""
 
-    def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
-        """Return where gradients of the parameters are written, maybe in `out`, and by which tasks.
+    def param_grads(self, out: dict[str, Array]) -> list[Task]:
+        """Write the gradients of the parameters to arrays by their names; what is left are tasks.
 
         The tasks wait for no other, and nothing but the next forward pass changes what they read.
         """
-        return {}, []
-
-    def _room(self, out: dict[str, Array], name: str) -> Array:
-        """Return where the gradient of a parameter is written: in `out`, or in zeros."""
-        room = out.get(name)
-        if room is None:
-            room = np.zeros(self.named_params()[name].shape, self.samples.dtype)
-        return room
+        return []
 
 
 class ChannelWork(NamedTuple):
@@ -321,12 +314,10 @@ class Normalise(LayerStage):
         arrays = source.grad, source.x, self.result.grad, *about
         kernels.pass_normalised(part, self._where, self._above, lots, *arrays)
 
-    def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
-        grads = {}
-        for name, sums in zip(self.params, self._sums.T[::-1], strict=False):
-            grads[name] = room = self._room(out, name)
-            room[:] = sums
-        return grads, []
+    def param_grads(self, out: dict[str, Array]) -> list[Task]:
+        for array, sums in zip(out.values(), self._sums.T[::-1], strict=False):
+            array[:] = sums
+        return []
 
 
 class Add(LayerStage):
@@ -394,14 +385,12 @@ class Apply(LayerStage):
             below = self._plan.inclusive_scan(grad.reshape(len(grad), -1), [values])[-1]
         put_grad(source, in_lanes(source, below, self.samples), add=add)
 
-    def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
-        if not self.params:
-            return {}, []
-        grads = self.op.param_grads(self._x(), self._of_result(self.result.grad))
-        for name, grad in grads.items():
-            grads[name] = room = self._room(out, name)
-            room[...] = grad
-        return grads, []
+    def param_grads(self, out: dict[str, Array]) -> list[Task]:
+        if out:
+            grads = self.op.param_grads(self._x(), self._of_result(self.result.grad))
+            for name, grad in grads.items():
+                out[name][...] = grad
+        return []
 
     def _x(self) -> Array:
         (source,) = self.sources

@@ -182,19 +182,17 @@ class Weigh(WeightStage, _Sums):
             task for table in others for task in _takes(table.weight, kept, table.order)
         ]
 
-    def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
-        result, table, weight = self.result, self._gather, self._room(out, "weight")
-        grads, tasks = {"weight": weight}, self._sum_weights(weight.reshape(-1))
-        if self.copied:
-            grads["bias"] = self._room(out, "bias")
-            if self.op.transposed:
-                grads["bias"][:] = result.inner(result.grad).sum(axis=(0, -1, -2, -3))
-            else:
-                tasks += [
-                    partial(kernels.sum_rows, rows, table.where, grads["bias"], result.grad)
-                    for rows in ChannelWork(table.ends).parts()
-                ]
-        return grads, tasks
+    def param_grads(self, out: dict[str, Array]) -> list[Task]:
+        result, table = self.result, self._gather
+        tasks = self._sum_weights(out["weight"].reshape(-1))
+        if self.copied and self.op.transposed:
+            out["bias"][:] = result.inner(result.grad).sum(axis=(0, -1, -2, -3))
+        elif self.copied:
+            tasks += [
+                partial(kernels.sum_rows, rows, table.where, out["bias"], result.grad)
+                for rows in ChannelWork(table.ends).parts()
+            ]
+        return tasks
 
     def _read(self) -> tuple[Array, Array]:
         """Return what the gradients of weights are sums of: the large side, and the small one."""
@@ -321,18 +319,16 @@ class Multiply(WeightStage, Apply):
     def _above(self) -> Array:
         return self._of_result(self.result.grad).reshape(-1, self.op.out_features)
 
-    def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
-        grads = {"weight": self._room(out, "weight")}
-        weight, above = grads["weight"], self._above()
+    def param_grads(self, out: dict[str, Array]) -> list[Task]:
+        weight, above = out["weight"], self._above()
         if self._bits is None:
             np.matmul(above.T, self._input(), out=weight)
         else:
             sums = (above.T @ self._input()).reshape(-1)
             _copy((0, sums.size), weight.reshape(-1), sums, self._bits)
         if self.copied:
-            grads["bias"] = self._room(out, "bias")
-            above.sum(axis=0, out=grads["bias"])
-        return grads, []
+            above.sum(axis=0, out=out["bias"])
+        return []
 
 
 def _narrow(numbers: NDArray[np.int64]) -> NDArray[Any]:
