@@ -22,7 +22,7 @@ from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.indexed import IndexedPattern, indexed
 from ..symbolic.pattern import Pattern, indptr_of, multiply_adds, rows_of, trusted
 from .shared.operator import Operator
-from .training.network_step import NamedLayer, NetworkStep
+from .training.network_step import NetworkStep
 
 Array = Any
 
@@ -140,11 +140,6 @@ class Sequential(Fixed):
             If `memory_limit` is no size.
         """
         return NetworkStep(self, memory_limit)
-
-    @property
-    def parts(self) -> list[NamedLayer]:
-        """The layers and residual blocks with their names."""
-        return _parts(self.ops, "")
 
     def forward(self, x: Array) -> Array:
         """Compute the output of the last layer.
@@ -432,8 +427,7 @@ class Residual(Operator):
     @cached_property
     def _layers(self) -> dict[str, Operator]:
         """The layers by their places, as they run."""
-        names = (name.removeprefix("0.") for name in _names(self._network.parts))
-        return dict(zip(names, self._network.layers, strict=True))
+        return dict([*_named(self.ops, ""), *_named(self.shortcut, "shortcut.")])
 
     @property
     def _reads_input(self) -> bool:  # type: ignore[override]
@@ -742,25 +736,11 @@ def _steps(ops: Sequence[Operator], carried: int) -> list[Any]:
     return steps
 
 
-def _parts(ops: Sequence[Operator], before: str) -> list[NamedLayer]:
-    """Return layers and blocks with their names."""
-    parts = []
+def _named(ops: Sequence[Operator], before: str) -> Iterator[tuple[str, Operator]]:
+    """Yield the layers as they run, with their places."""
     for k, op in enumerate(ops):
-        name = f"{before}{k}"
         if isinstance(op, Residual):
-            branches = [_parts(op.ops, f"{name}.")]
-            if op.shortcut:
-                branches.append(_parts(op.shortcut, f"{name}.shortcut."))
-            parts.append(NamedLayer(name, None, tuple(branches)))
+            yield from _named(op.ops, f"{before}{k}.")
+            yield from _named(op.shortcut, f"{before}{k}.shortcut.")
         else:
-            parts.append(NamedLayer(name, op))
-    return parts
-
-
-def _names(parts: Sequence[NamedLayer]) -> Iterator[str]:
-    """Yield the name of every layer, as they run."""
-    for part in parts:
-        if part.op is not None:
-            yield part.name
-        for branch in part.branches:
-            yield from _names(branch)
+            yield f"{before}{k}", op

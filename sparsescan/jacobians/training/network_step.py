@@ -47,24 +47,6 @@ from .weighted import Mix, Multiply, Weigh, WeighAll, WeightStage
 Array = NDArray[Any]
 
 
-class NamedLayer(NamedTuple):
-    """A layer with its name; or the two branches of a residual block.
-
-    Attributes
-    ----------
-    name : str
-        Such as ``"2.0"``: the first layer in the third.
-    op : Operator or None
-        The layer; None for a block.
-    branches : tuple of list of NamedLayer
-        The layers of a block, and those of its shortcut.
-    """
-
-    name: str
-    op: Any
-    branches: tuple[list[NamedLayer], ...] = ()
-
-
 class NetworkGradients(NamedTuple):
     """Gradients of a loss, as :meth:`NetworkStep.backward` returns them.
 
@@ -141,7 +123,7 @@ class NetworkStep:
         self._maps: list[Map] = []
         self._stages: list[LayerStage] = []
         self._first = self._map(network.input_shape)
-        self._last = self._build(network.parts, self._first)
+        self._last = self._build(network.ops, self._first)
         self._samples: Samples | None = None
         self._segments: list[_Segment] = []
         self._nbytes = 0
@@ -177,29 +159,32 @@ class NetworkStep:
         self._maps.append(Map(shape[1:] if self._has_batch_axis else shape))
         return self._maps[-1]
 
-    def _build(self, layers: Sequence[NamedLayer], source: Map, *, is_branch: bool = False) -> Map:
+    def _build(self, ops: Sequence[Any], source: Map, branch: str = "") -> Map:
         """Add the stages of some layers; return what the last one writes."""
         alone = False  # whether nothing else reads what the layer before has written
-        flattened: NamedLayer | None = None  # left out, since its places are the same
-        for layer in layers:
-            op = layer.op
-            if op is None:
+        flattened: Any = None  # what is left out, since its places are the same, and its name
+        for k, op in enumerate(ops):
+            name = f"{branch}{k}"
+            if hasattr(op, "shortcut"):
                 if flattened is not None:
                     # Maps that are added have one shape.
-                    result = self._map(flattened.op.output_shape)
-                    self._stages.append(Apply(*flattened[:2], result, source))
+                    result = self._map(flattened[1].output_shape)
+                    self._stages.append(Apply(*flattened, result, source))
                     source, flattened = result, None
-                ends = [self._build(branch, source, is_branch=True) for branch in layer.branches]
-                ends += [source] * (2 - len(ends))
-                result = self._map_like(ends[0])
+                ends = [
+                    self._build(op.ops, source, f"{name}."),
+                    self._build(op.shortcut, source, f"{name}.shortcut."),
+                ]
+                self._maps.append(Map(ends[0].shape))
+                result = self._maps[-1]
                 for end in ends:
                     # Nothing else reads the end of a branch but the sum.
                     if end is not source and not end.rectified:
                         end.join(result)
-                self._stages.append(Add(layer.name, None, result, *ends))
+                self._stages.append(Add(name, None, result, *ends))
                 source, alone = result, True
-            elif isinstance(op, Flatten) and not is_branch and self._keeps_places(op):
-                flattened = layer
+            elif isinstance(op, Flatten) and not branch and self._keeps_places(op):
+                flattened = name, op
             elif isinstance(op, ReLU) and alone:
                 source.rectified, alone = True, False
             else:
@@ -213,7 +198,7 @@ class NetworkStep:
                 elif isinstance(op, Weighing):
                     kind = next(each for each in (Multiply, WeighAll, Weigh) if each.pays(op))
                 result = self._map(op.output_shape)
-                self._stages.append(kind(layer.name, op, result, source))
+                self._stages.append(kind(name, op, result, source))
                 source, flattened = result, None
                 alone = kind not in (Apply, Pool)
         return source
@@ -225,10 +210,6 @@ class NetworkStep:
         """
         features = len(op.output_shape) == 1 + self._has_batch_axis
         return features or op.output_shape[-2:] == op.input_shape[-2:]
-
-    def _map_like(self, other: Map) -> Map:
-        self._maps.append(Map(other.shape))
-        return self._maps[-1]
 
     def _may_end(self) -> NDArray[np.bool_]:
         """Return whether all that is read behind each stage is its result."""
