@@ -315,20 +315,7 @@ class Sequential(Fixed):
         """
         count = len(self._steps)
         xs = _listed("activations", activations, count + 1)
-        is_sequence = isinstance(gradients, (Sequence, np.ndarray))
-        if not is_sequence or getattr(gradients, "shape", None) == ():
-            raise InputTypeError(
-                f"gradients is a {type(gradients).__name__}; expected what a scan returned"
-            )
-        try:
-            length, listed = len(gradients), list(itertools.islice(gradients, count))
-        except Exception as error:  # a caller's own class may raise any
-            raise InputTypeError(f"gradients cannot be read: {error}") from None
-        if length not in (count, count + 1) or len(listed) != count:
-            raise InputError(
-                f"gradients has {length} entries; expected {count}, as the exclusive scan "
-                f"returns, or {count + 1}"
-            )
+        listed = _listed("gradients", gradients, count, count + 1)[:count]
         return [
             step.param_grads(x, check_array(f"gradients[{count - 1 - k}]", grad))
             for k, (step, x, grad) in enumerate(
@@ -679,16 +666,25 @@ class _Product:
         return sums
 
 
-def _listed(name: str, arrays: Any, count: int) -> list[Any]:
-    """Return a list of so many arrays, or raise an error that names the argument."""
-    if not isinstance(arrays, Sequence) or isinstance(arrays, (str, bytes)):
-        raise InputTypeError(f"{name} is a {type(arrays).__name__}; expected a list of arrays")
+def _listed(name: str, arrays: Any, *counts: int) -> list[Any]:
+    """Return a list of so many arrays, or raise an error that names the argument.
+
+    With two counts it is what a scan returned, exclusive or inclusive.
+    """
+    kinds: Any
+    kinds, expected, wanted = Sequence, "a list of arrays", f"{counts[0]}"
+    if len(counts) > 1:
+        kinds, expected = (Sequence, np.ndarray), "what a scan returned"
+        wanted = f"{counts[0]}, as the exclusive scan returns, or {counts[1]}"
+    is_one = isinstance(arrays, (str, bytes)) or getattr(arrays, "shape", None) == ()
+    if is_one or not isinstance(arrays, kinds):
+        raise InputTypeError(f"{name} is a {type(arrays).__name__}; expected {expected}")
     try:
-        length, listed = len(arrays), list(itertools.islice(arrays, count + 1))
+        length, listed = len(arrays), list(itertools.islice(arrays, counts[-1] + 1))
     except Exception as error:  # a caller's own class may raise any
         raise InputTypeError(f"{name} cannot be read: {error}") from None
-    if length != count or len(listed) != count:
-        raise InputError(f"{name} has {length} entries; expected {count}")
+    if length not in counts or len(listed) != length:
+        raise InputError(f"{name} has {length} entries; expected {wanted}")
     return listed
 
 

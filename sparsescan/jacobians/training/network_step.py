@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -470,23 +470,20 @@ class _Group(NamedTuple):
     def forward(self) -> None:
         """Run all forward passes, again if one of them was not settled."""
         for _ in range(1 + len(self.stages)):
-            call_all([partial(self._forward, part) for part in self.parts])
+            self._run([stage.forward for stage in self.stages])
             if all(stage.is_settled() for stage in self.stages):
                 break
 
-    def _forward(self, part: Span) -> None:
-        for stage in self.stages:
-            stage.forward(part)
-
     def backward(self, wanted: set[Map]) -> None:
         """Run all backward passes of what is wanted."""
-        stages = [stage for stage in self.stages if stage.result in wanted]
-        call_all([partial(self._backward, stages, part) for part in self.parts])
+        self._run([stage.backward for stage in self.stages if stage.result in wanted])
 
-    @staticmethod
-    def _backward(stages: list[LayerStage], part: Span) -> None:
-        for stage in stages:
-            stage.backward(part)
+    def _run(self, passes: list[Callable[[Span], None]]) -> None:
+        def run(part: Span) -> None:
+            for each in passes:
+                each(part)
+
+        call_all([partial(run, part) for part in self.parts])
 
 
 class _Segment(NamedTuple):

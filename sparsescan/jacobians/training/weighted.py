@@ -201,14 +201,22 @@ class Weigh(WeightStage, _Sums):
 
     def _sum_weights(self, out: Array) -> list[Task]:
         """Return tasks that write the gradients of kept weights."""
-        table = self._gather
+        table, sums, sides = self._gather, self._sums(out), self._read()
 
         def add_up(rows: Span) -> None:
-            table.sum_weights(rows, self._grad, *self._read(), self.samples.is_whole)
-            entries = int(table.ptr[rows[0]]), int(table.ptr[rows[1]])
-            kernels.put(entries, out, self._grad, self.kept_at)
+            table.sum_weights(rows, sums, *sides, self.samples.is_whole)
+            self._hand_over(rows, out)
 
         return [partial(add_up, rows) for rows in ChannelWork(table.ends).parts()]
+
+    def _sums(self, out: Array) -> Array:
+        """Return where the gradients of weights are summed up."""
+        return self._grad
+
+    def _hand_over(self, rows: Span, out: Array) -> None:
+        """Write the gradients of the kept weights of some rows, once they are summed up."""
+        first, last = (int(self._gather.ptr[row]) for row in rows)
+        kernels.put((first, last), out, self._grad, self.kept_at)
 
 
 class WeighAll(Weigh):
@@ -260,17 +268,13 @@ class WeighAll(Weigh):
             for a, b in spans
         ], [partial(kernels.pack, span, *self._packing) for span in spans]
 
-    def _sum_weights(self, out: Array) -> list[Task]:
-        table, bits, sides = self._gather, self._bits, self._read()
-        sums = out if bits is None else self._grad
+    def _sums(self, out: Array) -> Array:
+        return out if self._bits is None else self._grad
 
-        def add_up(rows: Span) -> None:
-            table.sum_weights(rows, sums, *sides, self.samples.is_whole)
-            if bits is not None:
-                of_row = len(out) // len(self.op.kept_weights())
-                _copy((rows[0] * of_row, rows[1] * of_row), out, sums, bits)
-
-        return [partial(add_up, rows) for rows in ChannelWork(table.ends).parts()]
+    def _hand_over(self, rows: Span, out: Array) -> None:
+        if self._bits is not None:
+            of_row = len(out) // len(self.op.kept_weights())
+            _copy((rows[0] * of_row, rows[1] * of_row), out, self._grad, self._bits)
 
 
 class Multiply(WeightStage, Apply):

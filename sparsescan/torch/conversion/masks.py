@@ -78,19 +78,14 @@ def kept_now(
         What they kept at the call before, which is found again fastest.
     """
     arrays = [each.detach().to(dtype).contiguous().numpy() for each in masks]
-    tasks: list[Any] = []
-    changes: list[NDArray[np.int64] | None] = []
-    for array, known in zip(arrays, before, strict=True):
-        counts = None
-        if known is not None and known.shape == array.shape:
-            more, counts = known.changes(array)
-            tasks += more
-        changes.append(counts)
-    call_all(tasks)
+    changes = [
+        known.changes(array) if known is not None and known.shape == array.shape else ([], None)
+        for array, known in zip(arrays, before, strict=True)
+    ]
+    call_all([task for tasks, _ in changes for task in tasks])
     kept: list[Kept] = []
-    for array, known, counts in zip(arrays, before, changes, strict=True):
-        own = known if known is not None and counts is not None and not counts.any() else None
-        own = own or _kept_of(array)
+    for array, known, (_, counts) in zip(arrays, before, changes, strict=True):
+        own = known if counts is not None and not counts.any() else _kept_of(array)
         if own is None:
             return None
         kept.append(own)

@@ -253,19 +253,13 @@ def _layer(module: nn.Module, attributes: dict[str, Any], dtype: torch.dtype) ->
     tensors = {name: each for name, each in own.items() if each is not None}
     if isinstance(module, NORMS):
         statistics = {name: buffers.get(name) for name in STATISTICS}
-        if not buffers.keys().isdisjoint(attributes):
+        if not buffers.keys().isdisjoint(attributes) or any(
+            (each is None) == module.track_running_stats for each in statistics.values()
+        ):
             return None
-        if any((each is None) == module.track_running_stats for each in statistics.values()):
-            return None
-        if module.track_running_stats:
-            count: Any = statistics.pop("num_batches_tracked")
-            if count.dtype is not torch.int64 or not _is_plain(count):
-                return None
-            tensors |= {name: each for name, each in statistics.items() if each is not None}
-            if not all(each.dtype is dtype and _is_plain(each) for each in tensors.values()):
-                return None
-            return StackLayer(module, tensors | {"num_batches_tracked": count}, None)
-    if not all(each.dtype is dtype and _is_plain(each) for each in tensors.values()):
+        tensors |= {name: each for name, each in statistics.items() if each is not None}
+    dtypes = dict.fromkeys(tensors, dtype) | {"num_batches_tracked": torch.int64}
+    if not all(each.dtype is dtypes[name] and _is_plain(each) for name, each in tensors.items()):
         return None
     return StackLayer(module, tensors, mask)
 
