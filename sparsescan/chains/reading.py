@@ -70,7 +70,7 @@ def length(jacobians: Any) -> int:
             hint = ": .detach().numpy() makes one, without a copy" if of_torch else ""
             raise InputTypeError(
                 f"jacobians is a {type(jacobians).__name__}; expected a sequence such as a list, "
-                "a CSRChain, a PeriodicChain, or an array (n, rows, cols) or (n, batch, rows, "
+                "a CSRChain, an ImplicitChain, or an array (n, rows, cols) or (n, batch, rows, "
                 f"cols){hint}"
             )
     return length_of("jacobians", jacobians)

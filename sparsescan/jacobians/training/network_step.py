@@ -72,8 +72,8 @@ class NetworkStep:
     thread at a time may call them. Made by :meth:`.jacobians.Sequential.training_step`.
 
     Gradients are those of :meth:`.jacobians.Sequential.param_grads` and of a scan, up to rounding.
-    Their bits
-    do not depend on the number of threads, but for large dense matrices, which BLAS multiplies.
+    Their bits do not depend on the number of threads, but for large dense matrices, which BLAS
+    multiplies.
 
     Parameters
     ----------
