@@ -68,7 +68,7 @@ class Weighing(Weighted, Operator):
         shape, (inputs, *_), (outputs, *_) = self.shapes["weight"], *self.sides
         places = np.arange(math.prod(shape), dtype=index_dtype((0, 0), math.prod(shape)))
         if self._mask is not None:
-            places[~self.kept_weights().reshape(-1)] = -1
+            places[~self._mask.on(np).reshape(-1)] = -1
         if not self.transposed:
             grouped = places.reshape(self.groups, -1, inputs // self.groups, math.prod(shape[2:]))
             places = grouped.swapaxes(1, 2)
