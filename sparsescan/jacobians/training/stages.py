@@ -227,11 +227,11 @@ class Pool(LayerStage):
         reads = np.bincount(taps[taps >= 0], minlength=1)
         self._overlaps, self._covers = reads.max() > 1, np.count_nonzero(reads) == len(places)
         self.ahead = self.back = ChannelWork.even(len(read_at), len(places), samples)
+        self._lots = samples.lots(source, self.result)
 
     def forward(self, part: Span) -> None:
         arrays = self.result.x, self.kept, self.sources[0].x
-        lots = self.samples.lots(self.sources[0], self.result)
-        kernels.choose_largest(part, self._where, lots, *arrays)
+        kernels.choose_largest(part, self._where, self._lots, *arrays)
 
     def begin_backward(self, adds: Sequence[bool | None]) -> None:
         super().begin_backward(adds)
@@ -243,8 +243,7 @@ class Pool(LayerStage):
         (source,), (add,) = self.sources, self.adds
         like = source.x if source.rectified else self.nothing
         arrays = source.grad, self.kept, self.result.grad, like, bool(add or self._overlaps)
-        lots = self.samples.lots(source, self.result)
-        kernels.pass_to_chosen(part, self._where, lots, *arrays)
+        kernels.pass_to_chosen(part, self._where, self._lots, *arrays)
 
 
 class Normalise(LayerStage):
@@ -265,6 +264,7 @@ class Normalise(LayerStage):
         self._where, self._above = (
             tuple(samples.room * each for each in view.begins()) for view in self._views
         )
+        self._lots = samples.lots(*self.sources, self.result)
         channels, places = self.op.num_features, len(self._where[1])
         self.ahead = self.back = ChannelWork.even(channels, places, samples)
         self._sums = np.zeros((channels, 2))
@@ -283,11 +283,11 @@ class Normalise(LayerStage):
         return [], []
 
     def forward(self, part: Span) -> None:
-        result, lots = self.result, self.samples.lots(self.sources[0], self.result)
         statistics = self._mean, self._variance, self._inverse
         affine = self.op.eps, self._affine["weight"], self._affine["bias"]
-        arrays, flags = (result.x, self.sources[0].x), (self._is_given, result.rectified)
-        kernels.normalise(part, self._where, self._above, lots, arrays, statistics, affine, flags)
+        arrays = self.result.x, self.sources[0].x
+        flags, where = (self._is_given, self.result.rectified), (self._where, self._above)
+        kernels.normalise(part, *where, self._lots, arrays, statistics, affine, flags)
 
     def is_settled(self) -> bool:
         if self._is_given or np.isfinite(self._variance).all():
@@ -307,12 +307,11 @@ class Normalise(LayerStage):
 
     def backward(self, part: Span) -> None:
         (source,), (add,) = self.sources, self.adds
-        lots = self.samples.lots(source, self.result)
         like = source.x if source.rectified else self.nothing
         flags = self.op.training, add is not None, bool(add)
         about = self._mean, self._inverse, self._affine["weight"], self._sums, flags, like
         arrays = source.grad, source.x, self.result.grad, *about
-        kernels.pass_normalised(part, self._where, self._above, lots, *arrays)
+        kernels.pass_normalised(part, self._where, self._above, self._lots, *arrays)
 
     def param_grads(self, out: dict[str, Array]) -> list[Task]:
         for array, sums in zip(out.values(), self._sums.T[::-1], strict=False):

@@ -75,18 +75,12 @@ _KINDS: dict[type[nn.Module], type[nn.Module]] = {
 _stacks: weakref.WeakKeyDictionary[nn.Module, nn.Sequential] = weakref.WeakKeyDictionary()
 
 
-def _plain(layer: Any, attributes: dict[str, Any]) -> nn.Module:
-    """Return a layer of PyTorch's class with these attributes."""
-    plain: nn.Module = layer._plain.__new__(layer._plain)
-    plain.__dict__ = attributes
-    return plain
-
-
 def _stack_of(layer: Any) -> nn.Sequential:
     stack = _stacks.get(layer)
     if stack is None or vars(stack._modules["0"]) is not vars(layer):
         stack = nn.Sequential()
-        stack._modules["0"] = _plain(layer, vars(layer))
+        stack._modules["0"] = plain = layer._plain.__new__(layer._plain)
+        plain.__dict__ = vars(layer)
         _stacks[layer] = stack
     return stack
 
