@@ -148,14 +148,9 @@ class LayerNorm(_Normalisation):
         self._set_output(shape)
         size = math.prod(shape)
         self._grouping, self._is_constant = (1, 1, size), size == 1 or (size == 2 and self.eps == 0)
-        affine = check_flag("elementwise_affine", elementwise_affine)
-        self.declare_parameters(
-            {
-                "weight": shape if affine else None,
-                "bias": shape if affine and check_flag("bias", bias) else None,
-            },
-            _ones_and_zeros(dtype),
-        )
+        names = ["weight"] if check_flag("elementwise_affine", elementwise_affine) else []
+        names += ["bias"] if names and check_flag("bias", bias) else []
+        self.declare_parameters(dict.fromkeys(names, shape), _ones_and_zeros(dtype))
 
     def _joint(self, x: Array) -> tuple[int, ...]:
         return tuple(range(1, x.ndim))
@@ -204,17 +199,10 @@ class BatchNorm(_Normalisation):
         self._check_arguments()
         self._set_output(self._core)
         self._reads_input = self.training
-        channels = (self.num_features,)
-        affine = check_flag("affine", affine)
-        self.declare_parameters(
-            {
-                "weight": channels if affine else None,
-                "bias": channels if affine else None,
-                "running_mean": channels if self.track_running_stats else None,
-                "running_var": channels if self.track_running_stats else None,
-            },
-            _ones_and_zeros(dtype),
-        )
+        names = ["weight", "bias"] if check_flag("affine", affine) else []
+        names += ["running_mean", "running_var"] if self.track_running_stats else []
+        shapes = dict.fromkeys(names, (self.num_features,))
+        self.declare_parameters(shapes, _ones_and_zeros(dtype))
 
     def _arguments(self, input_shape: Shape, channels: slice) -> dict[str, Any]:
         names = "eps", "momentum", "track_running_stats", "training"

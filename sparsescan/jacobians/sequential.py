@@ -427,10 +427,14 @@ class Residual(Operator):
     @property
     def params(self) -> dict[str, Array]:
         """The parameters of all layers, not copied."""
+        return self._placed(op.params for op in self._layers.values())
+
+    def _placed(self, layers: Iterable[dict[str, Array]]) -> dict[str, Array]:
+        """Return the arrays of all layers by their places and names."""
         return {
             f"{place}.{name}": array
-            for place, op in self._layers.items()
-            for name, array in op.params.items()
+            for place, arrays in zip(self._layers, layers, strict=True)
+            for name, array in arrays.items()
         }
 
     def __repr__(self) -> str:
@@ -472,12 +476,7 @@ class Residual(Operator):
     def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
         xs = self._network.activations(x)
         grads: Any = api.exclusive_scan(grad_y.reshape(len(x), -1), self._network.jacobians(xs))
-        by_layer = self._network.param_grads(xs, grads)
-        return {
-            f"{place}.{name}": array
-            for place, arrays in zip(self._layers, by_layer, strict=True)
-            for name, array in arrays.items()
-        }
+        return self._placed(self._network.param_grads(xs, grads))
 
 
 class _LayerStep:
