@@ -14,6 +14,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..errors import short
 from ..locks import new_lock
 from .tracing import is_tracing, refuse
@@ -110,8 +113,10 @@ class Node:
         return result
 
     def __array_function__(self, function: Any, _: Any, given: Any, options: Any) -> Node:
-        """Return what ``np.where`` and ``np.clip`` are of vectors; refuse other functions."""
+        """Return what ``np.where`` and some others are of vectors; refuse other functions."""
         name, is_whole = getattr(function, "__name__", ""), len(given) == 3 and not options
+        if name in ("sum", "mean"):
+            return _reduced(name, *given, **options)
         if name == "where" and is_whole:
             return apply("where", *given)
         if name != "clip" or not is_whole:
@@ -122,6 +127,14 @@ class Node:
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> NoReturn:
         _refuse_function(function, "a call of PyTorch")
+
+    def sum(self, axis: int | None = None, **options: Any) -> Node:
+        """Return the sum over all units; each unit gets it."""
+        return _reduced("sum", self, axis, **options)
+
+    def mean(self, axis: int | None = None, **options: Any) -> Node:
+        """Return the mean over all units; each unit gets it."""
+        return _reduced("mean", self, axis, **options)
 
     def __matmul__(self, other: Any) -> Any:
         if isinstance(other, Node):
@@ -240,8 +253,53 @@ def symbol(kind: str, *details: Any) -> Node:
     return node(kind, details=details)
 
 
+class Reduction(NamedTuple):
+    """A reduction over the units of each head, in the place of a matrix in a ``product``.
+
+    Each unit gets what its head has. All but the maximum are products with a constant matrix, which
+    is its own transpose.
+
+    Attributes
+    ----------
+    operation : str
+        ``"sum"``, ``"mean"`` or ``"maximum"``; no gradient passes through the last.
+    heads : int
+        How many heads there are, with as many units each.
+    """
+
+    operation: str
+    heads: int
+
+    def __str__(self) -> str:
+        return self.operation if self.heads == 1 else f"{self.operation} of {self.heads} heads"
+
+    def matrix(self, units: int) -> NDArray[np.float64]:
+        """Return the matrix, for so many units; of a maximum where it reads what."""
+        size = units // self.heads
+        value = 1 / size if self.operation == "mean" else 1.0
+        return np.kron(np.eye(self.heads), np.full((size, size), value))
+
+
+def reduce_units(operation: str, vector: Any, heads: int) -> Node:
+    """Return, for each unit, a reduction over all units of its head."""
+    vector = as_node(vector)
+    if vector.operation == "input":
+        refuse(f"the {operation} of the input", "it in the inputs, for all steps at once")
+    return node("product", vector, details=(Reduction(operation, heads), 0, False))
+
+
+def _reduced(
+    operation: str, vector: Any, axis: Any = None, *others: Any, keepdims: Any = True, **more: Any
+) -> Node:
+    """Return a reduction as NumPy's functions and methods are asked for it: over the last axis."""
+    if others or more or axis not in (None, -1):
+        refuse(f"{operation} with arguments other than axis=-1", f"{operation}(a)")
+    return reduce_units(operation, vector, 1)
+
+
 def linear_map(matrix: Sequence[Any], vector: Node, is_transposed: bool = False) -> Node:
     """Return a product of a vector and a matrix, or its transpose; a front end names the matrix."""
+    is_transposed = is_transposed and not isinstance(matrix[0], Reduction)
     return node("product", vector, details=(*matrix, is_transposed))
 
 

@@ -1,7 +1,20 @@
 """Recurrent cells, each defined once; their Jacobians, whole sequences and training steps."""
 
 from ..checks import former_names
-from ..graph.functions import relu, sigmoid, softplus, stop_gradient, surrogate
+from ..graph.functions import (
+    layer_norm,
+    logsumexp,
+    mean,
+    norm,
+    relu,
+    rms_norm,
+    sigmoid,
+    softmax,
+    softplus,
+    stop_gradient,
+    sum,  # noqa: A004, NumPy's name
+    surrogate,
+)
 from .cell import Cell
 from .cells import GRUCell, LSTMCell, RNNCell
 from .definition import FORMER_FUNCTIONS, Choice, Constant, Hidden, Input, Scalar, Vector
@@ -22,10 +35,17 @@ __all__ = [
     "Recurrent",
     "Scalar",
     "Vector",
+    "layer_norm",
+    "logsumexp",
+    "mean",
+    "norm",
     "relu",
+    "rms_norm",
     "sigmoid",
+    "softmax",
     "softplus",
     "stop_gradient",
+    "sum",
     "surrogate",
 ]
 

@@ -163,6 +163,12 @@ class Cell(Parametrised, Fixed):
         matrices = [name for name, each in parameters.items() if isinstance(each, _Matrix)]
         masks = {name: options.pop(f"{name}_mask", None) for name in matrices}
         self.options = read_options(type(self), options)
+        for each in self.program.reductions:
+            if self.hidden_size % each.heads:
+                raise InputError(
+                    f"hidden_size is {hidden_size}; expected a multiple of {each.heads}, the heads "
+                    f"of a {each.operation} in {type(self).__name__}.step"
+                )
         if self._reads_units and self.input_size != self.hidden_size:
             raise InputError(
                 f"input_size is {input_size} and hidden_size {hidden_size}; expected equal ones, "

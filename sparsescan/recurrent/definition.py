@@ -19,22 +19,20 @@ from ..checks import check_choice, check_flag
 from ..errors import InputError, InputTypeError, short
 from ..graph import functions
 from ..graph.expressions import topological
-from ..graph.operations import NUMPYS, Node, as_node, linear_map, number, symbol
+from ..graph.operations import NUMPYS, Node, Reduction, as_node, linear_map, number, symbol
 from ..graph.tracing import Front, refuse, tracing
 from ..parameters.parametrised import Parameter
 from .program import INPUT, CellProgram, analyse
 
 Shape = tuple[int, ...]
-# Functions of one vector, which a Choice may name.
+# Elementwise functions of one vector, which a Choice may name.
 _FUNCTIONS: dict[str, Callable[..., Node]] = {
     name: function
     for name in functions.__all__
     for function in [getattr(functions, name)]
-    if sum(
-        each.default is inspect.Parameter.empty
-        for each in inspect.signature(function).parameters.values()
-    )
-    == 1
+    for parameters in [inspect.signature(function).parameters]
+    if "heads" not in parameters
+    and sum(each.default is inspect.Parameter.empty for each in parameters.values()) == 1
 }
 # What a step calls in place of functions that had names in :mod:`sparsescan.recurrent`.
 FORMER_FUNCTIONS = {
@@ -57,8 +55,8 @@ _FRONT = Front(
     matrix="a matrix that the class declares, such as W = Hidden(), and calls: self.W(a)",
     product="a product, a * b, or a matrix of the class, which is called",
     sums=(
-        "what needs no sum, mean, norm or maximum over units: these are not supported; a matrix "
-        "weighs all units for each, W = Hidden() and self.W(a)"
+        "the functions of sparsescan.recurrent: sum, mean, norm, softmax, logsumexp, layer_norm, "
+        "rms_norm; or a matrix, which weighs all units for each, W = Hidden() and self.W(a)"
     ),
 )
 
@@ -693,6 +691,7 @@ def _unused(cls: Any, program: CellProgram) -> list[str]:
         each.details if each.operation == "product" else (*each.details, False)
         for each in topological(program.traced)
         if each.operation in ("product", "scalar", "vector")
+        and not isinstance(each.details[0], Reduction)
     }
     unused = []
     for name, each in declared(cls).items():

@@ -34,7 +34,12 @@ Places = NDArray[np.int64]
 
 
 def fits(program: CellProgram, units: int, dtype: DTypeLike) -> bool:
-    """Return whether the vectors of a sample fit the shared memory of a block."""
+    """Return whether there are kernels: for vectors that fit the shared memory of a block.
+
+    There are none yet for reductions over units.
+    """
+    if program.reductions:
+        return False
     code, exact = cuda_program(program), np.dtype(dtype)
     layout, most = layout_of(len(code.blocks), units, exact), multiprocessors_of(load_cupy()).block
     return samples_of(code, layout, exact, 1, 1, 1, most) > 0

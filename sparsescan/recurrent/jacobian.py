@@ -27,7 +27,7 @@ from ..chains.implicit import ImplicitChain
 from ..checks import check_flag, check_has_shape
 from ..errors import Allocating, InputError
 from ..execution.sharing import even_slices, map_shared
-from ..graph.operations import Node, symbol
+from ..graph.operations import Node, Reduction, symbol
 from ..parameters.parametrised import masked
 from ..symbolic.pattern import Pattern
 from .linear import ONE, Key
@@ -76,16 +76,18 @@ class Equations(Structure):
 
     def weights(self, xp: Any, dtype: np.dtype[Any], params: Mapping[str, Array]) -> _Weights:
         """Return the parameters for a call."""
-        blocks: dict[str, Array] = {}
+        blocks: dict[str | Reduction, Array] = {}
         for name, mask in self.masks.items():
             whole = masked(xp, params[name], mask).astype(dtype, copy=False)
             blocks[name] = whole.reshape(-1, self.units, whole.shape[1])
+        for reduction in self.program.reductions:
+            blocks[reduction] = xp.asarray(reduction.matrix(self.units)[None], dtype)
         matrices: dict[Key, Array] = {}
         packed = xp.zeros((len(self.sums), self.width, self.units), dtype)
         for room, each in zip(packed, self.sums, strict=True):
             for key, at in each.terms:
-                name, gate, is_transposed = key
-                turned = blocks[name][gate] if is_transposed else blocks[name][gate].T
+                which, gate, is_transposed = key
+                turned = blocks[which][gate] if is_transposed else blocks[which][gate].T
                 matrices[key] = turned.T
                 room[at] += turned
             for name, gate in each.biases:
@@ -122,6 +124,13 @@ class Equations(Structure):
             slots = self.slots[stage]
             found = xp.empty((len(slots), len(rows), self.units), rows.dtype)
             for k, room in zip(slots, found, strict=True):
+                own, *_ = self.program.slots[k].terms
+                if isinstance(own.matrix, Reduction) and own.matrix.operation == "maximum":
+                    parts = rows[:, self.places[own.argument]].reshape(
+                        len(rows), own.matrix.heads, -1
+                    )
+                    room.reshape(parts.shape)[...] = parts.max(-1, keepdims=True)
+                    continue
                 first, *others = self.sums[k].runs
                 _product(xp, rows[:, first], weights.packed[k, first], out=room)
                 for run in others:
@@ -229,6 +238,8 @@ class Equations(Structure):
             for k in range(first, last):
                 own = part[k - first]
                 for (name, gate, is_transposed), at in self.sums[k].terms:
+                    if isinstance(name, Reduction):
+                        continue
                     block = own[:, at.start - columns.start : at.stop - columns.start]
                     room = self.block(name, gate, grads[name])
                     room += block.T if is_transposed else block

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from ..graph.derivatives import coefficients
 from ..graph.expressions import replaced, topological
-from ..graph.operations import Node, number, symbol, value_of
+from ..graph.operations import Node, Reduction, number, symbol, value_of
 from .program import INPUT, CellProgram, Term
 
 # A block of a matrix, and whether it is transposed.
-Key = tuple[str, int, bool]
+Key = tuple[str | Reduction, int, bool]
 # A slope that is 1 everywhere.
 ONE = -1
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..execution.calls import LINE, Calls
-from ..graph.operations import symbol
+from ..graph.operations import Reduction, symbol
 from ..kernels.cpu.copies import fill_with
 from ..kernels.cpu.lanes import lanes as lanes_of
 from ..kernels.cpu.lanes import sample_lanes
@@ -24,7 +24,7 @@ from .compiled import code_of, renderer_of
 from .definition import CellLike, bias_name, declared
 from .loops import callers
 from .loops.pauses import STRICT
-from .loops.products import Products
+from .loops.products import MAXIMUM, REDUCTIONS, SUM, Products
 from .program import INPUT, CellProgram, Slot, Term
 
 Array = NDArray[Any]
@@ -173,6 +173,26 @@ class Product(NamedTuple):
     terms: list[Term]
 
 
+class Reduced(NamedTuple):
+    """A reduction over units, which has no parameters.
+
+    Attributes
+    ----------
+    stage, source, slot : int
+        As of a :class:`Product`.
+    kind : int
+        Its number among :data:`~sparsescan.recurrent.loops.products.REDUCTIONS`.
+    size : int
+        Units of a head.
+    """
+
+    stage: int
+    source: int
+    slot: int
+    kind: int
+    size: int
+
+
 class Weights(NamedTuple):
     """The parameters of a cell, as kernels read them.
 
@@ -232,7 +252,9 @@ class Direction:
             self._none += math.prod(shape)
         self._parameters = declared(type(cell))
         self.multiplied = np.array(sorted(self.renderer.state_rows), np.int64)
-        self.runs = list(self._find_runs())
+        # In the order of the forward pass.
+        self._products = list(self._find_runs())
+        self.runs = [each for each in self._products if isinstance(each, Product)]
         # A sparse matrix passes no NaN where it has no entry.
         self.pauses = pauses_of(self.program)
         if self.sparse:
@@ -265,15 +287,16 @@ class Direction:
 
     # -- Products -----------------------------------------------------------------------------
 
-    def _find_runs(self) -> Iterator[Product]:
+    def _find_runs(self) -> Iterator[Product | Reduced]:
         """Yield the products of a step: of neighbouring slots with one vector, in their order."""
         program = self.program
         terms: dict[Any, dict[int, list[Term]]] = {}
         for k, slot in enumerate(program.slots):
             for term in slot.terms:
-                terms.setdefault(term.argument, {}).setdefault(k, []).append(term)
+                which = term.matrix if isinstance(term.matrix, Reduction) else None
+                terms.setdefault((term.argument, which), {}).setdefault(k, []).append(term)
         found = []
-        for argument, by_slot in terms.items():
+        for (argument, _), by_slot in terms.items():
             if argument is INPUT:
                 stage, source = 0, 0
             elif argument.operation == "state":
@@ -295,6 +318,11 @@ class Direction:
         # Those with the input come first, and of them the one that begins with the first slot.
         found.sort(key=lambda each: (each[0], each[1] != 0, each[2][0], each[1]))
         for stage, source, run, own in found:
+            reduction = own[0].matrix
+            if isinstance(reduction, Reduction):
+                kind, size = REDUCTIONS.index(reduction.operation), self.units // reduction.heads
+                yield from (Reduced(stage, source, slot, kind, size) for slot in run)
+                continue
             parts = [self._places(term) for term in own]
             places, kept = (np.concatenate(each) for each in zip(*parts, strict=True))
             block = self.block if source == 0 and self.layer > 1 else 0
@@ -334,14 +362,13 @@ class Direction:
         rows_back = self.renderer.parts
         returned = set()
         back = sorted(
-            (each for each in self.runs),
+            self._products,
             # What arguments get back, of the last stage first; then states, then inputs.
             key=lambda each: (-self._back_stage(each), self._row_back(each) if each.source else 0),
         )
-        for which, runs in enumerate((self.runs, back)):
+        for which, runs in enumerate((self._products, back)):
             self._sizes.append(values)
             for each in runs:
-                packing = each.back if which else each.forward
                 stage = self._back_stage(each) if which else each.stage
                 to = self._row_back(each) if which and each.source else 0
                 source = each.source
@@ -349,6 +376,14 @@ class Direction:
                     source -= self.slots  # the row of the parts
                 begins = (which, each.source) not in returned
                 returned.add((which, each.source))
+                if isinstance(each, Reduced):
+                    # The gradient in a maximum, of which there is none, is 0.
+                    kind = SUM if which and each.kind == MAXIMUM else each.kind
+                    matrix = [self.units, self.units, 0, 1, each.size, 0, values, indices, indices]
+                    about = [stage, source, each.slot, to, begins, False, kind, False]
+                    tables[which].append(about + matrix)
+                    continue
+                packing = each.back if which else each.forward
                 spills = not packing.fills and (
                     to + 1 < rows_back
                     if which
@@ -358,7 +393,7 @@ class Direction:
                     spills = not which and packing.rows % self.lanes > 0 and spills
                 tables[which].append(
                     [
-                        *(stage, source, each.slot, to, begins, spills, packing.is_sparse),
+                        *(stage, source, each.slot, to, begins, spills, 0, packing.is_sparse),
                         *(packing.rows, packing.cols, packing.vectors),
                         *(packing.cols // packing.block, packing.block, packing.tile),
                         *(values, indices, indices + len(packing.indices)),
@@ -394,13 +429,13 @@ class Direction:
             rows = self._blocks.setdefault((term.matrix, is_back), [])
             rows.append([*block, to, packing.cols, packing.tile])
 
-    def _back_stage(self, each: Product) -> int:
+    def _back_stage(self, each: Product | Reduced) -> int:
         """Return before which stage's backward part a product is returned; -1 and -2 after all."""
         if each.source < 0:
             return self.program.back_stage_of(symbol("back", -1 - each.source))
         return -1 if each.source else -2
 
-    def _row_back(self, each: Product) -> int:
+    def _row_back(self, each: Product | Reduced) -> int:
         """Return the row of the parts that gets back what a product multiplies."""
         if each.source < 0:
             return -1 - each.source
@@ -416,6 +451,8 @@ class Direction:
 
     def _biases_of(self, slot: Slot) -> Iterator[tuple[str, int]]:
         for term in slot.terms:
+            if isinstance(term.matrix, Reduction):
+                continue
             biased = self._parameters[term.matrix].biased
             name = bias_name(term.matrix)
             if name in self._offsets and term.gate in biased and not term.is_transposed:

@@ -16,12 +16,13 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..graph.derivatives import gradients, quotients_of
 from ..graph.expressions import bare, evaluate, replaced, topological, with_arguments
 from ..graph.kept import least_kept
-from ..graph.operations import Node, node, symbol
+from ..graph.operations import Node, Reduction, node, symbol
+from ..locks import cached_property
 
 INPUT = node("input")
 # Slots up to which their orders are tried.
@@ -33,8 +34,8 @@ class Term(NamedTuple):
 
     Attributes
     ----------
-    matrix : str
-        Name of the matrix.
+    matrix : str or Reduction
+        Name of the matrix, or what stands in its place.
     gate : int
         Which block of its rows.
     is_transposed : bool
@@ -43,7 +44,7 @@ class Term(NamedTuple):
         ``INPUT``, a state, or what an earlier stage has computed.
     """
 
-    matrix: str
+    matrix: Any
     gate: int
     is_transposed: bool
     argument: Node
@@ -154,6 +155,12 @@ class CellProgram:
         """The states that matrices multiply."""
         arguments = [term.argument for slot in self.slots for term in slot.terms]
         return sorted({each.details[0] for each in arguments if each.operation == "state"})
+
+    @cached_property
+    def reductions(self) -> set[Reduction]:
+        """The reductions over units."""
+        terms = [term for slot in self.slots for term in slot.terms]
+        return {each.matrix for each in terms if isinstance(each.matrix, Reduction)}
 
     def readers(self, argument: Node) -> list[int]:
         """Return the numbers of the slots that have products of an argument."""
@@ -324,7 +331,10 @@ def _with_slots(outputs: Sequence[Node], names: Mapping[Node, str]) -> _Step:
     for each in order:
         if each.operation == "product":
             (argument,) = each.arguments
-            open_sums[each] = _Sum((Term._make((*each.details, close(argument))),), (), ())
+            term = Term._make((*each.details, close(argument)))
+            open_sums[each] = _Sum((term,), (), ())
+            if isinstance(term.matrix, Reduction) and term.matrix.operation == "maximum":
+                close(each)  # to which no product is added
         elif each.operation == "add" and any(a in open_sums for a in each.arguments):
             parts = []
             for argument in each.arguments:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..arrays.arrays import Mirrored, check_memory
 from ..graph.expressions import topological
 from ..graph.known import Known, is_zero, known_of
-from ..graph.operations import Node, symbol
+from ..graph.operations import Node, Reduction, symbol
 from ..locks import cached_property
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, indptr_of, of_mask, product, rows_of, trusted
@@ -187,6 +187,8 @@ class Structure:
     def _kept(self, key: Key) -> NDArray[np.bool_] | None:
         """Return which weights of a product are kept; None for all."""
         name, gate, is_transposed = key
+        if isinstance(name, Reduction):
+            return name.matrix(self.units) > 0
         mask = self.masks.get(name)
         if mask is None:
             return None

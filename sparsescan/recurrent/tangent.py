@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..graph.derivatives import WithSlope, with_slopes
 from ..graph.expressions import topological
-from ..graph.operations import Node, linear_map, number, symbol
+from ..graph.operations import Node, Reduction, linear_map, number, symbol
 from ..locks import new_lock
 from ..ops.operation import Functions
 from .arguments import Options
@@ -249,7 +249,9 @@ class _Step:
                 return linear_map((_UNITS, 0), INPUT), linear_map((_UNITS, 1), INPUT)
             if each.operation in ("vector", "scalar"):
                 return self._parameter(each.operation, *each.details)
-            return self._product(each, *arguments) if each.operation == "product" else None
+            if each.operation == "product" and not isinstance(each.details[0], Reduction):
+                return self._product(each, *arguments)
+            return None
 
         pairs = with_slopes(self._traced, rule)
         slopes = (number(0) if slope is None else slope for _, slope in pairs)

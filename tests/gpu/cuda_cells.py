@@ -129,7 +129,7 @@ def test_what_fills_up_shorter_sequences_is_not_read(cupy: Any, name: str) -> No
 
 @settings(max_examples=examples(150) if IN_PYTHON else 2)
 @given(
-    random_cells(),
+    random_cells(reduces=False),
     *(st.integers(1, 15), st.integers(1, 2), st.booleans()),
     *(st.integers(1, 4), st.integers(1, 5), st.integers(0, 1 << 30)),
 )

@@ -56,7 +56,7 @@ HEADER = """\
 import functools, math, random
 import numpy as np
 import torch
-from sparsescan.graph.functions import *
+from sparsescan.graph.functions import *; from builtins import sum
 from sparsescan.recurrent import Cell, Choice, Constant, Hidden, Input, Scalar, Vector
 
 """
@@ -106,7 +106,7 @@ BRANCH = "a branch on a number", "where(condition, a, b)"
 NUMPY = "a call of NumPy", "tanh(a)"
 TORCH = "a call of PyTorch", "tanh(a)"
 CONVERSION = "a conversion to a number", "others of sparsescan.recurrent"
-UNITS = ", which is over units", "no sum, mean, norm or maximum over units"
+UNITS = ", which is over units", "sum, mean, norm, softmax"
 INDEX = "an index of a unit", "elementwise operations"
 LOOP = "a loop over units", "one matrix with several gates"
 POWER = "the exponent", "np.exp(exponent * np.log(base))"
@@ -120,7 +120,7 @@ REFUSED = {
     "return not h": BRANCH,
     "return max(h, 0)": BRANCH,
     "return h * (0 < h < 1)": BRANCH,
-    "assert (h > 0).all": ("the attribute 'all', which is over units", "no sum, mean, norm"),
+    "assert (h > 0).all": ("the attribute 'all', which is over units", "sum, mean, norm"),
     "while h > 0: h = h - 1": BRANCH,
     "return np.cbrt(h)": NUMPY,
     "return np.where(h > 0)": NUMPY,
@@ -130,12 +130,10 @@ REFUSED = {
     "return np.maximum(h, np.ones(3))": NUMPY,
     "return np.where(h > 0, np.ones(3), h)": OTHER,
     "return np.concatenate([h, x])": NUMPY,
-    "return np.add.reduce(h)": ("numpy.add.reduce", "no sum, mean, norm"),
-    "return np.mean(h)": UNITS,
+    "return np.add.reduce(h)": ("numpy.add.reduce", "sum, mean, norm"),
     "return h / np.linalg.norm(h)": UNITS,
     "return torch.softmax(h, -1)": UNITS,
     "return torch.nn.functional.layer_norm(h, (4,))": UNITS,
-    "return h - h.mean(-1)": UNITS,
     "return h / h.norm()": UNITS,
     "return np.add(h, 1, out=np.ones(3))": NUMPY,
     "return np.ones(3) * h": NUMPY,
@@ -143,7 +141,9 @@ REFUSED = {
     "return np.float64(2) ** h": NUMPY,
     "return h @ np.ones(3)": ("@", "W = Hidden(), and calls: self.W(a)"),
     "return np.ones((3, 3)) @ h": ("@", "W = Hidden(), and calls: self.W(a)"),
-    "return h @ x": ("@ of two vectors", "no sum, mean, norm"),
+    "return h.sum(0)": ("sum with arguments other than axis=-1", "sum(a)"),
+    "return h + x.mean()": ("the mean of the input", "it in the inputs"),
+    "return h @ x": ("@ of two vectors", "sum, mean, norm"),
     "return torch.tanh(h)": TORCH,
     "return torch.nn.functional.relu(h)": TORCH,
     "return torch.where(h > 0, h, x)": TORCH,
@@ -166,7 +166,6 @@ REFUSED = {
     "return 1 in h": LOOP,
     "return list(map(tanh, h))": LOOP,
     "return len(h)": ("the length of a vector", "elementwise operations"),
-    "return h.sum()": UNITS,
     "return h.sigmoid()": ("the attribute 'sigmoid'", "sigmoid(a)"),
     "return h.tanh()": ("the attribute 'tanh'", "np.tanh"),
     "return h.clip(0, 1)": ("the attribute 'clip'", "np.tanh(a), or sigmoid(a)"),
@@ -384,6 +383,8 @@ def test_any_number_of_states() -> None:
             for name, instead in FORMER_FUNCTIONS.items()
             if name in ("elu", "hardtanh", "leaky_relu", "silu", "softsign")
         },
+        "return np.mean(h)": "return h.mean(-1)",
+        "return np.sum(h, axis=-1, keepdims=True)": "return h.sum()",
         "return h ** -2": "return 1 / (h * h)",
         "return h ** 5.0": "return h * ((h * h) * (h * h))",
         "return h ** 0 * x": "return x",

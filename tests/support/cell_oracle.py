@@ -28,6 +28,8 @@ class Value:
 
     # The least distance from a point where a function or a derivative jumps, of all so far.
     nearest = math.inf
+    # How many units a vector has, which a number does not tell.
+    units = 1
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = torch.as_tensor(tensor, dtype=torch.float64)
@@ -145,6 +147,25 @@ def _surrogate(forward: Callable[..., Any], derivative: Callable[..., Any]) -> C
     return call
 
 
+def _over_units(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+    """Return a function of the units of each head, which are a last axis."""
+
+    def call(a: Any, *others: Any, heads: int = 1, **options: float) -> Value:
+        tensors = torch.broadcast_tensors(*map(tensor_of, (a, *others)), torch.zeros(Value.units))
+        result = function(*(each.unflatten(-1, (heads, -1)) for each in tensors[:-1]), **options)
+        return Value(result.expand(*result.shape[:-1], Value.units // heads).flatten(-2))
+
+    return call
+
+
+def _layer_norm(a: Any, weight: Any = 1, bias: Any = 0, *, eps: float = 1e-5) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(a, a.shape[-1:], eps=eps) * weight + bias
+
+
+def _rms_norm(a: Any, weight: Any = 1, *, eps: float = 1e-5) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(a, a.shape[-1:], eps=eps) * weight
+
+
 _SMOOTH = "tanh", "sigmoid", "exp", "expm1", "log", "sqrt", "sin", "cos"
 _FUNCTIONS: dict[str, Callable[..., Value]] = {
     **{name: _smooth(getattr(torch, name)) for name in _SMOOTH},
@@ -163,6 +184,13 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "hardtanh": _hardtanh,
     "where": _where,
     "arctan2": _arctan2,
+    "sum": _over_units(lambda a: a.sum(-1, keepdim=True)),
+    "mean": _over_units(lambda a: a.mean(-1, keepdim=True)),
+    "norm": _over_units(lambda a: torch.linalg.vector_norm(a, dim=-1, keepdim=True)),
+    "softmax": _over_units(lambda a: a.softmax(-1)),
+    "logsumexp": _over_units(lambda a: a.logsumexp(-1, keepdim=True)),
+    "layer_norm": _over_units(_layer_norm),
+    "rms_norm": _over_units(_rms_norm),
 }
 _STAND_INS: dict[Any, Any] = {
     getattr(functions, name): function for name, function in _FUNCTIONS.items()
@@ -361,6 +389,7 @@ class Reference:
     ) -> list[Any]:
         """Return all states after each step, tensors of tensors; arguments are as for `run`."""
         cell = _Self(self.cls, self.options, dict(tensors))
+        Value.units = states[0].shape[-1]
         now = [Value(each) for each in states]
         every: list[list[Any]] = [[] for _ in states]
         for t, each in enumerate(x):

@@ -13,7 +13,7 @@ import numpy as np
 from cell_oracle import Runs
 from scipy.special import expit
 
-from sparsescan.graph.operations import OPERATIONS, Node
+from sparsescan.graph.operations import OPERATIONS, Node, Reduction
 from sparsescan.recurrent.program import CellProgram, Term
 
 Array = Any
@@ -128,6 +128,8 @@ class _Run:
         return array[gate * units : (gate + 1) * units]
 
     def _bias(self, arrays: Mapping[str, Array], term: Term) -> Array | None:
+        if isinstance(term.matrix, Reduction):
+            return None
         kind, _, rest = term.matrix.partition("_")
         name = f"bias_{rest}" if kind == "weight" and rest else f"{term.matrix}_bias"
         if name not in arrays or term.is_transposed or term.gate not in self.biased[term.matrix]:
@@ -153,6 +155,15 @@ class _Run:
         assert term.argument.operation == "state", f"nothing computes {term.argument}"
         return states[term.argument.details[0]]
 
+    def _weight(self, term: Term) -> Array:
+        """Return the matrix of a product, or of a reduction over units."""
+        if not isinstance(term.matrix, Reduction):
+            return self._block(self.params[term.matrix], term.gate)
+        units = self.shape[-1]
+        heads = np.repeat(np.arange(term.matrix.heads), units // term.matrix.heads)
+        same = 1.0 * (heads[:, None] == heads)
+        return same / same.sum(0) if term.matrix.operation == "mean" else same
+
     # -- Passes -----------------------------------------------------------------------------------
 
     def forward(self, x: Array, states: list[Array]) -> tuple[list[Array], dict[Node, Array]]:
@@ -173,7 +184,11 @@ class _Run:
                         if term.argument not in arguments:
                             raise MissingError(f"slot {k} of stage {stage} reads {term.argument}")
                         given = arguments[term.argument]
-                    weight = self._block(self.params[term.matrix], term.gate)
+                    if isinstance(term.matrix, Reduction) and term.matrix.operation == "maximum":
+                        parts = given.reshape(len(given), term.matrix.heads, -1)
+                        total = total + parts.max(-1).repeat(parts.shape[-1], axis=-1)
+                        continue
+                    weight = self._weight(term)
                     total = total + given @ (weight if term.is_transposed else weight.T)
                     bias = self._bias(self.params, term)
                     if bias is not None:
@@ -246,7 +261,7 @@ class _Run:
                     raise MissingError(f"the gradient of slot {k} is late")
                 grad = slot_grads[k]
                 for term in slot.terms:
-                    weight = self._block(self.params[term.matrix], term.gate)
+                    weight = self._weight(term)
                     given = self._product_input(term, x, before)
                     result = grad @ (weight.T if term.is_transposed else weight)
                     if given is None:
@@ -257,6 +272,8 @@ class _Run:
                         input_grad = input_grad + result
                     else:
                         new[term.argument.details[0]] += result
+                    if isinstance(term.matrix, Reduction):
+                        continue
                     pair = (given, grad) if term.is_transposed else (grad, given)
                     self._block(self.grads[term.matrix], term.gate)[:] += pair[0].T @ pair[1]
                     bias = self._bias(self.grads, term)

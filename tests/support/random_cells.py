@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-# How many stages a step has at most.
-_MOST_STAGES = 3
+# The stages up to which vectors are multiplied by matrices, and reduced.
+_MOST_STAGES, _MOST_REDUCED = 3, 5
 _HEADER = """\
 from sparsescan.graph.functions import *
 from sparsescan.recurrent import Cell, Choice, Constant, Hidden, Input, Scalar, Vector
@@ -134,6 +134,17 @@ _BINARY = (
     "(1 - ({} >= {} - 0.0519))",
     "surrogate(lambda a: {}, lambda a: 1 / (1 + a * a))({})",
 )
+_REDUCTIONS = (
+    "mean({}{heads})",
+    "(0.4 * sum({}{heads}))",
+    "softmax({}{heads})",
+    "logsumexp({}{heads})",
+    "norm({}{heads})",
+    "layer_norm({}{heads}, eps=0.1)",
+    "layer_norm({}, 0.7, {}{heads}, eps=0.1)",
+    "rms_norm({}{heads}, eps=0.1)",
+    "rms_norm({}, {}{heads}, eps=0.1)",
+)
 _STATES = "h", "c", "n", "m"
 
 
@@ -154,10 +165,13 @@ class _Writer:
         ``integer(low, high)`` draws an integer, both bounds included; the lowest is the simplest.
     size : int
         How many lines the step has at most before the last one.
+    reduces : bool
+        Whether it may have reductions over units.
     """
 
-    def __init__(self, integer: Callable[[int, int], int], size: int) -> None:
-        self.integer, self.size = integer, size
+    def __init__(self, integer: Callable[[int, int], int], size: int, reduces: bool) -> None:
+        self.integer, self.size, self.reduces = integer, size, reduces
+        self.hidden = self.pick((2, 3, 1, 4))
         self.declarations: list[str] = []
         self.helpers: list[str] = []
         self.lines: list[str] = []
@@ -280,6 +294,16 @@ class _Writer:
             inner, next_stage = _STATES[0], 0
         return f"{self.pick(self.hiddens)}({inner})", next_stage
 
+    def reduction(self, depth: int) -> tuple[str, int]:
+        """Return a reduction over units, or over those of two heads."""
+        (a, first), (b, second) = self.expression(depth - 1), self.atom()
+        stage = max(first, second)
+        if stage > _MOST_REDUCED:
+            return self.atom()
+        heads = ", heads=2" if self.hidden % 2 == 0 and self.chance(2) else ""
+        form = self.pick(_REDUCTIONS)
+        return form.format(f"({a} + {self.pick(_OFFSETS)})", b, heads=heads), stage + 2
+
     def sum_of_products(self, depth: int) -> tuple[str, int]:
         """Return a sum, nested in any way, of products and other things."""
         parts = []
@@ -302,7 +326,9 @@ class _Writer:
         """Return an expression and its stage."""
         if depth <= 0:
             return self.atom()
-        kind = self.integer(-3, 11)
+        kind = self.integer(-3, 11 + self.reduces)
+        if kind == 12:
+            return self.reduction(depth)
         if kind <= -2:
             return self.atom()
         if kind <= 3:
@@ -356,7 +382,7 @@ class _Writer:
             self.declarations.append(f"states = {count}")
             self.lines.insert(0, f"{arguments}, = states")
             arguments = "*states"
-        hidden = self.pick((2, 3, 1, 4))
+        hidden = self.hidden
         # The input that is read by units has one number for each.
         inputs = hidden if self.is_square else self.integer(1, 3)
         body = "\n".join(f"        {line}" for line in [*self.lines, f"return {text}"])
@@ -422,7 +448,7 @@ class _Writer:
         return f"tanh({inner})"
 
 
-def random_cells(size: int = 5) -> st.SearchStrategy[RandomCell]:
+def random_cells(size: int = 5, *, reduces: bool = True) -> st.SearchStrategy[RandomCell]:
     """Return definitions of cells whose steps have at most so many lines before the last one.
 
     Half of them are drawn by Hypothesis, which makes failing ones simpler; the others are as
@@ -431,9 +457,9 @@ def random_cells(size: int = 5) -> st.SearchStrategy[RandomCell]:
 
     @st.composite
     def drawn(draw: Any) -> RandomCell:
-        return _Writer(lambda low, high: draw(st.integers(low, high)), size).write()
+        return _Writer(lambda low, high: draw(st.integers(low, high)), size, reduces).write()
 
     def random(seed: int) -> RandomCell:
-        return _Writer(Random(seed).randint, size).write()
+        return _Writer(Random(seed).randint, size, reduces).write()
 
     return drawn() | st.integers(0, 2**32 - 1).map(random)

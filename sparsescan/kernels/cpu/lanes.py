@@ -443,6 +443,17 @@ def is_zero(typingctx, x):
 
 
 @intrinsic
+def neighbours(typingctx, x):
+    """Return a vector whose lanes have changed places, two by two."""
+
+    def codegen(context, builder, signature, args):
+        (vector,) = args
+        return shuffle(builder, vector, vector, [k ^ 1 for k in range(vector.type.count)])
+
+    return x(x), codegen
+
+
+@intrinsic
 def total(typingctx, x):
     """Return the sum over all lanes, added in pairs."""
 

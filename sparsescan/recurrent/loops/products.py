@@ -8,14 +8,19 @@ from ...kernels.compile import njit
 from ...kernels.cpu.lanes import (
     fma,
     item,
+    keep_some,
     lane_count,
+    less_or,
     load,
     load_samples,
+    load_some,
+    neighbours,
     number,
     sample_count,
     splat_samples,
     store,
     store_some,
+    total,
 )
 from ...kernels.cpu.tiles import add_pair_tile, add_sample_tile
 from .sharing import multiply
@@ -64,12 +69,15 @@ class Matrix(NamedTuple):
 
 # Columns of the table of products: the stage whose slots they are; what is multiplied (0 the input,
 # 1 + k the state k, -1 - r the row r of the parts); the first slot; the row of the parts that gets
-# a product back; whether it is the first one there; and whether rows that fill up a tile would meet
-# numbers that others need. Then those of `Matrix` but for arrays.
-COLUMNS = ("stage", "source", "slot", "to", "begins", "spills", "is_sparse", "rows", "cols")
-COLUMNS += ("vectors", "blocks", "block", "tile", "value_at", "index_at", "indptr_at")
-_STAGE, _SOURCE, _SLOT, _TO, _BEGINS, _SPILLS, _MATRIX = range(7)
+# a product back; whether it is the first one there; whether rows that fill up a tile would meet
+# numbers that others need; and which of the reductions it is, of heads of as many units as a block.
+# Then those of `Matrix` but for arrays.
+COLUMNS = ("stage", "source", "slot", "to", "begins", "spills", "reduces", "is_sparse", "rows")
+COLUMNS += ("cols", "vectors", "blocks", "block", "tile", "value_at", "index_at", "indptr_at")
+_STAGE, _SOURCE, _SLOT, _TO, _BEGINS, _SPILLS, _REDUCES, _MATRIX = range(8)
 _COUNT = len(COLUMNS)
+REDUCTIONS = ("", "sum", "mean", "maximum")
+SUM, MEAN, MAXIMUM = range(1, 4)
 
 
 class Products(NamedTuple):
@@ -165,7 +173,11 @@ def forward_products(s, products, p, stage, x, states, cells):
             read = pointer(cells, (source - 2) * s.cell_plane)
         elif source < 0:
             read = pointer(s.parts, (-1 - source) * part_of(s))
-        _add_product(s, m, read, step, jump, slot, False, _about(products, p, _SPILLS) != 0)
+        kind, spills = _about(products, p, _REDUCES), _about(products, p, _SPILLS) != 0
+        if kind > 0:
+            _reduce(s, kind, m.block, read, step, slot, kind == MAXIMUM)
+        else:
+            _add_product(s, m, read, step, jump, slot, False, spills)
         first, end = min(first, slot), max(end, slot + m.rows // s.units)
         p += 1
     if not s.sample_lanes:
@@ -187,10 +199,14 @@ def back_products(s, products, p, stage, grads):
         m, to = matrix_of(products, p), _about(products, p, _TO)
         read = pointer(s.grads, grads + _about(products, p, _SLOT) * jump)
         begins, spills = _about(products, p, _BEGINS) != 0, _about(products, p, _SPILLS) != 0
-        if s.sample_lanes:
+        kind = _about(products, p, _REDUCES)
+        if kind > 0:
+            _reduce(s, kind, m.block, read, s.units, to if s.sample_lanes else 0, begins)
+        elif s.sample_lanes:
             _add_product(s, m, read, s.units, 0, to, begins, spills)
         else:
             _add_product(s, m, read, s.units, jump, 0, begins, False)
+        if not s.sample_lanes:
             take_apart(s, 0, 1, to)
         p += 1
     return p
@@ -222,6 +238,97 @@ def _add_product(s, m, x, step, jump, row, begins, spills):
             place = b * s.stride + i
             v = load(s.products, place + s.spare) + load(s.products, place + at)
             store_some(s.products, place + at, v, m.rows - i)
+
+
+@_helper
+def _reduce(s, kind, size, x, step, row, begins):
+    """Write a reduction over each head of `size` units to a vector, as a product, or add it.
+
+    `x` is a pointer to the units of the first sample, and `step` how far those of the next are
+    where units are lanes.
+    """
+    samples = s.samples
+    if not s.sample_lanes:
+        for b in range(samples):
+            for g in range(0, s.units, size):
+                place = b * s.stride + row * s.units + g
+                _reduce_units(s, kind, size, x, b * step + g, place, begins)
+        return
+    share = number(load_samples(s.zeros, 0), 1.0 / size if kind == MEAN else 1.0)
+    for g in range(0, s.units, size):
+        if not s.pairs:
+            v = load_samples(x, g * samples)
+            for u in range(g + 1, g + size):
+                v = _with(kind, v, load_samples(x, u * samples))
+            v = v * share
+            for u in range(g, g + size):
+                place = (row * s.units + u) * samples
+                store(s.parts, place, v if begins else v + load_samples(s.parts, place))
+        else:
+            _reduce_pairs(s, kind, size, x, g, row, begins)
+
+
+@_inline
+def _with(kind, v, other):
+    """Return the sum of two vectors, or the larger of each two numbers."""
+    return less_or(v, other, other, v) if kind == MAXIMUM else v + other
+
+
+@_inline
+def _reduce_units(s, kind, size, x, first, place, begins):
+    """Reduce some neighbours to one number, and write it as many times."""
+    lanes = lane_count(s.parts)
+    if kind == MAXIMUM:
+        value = item(x, first)
+        for i in range(first + 1, first + size):
+            value = max(value, item(x, i))
+    else:
+        v, i = number(s.parts, 0.0), 0
+        while i + lanes <= size:
+            v = v + load(x, first + i)
+            i += lanes
+        if i < size:
+            v = v + keep_some(load_some(x, first + i, size - i), size - i)
+        value = total(v)
+        if kind == MEAN:
+            value = value / size
+    for i in range(0, size, lanes):
+        v = number(s.parts, value)
+        if not begins:
+            v = v + load(s.products, place + i)
+        store_some(s.products, place + i, v, size - i)
+
+
+@_inline
+def _reduce_pairs(s, kind, size, x, g, row, begins):
+    """Reduce a head where the samples of two units are the lanes of a vector."""
+    samples = s.samples
+    share = 1.0 / size if kind == MEAN else 1.0
+    if size % 2 == 0:
+        v = load(x, g * samples)
+        for u in range(g + 2, g + size, 2):
+            v = _with(kind, v, load(x, u * samples))
+        v = _with(kind, v, neighbours(v)) * number(v, share)
+        for u in range(g, g + size, 2):
+            place = (row * s.units + u) * samples
+            store(s.parts, place, v if begins else v + load(s.parts, place))
+        return
+    # A head begins or ends within a pair.
+    for b in range(samples):
+        value = item(x, _place_of(g, b, samples))
+        for u in range(g + 1, g + size):
+            other = item(x, _place_of(u, b, samples))
+            value = max(value, other) if kind == MAXIMUM else value + other
+        for u in range(g, g + size):
+            place = row * s.units * samples + _place_of(u, b, samples)
+            before = number(s.parts, 0.0) if begins else load_some(s.parts, place, 1)
+            store_some(s.parts, place, before + number(s.parts, value * share), 1)
+
+
+@_inline
+def _place_of(unit, sample, samples):
+    """Return where a unit of a sample is, where those of two units are lanes."""
+    return (unit - unit % 2) * samples + 2 * sample + unit % 2
 
 
 @_inline

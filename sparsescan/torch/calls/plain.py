@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from ...graph.expressions import topological
-from ...graph.operations import OPERATIONS, Node
+from ...graph.operations import OPERATIONS, Node, Reduction
 from ...recurrent.arguments import Returned
 from ...recurrent.definition import bias_name, declared
 from ...recurrent.program import INPUT, CellProgram
@@ -69,6 +69,11 @@ _OTHERS: dict[str, Callable[..., Any]] = {
     "stop_gradient": Tensor.detach,
     "surrogate": _surrogate,
 }
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda parts: parts.sum(-1, keepdim=True),
+    "mean": lambda parts: parts.mean(-1, keepdim=True),
+    "maximum": lambda parts: parts.amax(-1, keepdim=True),
+}
 _FUNCTIONS = {name: _OTHERS.get(name) or getattr(torch, name) for name in OPERATIONS}
 
 
@@ -88,9 +93,8 @@ class _Direction:
             if each.operation == "product"
         )
         # Matrices of which all gates multiply the same: one product for all.
-        self._whole = {
-            key for key, count in products.items() if count == self._parameters[key[1]].blocks
-        }
+        blocks = {name: each.blocks for name, each in self._parameters.items()}
+        self._whole = {key for key, count in products.items() if count == blocks.get(key[1])}
         # What does not depend on the state is computed for all steps at once.
         self._known: dict[Node, Tensor] = {}
         self._wholes: dict[Any, Tensor] = {}
@@ -114,6 +118,10 @@ class _Direction:
     def _product(self, each: Node, given: Tensor, wholes: dict[Any, Tensor]) -> Tensor:
         """Return a product, from that of all gates if others need these."""
         name, gate, is_transposed = each.details
+        if isinstance(name, Reduction):
+            parts = given.expand(*given.shape[:-1], self._units).unflatten(-1, (name.heads, -1))
+            found = _REDUCTIONS[name.operation](parts)
+            return found.expand_as(parts).flatten(-2)
         parameter, matrix = self._parameters[name], self._params[name]
         bias, biased = self._params.get(bias_name(name)), parameter.biased
         if is_transposed:
