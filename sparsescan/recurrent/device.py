@@ -113,6 +113,11 @@ class DeviceDirection:
 
     def __init__(self, cell: CellLike, layer: int, back: int, dtype: np.dtype[Any]) -> None:
         self.cell, self.layer, self.back, self.dtype = cell, layer, back, dtype
+        if cell.program.reductions:
+            raise InputError(
+                f"{type(cell).__name__} sums over units, and x is on a device; expected arrays in "
+                "host memory: there are no kernels of a GPU for reductions"
+            )
         self.code = code = cuda_program(cell.program)
         self.layout: LoopLayout = layout_of(len(code.blocks), cell.hidden_size, dtype)
         most = multiprocessors_of(load_cupy()).block

@@ -93,6 +93,8 @@ def test_compiled_steps_are_back_propagation(
     drawn: RandomCell, seed: int, batch: int, units: int | None, has_lengths: bool
 ) -> None:
     """With samples or units as lanes, and samples of several lengths."""
+    if units is not None and "heads=2" in drawn.source:
+        units += 1  # heads of an odd number of units
     check_compiled(drawn, seed, batch, units, has_lengths)
 
 
@@ -232,3 +234,30 @@ def test_networks_are_back_propagation(
             assert array.shape == expected[name].shape, name
             error = np.abs(array - expected[name]).max(initial=0)
             assert error <= TOLERANCE * largest, (name, is_small, array, expected[name])
+
+
+@settings(max_examples=long_run(60, 4), phases=[Phase.generate])
+@given(
+    st.sampled_from(["sum", "mean", "norm", "softmax", "logsumexp", "layer_norm", "rms_norm"]),
+    st.integers(1, 6),
+    st.integers(1, 24),
+    st.sampled_from([1, 3, 14, 32]),
+    st.sampled_from([1e-3, 1.0, 1e3]),
+    seeds,
+)
+def test_reductions_over_units(
+    name: str, heads: int, size: int, batch: int, scale: float, seed: int
+) -> None:
+    """Of heads of any size, with samples or units as lanes, in both dtypes."""
+    eps = {"layer_norm": ", eps=0.1", "rms_norm": ", eps=0.1"}.get(name, "")
+    source = f"""\
+class Drawn(Cell):
+    weight_ih = Input()
+    weight_hh = Hidden()
+    u = Vector()
+
+    def step(self, x, h):
+        a = {name}({scale} * (self.weight_ih(x) + self.u * h), heads={heads}{eps})
+        return tanh(self.weight_hh(h) + 0.3 * a)
+"""
+    check_compiled(RandomCell(source, 3, heads * size, True), seed, batch, None, seed % 2 == 0)

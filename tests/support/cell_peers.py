@@ -362,6 +362,39 @@ def slstm(module: Any, params: Tensors, x: Any, states: tuple[Any, ...]) -> tupl
     return torch.sigmoid(o) * c / n, c, n, after
 
 
+def _norm(a: Any, scale: Any) -> Any:
+    return torch.nn.functional.layer_norm(a, a.shape[-1:], eps=1e-5) * scale
+
+
+def layer_norm_lstm(
+    module: Any, params: Tensors, x: Any, states: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Compute equations 20 to 22 of Ba, Kiros and Hinton."""
+    h, c = states
+    gates = _norm(x @ params["weight_ih"].T, params["scale_ih"])
+    gates = gates + _norm(h @ params["weight_hh"].T, params["scale_hh"])
+    f, i, o, g = (gates + params.get("bias_hh", 0)).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * (_norm(c, params["scale_c"]) + params.get("bias_c", 0)).tanh(), c
+
+
+def layer_norm_gru(
+    module: Any, params: Tensors, x: Any, states: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Compute equations 26 to 28 of Ba, Kiros and Hinton."""
+    (h,), size = states, states[0].shape[-1]
+    read, keep = x @ params["weight_ih"].T, h @ params["weight_hh"].T
+    a, b = params["scale_ih"], params["scale_hh"]
+    bias = params.get("bias_ih", torch.zeros(3 * size, dtype=x.dtype))
+    two = slice(2 * size)
+    gates = _norm(read[..., two], a[two]) + _norm(keep[..., two], b[two]) + bias[two]
+    z, r = gates.sigmoid().chunk(2, -1)
+    last = slice(2 * size, None)
+    kept = _norm(keep[..., last], b[last]) + params.get("bias_hn", 0)
+    n = (_norm(read[..., last], a[last]) + bias[last] + r * kept).tanh()
+    return ((1 - z) * h + z * n,)
+
+
 def nothing(*sizes: Any, **options: Any) -> None:
     """Make no module."""
 
@@ -413,6 +446,8 @@ PEERS = {
         _snntorch("Alpha", alpha=0.9, beta=0.8),
         _snntorch("Leaky", beta=0.9),
         _snntorch("Synaptic", alpha=0.9, beta=0.8),
+        Peer(catalogue.LayerNormGRU, nothing, layer_norm_gru),
+        Peer(catalogue.LayerNormLSTM, nothing, layer_norm_lstm),
         Peer(catalogue.minGRU, nothing, min_gru),
         Peer(catalogue.minLSTM, nothing, min_lstm),
         Peer(catalogue.sLSTM, nothing, slstm, positive=(2,)),

@@ -20,6 +20,7 @@ from .gated import MGU, SGRN, STAR, UGRNN, LightRU, LiGRU, MinimalRNN
 from .independent import BR, NBR, SCRN, IndRNN
 from .linear import minGRU, minLSTM
 from .lstms import MCLSTM, WMCLSTM, MultiplicativeLSTM, OriginalLSTM, PeepholeLSTM, ResLSTM
+from .normalised import LayerNormGRU, LayerNormLSTM
 from .scaled import FastGRNN, FastRNN, MiRU1, MiRU2
 from .searched import MUT1, MUT2, MUT3, NAS
 from .simple_gated import DSGU, SGU, IntersectionRNN
@@ -57,6 +58,8 @@ __all__ = [
     "GatedAntisymmetricRNN",
     "IndRNN",
     "IntersectionRNN",
+    "LayerNormGRU",
+    "LayerNormLSTM",
     "Leaky",
     "LiGRU",
     "LightRU",
