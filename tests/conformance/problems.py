@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from plain_networks import plain_run
-from some_cells import CELLS, Elementwise, Leaky
+from some_cells import CELLS, Elementwise, Leaky, Normalised
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.utils import prune
@@ -89,13 +89,14 @@ def _chosen(rng: np.random.Generator, wish: bool | None) -> bool:
 # -- Recurrent networks ----------------------------------------------------------------------------
 
 KINDS: dict[str, Any] = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
+OTHERS = CELLS | {"Normalised": Normalised}
 
 
 def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
     """Draw a network of PyTorch's cells or of others, with layers and directions."""
-    name = str(rng.choice([*KINDS, *CELLS]))
+    name = str(rng.choice([*KINDS, *OTHERS]))
     inputs, units, layers, both = 2, 3, int(rng.integers(1, 3)), bool(rng.integers(2))
-    if CELLS.get(name) in (Leaky, Elementwise):  # they read inputs elementwise
+    if OTHERS.get(name) in (Leaky, Elementwise):  # they read inputs elementwise
         inputs, layers, both = units, 1, False
     steps, batch = _steps(rng, wish), _samples(rng, wish)
     about: Any = (inputs, units, layers)
@@ -104,7 +105,7 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
     def made(**more: Any) -> Any:
         if name in KINDS:
             return KINDS[name](*about, **options, **more)
-        return Recurrent(CELLS[name], *about, **options, **more)
+        return Recurrent(OTHERS[name], *about, **options, **more)
 
     masks = {}
     if _chosen(rng, wish.has_masks) and "weight_hh_l0" in made().params:
@@ -132,7 +133,7 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
         counts = flags.get("lengths", torch.full((batch,), steps))
         if not steps:
             return numbers["x"].new_zeros(0, batch, units * (1 + both)), numbers["state"].clone()
-        kind = name if name in KINDS else CELLS[name]
+        kind = name if name in KINDS else OTHERS[name]
         outputs, last = plain_run(
             *(kind, own, numbers["x"], numbers["state"], counts),
             *(flags.get("resets"), numbers.get("anew")),
@@ -159,7 +160,7 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
         return sparsescan.jax.recurrent(net, own, numbers["x"], numbers["state"], *marks)
 
     kind = (
-        getattr(sparsescan.torch, name) if name in KINDS else sparsescan.torch.module(CELLS[name])
+        getattr(sparsescan.torch, name) if name in KINDS else sparsescan.torch.module(OTHERS[name])
     )
     module = kind(*about, bidirectional=both, dtype=torch.float64)
     for key, mask in kept.items():

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsescan.graph.functions import exp, minimum, relu, sigmoid, surrogate, tanh
+from sparsescan.graph.functions import (
+    exp,
+    layer_norm,
+    minimum,
+    relu,
+    sigmoid,
+    softmax,
+    surrogate,
+    tanh,
+)
 from sparsescan.recurrent import Cell, GRUCell, LSTMCell, RNNCell
 from sparsescan.recurrent.definition import Constant, Hidden, Input, Scalar, Vector
 from sparsescan.recurrent.program import CellProgram
@@ -113,6 +122,19 @@ class Spiking(Cell):
     def step(self, x: Any, spikes: Any, m: Any) -> Any:
         m = self.decay * m + self.weight_ih(x) + self.weight_hh(spikes) - spikes
         return self.spike(m - 0.2), m
+
+
+class Normalised(Cell):
+    """Sums over units, of which there are no kernels for CUDA yet."""
+
+    weight_ih = Input("g", "n")
+    weight_hh = Hidden("g", "n")
+    scale = Vector(initial=1)
+
+    def step(self, x: Any, h: Any) -> Any:
+        g = softmax(self.weight_ih.g(x) + self.weight_hh.g(h))
+        a = self.weight_ih.n(x) + self.weight_hh.n(g * h)
+        return h + g * (tanh(layer_norm(a, self.scale, eps=0.1)) - h)
 
 
 CELLS: dict[str, type[Cell]] = {
