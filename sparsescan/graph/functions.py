@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..checks import check_count
 from ..errors import InputError, short
 from .operations import Node, apply, as_node, reduce_units
-from .tracing import refuse
 
 __all__ = [
     "absolute",
@@ -25,9 +23,7 @@ __all__ = [
     "log",
     "logsumexp",
     "maximum",
-    "mean",
     "minimum",
-    "norm",
     "relu",
     "rms_norm",
     "sigmoid",
@@ -38,7 +34,6 @@ __all__ = [
     "softsign",
     "sqrt",
     "stop_gradient",
-    "sum",
     "surrogate",
     "tanh",
     "where",
@@ -156,61 +151,42 @@ def hardsigmoid(a: Any) -> Node:
     return where(as_node(a) <= -3, 0, where(as_node(a) >= 3, 1, a / 6 + 0.5))
 
 
-def sum(a: Any, heads: int = 1) -> Node:  # noqa: A001, NumPy's name
-    """Return the sum over all units, or over those of each head; each unit gets it."""
-    return reduce_units("sum", a, _check_heads(heads))
-
-
-def mean(a: Any, heads: int = 1) -> Node:
-    """Return the mean over all units, or over those of each head; each unit gets it."""
-    return reduce_units("mean", a, _check_heads(heads))
-
-
-def norm(a: Any, heads: int = 1) -> Node:
-    """Return ``sqrt(sum(a²))``, whose derivative at 0 is 0."""
-    squares = sum(as_node(a) * a, heads)
-    is_zero = squares <= 0
-    return where(is_zero, 0, sqrt(where(is_zero, 1, squares)))
-
-
 def softmax(a: Any, heads: int = 1) -> Node:
-    """Return ``exp(a) / sum(exp(a))``."""
+    """Return ``exp(a) / sum(exp(a))``, over all units or those of each head."""
     powers = exp(as_node(a) - _largest(a, heads))
-    return powers / sum(powers, heads)
+    return powers / powers.sum(heads=heads)
 
 
 def logsumexp(a: Any, heads: int = 1) -> Node:
-    """Return ``log(sum(exp(a)))``; each unit gets it."""
+    """Return ``log(sum(exp(a)))``, over all units or those of each head."""
     largest = _largest(a, heads)
-    return largest + log(sum(exp(as_node(a) - largest), heads))
+    return largest + log(exp(as_node(a) - largest).sum(heads=heads))
 
 
 def layer_norm(
     a: Any, weight: Any = 1, bias: Any = 0, *, heads: int = 1, eps: float = 1e-5
 ) -> Node:
-    """Return ``(a - mean(a)) / sqrt(mean((a - mean(a))²) + eps)·weight + bias`` (Ba et al., 2016).
+    """Return ``(a - mean(a)) / sqrt(var(a) + eps)·weight + bias`` (Ba et al., 2016).
 
-    With several heads it is PyTorch's ``group_norm``.
+    The variance is ``mean((a - mean(a))²)``, over all units or those of each head. With several
+    heads it is PyTorch's ``group_norm``.
     """
-    centred = as_node(a) - mean(a, heads)
-    scale = weight / sqrt(mean(centred * centred, heads) + eps)
+    centred = as_node(a) - as_node(a).mean(heads=heads)
+    scale = weight / sqrt((centred * centred).mean(heads=heads) + eps)
     return as_node(centred * scale + bias)
 
 
 def rms_norm(a: Any, weight: Any = 1, *, heads: int = 1, eps: float = 1e-5) -> Node:
-    """Return ``a / sqrt(mean(a²) + eps)·weight`` (Zhang and Sennrich, 2019)."""
-    return as_node(as_node(a) * weight / sqrt(mean(as_node(a) * a, heads) + eps))
+    """Return ``a / sqrt(mean(a²) + eps)·weight`` (Zhang and Sennrich, 2019).
+
+    The mean is over all units, or over those of each head.
+    """
+    return as_node(as_node(a) * weight / sqrt((as_node(a) * a).mean(heads=heads) + eps))
 
 
 def _largest(a: Any, heads: int) -> Node:
     """Return the largest number of each head, through which no gradient passes."""
-    return stop_gradient(reduce_units("maximum", a, _check_heads(heads)))
-
-
-def _check_heads(heads: Any) -> int:
-    if isinstance(heads, Node):
-        refuse("a vector as the number of heads", "an int")
-    return check_count("heads", heads, 1)
+    return stop_gradient(reduce_units("maximum", a, heads))
 
 
 def stop_gradient(a: Any) -> Node:

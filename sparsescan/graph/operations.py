@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ..checks import check_count
 from ..errors import short
 from ..locks import new_lock
 from .tracing import is_tracing, refuse
@@ -115,7 +116,7 @@ class Node:
     def __array_function__(self, function: Any, _: Any, given: Any, options: Any) -> Node:
         """Return what ``np.where`` and some others are of vectors; refuse other functions."""
         name, is_whole = getattr(function, "__name__", ""), len(given) == 3 and not options
-        if name in ("sum", "mean"):
+        if name in ("sum", "mean", "norm"):
             return _reduced(name, *given, **options)
         if name == "where" and is_whole:
             return apply("where", *given)
@@ -129,11 +130,11 @@ class Node:
         _refuse_function(function, "a call of PyTorch")
 
     def sum(self, axis: int | None = None, **options: Any) -> Node:
-        """Return the sum over all units; each unit gets it."""
+        """Return the sum over all units, or over those of each of `heads`; each unit gets it."""
         return _reduced("sum", self, axis, **options)
 
     def mean(self, axis: int | None = None, **options: Any) -> Node:
-        """Return the mean over all units; each unit gets it."""
+        """Return the mean over all units, or over those of each of `heads`; each unit gets it."""
         return _reduced("mean", self, axis, **options)
 
     def __matmul__(self, other: Any) -> Any:
@@ -282,19 +283,22 @@ class Reduction(NamedTuple):
 
 def reduce_units(operation: str, vector: Any, heads: int) -> Node:
     """Return, for each unit, a reduction over all units of its head."""
-    vector = as_node(vector)
+    vector, heads = as_node(vector), check_count("heads", heads, 1)
     if vector.operation == "input":
         refuse(f"the {operation} of the input", "it in the inputs, for all steps at once")
     return node("product", vector, details=(Reduction(operation, heads), 0, False))
 
 
-def _reduced(
-    operation: str, vector: Any, axis: Any = None, *others: Any, keepdims: Any = True, **more: Any
-) -> Node:
+def _reduced(operation: str, vector: Any, axis: Any = None, **options: Any) -> Node:
     """Return a reduction as NumPy's functions and methods are asked for it: over the last axis."""
-    if others or more or axis not in (None, -1):
-        refuse(f"{operation} with arguments other than axis=-1", f"{operation}(a)")
-    return reduce_units(operation, vector, 1)
+    heads, _ = options.pop("heads", 1), options.pop("keepdims", True)
+    if options or axis not in (None, -1):
+        refuse(f"{operation} with arguments other than axis=-1 and heads", f"{operation}(a)")
+    if operation != "norm":
+        return reduce_units(operation, vector, heads)
+    squares = reduce_units("sum", as_node(vector) * vector, heads)
+    is_zero = apply("less_equal", squares, 0)
+    return apply("where", is_zero, 0, apply("sqrt", apply("where", is_zero, 1, squares)))
 
 
 def linear_map(matrix: Sequence[Any], vector: Node, is_transposed: bool = False) -> Node:

@@ -4,15 +4,12 @@ from ..checks import former_names
 from ..graph.functions import (
     layer_norm,
     logsumexp,
-    mean,
-    norm,
     relu,
     rms_norm,
     sigmoid,
     softmax,
     softplus,
     stop_gradient,
-    sum,  # noqa: A004, NumPy's name
     surrogate,
 )
 from .cell import Cell
@@ -37,15 +34,12 @@ __all__ = [
     "Vector",
     "layer_norm",
     "logsumexp",
-    "mean",
-    "norm",
     "relu",
     "rms_norm",
     "sigmoid",
     "softmax",
     "softplus",
     "stop_gradient",
-    "sum",
     "surrogate",
 ]
 

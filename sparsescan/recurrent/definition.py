@@ -55,8 +55,8 @@ _FRONT = Front(
     matrix="a matrix that the class declares, such as W = Hidden(), and calls: self.W(a)",
     product="a product, a * b, or a matrix of the class, which is called",
     sums=(
-        "the functions of sparsescan.recurrent: sum, mean, norm, softmax, logsumexp, layer_norm, "
-        "rms_norm; or a matrix, which weighs all units for each, W = Hidden() and self.W(a)"
+        "np.sum(a), np.mean(a), np.linalg.norm(a), or softmax, logsumexp, layer_norm, rms_norm of "
+        "sparsescan.recurrent; a matrix weighs all units for each, W = Hidden() and self.W(a)"
     ),
 )
 

@@ -238,7 +238,7 @@ def test_networks_are_back_propagation(
 
 @settings(max_examples=long_run(60, 4), phases=[Phase.generate])
 @given(
-    st.sampled_from(["sum", "mean", "norm", "softmax", "logsumexp", "layer_norm", "rms_norm"]),
+    st.sampled_from(["sum", "mean", "softmax", "logsumexp", "layer_norm", "rms_norm"]),
     st.integers(1, 6),
     st.integers(1, 24),
     st.sampled_from([1, 3, 14, 32]),
@@ -250,6 +250,10 @@ def test_reductions_over_units(
 ) -> None:
     """Of heads of any size, with samples or units as lanes, in both dtypes."""
     eps = {"layer_norm": ", eps=0.1", "rms_norm": ", eps=0.1"}.get(name, "")
+    vector = f"({scale} * (self.weight_ih(x) + self.u * h))"
+    a = f"{vector}.{name}(heads={heads})"
+    if name not in ("sum", "mean"):
+        a = f"{name}({vector}, heads={heads}{eps})"
     source = f"""\
 class Drawn(Cell):
     weight_ih = Input()
@@ -257,7 +261,6 @@ class Drawn(Cell):
     u = Vector()
 
     def step(self, x, h):
-        a = {name}({scale} * (self.weight_ih(x) + self.u * h), heads={heads}{eps})
-        return tanh(self.weight_hh(h) + 0.3 * a)
+        return tanh(self.weight_hh(h) + 0.3 * {a})
 """
     check_compiled(RandomCell(source, 3, heads * size, True), seed, batch, None, seed % 2 == 0)

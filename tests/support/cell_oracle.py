@@ -66,6 +66,15 @@ class Value:
     def __abs__(self) -> Value:
         return _FUNCTIONS["absolute"](self)
 
+    def sum(self, heads: int = 1) -> Value:
+        return _FUNCTIONS["sum"](self, heads=heads)
+
+    def mean(self, heads: int = 1) -> Value:
+        return _FUNCTIONS["mean"](self, heads=heads)
+
+    def __array_function__(self, function: Any, _: Any, given: Any, options: Any) -> Value:
+        return _FUNCTIONS[function.__name__](*given, **options)
+
     def __lt__(self, other: Any) -> Value:
         _note(self, other)
         return Value(self.tensor < tensor_of(other))
@@ -193,7 +202,9 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "rms_norm": _over_units(_rms_norm),
 }
 _STAND_INS: dict[Any, Any] = {
-    getattr(functions, name): function for name, function in _FUNCTIONS.items()
+    getattr(functions, name): function
+    for name, function in _FUNCTIONS.items()
+    if hasattr(functions, name)
 } | {functions.surrogate: _surrogate}
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 # The stages up to which vectors are multiplied by matrices, and reduced.
 _MOST_STAGES, _MOST_REDUCED = 3, 5
 _HEADER = """\
+import numpy as np
 from sparsescan.graph.functions import *
 from sparsescan.recurrent import Cell, Choice, Constant, Hidden, Input, Scalar, Vector
 
@@ -135,11 +136,11 @@ _BINARY = (
     "surrogate(lambda a: {}, lambda a: 1 / (1 + a * a))({})",
 )
 _REDUCTIONS = (
-    "mean({}{heads})",
-    "(0.4 * sum({}{heads}))",
+    "({}).mean({heads_alone})",
+    "(0.4 * ({}).sum({heads_alone}))",
     "softmax({}{heads})",
     "logsumexp({}{heads})",
-    "norm({}{heads})",
+    "np.linalg.norm({})",
     "layer_norm({}{heads}, eps=0.1)",
     "layer_norm({}, 0.7, {}{heads}, eps=0.1)",
     "rms_norm({}{heads}, eps=0.1)",
@@ -301,8 +302,9 @@ class _Writer:
         if stage > _MOST_REDUCED:
             return self.atom()
         heads = ", heads=2" if self.hidden % 2 == 0 and self.chance(2) else ""
-        form = self.pick(_REDUCTIONS)
-        return form.format(f"({a} + {self.pick(_OFFSETS)})", b, heads=heads), stage + 2
+        about = {"heads": heads, "heads_alone": heads[2:]}
+        text = self.pick(_REDUCTIONS).format(f"({a} + {self.pick(_OFFSETS)})", b, **about)
+        return text, stage + 2
 
     def sum_of_products(self, depth: int) -> tuple[str, int]:
         """Return a sum, nested in any way, of products and other things."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...graph.functions import layer_norm, mean, sigmoid, sqrt, tanh
+from ...graph.functions import layer_norm, sigmoid, sqrt, tanh
 from ...graph.operations import Node
 from ..cell import Cell
 from ..definition import Hidden, Input, Vector
@@ -13,10 +13,10 @@ from ..definition import Hidden, Input, Vector
 def _normalised(matrix: Any, scale: Any, gates: str, vector: Node) -> list[Node]:
     """Return the products of some gates, normalised as one vector and multiplied by scales."""
     products, count = [getattr(matrix, gate)(vector) for gate in gates], len(gates)
-    middle = mean(sum(products[1:], products[0])) / count
+    middle = sum(products[1:], products[0]).mean() / count
     centred = [each - middle for each in products]
     squares = [each * each for each in centred]
-    deviation = sqrt(mean(sum(squares[1:], squares[0])) / count + 1e-5)
+    deviation = sqrt(sum(squares[1:], squares[0]).mean() / count + 1e-5)
     pairs = zip(centred, gates, strict=True)
     return [each / deviation * getattr(scale, gate) for each, gate in pairs]
 
