@@ -386,7 +386,7 @@ class Cell(Parametrised, Fixed):
         Parameters
         ----------
         **options
-            `memory_limit`, `truncate` and `return_states`, as for :class:`TrainingStep`.
+            `memory_limit`, `truncate` and `return_states`, as for :class:`.TrainingStep`.
 
         Returns
         -------
@@ -397,7 +397,7 @@ class Cell(Parametrised, Fixed):
         Raises
         ------
         InputError, InputTypeError
-            If an option is wrong, as for :class:`TrainingStep`.
+            If an option is wrong, as for :class:`.TrainingStep`.
         """
         return TrainingStep(OneCell(self), **options)
 

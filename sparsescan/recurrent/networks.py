@@ -149,7 +149,7 @@ class Recurrent(Fixed):
         Parameters
         ----------
         **options
-            `memory_limit`, `truncate` and `return_states`, as for :class:`TrainingStep`.
+            `memory_limit`, `truncate` and `return_states`, as for :class:`.TrainingStep`.
 
         Returns
         -------
@@ -159,7 +159,7 @@ class Recurrent(Fixed):
         Raises
         ------
         InputError, InputTypeError
-            If an option is wrong, as for :class:`TrainingStep`.
+            If an option is wrong, as for :class:`.TrainingStep`.
         """
         return TrainingStep(self, **options)
 
