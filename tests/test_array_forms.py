@@ -343,7 +343,7 @@ def converted(rng: np.random.Generator) -> Door:
     """Return a door of a stack of layers with pruned weights."""
     net: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     nn.utils.prune.random_unstructured(net[0], "weight", 0.9)
-    net = ours.Sequential(*net)
+    ours.convert(net)
     names = [name for name, _ in net.named_parameters()]
 
     def call(above: Any, x: Any, **tensors: Any) -> Any:

@@ -17,7 +17,7 @@ import pytest
 import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import times
+from sampling import long_times, times
 
 from sparsescan import (
     GradientError,
@@ -142,7 +142,7 @@ def assert_close(found: Any, expected: Any, within: float = 1e-7) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=within * scale)
 
 
-@settings(max_examples=times(12), deadline=None)
+@settings(max_examples=long_times(12, 32), deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from(["backward_euler", "crank_nicolson", "sdirk2", "bdf2"]),
@@ -179,7 +179,7 @@ def test_gradients_are_those_of_autograd(seed: int, method: str) -> None:
         assert_close(grads.params[name], expected, within)
 
 
-@settings(max_examples=times(8), deadline=None)
+@settings(max_examples=long_times(8, 20), deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_residuals_of_ones_own(seed: int) -> None:
     """Whatever the old state, the time and the length of a step do in them."""
@@ -326,7 +326,7 @@ class Samples(System):
         return -p["decay"][:, None] * u + moved - 0.05 * u * u * u
 
 
-@settings(max_examples=times(5), deadline=None)
+@settings(max_examples=long_times(5, 16), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     method=st.sampled_from(METHODS),
@@ -679,7 +679,7 @@ def test_numbers_that_are_0_have_a_scale_of_their_own(
     np.testing.assert_allclose(run.backward(grad_last=[1.0, 1.0]).u0, [1.0, 1.0], rtol=1e-6)
 
 
-@settings(max_examples=times(20), deadline=None)
+@settings(max_examples=long_times(20, 40), deadline=None)
 @given(st.floats(-15, 15), st.floats(-3, 3), st.sampled_from([None, "forward"]))
 def test_a_curve_at_0_is_no_kink(scale: float, share: float, how: Any) -> None:
     """Long steps, up to a wall, have other slopes on both sides, which excuse no wrong one."""

@@ -38,6 +38,11 @@ def long_run(count: int, in_sample: int) -> Examples:
     return result
 
 
+def long_times(factor: int, in_sample: int) -> Examples:
+    """Return so many times as many examples as others take by default, and few in a sample."""
+    return long_run(times(factor), in_sample)
+
+
 def added_examples(function: Any) -> int:
     """Return how many more examples a test of Hypothesis takes than in a sample."""
     own = function._hypothesis_internal_use_settings.max_examples
