@@ -17,6 +17,7 @@ from ..arrays.streams import place
 from ..errors import InputError
 from ..execution.cuda.chunks import multiprocessors_of
 from ..formatting import format_bytes
+from ..graph.operations import Reduction
 from ..kernels.cuda import device as _device
 from ..parameters.parametrised import masked
 from .definition import CellLike, bias_name, declared
@@ -24,7 +25,7 @@ from .loops.cuda.kernels import SequenceKernels, sequence_kernels
 from .loops.cuda.layout import LoopLayout, layout_of, packing_order, samples_of
 from .loops.cuda.parts import sequence_source
 from .memory import Memory, beside, has_reset_states
-from .program import CellProgram, Term
+from .program import CellProgram, Slot, Term
 from .render.cuda import cuda_program
 
 Array = Any  # cupy.ndarray
@@ -36,9 +37,9 @@ Places = NDArray[np.int64]
 def fits(program: CellProgram, units: int, dtype: DTypeLike) -> bool:
     """Return whether there are kernels: for vectors that fit the shared memory of a block.
 
-    There are none yet for reductions over units.
+    There are none yet for the largest number of several units.
     """
-    if program.reductions:
+    if _has_maximum(program):
         return False
     code, exact = cuda_program(program), np.dtype(dtype)
     layout, most = layout_of(len(code.blocks), units, exact), multiprocessors_of(load_cupy()).block
@@ -50,6 +51,15 @@ def source_of(cell: CellLike, dtype: DTypeLike, *, is_backward: bool) -> str:
     code, exact = cuda_program(cell.program), np.dtype(dtype)
     layout = layout_of(len(code.blocks), cell.hidden_size, exact)
     return sequence_source(code, layout, exact, 1, back=is_backward)
+
+
+def _has_maximum(program: CellProgram) -> bool:
+    return any(each.operation == "maximum" for each in program.reductions)
+
+
+def _weighed(slot: Slot) -> list[Term]:
+    """Return the products whose matrices have gradients."""
+    return [term for term in slot.terms if not isinstance(term.matrix, Reduction)]
 
 
 class _Weights(NamedTuple):
@@ -113,10 +123,10 @@ class DeviceDirection:
 
     def __init__(self, cell: CellLike, layer: int, back: int, dtype: np.dtype[Any]) -> None:
         self.cell, self.layer, self.back, self.dtype = cell, layer, back, dtype
-        if cell.program.reductions:
+        if _has_maximum(cell.program):
             raise InputError(
-                f"{type(cell).__name__} sums over units, and x is on a device; expected arrays in "
-                "host memory: there are no kernels of a GPU for reductions"
+                f"{type(cell).__name__} has a softmax or a logsumexp, and x is on a device; "
+                "expected arrays in host memory: there are no kernels of a GPU for these"
             )
         self.code = code = cuda_program(cell.program)
         self.layout: LoopLayout = layout_of(len(code.blocks), cell.hidden_size, dtype)
@@ -128,6 +138,7 @@ class DeviceDirection:
                 "may have on this GPU"
             )
         self._declared: dict[str, Any] = dict(declared(type(cell)))
+        self._reductions = sorted(cell.program.reductions)
         self._orders = [Mirrored(order) for order in self._find_orders()]
         self.jobs = self._find_jobs()
         self._parts = self._find_parts()
@@ -142,12 +153,15 @@ class DeviceDirection:
         """
         cell, code = self.cell, self.code
         ends = np.cumsum([0, *(math.prod(shape) for shape in cell.shapes.values())])
-        nothing, places = int(ends[-1]), dict[str, Places]()
+        nothing, places = int(ends[-1]), dict[str | Reduction, Places]()
         for (name, shape), begin in zip(cell.shapes.items(), ends, strict=False):
             own = np.arange(begin, begin + math.prod(shape)).reshape(shape)
             mask = cell.masks.get(name)
             places[name] = own if mask is None else np.where(mask.on(np), own, nothing)
         units, slots = cell.hidden_size, cell.program.slots
+        # Reductions are products with constants, which are behind the zero.
+        for k, reduction in enumerate(self._reductions):
+            places[reduction] = np.where(reduction.matrix(units) > 0, nothing + 1 + k, nothing)
         weights = [
             self._block(places, block.matrix, block.gate, block.is_transposed)
             for block in code.blocks
@@ -179,14 +193,16 @@ class DeviceDirection:
         return [order.astype(kind) for order in orders]
 
     def _block(
-        self, places: dict[str, Any], name: str, gate: int, is_transposed: bool = False
+        self, places: dict[Any, Any], name: Any, gate: int, is_transposed: bool = False
     ) -> Any:
-        """Return the numbers of a gate of a parameter."""
+        """Return the numbers of a gate of a parameter, or of a reduction."""
         whole = places[name]
+        if isinstance(name, Reduction):
+            return whole
         gates = whole.reshape(self._declared[name].blocks, -1, *whole.shape[1:])
         return gates[gate].T if is_transposed else gates[gate]
 
-    def _bias_of(self, places: dict[str, Any], term: Term) -> Any:
+    def _bias_of(self, places: dict[Any, Any], term: Term) -> Any:
         """Return the numbers of the bias of a product, or None."""
         place = self._bias_place(term)
         if place is None:
@@ -195,6 +211,8 @@ class DeviceDirection:
 
     def _bias_place(self, term: Term) -> tuple[str, int] | None:
         """Return the name of the bias of a product, and which block of it, or None."""
+        if isinstance(term.matrix, Reduction):
+            return None
         name, biased = bias_name(term.matrix), self._declared[term.matrix].biased
         if term.is_transposed or term.gate not in biased or name not in self.cell.shapes:
             return None
@@ -203,7 +221,8 @@ class DeviceDirection:
     def weights(self, xp: Any, params: list[Array]) -> _Weights:
         """Return a copy of the parameters, as :class:`_Weights` of one direction."""
         flat = [param.reshape(-1).astype(self.dtype, copy=False) for param in params]
-        whole = xp.concatenate([*flat, xp.zeros(1, self.dtype)])
+        constants = [0.0, *(each.matrix(self.cell.hidden_size).max() for each in self._reductions)]
+        whole = xp.concatenate([*flat, xp.asarray(constants, self.dtype)])
         w_in, *others = (_taken(whole, order.on(xp)) for order in self._orders)
         return _Weights([w_in.reshape(-1, self.cell.input_size)], *others)
 
@@ -214,7 +233,7 @@ class DeviceDirection:
         code, slots = self.code, self.cell.program.slots
         readers: dict[tuple[str, int], list[int]] = {}
         for k, slot in enumerate(slots):
-            for term in slot.terms:
+            for term in _weighed(slot):
                 own = readers.setdefault(self._read_by(term), [])
                 if k not in own:
                     own.append(k)
@@ -254,7 +273,7 @@ class DeviceDirection:
         for k, slot in enumerate(program.slots):
             is_input = k < code.inputs
             of_sums = len(self.jobs) + (not is_input), k - (0 if is_input else code.inputs)
-            for term in slot.terms:
+            for term in _weighed(slot):
                 reads = self._read_by(term)
                 (number,) = (
                     i

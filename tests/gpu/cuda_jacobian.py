@@ -17,7 +17,7 @@ STEPS, BATCH = 3, 2
 
 
 @settings(max_examples=examples(60))
-@given(random_cells(reduces=False), st.integers(0, 2**32 - 1))
+@given(random_cells(has_maxima=False), st.integers(0, 2**32 - 1))
 def test_random_cells_compute_there_what_they_compute_here(drawn: RandomCell, seed: int) -> None:
     rng = np.random.default_rng(seed)
     here, there = drawn.make(np.random.default_rng(seed)), drawn.make(np.random.default_rng(seed))

@@ -166,12 +166,14 @@ class _Writer:
         ``integer(low, high)`` draws an integer, both bounds included; the lowest is the simplest.
     size : int
         How many lines the step has at most before the last one.
-    reduces : bool
-        Whether it may have reductions over units.
+    has_maxima : bool
+        Whether it may have reductions over units that compute a maximum.
     """
 
-    def __init__(self, integer: Callable[[int, int], int], size: int, reduces: bool) -> None:
-        self.integer, self.size, self.reduces = integer, size, reduces
+    def __init__(self, integer: Callable[[int, int], int], size: int, has_maxima: bool) -> None:
+        self.integer, self.size = integer, size
+        maxima = () if has_maxima else ("softmax", "logsumexp")
+        self.reductions = [each for each in _REDUCTIONS if not each.startswith(maxima)]
         self.hidden = self.pick((2, 3, 1, 4))
         self.declarations: list[str] = []
         self.helpers: list[str] = []
@@ -303,7 +305,7 @@ class _Writer:
             return self.atom()
         heads = ", heads=2" if self.hidden % 2 == 0 and self.chance(2) else ""
         about = {"heads": heads, "heads_alone": heads[2:]}
-        text = self.pick(_REDUCTIONS).format(f"({a} + {self.pick(_OFFSETS)})", b, **about)
+        text = self.pick(self.reductions).format(f"({a} + {self.pick(_OFFSETS)})", b, **about)
         return text, stage + 2
 
     def sum_of_products(self, depth: int) -> tuple[str, int]:
@@ -328,7 +330,7 @@ class _Writer:
         """Return an expression and its stage."""
         if depth <= 0:
             return self.atom()
-        kind = self.integer(-3, 11 + self.reduces)
+        kind = self.integer(-3, 12)
         if kind == 12:
             return self.reduction(depth)
         if kind <= -2:
@@ -450,7 +452,7 @@ class _Writer:
         return f"tanh({inner})"
 
 
-def random_cells(size: int = 5, *, reduces: bool = True) -> st.SearchStrategy[RandomCell]:
+def random_cells(size: int = 5, *, has_maxima: bool = True) -> st.SearchStrategy[RandomCell]:
     """Return definitions of cells whose steps have at most so many lines before the last one.
 
     Half of them are drawn by Hypothesis, which makes failing ones simpler; the others are as
@@ -459,9 +461,9 @@ def random_cells(size: int = 5, *, reduces: bool = True) -> st.SearchStrategy[Ra
 
     @st.composite
     def drawn(draw: Any) -> RandomCell:
-        return _Writer(lambda low, high: draw(st.integers(low, high)), size, reduces).write()
+        return _Writer(lambda low, high: draw(st.integers(low, high)), size, has_maxima).write()
 
     def random(seed: int) -> RandomCell:
-        return _Writer(Random(seed).randint, size, reduces).write()
+        return _Writer(Random(seed).randint, size, has_maxima).write()
 
     return drawn() | st.integers(0, 2**32 - 1).map(random)

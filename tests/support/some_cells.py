@@ -125,7 +125,7 @@ class Spiking(Cell):
 
 
 class Normalised(Cell):
-    """Sums over units, of which there are no kernels for CUDA yet."""
+    """Sums over units, and a maximum, of which there are no kernels for CUDA yet."""
 
     weight_ih = Input("g", "n")
     weight_hh = Hidden("g", "n")
