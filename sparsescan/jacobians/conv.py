@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from ..checks import check_choice, check_count, check_flag
+from ..checks import check_choice, check_count
 from ..errors import InputError, short
 from .shared.checks import Shape, check_sizes
 from .shared.operator import Operator
@@ -74,17 +74,6 @@ class _Convolution(Weighing):
         check_output_size(core, self.input_shape, self.kernel_size)
         self.sides = (self.in_channels, *size), (self.out_channels, *size_out)
         self._set_output((self.out_channels, *core))
-
-    def _declare_weight(
-        self, bias: bool, weight_mask: ArrayLike | None, dtype: DTypeLike, rng: Any
-    ) -> None:
-        """Declare the parameters, once the windows are known."""
-        outer, inner = self.out_channels, self.in_channels
-        if self.transposed:
-            outer, inner = inner, outer
-        shape = (outer, inner // self.groups, *self.kernel_size)
-        biases = self.out_channels if check_flag("bias", bias) else None
-        self.declare_weight(shape, biases, weight_mask, dtype, rng)
 
     def _read_padding(self, padding: Any) -> tuple[Shape, Shape]:
         """Return the zeros before and after each axis."""
@@ -154,7 +143,7 @@ class _Forward(_Convolution):
     ) -> None:
         self._set_channels(in_channels, out_channels, groups, padding_mode, input_shape)
         self._set_windows(kernel_size, stride, padding, dilation)
-        self._declare_weight(bias, weight_mask, dtype, rng)
+        self._declare_weight(self.kernel_size, bias, weight_mask, dtype, rng)
 
     def restrict(
         self, input_shape: Any, channels: slice = slice(None), **arguments: Any
@@ -337,7 +326,7 @@ class ConvTranspose2d(_Convolution):
     ) -> None:
         self._set_channels(in_channels, out_channels, groups, padding_mode, input_shape)
         self._set_windows(kernel_size, stride, padding, dilation, output_padding)
-        self._declare_weight(bias, weight_mask, dtype, rng)
+        self._declare_weight(self.kernel_size, bias, weight_mask, dtype, rng)
 
     def _forward(self, xp: Any, x: Array) -> Array:
         # Each weight adds the whole input, spread by the stride, at its own place of the output.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from ..checks import check_count, check_flag
+from ..checks import check_count
 from ..errors import InputError
 from ..symbolic.pattern import Pattern, of_mask
 from .kernels.values import transpose
@@ -88,9 +88,7 @@ class Linear(Weighing):
             )
         self._set_output((self.out_features,))
         self.sides = (self.in_features, 1, 1), (self.out_features, 1, 1)
-        shape = self.out_features, self.in_features
-        biases = self.out_features if check_flag("bias", bias) else None
-        self.declare_weight(shape, biases, weight_mask, dtype, rng)
+        self._declare_weight((), bias, weight_mask, dtype, rng)
 
     def _arguments(self, input_shape: Shape, channels: slice) -> dict[str, Any]:
         outputs = len(range(*channels.indices(self.out_features)))

@@ -8,9 +8,10 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ...arrays.arrays import Mirrored
+from ...checks import check_flag
 from ...locks import cached_property
 from ...parameters.parametrised import Weighted
 from ...symbolic.implicit import ImplicitPattern
@@ -45,6 +46,16 @@ class Weighing(Weighted, Operator):
     windows: tuple[Window, Window]
     groups: int = 1
     transposed = False
+
+    def _declare_weight(
+        self, kernel: Shape, bias: bool, weight_mask: ArrayLike | None, dtype: DTypeLike, rng: Any
+    ) -> None:
+        """Declare the parameters, once both sides are known."""
+        outputs = self.sides[1][0]
+        outer, inner = (side[0] for side in self.sides[:: 1 if self.transposed else -1])
+        shape = (outer, inner // self.groups, *kernel)
+        biases = outputs if check_flag("bias", bias) else None
+        self.declare_weight(shape, biases, weight_mask, dtype, rng)
 
     def _arguments(self, input_shape: Shape, channels: slice) -> dict[str, Any]:
         return {
