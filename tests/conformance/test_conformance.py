@@ -31,6 +31,7 @@ from sparsescan.recurrent import host_sizes, passes
 FORMS = {
     "compiled": Wish(has_lengths=False),  # PyTorch compiles no call of a packed sequence
     "hessian": Wish(is_real=True),
+    "vmap of marks": Wish(has_lengths=True, has_resets=True, samples=3, steps=4),
     "lengths": Wish(has_lengths=True),
     "resets": Wish(has_resets=True),
     "masks": Wish(has_masks=True),
@@ -41,7 +42,7 @@ FORMS = {
     "float32": Wish(),
 }
 WAYS = list(dict.fromkeys([*DOORS["JAX"], *FORMS]))
-OF_NETWORKS = {"lengths", "resets", "masks"}
+OF_NETWORKS = {"vmap of marks", "lengths", "resets", "masks"}
 
 NARROW = {"float64": np.float32, "complex128": np.complex64}
 
@@ -72,7 +73,7 @@ def is_there(operation: str, door: str, way: str) -> bool:
         return False  # PyTorch's own modules refuse to run, and ours say the same
     if (operation, door, way) == ("simulate", "NumPy", "float32"):
         return False  # its results are of double precision
-    return way in DOORS[door] or way not in DOORS["JAX"]
+    return way in DOORS[door] or way not in DOORS["PyTorch"]
 
 
 CELLS = [
@@ -127,16 +128,18 @@ def drawn(operation: str, door: str, way: str, seed: int) -> Drawn:
     if way == "float32":
         for name, each in problem.numbers.items():
             problem.numbers[name] = each.astype(NARROW[each.dtype.name])
-    lead = (MEMBERS,) if way == "vmap" else ()
+    is_map = way in ("vmap", "vmap of marks")
+    lead = (MEMBERS,) if is_map else ()
     weights = tuple(like(each.numpy(), *lead) for each in results)
     if way == "float32":
         weights = tuple(each.astype(NARROW[each.dtype.name]) for each in weights)
     along = {name: like(each) for name, each in problem.numbers.items()}
     mapped: dict[str, int] = {}
-    if way == "vmap":
-        flags = set(problem.flags) - ({"lengths"} if is_packed else set())
-        names = [*problem.numbers, *sorted(flags)]
-        some = [name for name in names if rng.random() < 0.6] or names[:1]
+    if is_map:
+        some = [name for name in problem.numbers if rng.random() < 0.6] or [*problem.numbers][:1]
+        if way == "vmap of marks":  # and of samples: parameters make members of an ensemble
+            some = [name for name in some if name in ("x", "state", "anew")]
+            some += ["resets"] if is_packed else ["lengths", "resets"]
         mapped = {name: -int(rng.integers(2)) for name in some}
         for part in (problem.numbers, problem.flags):
             for name in mapped.keys() & part.keys():
