@@ -248,6 +248,50 @@ def xlstm(given: Given) -> dict[str, Step]:
     return _in_threads(torch, given, run, params)
 
 
+def layer_norm_loop(given: Given) -> dict[str, Step]:
+    """Return the loop over steps of a cell with layer normalisation, as one writes it in PyTorch.
+
+    What no state is needed for is computed for all steps at once.
+    """
+    torch = peers.load_torch()
+    layer_norm = torch.nn.functional.layer_norm
+    own = {
+        name: torch.tensor(array, requires_grad=True) for name, array in given.cell.params.items()
+    }
+    count, units = given.cell.program.states, given.cell.hidden_size
+    states = [torch.zeros(given.x.shape[1], units, requires_grad=True) for _ in range(count)]
+    turned = own["weight_hh"].T
+
+    def lstm(read: Any, h: Any, c: Any) -> Any:
+        keep = layer_norm(h @ turned, (4 * units,), own["scale_hh"])
+        f, i, o, g = (read[0] + keep).chunk(4, -1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return o.sigmoid() * layer_norm(c, (units,), own["scale_c"], own["bias_c"]).tanh(), c
+
+    def gru(read: Any, h: Any) -> Any:
+        gates, n = read
+        first, last = (h @ turned).split([2 * units, units], -1)
+        scale, scale_n = own["scale_hh"].split([2 * units, units])
+        z, r = (gates + layer_norm(first, (2 * units,), scale)).sigmoid().chunk(2, -1)
+        n = (n + r * layer_norm(last, (units,), scale_n, own["bias_hn"])).tanh()
+        return (h + z * (n - h),)
+
+    def run(x: Any) -> Any:
+        read, outputs, now = x @ own["weight_ih"].T, [], states
+        if count == 2:
+            read = (layer_norm(read, (4 * units,), own["scale_ih"], own["bias_hh"]),)
+        else:
+            parts = [read, own["scale_ih"], own["bias_ih"]]
+            parts = zip(*(each.split([2 * units, units], -1) for each in parts), strict=True)
+            read = tuple(layer_norm(a, a.shape[-1:], *more) for a, *more in parts)
+        for each in zip(*(one.unbind() for one in read), strict=True):
+            now = (lstm if count == 2 else gru)(each, *now)
+            outputs.append(now[0])
+        return torch.stack(outputs)
+
+    return _in_threads(torch, given, run, {f"state {k}": s for k, s in enumerate(states)} | own)
+
+
 def _fill(params: Mapping[str, Any], given: Given) -> None:
     """Give a module our parameters."""
     assert params.keys() == given.cell.params.keys(), (params.keys(), given.cell.params.keys())

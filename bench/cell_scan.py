@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 from sparsescan.graph.expressions import topological
-from sparsescan.graph.operations import OPERATIONS, Node
+from sparsescan.graph.operations import OPERATIONS, Node, Reduction
 from sparsescan.recurrent import Cell
 from sparsescan.recurrent.definition import bias_name, declared
 from sparsescan.recurrent.program import INPUT
@@ -147,14 +147,15 @@ class _Step:
         sums: dict[Node, _Sum] = {}
         absorbed: set[Node] = set()
         for each in reversed(self.order):
-            if each in absorbed or each.operation not in ("add", "subtract", "product"):
+            is_sum = each.operation in ("add", "subtract") or _is_product(each)
+            if each in absorbed or not is_sum:
                 continue
             found, inner = _Sum([], []), set[Node]()
             stack = [(1.0, each)]
             while stack:
                 sign, one = stack.pop()
                 is_inside = one is each or uses[one] == 1
-                if is_inside and one.operation == "product":
+                if is_inside and _is_product(one):
                     found.products.append(_Product(sign, *one.details, *one.arguments))
                 elif is_inside and one.operation in ("add", "subtract"):
                     a, b = one.arguments
@@ -305,8 +306,29 @@ class _Step:
                 values[each] = self._sum(each, self.phases[each], values)
             else:
                 arguments = [self._value(one, values) for one in each.arguments]
-                values[each] = self.functions[each.operation](*arguments)
+                function = self.functions.get(each.operation, partial(self._reduced, each))
+                values[each] = function(*arguments)
         return values[each]
+
+    def _reduced(self, each: Node, value: Any) -> Any:
+        """Return a reduction over the units of each head, which has one number for all of these."""
+        reduction, value = each.details[0], self.jnp.asarray(value)
+        whole = self.jnp.broadcast_to(value, (*value.shape[:-1], self.units))
+        parts = whole.reshape(*whole.shape[:-1], reduction.heads, -1)
+        compute = getattr(
+            self.jnp, {"maximum": "max"}.get(reduction.operation, reduction.operation)
+        )
+        reduced = compute(parts, -1, keepdims=True)
+        return reduced[..., 0] if reduction.heads == 1 else self._spread(reduced, parts)
+
+    def _spread(self, reduced: Any, parts: Any) -> Any:
+        whole = self.jnp.broadcast_to(reduced, parts.shape)
+        return whole.reshape(*parts.shape[:-2], self.units)
+
+
+def _is_product(each: Node) -> bool:
+    """Return whether a node is a product with a matrix of parameters."""
+    return each.operation == "product" and not isinstance(each.details[0], Reduction)
 
 
 def _added(terms: list[tuple[float, Any]]) -> Any:

@@ -26,7 +26,7 @@ from .page import significant
 from .races import JAX, OURS
 from .timing import PAUSE, Call, call_for, rounded, seconds, take_rounds
 
-TORCHRECURRENT, SNNTORCH, XLSTM = "torchrecurrent", "snnTorch", "xlstm"
+TORCHRECURRENT, SNNTORCH, XLSTM, LOOP = "torchrecurrent", "snnTorch", "xlstm", "PyTorch loop"
 # Our forward pass alone, which shows where the time of a step is.
 FORWARD = "sparsescan, forward"
 _SPIKING = ("Alpha", "Leaky", "Synaptic")
@@ -36,7 +36,11 @@ _MAKERS: dict[str, Callable[[Given], dict[str, Step]]] = {
     TORCHRECURRENT: cell_contenders.torchrecurrent,
     SNNTORCH: cell_contenders.snntorch,
     XLSTM: cell_contenders.xlstm,
+    LOOP: cell_contenders.layer_norm_loop,
 }
+# Cells that are normalised over units: how much longer loops of PyTorch and JAX are to take.
+_NORMALISED = "LayerNormLSTM", "LayerNormGRU"
+_NORMALISED_SIZES = ((20, 30, 4), (64, 12, 3), (128, 3, 1.5))
 _ROUNDS, _QUICK_ROUNDS, _TURN, _QUICK_TURN = 5, 2, 0.06, 0.01
 _MOST_TRIALS = 20  # calls that tell which variant is fastest
 # Rounds of peers that take about a second, and calls that are so long that none goes before them.
@@ -90,12 +94,16 @@ def _tasks() -> Iterator[Task]:
     for kind in catalogue.__all__:
         if kind in _SPIKING:
             yield Task(Case(kind), SNNTORCH, 200)
-        elif kind not in _ALONE:
+        elif kind not in (*_ALONE, *_NORMALISED):
             yield Task(Case(kind).as_in_torchrecurrent(), TORCHRECURRENT, 100)
         if kind == "sLSTM":
             yield Task(Case(kind), XLSTM, 20)
     for hidden, wanted in ((20, 3), (64, 1.5)):
-        yield from (Task(Case(kind, hidden), JAX, wanted) for kind in catalogue.__all__)
+        kinds = [kind for kind in catalogue.__all__ if kind not in _NORMALISED]
+        yield from (Task(Case(kind, hidden), JAX, wanted) for kind in kinds)
+    for kind in _NORMALISED:
+        for hidden, loop, scan in _NORMALISED_SIZES:
+            yield from (Task(Case(kind, hidden), LOOP, loop), Task(Case(kind, hidden), JAX, scan))
 
 
 TASKS = tuple(_tasks())

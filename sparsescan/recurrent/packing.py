@@ -31,8 +31,8 @@ Array = NDArray[Any]
 Order = NDArray[np.int64]
 _SPARSE = 0.25  # share of the weights that are kept, below which only those are stored
 # Samples are lanes for so many vectors of products of a step, and fewer, if so much of their groups
-# is full.
-_FEW_VECTORS, _FULL = 8, 0.75
+# is full. Where units are summed up, each lane has a sum, and there may be more.
+_FEW_VECTORS, _MANY_VECTORS, _FULL = 8, 128, 0.75
 
 
 def is_sparse(kept: NDArray[np.bool_]) -> bool:
@@ -48,7 +48,8 @@ def sample_rows(program: CellProgram, units: int, dtype: np.dtype[Any], batch: i
     """
     lanes, group = lanes_of(dtype), sample_lanes(dtype)
     # Without AVX-512 there are too few registers for a tile, and units fill the shorter vectors.
-    if lanes == group or len(program.slots) * units > _FEW_VECTORS * lanes:
+    most = _MANY_VECTORS if program.reductions else _FEW_VECTORS
+    if lanes == group or len(program.slots) * units > most * lanes:
         return 0
     whole = -(-batch // (2 * group)) * 2 * group
     return 2 - units % 2 if 0 < _FULL * whole <= batch else 0
