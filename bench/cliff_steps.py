@@ -5,7 +5,7 @@ Numbers are in the order of time, and samples of a recurrence have the second ax
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 import sparsescan
 from sparsescan import CSRChain, ImplicitChain, ImplicitPattern, Pattern
 from sparsescan import jacobians as layers
-from sparsescan.jacobians import Linear, ReLU, Sequential
+from sparsescan.jacobians import Linear, ReLU, Residual, Sequential
 from sparsescan.recurrent import GRU, LSTM, RNN
 
 from . import workloads
@@ -333,15 +333,15 @@ class _Layers(Step):
         x = rng.standard_normal((self.batch, *shape), np.float32)
         grads = rng.standard_normal((self.batch, *out), np.float32)
         params = {
-            f"{part.name}.{own}": np.array(array)
-            for part in _parts(net.parts)
-            for own, array in part.op.params.items()
+            f"{place}.{own}": np.array(array)
+            for place, layer in _placed(net.ops)
+            for own, array in layer.params.items()
         }
         return Numbers(x, None, grads, params)
 
     def passes(self, numbers: Numbers) -> Passes:
         net, step = _training(self.make)
-        known = {part.name: part.op for part in _parts(net.parts)}
+        known = dict(_placed(net.ops))
 
         def ready() -> None:
             for name, array in numbers.params.items():
@@ -361,13 +361,15 @@ def _training(make: Callable[[], Sequential]) -> tuple[Sequential, Any]:
     return net, net.training_step()
 
 
-def _parts(parts: Any) -> Any:
-    """Yield the layers of a network, those of its branches too."""
-    for part in parts:
-        if part.op is not None:
-            yield part
-        for branch in part.branches:
-            yield from _parts(branch)
+def _placed(ops: Iterable[Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the layers of a network with their places, those of residual blocks too."""
+    for k, layer in enumerate(ops):
+        place = f"{before}{k}"
+        if isinstance(layer, Residual):
+            yield from _placed(layer.ops, f"{place}.")
+            yield from _placed(layer.shortcut, f"{place}.shortcut.")
+        else:
+            yield place, layer
 
 
 def _without_batch(net: Sequential, batch: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
