@@ -110,7 +110,7 @@ class CellProgram:
         The latter.
     kept : tuple of Node
         Vectors that the backward pass reads besides states and inputs, since it cannot compute
-        them. It computes the arguments again, which gradients of weights read.
+        them. It computes the arguments again that gradients of weights read.
     slot_grads, state_grads, row_grads : tuple of Node or None
         Gradients in slots, in states before the step but for those by products, and in rows of
         parameters; None for zeros.
@@ -155,6 +155,11 @@ class CellProgram:
         """The states that matrices multiply."""
         arguments = [term.argument for slot in self.slots for term in slot.terms]
         return sorted({each.details[0] for each in arguments if each.operation == "state"})
+
+    @cached_property
+    def weighed(self) -> set[Node]:
+        """What matrices of parameters multiply, which their gradients read."""
+        return _weighed(self.slots)
 
     @cached_property
     def reductions(self) -> set[Reduction]:
@@ -244,7 +249,8 @@ def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> Ce
     grads = dict(zip(found, backward, strict=True))
     apart = dict(zip(arguments, _told_apart(bare(arguments)), strict=True))
     step = step.changed(bare, apart)
-    needed = [*backward, *apart.values()]
+    weighed = _weighed(step.slots)
+    needed = [*backward, *(each for each in apart.values() if each in weighed)]
     forward = topological([*step.outputs, *apart.values()])
     # Slopes of surrogates may read other sums.
     read_back = set(topological(needed)).difference(forward)
@@ -266,6 +272,12 @@ def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> Ce
         names=step.names,
         traced=tuple(outputs),
     )
+
+
+def _weighed(slots: Sequence[Slot]) -> set[Node]:
+    """Return what matrices of parameters multiply, which their gradients read."""
+    terms = [term for slot in slots for term in slot.terms]
+    return {each.argument for each in terms if not isinstance(each.matrix, Reduction)}
 
 
 class _Step(NamedTuple):

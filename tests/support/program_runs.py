@@ -264,15 +264,19 @@ class _Run:
                     weight = self._weight(term)
                     given = self._product_input(term, x, before)
                     result = grad @ (weight.T if term.is_transposed else weight)
+                    is_reduction = isinstance(term.matrix, Reduction)
                     if given is None:
+                        back[self.back_of[term.argument]] += result
+                    if given is None and not is_reduction:
                         given = evaluate(term.argument, known, {})
                         given = np.broadcast_to(given, self.shape)
-                        back[self.back_of[term.argument]] += result
+                    elif given is None:
+                        continue
                     elif term.argument.operation == "input":
                         input_grad = input_grad + result
                     else:
                         new[term.argument.details[0]] += result
-                    if isinstance(term.matrix, Reduction):
+                    if is_reduction:
                         continue
                     pair = (given, grad) if term.is_transposed else (grad, given)
                     self._block(self.grads[term.matrix], term.gate)[:] += pair[0].T @ pair[1]

@@ -249,7 +249,7 @@ class CPURenderer(LaneRenderer):
             if (back_stage(grad) if grad is not None else last) == stage:
                 stores.append((f"grads, {_at(k, 'size')}, less_or(at, length, {{}}, zero)", grad))
         for k, each in enumerate(program.arguments):
-            if stage == last:
+            if stage == last and each in program.weighed:
                 at = _at(len(program.slots) + k, "size")
                 stores.append((f"grads, {at}, less_or(at, length, {{}}, zero)", each))
         if program.input_grad is not None and back_stage(program.input_grad) == stage:
