@@ -16,9 +16,9 @@ def _normalised(matrix: Any, scale: Any, gates: str, vector: Node) -> list[Node]
     middle = sum(products[1:], products[0]).mean() / count
     centred = [each - middle for each in products]
     squares = [each * each for each in centred]
-    deviation = sqrt(sum(squares[1:], squares[0]).mean() / count + 1e-5)
+    inverse = 1 / sqrt(sum(squares[1:], squares[0]).mean() / count + 1e-5)
     pairs = zip(centred, gates, strict=True)
-    return [each / deviation * getattr(scale, gate) for each, gate in pairs]
+    return [each * inverse * getattr(scale, gate) for each, gate in pairs]
 
 
 class LayerNormLSTM(Cell):
