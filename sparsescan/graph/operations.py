@@ -1,4 +1,4 @@
-"""Symbols of vectors, and the one table of elementwise operations.
+"""Symbols of vectors, linear maps of them, and the one table of elementwise operations.
 
 A function is traced on symbols, each of which stands for a vector of one number a unit. Equal
 expressions are one :class:`Node`, so that common terms are computed once. A row of `OPERATIONS` has
@@ -34,7 +34,7 @@ class Node:
         The vectors that the operation reads.
     details : tuple
         What else identifies the node: the value of a number, or the name that a front end gives a
-        leaf or the matrix of a linear map.
+        leaf or the matrix of a linear map, or a :class:`Reduction` in its place.
     """
 
     __slots__ = ("__weakref__", "arguments", "details", "operation")

@@ -27,7 +27,7 @@ class Front(NamedTuple):
         What a traced function computes with.
     functions, elementwise, matrix, product, sums : str
         What to write: functions of symbols, elementwise operations, products with a matrix, a
-        product of two, and what needs no sum over units.
+        product of two, and sums over units.
     """
 
     modules: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Front(NamedTuple):
     elementwise: str = "elementwise operations"
     matrix: str = "a linear map"
     product: str = "a product, a * b"
-    sums: str = "what needs no sum over units"
+    sums: str = "np.sum(a), or np.mean(a)"
 
 
 _thread = threading.local()

@@ -1,9 +1,10 @@
 """Programs of a step: its operations in order, and what its backward pass needs.
 
-A step has products with matrices, and all its other operations are elementwise. Products that are
-only added to each other share a *slot*, a vector of sums. A product may multiply what the same step
-has computed, so a step has *stages*: sums, elementwise operations, sums, elementwise operations, ….
-Each stage reads the stages before it.
+A step has products with matrices and reductions over units, which are products with constants; all
+its other operations are elementwise. Products that are only added to each other share a *slot*, a
+vector of sums. A product may multiply what the same step has computed, so a step has *stages*:
+sums, elementwise operations, sums, elementwise operations, …. Each stage reads the stages before
+it.
 
 Gradients run back through the same stages. They are expressions, too, with two more kinds of
 leaves: gradients in the states after a step (``gradient``), and gradients that products return

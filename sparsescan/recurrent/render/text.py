@@ -63,7 +63,7 @@ def _made_again(code: ArrayCode) -> list[Node]:
     """Return what the backward pass computes a second time."""
     program = code.program
     forward = set(topological([*program.outputs, *program.arguments]))
-    stack = [*program.grads, *program.arguments]
+    stack = [*program.grads, *(each for each in program.arguments if each in program.weighed)]
     seen, found = {*program.kept, *program.outputs}, dict[Node, None]()
     while stack:
         each = stack.pop()
