@@ -305,7 +305,9 @@ class _Writer:
             return self.atom()
         heads = ", heads=2" if self.hidden % 2 == 0 and self.chance(2) else ""
         about = {"heads": heads, "heads_alone": heads[2:]}
-        text = self.pick(self.reductions).format(f"({a} + {self.pick(_OFFSETS)})", b, **about)
+        # An expression may be a number, which has nothing to be summed up: a state is a vector.
+        vector = f"({a} + {self.pick(_OFFSETS)} * {_STATES[0]})"
+        text = self.pick(self.reductions).format(vector, b, **about)
         return text, stage + 2
 
     def sum_of_products(self, depth: int) -> tuple[str, int]:
