@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import warnings
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ import torchrecurrent
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling import slow
-from some_cells import MGU, PeepholeLSTM
+from some_cells import MGU, PeepholeLSTM, Spiking
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -201,6 +202,43 @@ def test_opcheck(kind: str) -> None:
     given = x.detach(), None, None, [each.detach() for each in params], [], *about, False
     operator = torch.ops.sparsescan.recurrent_forward.default
     torch.library.opcheck(operator, given, {"resets": resets})
+
+
+def test_transforms_of_surrogates() -> None:
+    """Maps over resets and both modes: the conformance suite has no surrogates."""
+    torch.manual_seed(1)
+    net: Any = module(Spiking)(3, 4, dtype=torch.float64)
+    params = dict(net.named_parameters())
+    x = torch.randn(3, 6, 2, 3, dtype=torch.float64)
+    resets = torch.rand(3, 6, 2) < 0.4
+    params["anew"] = torch.randn(1, 2, 4 * net.states, dtype=x.dtype).requires_grad_()
+
+    def loss(params: Any, x: torch.Tensor, resets: torch.Tensor) -> torch.Tensor:
+        own = {name: each for name, each in params.items() if name != "anew"}
+        anew = params["anew"].chunk(net.states, -1)
+        options = {"resets": resets, "reset_states": anew if net.states > 1 else anew[0]}
+        output, last = torch.func.functional_call(net, own, (x,), options)
+        return (output * torch.arange(4)).sum() + sum(m.square().sum() for m in tensors_of(last))
+
+    grads = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(params, x, resets)
+    for k in range(3):
+        expected = torch.autograd.grad(loss(params, x[k], resets[k]), list(params.values()))
+        close([each[k] for each in grads.values()], expected)
+
+    def of_anew(anew: torch.Tensor) -> torch.Tensor:
+        return loss({**params, "anew": anew}, x[0], resets[0])
+
+    many = torch.randn(3, *params["anew"].shape, dtype=x.dtype)
+    close(torch.func.vmap(of_anew)(many), torch.stack(list(map(of_anew, many))))
+    tangent = torch.randn_like(x[0])
+    with warnings.catch_warnings():  # of PyTorch, about itself
+        warnings.simplefilter("ignore")
+        both = torch.func.hessian(of_anew), partial(torch.autograd.functional.hessian, of_anew)
+        close(*(hessian(params["anew"]) for hessian in both))
+        _, along = torch.func.jvp(lambda x: loss(params, x, resets[0]), (x[0],), (tangent,))
+    given = x[0].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(loss(params, given, resets[0]), given)
+    close(along, (grad * tangent).sum())
 
 
 @pytest.mark.parametrize("name", ["MGU", "JANET", *slow("TGRU", "tauGRU")])
