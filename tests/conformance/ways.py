@@ -23,7 +23,7 @@ class Drawn(NamedTuple):
     problem : Problem
         What is called.
     weights : tuple of ndarray
-        The loss is the real part of the sum of the results times these.
+        The loss is the real part of the sum of the results times these, and half of their squares.
     along : dict of str to ndarray
         The direction.
     mapped : dict of str to int
@@ -60,8 +60,18 @@ def tensors(numbers: Numbers, *, are_leaves: bool = False) -> Numbers:
 
 
 def loss_of(results: Any, weights: Any) -> Any:
-    """Return the loss, of PyTorch's tensors or of JAX's arrays."""
-    return sum((one * w).sum().real for one, w in zip(results, weights, strict=True))
+    """Return the loss, of PyTorch's tensors or of JAX's arrays.
+
+    It has halves of squares, too, so that what enters a backward pass has derivatives.
+    """
+    pairs = zip(results, weights, strict=True)
+    return sum((one * w + one * one.conj() / 2).sum().real for one, w in pairs)
+
+
+def curvature_of(results: Any, slopes: Any, curved: Any, weights: Any) -> list[Any]:
+    """Return the second derivative of the loss along a direction, from those of results."""
+    parts = zip(results, slopes, curved, weights, strict=True)
+    return [sum((c * (w + r.conj()) + s * s.conj()).sum().real for r, s, c, w in parts)]
 
 
 def grads_of(loss: Any, leaves: Numbers, **options: Any) -> Numbers:
@@ -89,7 +99,7 @@ def by_formula(drawn: Drawn, given: tuple[Numbers, Numbers], weights: Any) -> di
     results = tuple(drawn.problem.plain(leaves, flags))
     weights = [torch.from_numpy(_wide(w)).requires_grad_() for w in weights]
     grads = grads_of(loss_of(results, weights), leaves, create_graph=True)
-    # Gradients are linear in the weights, and what these are multiplied by are the slopes.
+    # How gradients depend on the weights, of which they are a linear function, are the slopes.
     slope = slope_of(grads, tensors(drawn.along))
     pairs = grads_of(slope, dict(enumerate(weights)), retain_graph=True)
     again = grads_of(slope, leaves)
@@ -130,7 +140,7 @@ Found = dict[str, Any]
 def numpy_reverse(f: Call, drawn: Drawn) -> Found:
     results, pull = f(*drawn.given)
     # Gradients in results are conjugates of what these are multiplied by.
-    grads = pull(*(np.conj(w) for w in drawn.weights))
+    grads = pull(*(np.conj(w) + one for w, one in zip(drawn.weights, results, strict=True)))
     return {"results": results, "gradients": grads}
 
 
@@ -173,7 +183,11 @@ def torch_forward(f: Call, drawn: Drawn) -> Found:
     curved = torch.func.jvp(lambda own: slope(own)[1], (numbers,), (along,))[1]
     gradients = _torch_gradients(f, flags, weights)
     grads, of_grads = torch.func.jvp(gradients, (numbers,), (along,))
-    found = {"results": results, "slopes": slopes, "curvature": [loss_of(curved, weights)]}
+    found = {
+        "results": results,
+        "slopes": slopes,
+        "curvature": curvature_of(results, slopes, curved, weights),
+    }
     return found | {"gradients": grads, "slopes of gradients": of_grads}
 
 
@@ -275,7 +289,7 @@ def jax_forward(f: Call, drawn: Drawn) -> Found:
     )
     grads, of_grads = derivative(_jax_gradients(f, drawn.weights))
     found = {"results": results, "slopes": slopes}
-    found["curvature"] = [loss_of(curved[1], drawn.weights)]
+    found["curvature"] = curvature_of(results, slopes, curved[1], drawn.weights)
     return found | {"gradients": grads, "slopes of gradients": of_grads}
 
 
