@@ -42,6 +42,8 @@ def raise_warnings(gallery_conf: object, script: str, when: str) -> None:
         _filters.enter_context(warnings.catch_warnings())
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "FigureCanvasAgg is non-interactive", UserWarning)
+        # The gallery looks for each object under all modules, where it has former names, too.
+        warnings.filterwarnings("ignore", module=r"sphinx_gallery\.")
     else:
         _filters.close()
 
