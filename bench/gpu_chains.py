@@ -7,6 +7,7 @@ left what it had found.
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -541,7 +542,7 @@ def _product(values: Array, pattern: Any, grad: Array) -> Array:
     terms, rows = values * grad[..., pattern.indices], pattern.shape[0]
     count = terms.shape[-1]
     ones = sp.csr_array((np.ones(count), np.arange(count), pattern.indptr), shape=(rows, count))
-    sums: Array = (ones @ terms.reshape(-1, count).T).T
+    sums: Array = (ones @ terms.reshape(math.prod(terms.shape[:-1]), count).T).T
     return sums.reshape(*terms.shape[:-1], rows)
 
 
