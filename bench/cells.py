@@ -242,6 +242,8 @@ def _about(quick: bool) -> Results:
         TORCHRECURRENT: "0.2.5: its layer of that name with our parameters, eager",
         SNNTORCH: "a loop over steps that calls the neuron; its parameters learn",
         XLSTM: "sLSTM of one head with its backend vanilla, behind torch.nn.Linear",
+        LOOP: "a loop over steps in PyTorch, eager, with torch.nn.functional.layer_norm; what does "
+        "not wait for the state is computed before it",
         JAX: "jitted vjp of lax.scan, made from the step of the cell: what does not wait for the "
         "state is computed before the scan, gates of one vector are one matrix product; the "
         "faster of two forms, the fastest unroll of 1, 2, 4, 8 and 16 as long as longer ones are "
