@@ -271,6 +271,11 @@ class Reduction(NamedTuple):
     operation: str
     heads: int
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is a product with a constant matrix."""
+        return self.operation != "maximum"
+
     def __str__(self) -> str:
         return self.operation if self.heads == 1 else f"{self.operation} of {self.heads} heads"
 

@@ -44,6 +44,11 @@ class Options(NamedTuple):
     return_states: Returned = False
 
     @classmethod
+    def taken_from(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Take the options out of arguments by name, and return them."""
+        return {name: given.pop(name) for name in cls._fields if name in given}
+
+    @classmethod
     def read(cls, network: Layers, given: Mapping[str, Any]) -> Options:
         """Return the options of a network, checked."""
         if unknown := sorted(set(given) - set(cls._fields)):

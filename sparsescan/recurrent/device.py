@@ -25,7 +25,7 @@ from .loops.cuda.kernels import SequenceKernels, sequence_kernels
 from .loops.cuda.layout import LoopLayout, layout_of, packing_order, samples_of
 from .loops.cuda.parts import sequence_source
 from .memory import Memory, beside, has_reset_states
-from .program import CellProgram, Slot, Term
+from .program import CellProgram, Term
 from .render.cuda import cuda_program
 
 Array = Any  # cupy.ndarray
@@ -54,12 +54,7 @@ def source_of(cell: CellLike, dtype: DTypeLike, *, is_backward: bool) -> str:
 
 
 def _has_maximum(program: CellProgram) -> bool:
-    return any(each.operation == "maximum" for each in program.reductions)
-
-
-def _weighed(slot: Slot) -> list[Term]:
-    """Return the products whose matrices have gradients."""
-    return [term for term in slot.terms if not isinstance(term.matrix, Reduction)]
+    return not all(each.is_linear for each in program.reductions)
 
 
 class _Weights(NamedTuple):
@@ -233,7 +228,7 @@ class DeviceDirection:
         code, slots = self.code, self.cell.program.slots
         readers: dict[tuple[str, int], list[int]] = {}
         for k, slot in enumerate(slots):
-            for term in _weighed(slot):
+            for term in slot.weighed:
                 own = readers.setdefault(self._read_by(term), [])
                 if k not in own:
                     own.append(k)
@@ -273,7 +268,7 @@ class DeviceDirection:
         for k, slot in enumerate(program.slots):
             is_input = k < code.inputs
             of_sums = len(self.jobs) + (not is_input), k - (0 if is_input else code.inputs)
-            for term in _weighed(slot):
+            for term in slot.weighed:
                 reads = self._read_by(term)
                 (number,) = (
                     i

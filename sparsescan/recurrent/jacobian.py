@@ -125,7 +125,7 @@ class Equations(Structure):
             found = xp.empty((len(slots), len(rows), self.units), rows.dtype)
             for k, room in zip(slots, found, strict=True):
                 own, *_ = self.program.slots[k].terms
-                if isinstance(own.matrix, Reduction) and own.matrix.operation == "maximum":
+                if isinstance(own.matrix, Reduction) and not own.matrix.is_linear:
                     parts = rows[:, self.places[own.argument]].reshape(
                         len(rows), own.matrix.heads, -1
                     )

@@ -68,6 +68,11 @@ class Slot(NamedTuple):
     vectors: tuple[tuple[str, int], ...]
     stage: int
 
+    @property
+    def weighed(self) -> list[Term]:
+        """The products with matrices of parameters, which have gradients."""
+        return [each for each in self.terms if not isinstance(each.matrix, Reduction)]
+
 
 class Derived(NamedTuple):
     """A vector that depends on parameters alone, and is computed once for all steps.
@@ -277,8 +282,7 @@ def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> Ce
 
 def _weighed(slots: Sequence[Slot]) -> set[Node]:
     """Return what matrices of parameters multiply, which their gradients read."""
-    terms = [term for slot in slots for term in slot.terms]
-    return {each.argument for each in terms if not isinstance(each.matrix, Reduction)}
+    return {each.argument for slot in slots for each in slot.weighed}
 
 
 class _Step(NamedTuple):
@@ -346,7 +350,7 @@ def _with_slots(outputs: Sequence[Node], names: Mapping[Node, str]) -> _Step:
             (argument,) = each.arguments
             term = Term._make((*each.details, close(argument)))
             open_sums[each] = _Sum((term,), (), ())
-            if isinstance(term.matrix, Reduction) and term.matrix.operation == "maximum":
+            if isinstance(term.matrix, Reduction) and not term.matrix.is_linear:
                 close(each)  # to which no product is added
         elif each.operation == "add" and any(a in open_sums for a in each.arguments):
             parts = []

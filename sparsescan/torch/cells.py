@@ -67,7 +67,7 @@ class CellModule(Sequences, nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        self._set_options({name: options.pop(name) for name in Options._fields if name in options})
+        self._set_options(Options.taken_from(options))
         # Which checks all of them.
         net = Recurrent(
             *(self.cell, input_size, hidden_size, num_layers, bias),

@@ -77,7 +77,7 @@ class _Recurrent(Sequences, metaclass=Kind):
     ]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        own = {name: options.pop(name) for name in Options._fields if name in options}
+        own = Options.taken_from(options)
         super().__init__(*arguments, **options)
         self._set_options(own)
 

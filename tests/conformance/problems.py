@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from plain_filters import changing, stacked
 from plain_networks import plain_run
 from some_cells import CELLS, Elementwise, Leaky, Normalised
 from torch import Tensor
@@ -292,26 +293,7 @@ def _with_delays(b: Tensor, a: Tensor, x: Tensor, zi: Tensor) -> tuple[Tensor, T
         y.append(b[0] * x[..., t] + (delays[0] if order else 0))
         after = [*delays[1:], 0]
         delays = [b[k + 1] * x[..., t] - a[k + 1] * y[-1] + after[k] for k in range(order)]
-    return _stacked(y, x * b[0]), torch.stack(delays, -1) if order else zi
-
-
-def _stacked(y: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(y, -1) if y else like[..., :0]
-
-
-def _changing(b: Tensor, a: Tensor, x: Tensor) -> Tensor:
-    """Filter along the last axis with coefficients ``(…, steps or 1, taps)``."""
-    steps = x.shape[-1]
-    b, a = (each.expand(*each.shape[:-2], steps, each.shape[-1]) for each in (b, a))
-    y: list[Tensor] = []
-    for t in range(steps):
-        total = torch.zeros((), dtype=torch.result_type(b, x))
-        for k in range(min(b.shape[-1], t + 1)):
-            total = total + b[..., t, k] * x[..., t - k]
-        for k in range(1, min(a.shape[-1], t + 1)):
-            total = total - a[..., t, k] * y[t - k]
-        y.append(total / a[..., t, 0])
-    return _stacked(y, x.to(torch.result_type(b, x)))
+    return stacked(y, x * b[0]), torch.stack(delays, -1) if order else zi
 
 
 def lfilter(rng: np.random.Generator, wish: Wish) -> Problem:
@@ -350,7 +332,7 @@ def lfilter(rng: np.random.Generator, wish: Wish) -> Problem:
         x = x.movedim(axis, -1)
         if changes:
             b, a = (each if each.dim() > 1 else each[None] for each in (b, a))
-            return (_changing(b, a, x).movedim(-1, axis),)
+            return (changing(b, a, x).movedim(-1, axis),)
         has_zi = "zi" in numbers
         zi = (
             numbers["zi"].movedim(axis, -1) if has_zi else x.new_zeros(*x.shape[:-1], max(taps) - 1)
@@ -435,7 +417,7 @@ def selective_scan(rng: np.random.Generator, wish: Wish) -> Problem:
             size = delta[..., t, None]
             state = torch.exp(size * A) * state + size * at("B", t) * u[..., t, None]
             y.append((state * at("C", t)).sum(-1))
-        out = _stacked(y, u)
+        out = stacked(y, u)
         out = out + numbers["D"][:, None] * u if "D" in numbers else out
         z = numbers.get("z")
         return (out if z is None else out * z * torch.sigmoid(z)), state

@@ -11,6 +11,7 @@ import scipy.signal
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_filters import changing
 from sampling import slow
 from torch import Tensor
 from torch_checks import close
@@ -26,18 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def by_loop(b: Tensor, a: Tensor, x: Tensor, axis: int = -1) -> Tensor:
     """Filter step by step, by PyTorch's own operations."""
     x = x.movedim(axis, -1)
-    steps = x.shape[-1]
     b, a = (each[None] if each.dim() == 1 else each for each in (b, a))
-    b, a = (each.expand(*each.shape[:-2], steps, each.shape[-1]) for each in (b, a))
-    y: list[Tensor] = []
-    for t in range(steps):
-        total = torch.zeros((), dtype=torch.result_type(b, x))
-        for k in range(min(b.shape[-1], t + 1)):
-            total = total + b[..., t, k] * x[..., t - k]
-        for k in range(1, min(a.shape[-1], t + 1)):
-            total = total - a[..., t, k] * y[t - k]
-        y.append(total / a[..., t, 0])
-    return torch.stack(y, -1).movedim(-1, axis if axis < 0 else axis - x.dim())
+    return changing(b, a, x).movedim(-1, axis if axis < 0 else axis - x.dim())
 
 
 class Case:
