@@ -14,11 +14,12 @@ from on_device import IN_PYTHON, cupy_or_stand_in
 from random_cells import RandomCell, random_cells
 from recurrent_steps import arguments_of
 from sampling import EXAMPLES, examples
-from some_cells import CELLS
+from some_cells import CELLS, Normalised
 
 from sparsescan.errors import InputError
 from sparsescan.recurrent import Recurrent, catalogue
 from sparsescan.recurrent import device as recurrent_device
+from sparsescan.recurrent.step_pool import runs_on_gpu
 
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 SQUARE = "Leaky", "Elementwise"
@@ -168,6 +169,16 @@ def test_random_cells(
     for key, each in expected.items():
         assert (actual[key].dtype, actual[key].shape) == (dtype, each.shape), key
         assert np.max(np.abs(actual[key] - each), initial=0) <= bound, key
+
+
+def test_maxima_over_units_are_refused(cupy: Any) -> None:
+    """PyTorch's modules ask first, and compute such cells step by step."""
+    net = Recurrent(Normalised, 2, 3, rng=0)
+    assert not runs_on_gpu(net.cells[0][0].program, 3, F4)
+    for name, array in net.params.items():
+        setattr(net, name, cupy.asarray(array))
+    with pytest.raises(InputError, match="Normalised has a softmax or a logsumexp, and x is on a"):
+        net.training_step().forward(cupy.asarray(np.zeros((2, 1, 2), F4)))
 
 
 def test_units_that_are_too_many_are_refused(cupy: Any) -> None:

@@ -890,3 +890,14 @@ def test_tracing_leaves_a_profiler_alone() -> None:
     finally:
         sys.setprofile(None)
     assert calls
+
+
+def test_heads_divide_the_units() -> None:
+    cell = define_step("return np.tanh(softmax(self.weight_hh(h), heads=2) + self.weight_ih.a(x))")
+    assert cell(3, 4).hidden_size == 4
+    with pytest.raises(
+        InputError, match="hidden_size is 5; expected a multiple of 2, the heads of"
+    ):
+        cell(3, 5)
+    with pytest.raises(InputError, match=r"heads is 0; expected"):
+        define_step("return softmax(h, heads=0)")
