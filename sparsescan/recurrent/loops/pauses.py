@@ -79,24 +79,25 @@ def no_grads_above(s, first, above, t):
 
 
 @_helper
-def _total_size(x):
-    """Return the sum of the absolute values of some numbers."""
+def _total_size(x, count):
+    """Return the sum of the absolute values of so many numbers."""
     zero = number(x, 0.0)
     sums = zero
-    for i in range(0, len(x), lane_count(x)):
-        v = load_some(x, i, len(x) - i)
+    for i in range(0, count, lane_count(x)):
+        v = load_some(x, i, count - i)
         sums = sums + less_or(v, zero, zero - v, v)
     return total(sums)
 
 
 @_helper
-def bound_of(weights, bias, rows):
+def bound_of(weights, bias, rows, row_count):
     """Return what times a finite state is finite only if all its products with weights are.
 
     With the weights' absolute values `S` that is ``4·S``: a product is at most ``S·max(|h|, 1)``.
-    It is infinite or NaN if a weight is.
+    It is infinite or NaN if a weight is. Behind so many numbers of the rows are any.
     """
-    return 4 * (_total_size(weights) + _total_size(bias) + _total_size(rows))
+    own = _total_size(weights, len(weights)) + _total_size(bias, len(bias))
+    return 4 * (own + _total_size(rows, row_count))
 
 
 def limit_of(x):

@@ -479,7 +479,7 @@ def _pauses(s, first, products, x, above, k, bound, has_kept):
     if s.pauses == NEVER or not no_grads_above(s, first, above, t):
         return False, bound
     if bound == UNKNOWN:
-        bound = bound_of(products.values, s.bias, s.rows)
+        bound = bound_of(products.values, s.bias, s.rows, s.row_count * s.row_step)
         begin = row_of(s, first, s.steps + 1 if s.back else 0) * s.units
         finite = zero_times(s.states, here, count, bound)
         finite = finite and zero_times(s.befores, begin, count, bound)
