@@ -169,13 +169,20 @@ class Cell(Parametrised, Fixed):
                     f"hidden_size is {hidden_size}; expected a multiple of {each.heads}, the heads "
                     f"of a {each.operation} in {type(self).__name__}.step"
                 )
+        for name, heads in self.program.heads.items():
+            if self.hidden_size % heads:
+                raise InputError(
+                    f"hidden_size is {hidden_size}; expected a multiple of {heads}, the heads of "
+                    f"{name} in {type(self).__name__}"
+                )
         if self._reads_units and self.input_size != self.hidden_size:
             raise InputError(
                 f"input_size is {input_size} and hidden_size {hidden_size}; expected equal ones, "
                 f"since the step of {type(self).__name__} reads the input of each unit"
             )
         self.state_size = self.program.states * self.hidden_size
-        shapes = shapes_of(type(self), self.input_size, self.hidden_size, self.bias)
+        about = self.input_size, self.hidden_size, self.bias, self.program.heads
+        shapes = shapes_of(type(self), *about)
         draw = initial(1 / math.sqrt(self.hidden_size), dtype, rng)
         self.declare_parameters(shapes, draw, initial_of(type(self)))
         self.masks: dict[str, Mirrored | None] = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from ..arrays.arrays import Mirrored
-from ..checks import check_choice, check_flag
+from ..checks import check_choice, check_count, check_flag
 from ..errors import InputError, InputTypeError, short
 from ..graph import functions
 from ..graph.expressions import topological
@@ -247,10 +247,47 @@ class Hidden(_Matrix):
         Names of the blocks of rows, as for :class:`Input`.
     bias : bool or sequence of str, default True
         As for :class:`Input`.
+    heads : int or Constant, default 1
+        Into how many heads the units are divided, as many in each. A head is multiplied by a matrix
+        of its own, and the parameter has the rows of these, ``(gates·hidden_size,
+        hidden_size/heads)``: a gate is a block-diagonal matrix, of which only the blocks are
+        stored. With a :class:`Constant` of the class each cell has its own number of heads.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sparsescan.recurrent import Cell, Constant, Hidden, Input
+    >>> class Heads(Cell):
+    ...     heads = Constant(1)
+    ...     weight_ih = Input()
+    ...     weight_hh = Hidden(heads=heads)
+    ...     def step(self, x, h):
+    ...         return np.tanh(self.weight_ih(x) + self.weight_hh(h))
+    >>> cell = Heads(3, 12, heads=4)
+    >>> cell.weight_hh.shape, cell.nnz
+    ((12, 3), 36)
     """
 
+    def __init__(
+        self, *gates: str, bias: bool | tuple[str, ...] = True, heads: int | Constant = 1
+    ) -> None:
+        super().__init__(*gates, bias=bias)
+        self.heads = heads if isinstance(heads, Constant) else check_count("heads", heads, 1)
+
+    def heads_of(self, options: Mapping[str, Any]) -> int:
+        """Return how many heads there are, in a cell with some options."""
+        if not isinstance(self.heads, Constant):
+            return self.heads
+        name = vars(self.heads).get("_name", "")
+        if name not in options:
+            raise InputError(
+                f"heads of {self.name} is a Constant that the class does not declare; expected one "
+                "of its own, such as heads = Constant(4) and Hidden(heads=heads)"
+            )
+        return check_count(name, options[name], 1)
+
     def shape(self, inputs: int, units: int) -> Shape:
-        """Return the shape, for so many inputs and units."""
+        """Return the shape, for so many inputs and units, of one head."""
         return self.blocks * units, units
 
     def product(self, block: int, vector: Any, is_transposed: bool = False) -> Node:
@@ -534,12 +571,30 @@ def declared(cls: type) -> dict[str, _Declared]:
     return {name: each for name, each in _attributes(cls) if isinstance(each, _Declared)}
 
 
-def shapes_of(cls: type, inputs: int, units: int, bias: bool) -> dict[str, Shape]:
-    """Return the shapes of the parameters of a cell by their names: those of biases come last."""
+def heads_of(cls: type, options: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many heads matrices have, those with several, in a cell with some options."""
+    found = {
+        name: each.heads_of(options)
+        for name, each in declared(cls).items()
+        if isinstance(each, Hidden)
+    }
+    return {name: heads for name, heads in found.items() if heads > 1}
+
+
+def shapes_of(
+    cls: type, inputs: int, units: int, bias: bool, heads: Mapping[str, int] | None = None
+) -> dict[str, Shape]:
+    """Return the shapes of the parameters of a cell by their names: those of biases come last.
+
+    Matrices have `heads`, which :func:`heads_of` returns.
+    """
     parameters = declared(cls)
     shapes = {
         name: each.shape(inputs, units) for name, each in parameters.items() if not _is_bias(each)
     }
+    for name, count in (heads or {}).items():
+        rows, cols = shapes[name]
+        shapes[name] = rows, cols // count
     for name, each in parameters.items() if bias else ():
         if _is_bias(each):
             shapes[name] = each.shape(inputs, units)
@@ -662,7 +717,7 @@ def trace(cls: Any, options: Mapping[str, Any], bias: bool = True) -> CellProgra
                 f"{cls.__name__}.step ({_place(step)}) returns {short(each)}; expected vectors of "
                 "units"
             )
-    return analyse([as_node(each) for each in outputs], names)
+    return analyse([as_node(each) for each in outputs], names, heads_of(cls, options))
 
 
 def check_uses(cls: Any) -> None:

@@ -536,12 +536,13 @@ class HostMemory(HostSizes, Memory):
             group = gates.steps * gates.kept * one.units
             row = self.grads_first(one) + one.slots - 1 - each.source
             begin = gates.step * step + row * one.units * self.group
+        begin += each.first * self.group
         stride = max(self.padded, sums.BLOCK) + 2 * self.lanes
         room = self.calls.borrow((rows[1] - rows[0] + packing.cols) * stride, self.dtype)
         self.calls.launch(
             sums.sum_sparse_products,
             *(gates, b, begin, group, step, packing.cols, packing.block, self.plane),
-            *(self.padded, span[1] - span[0]),
+            *(self.padded, span[1] - span[0], each.first),
             *(packing.indptr, packing.indices, room, entries, *rows),
         )
         self.calls.give_back(room)

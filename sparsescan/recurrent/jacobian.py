@@ -30,6 +30,7 @@ from ..execution.sharing import even_slices, map_shared
 from ..graph.operations import Node, Reduction, symbol
 from ..parameters.parametrised import masked
 from ..symbolic.pattern import Pattern
+from .heads import blocks_of, whole_of
 from .linear import ONE, Key
 from .loops.values import fill_blocks, fill_entries, multiply_rows, put_column
 from .program import INPUT
@@ -80,6 +81,8 @@ class Equations(Structure):
         for name, mask in self.masks.items():
             whole = masked(xp, params[name], mask).astype(dtype, copy=False)
             blocks[name] = whole.reshape(-1, self.units, whole.shape[1])
+            if name in self.program.heads:
+                blocks[name] = whole_of(xp, blocks[name], self.program.heads[name])
         for reduction in self.program.reductions:
             blocks[reduction] = xp.asarray(reduction.matrix(self.units)[None], dtype)
         matrices: dict[Key, Array] = {}
@@ -242,7 +245,9 @@ class Equations(Structure):
                         continue
                     block = own[:, at.start - columns.start : at.stop - columns.start]
                     room = self.block(name, gate, grads[name])
-                    room += block.T if is_transposed else block
+                    block = block.T if is_transposed else block
+                    heads = program.heads.get(name, 1)
+                    room += block if heads == 1 else blocks_of(xp, block, heads)
                 for name, gate in self.sums[k].biases:
                     room = self.block(name, gate, grads[name])
                     room += own[:, self.one - columns.start]

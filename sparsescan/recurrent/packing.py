@@ -22,6 +22,7 @@ from ..kernels.cpu.tiles import SAMPLE_VECTORS, SUM_ROWS, TILE_VECTORS
 from .bounds import pauses_of
 from .compiled import code_of, renderer_of
 from .definition import CellLike, bias_name, declared
+from .heads import whole_of
 from .loops import callers
 from .loops.pauses import STRICT
 from .loops.products import MAXIMUM, REDUCTIONS, SUM, Products
@@ -47,12 +48,15 @@ def sample_rows(program: CellProgram, units: int, dtype: np.dtype[Any], batch: i
     for each other, and where samples nearly fill their groups, as many for each of two threads.
     """
     lanes, group = lanes_of(dtype), sample_lanes(dtype)
+    sizes = [units, *(units // heads for heads in program.heads.values())]
     # Without AVX-512 there are too few registers for a tile, and units fill the shorter vectors.
     most = _MANY_VECTORS if program.reductions else _FEW_VECTORS
     if lanes == group or len(program.slots) * units > most * lanes:
         return 0
     whole = -(-batch // (2 * group)) * 2 * group
-    return 2 - units % 2 if 0 < _FULL * whole <= batch else 0
+    # A pair of rows is of one head.
+    rows = 1 if any(size % 2 for size in sizes) else 2
+    return rows if 0 < _FULL * whole <= batch else 0
 
 
 def computed_samples(program: CellProgram, units: int, dtype: np.dtype[Any], batch: int) -> int:
@@ -153,6 +157,8 @@ class Product(NamedTuple):
         What is multiplied: 0 the input, 1 + k the state k, -1 - a the argument a.
     slot, slots : int
         The first slot, and how many there are.
+    first : int
+        The first unit of the head that it is of, whose slots are no neighbours; 0 for all units.
     forward, back : Packing
         The matrix, and its transpose.
     places : ndarray of int
@@ -167,11 +173,18 @@ class Product(NamedTuple):
     source: int
     slot: int
     slots: int
+    first: int
     forward: Packing
     back: Packing
     places: Order
     kept: NDArray[np.bool_]
     terms: list[Term]
+
+    @property
+    def height(self) -> int:
+        """How many units it is of."""
+        height: int = self.forward.rows // self.slots
+        return height
 
 
 class Reduced(NamedTuple):
@@ -294,7 +307,7 @@ class Direction:
         terms: dict[Any, dict[int, list[Term]]] = {}
         for k, slot in enumerate(program.slots):
             for term in slot.terms:
-                which = term.matrix if isinstance(term.matrix, Reduction) else None
+                which = self._heads_of(term)
                 terms.setdefault((term.argument, which), {}).setdefault(k, []).append(term)
         found = []
         for (argument, _), by_slot in terms.items():
@@ -324,16 +337,44 @@ class Direction:
                 kind, size = REDUCTIONS.index(reduction.operation), self.units // reduction.heads
                 yield from (Reduced(stage, source, slot, kind, size) for slot in run)
                 continue
-            parts = [self._places(term) for term in own]
-            places, kept = (np.concatenate(each) for each in zip(*parts, strict=True))
             block = self.block if source == 0 and self.layer > 1 else 0
-            about = self.sample_rows, self._none
-            yield Product(
-                *(stage, source, run[0], len(run)),
-                Packing(places, kept, self.lanes, block, *about),
-                Packing(np.ascontiguousarray(places.T), kept.T, self.lanes, self.units, *about),
-                *(places, kept, own),
-            )
+            heads = self._heads_of(own[0])
+            # Each head of a slot has a product of its own.
+            ranges = [(k, 1, [term]) for k, term in zip(run, own, strict=True)]
+            for first_slot, slots, those in ranges if heads > 1 else [(run[0], len(run), own)]:
+                parts = [self._places(term) for term in those]
+                places, kept = (np.concatenate(each) for each in zip(*parts, strict=True))
+                height = self.units // heads
+                for first in range(0, self.units, height):
+                    rows = slice(first, first + height) if heads > 1 else slice(None)
+                    where = stage, source, first_slot, slots, first
+                    yield self._product(where, places[rows], kept[rows], those, block)
+
+    def _heads_of(self, term: Term) -> Any:
+        """Return how many products a gate has, one for each head, or the reduction in its place.
+
+        What multiplies the input is a whole matrix, with zeros.
+        """
+        if isinstance(term.matrix, Reduction):
+            return term.matrix
+        return 1 if term.argument is INPUT else self.program.heads.get(term.matrix, 1)
+
+    def _product(
+        self,
+        about: tuple[int, int, int, int, int],
+        places: Order,
+        kept: NDArray[np.bool_],
+        terms: list[Term],
+        block: int,
+    ) -> Product:
+        """Return a product, about which a :class:`Product` begins, of a matrix at some places."""
+        height, own = len(places) // about[3], (self.sample_rows, self._none)
+        return Product(
+            *about,
+            Packing(places, kept, self.lanes, block, *own),
+            Packing(np.ascontiguousarray(places.T), kept.T, self.lanes, height, *own),
+            *(places, kept, terms),
+        )
 
     @staticmethod
     def _named_in(each: Product) -> Iterator[str]:
@@ -348,7 +389,16 @@ class Direction:
         rows = slice(term.gate * self.units, (term.gate + 1) * self.units)
         places = (self._offsets[term.matrix] + np.arange(math.prod(shape)).reshape(shape))[rows]
         kept = np.ones(shape, bool)[rows] if mask is None else mask.on(np)[rows]
-        return (places.T, kept.T) if term.is_transposed else (places, kept)
+        heads = self.program.heads.get(term.matrix, 1)
+        if heads > 1 and term.argument is INPUT:
+            places = whole_of(np, places, heads, self._none)
+            kept, heads = whole_of(np, kept, heads), 1
+        if not term.is_transposed:
+            return places, kept
+        own = zip(np.split(places, heads), np.split(kept, heads), strict=True)
+        turned = [(place.T, keeps.T) for place, keeps in own]
+        places, kept = (np.concatenate(each) for each in zip(*turned, strict=True))
+        return places, kept
 
     def _order_values(self) -> None:
         """Put all matrices, forward and back, one after the other, each from a cache line on."""
@@ -361,7 +411,7 @@ class Direction:
         tables: tuple[list[list[int]], list[list[int]]] = [], []
         values = indices = 0
         rows_back = self.renderer.parts
-        returned = set()
+        returned: dict[tuple[int, int], Any] = {}
         back = sorted(
             self._products,
             # What arguments get back, of the last stage first; then states, then inputs.
@@ -375,27 +425,33 @@ class Direction:
                 source = each.source
                 if source < 0:
                     source -= self.slots  # the row of the parts
-                begins = (which, each.source) not in returned
-                returned.add((which, each.source))
+                # All heads of a slot begin together.
+                term: Any = each if isinstance(each, Reduced) else each.terms
+                begins = returned.setdefault((which, each.source), term) is term
                 if isinstance(each, Reduced):
                     # The gradient in a maximum, of which there is none, is 0.
                     kind = SUM if which and each.kind == MAXIMUM else each.kind
                     matrix = [self.units, self.units, 0, 1, each.size, 0, values, indices, indices]
-                    about = [stage, source, each.slot, to, begins, False, kind, False]
+                    about = [stage, source, each.slot, to, begins, False, kind, 0, False]
                     tables[which].append(about + matrix)
                     continue
                 packing = each.back if which else each.forward
+                has_next = each.first + each.height < self.units  # another head
                 spills = not packing.fills and (
-                    to + 1 < rows_back
-                    if which
-                    else each.stage > 0 or each.slot + each.slots < self.slots
+                    has_next
+                    or (
+                        to + 1 < rows_back
+                        if which
+                        else each.stage > 0 or each.slot + each.slots < self.slots
+                    )
                 )
                 if not self.sample_rows:
-                    spills = not which and packing.rows % self.lanes > 0 and spills
+                    is_read = has_next or not which
+                    spills = is_read and packing.rows % self.lanes > 0 and spills
                 tables[which].append(
                     [
-                        *(stage, source, each.slot, to, begins, spills, 0, packing.is_sparse),
-                        *(packing.rows, packing.cols, packing.vectors),
+                        *(stage, source, each.slot, to, begins, spills, 0, each.first),
+                        *(packing.is_sparse, packing.rows, packing.cols, packing.vectors),
                         *(packing.cols // packing.block, packing.block, packing.tile),
                         *(values, indices, indices + len(packing.indices)),
                     ]
@@ -419,14 +475,14 @@ class Direction:
 
     def _find_blocks(self, each: Product, packing: Packing, to: int) -> None:
         """Note the blocks of parameters that a matrix consists of, which begins with `to`."""
-        units, is_back = self.units, packing is each.back
+        height, is_back = each.height, packing is each.back
         for k, term in enumerate(each.terms):
             cols = self.cell.shapes[term.matrix][1]
             # A transposed block, and any in the backward pass, has columns for rows.
             turns = term.is_transposed == is_back
-            row, col = (0, k * units) if is_back else (k * units, 0)
-            size = (cols, units) if is_back else (units, cols)
-            block = [row, col, *size, turns, term.gate * units * cols, cols]
+            row, col = (0, k * height) if is_back else (k * height, 0)
+            size = (cols, height) if is_back else (height, cols)
+            block = [row, col, *size, turns, (term.gate * self.units + each.first) * cols, cols]
             rows = self._blocks.setdefault((term.matrix, is_back), [])
             rows.append([*block, to, packing.cols, packing.tile])
 
@@ -559,13 +615,20 @@ class Direction:
     @functools.cached_property
     def sum_table(self) -> tuple[NDArray[np.int64], int]:
         """Return what dense sums are of, as kernels read it, and how many numbers they have."""
-        table, size = [], 0
+        table, size = list[list[int]](), 0
+        whole = max(self.lanes, SUM_ROWS)
         for each in self.runs:
             if not each.forward.is_sparse:
-                first, rows = each.slot * self.units, each.slots * self.units
-                table.append([first, first + rows, each.source, each.forward.cols, size])
-                size += each.forward.cols * self.sum_stride
-        return np.array(table, np.int64).reshape(-1, 5), size
+                first, cols = each.slot * self.units + each.first, each.forward.cols
+                end, at = first + each.forward.rows, size
+                # Heads that fill vectors have their sums in other rows of the same columns.
+                is_beside = table and each.height < self.units and each.height % whole == 0
+                if is_beside and table[-1][1] <= first and table[-1][3] == cols < self.units:
+                    at = table[-1][4]
+                else:
+                    size += cols * self.sum_stride
+                table.append([first, end, each.source, cols, at, each.first])
+        return np.array(table, np.int64).reshape(-1, 6), size
 
     @functools.cached_property
     def grad_orders(self) -> dict[str, list[tuple[str, int, Order]]]:
@@ -587,7 +650,7 @@ class Direction:
                     found[name].append(("entries", number, own))
                 number += 1
                 continue
-            first, _, _, _, at = next(dense)
+            first, _, _, _, at, _ = next(dense)
             rows, cols = each.places.shape
             if each.kept.all():
                 blocks.append((each, at + first))
@@ -606,7 +669,8 @@ class Direction:
                     order[gate * self.units + units] = r * self.units + units
                 found[name].append(("units", r, order))
         for name, levels in self._grad_blocks(blocks).items():
-            whole = len(levels[0]) * self.units == self.cell.shapes[name][0]
+            rows = sum(row[3] for row in levels[0].values())
+            whole = rows == self.cell.shapes[name][0]
             if not found[name] and not whole:
                 found[name].append(("none", 0, np.zeros(0, np.int64)))
             for level in levels:
@@ -616,25 +680,25 @@ class Direction:
 
     def _grad_blocks(
         self, products: list[tuple[Product, int]]
-    ) -> dict[str, list[dict[int, list[int]]]]:
-        """Return, for the matrices of products, rows of a table of blocks by their gates.
+    ) -> dict[str, list[dict[tuple[int, int], list[int]]]]:
+        """Return, for the matrices of products, rows of a table of blocks by gates and heads.
 
         The products come with where their sums begin. A gate that is used more than once has a row
         in as many tables.
         """
-        found: dict[str, list[dict[int, list[int]]]] = {}
+        found: dict[str, list[dict[tuple[int, int], list[int]]]] = {}
         for each, at in products:
             for k, term in enumerate(each.terms):
                 cols = self.cell.shapes[term.matrix][1]
                 steps = (1, cols) if term.is_transposed else (cols, 1)
-                sums_at = at + k * self.units
-                row = [term.gate * self.units * cols, *steps, self.units, cols]
-                levels = found.setdefault(term.matrix, [])
-                free = [level for level in levels if term.gate not in level]
+                sums_at = at + k * each.height
+                row = [(term.gate * self.units + each.first) * cols, *steps, each.height, cols]
+                key, levels = (term.gate, each.first), found.setdefault(term.matrix, [])
+                free = [level for level in levels if key not in level]
                 if not free:
                     free = [{}]
                     levels += free
-                free[0][term.gate] = [*row, sums_at, self.sum_stride]
+                free[0][key] = [*row, sums_at, self.sum_stride]
         return found
 
     def places_in(self, sums: list[Order], rows: int, units: int) -> dict[str, Order]:

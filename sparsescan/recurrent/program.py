@@ -128,7 +128,9 @@ class CellProgram:
         Names from the definition.
     traced : tuple of Node
         The states after a step as they were traced, with a node ``product`` for each product, and
-        with what is differentiated as something else.
+        what is differentiated as something else.
+    heads : dict of str to int
+        Matrices that have several heads, and how many.
     """
 
     states: int
@@ -146,6 +148,7 @@ class CellProgram:
     uses_input: bool
     names: dict[Node, str]
     traced: tuple[Node, ...]
+    heads: dict[str, int]
 
     def __deepcopy__(self, memo: object) -> CellProgram:
         return self
@@ -214,7 +217,11 @@ def _stage_of(each: Node, slots: Sequence[Slot]) -> int:
 # -- Analysis -------------------------------------------------------------------------------------
 
 
-def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> CellProgram:
+def analyse(
+    outputs: Sequence[Node],
+    names: dict[Node, str] | None = None,
+    heads: dict[str, int] | None = None,
+) -> CellProgram:
     """Return what a step computes whose new states are these.
 
     Parameters
@@ -225,6 +232,8 @@ def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> Ce
         and a gate.
     names : dict of Node to str, optional
         Names from the definition.
+    heads : dict of str to int, optional
+        How many heads matrices have that have several.
     """
     step = _ordered(_with_slots(outputs, names or {}))
     hoisted, rows, derived = _hoisted(step.roots)
@@ -277,6 +286,7 @@ def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> Ce
         uses_input=INPUT in topological([*step.outputs, *needed]),
         names=step.names,
         traced=tuple(outputs),
+        heads=heads or {},
     )
 
 

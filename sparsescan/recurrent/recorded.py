@@ -159,19 +159,20 @@ def _parameters_of(one: Direction) -> Parameters:
     units = one.units
     by_slots: dict[tuple[int, int], list[Product]] = {}
     for each in one.runs:
-        by_slots.setdefault((each.slot, each.slots), []).append(each)
+        first = each.slot * units + each.first
+        by_slots.setdefault((first, each.forward.rows), []).append(each)
     groups, size = [], 0
     places: dict[int, NDArray[np.int64]] = {}
-    for (slot, slots), products in by_slots.items():
+    for (first, height), products in by_slots.items():
         factors = tuple(_factor_of(one, each) for each in products)
         width = sum(end - begin for _, begin, end in factors)
-        groups.append(ProductGroup(slot * units, (slot + slots) * units, factors))
+        groups.append(ProductGroup(first, first + height, factors))
         column = size
         for each in products:
             rows, cols = each.places.shape
             places[id(each)] = column + np.arange(rows)[:, None] * width + np.arange(cols)
             column += cols
-        size += slots * units * width
+        size += height * width
     slots, rows = one.products, one.rows * units
     every = one.places_in([places[id(each)] for each in one.runs], size, size + slots)
     none = size + slots + rows
@@ -187,7 +188,8 @@ def _factor_of(one: Direction, each: Product) -> tuple[str, int, int]:
         name, place = "arguments", -1 - each.source
     else:
         name, place = "states", one.multiplied.tolist().index(each.source - 1)
-    return name, place * one.units, (place + 1) * one.units
+    begin = place * one.units + each.first
+    return name, begin, begin + each.places.shape[1]
 
 
 _texts: WeakKeyDictionary[CellProgram, str] = WeakKeyDictionary()
@@ -214,6 +216,8 @@ def program_text(cls: type, program: CellProgram) -> str:
             (name, type(each).__name__, each.blocks, getattr(each, "biased", ()))
             for name, each in declared(cls).items()
         ]
-        about = repr((program.states, slots, rows, parameters, source_of(program, "")))
+        about = repr(
+            (program.states, slots, rows, parameters, program.heads, source_of(program, ""))
+        )
         text = _texts[program] = hashlib.sha256(about.encode()).hexdigest()
     return text

@@ -16,6 +16,7 @@ from ..graph.operations import Node, Reduction, symbol
 from ..locks import cached_property
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, indptr_of, of_mask, product, rows_of, trusted
+from .heads import whole_of
 from .linear import ONE, Factors, Key, factors, key_of
 from .program import INPUT, CellProgram, Slot
 from .render.numpy import ArrayCode
@@ -189,10 +190,16 @@ class Structure:
         name, gate, is_transposed = key
         if isinstance(name, Reduction):
             return name.matrix(self.units) > 0
-        mask = self.masks.get(name)
+        mask, heads = self.masks.get(name), self.program.heads.get(name, 1)
+        kept: NDArray[np.bool_]
         if mask is None:
-            return None
-        kept: NDArray[np.bool_] = self.block(name, gate, mask.on(np))
+            if heads == 1:
+                return None
+            kept = np.ones((self.units, self.units // heads), np.bool_)
+        else:
+            kept = self.block(name, gate, mask.on(np))
+        if heads > 1:
+            kept = whole_of(np, kept, heads)
         return kept.T if is_transposed else kept
 
     @cached_property

@@ -186,7 +186,7 @@ def _make(cell: type[Cell], program: CellProgram, bias: bool) -> Tangent:
             count = each.blocks
             own[name] = Input(*_gates("v", count), *_gates("t", count), bias=False)
         else:
-            own[name] = _alike(each)
+            own[name] = _alike(each, program)
     reads_units = any(
         INPUT in one.arguments and not (one.operation == "product" and one.details[0] in inputs)
         for one in topological(program.traced)
@@ -197,7 +197,9 @@ def _make(cell: type[Cell], program: CellProgram, bias: bool) -> Tangent:
         if name not in inputs:
             each = parameters.get(name)
             own[prefix + name] = (
-                Vector(*_gates("b", len(owners[name].biased))) if each is None else _alike(each)
+                Vector(*_gates("b", len(owners[name].biased)))
+                if each is None
+                else _alike(each, program)
             )
 
     def step(self: Any, x: Any, *states: Any) -> tuple[Node, ...]:
@@ -213,10 +215,10 @@ def _gates(letter: str, count: int) -> list[str]:
     return [f"{letter}{k}" for k in range(count)]
 
 
-def _alike(each: Any) -> Any:
+def _alike(each: Any, program: CellProgram) -> Any:
     """Return a declaration of a parameter like another one, without a bias."""
     if isinstance(each, Hidden):
-        return Hidden(*each.gates, bias=False)
+        return Hidden(*each.gates, bias=False, heads=program.heads.get(each.name, 1))
     if isinstance(each, Scalar):
         return Scalar(0.0)
     assert isinstance(each, Vector), each

@@ -43,14 +43,15 @@ class CellUnits:
     Raises
     ------
     InputError
-        If the state is more than the hidden units, or some parameters are not of one unit each.
+        If the state is more than the hidden units, or some parameters are not of one unit each,
+        or of heads.
     """
 
     def __init__(self, cell: Any, units: slice) -> None:
         terms = [term for slot in cell.program.slots for term in slot.terms]
         shared = [name for name, param in cell.params.items() if param.ndim == 0]
         shared += [term.matrix for term in terms if term.is_transposed]
-        shared += cell.program.reductions
+        shared += [*cell.program.reductions, *cell.program.heads]
         if cell.state_size != cell.hidden_size or cell.program.stages > 1 or shared:
             raise InputError(
                 f"{cell!r} cannot be restricted; expected a state of hidden units, which no "

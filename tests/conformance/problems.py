@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from plain_filters import changing, stacked
 from plain_networks import plain_run
-from some_cells import CELLS, Elementwise, Leaky, Normalised
+from some_cells import CELLS, ByHeads, Elementwise, Leaky, Normalised
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.utils import prune
@@ -90,13 +90,15 @@ def _chosen(rng: np.random.Generator, wish: bool | None) -> bool:
 # -- Recurrent networks ----------------------------------------------------------------------------
 
 KINDS: dict[str, Any] = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
-OTHERS = CELLS | {"Normalised": Normalised}
+OTHERS = CELLS | {"Normalised": Normalised, "ByHeads": ByHeads}
 
 
 def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
     """Draw a network of PyTorch's cells or of others, with layers and directions."""
     name = str(rng.choice([*KINDS, *OTHERS]))
     inputs, units, layers, both = 2, 3, int(rng.integers(1, 3)), bool(rng.integers(2))
+    if name == "ByHeads":
+        units = 6
     if OTHERS.get(name) in (Leaky, Elementwise):  # they read inputs elementwise
         inputs, layers, both = units, 1, False
     steps, batch = _steps(rng, wish), _samples(rng, wish)

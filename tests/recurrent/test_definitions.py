@@ -49,6 +49,7 @@ from sparsescan.recurrent import (
     stop_gradient,
     surrogate,
 )
+from sparsescan.recurrent.catalogue import sLSTM
 from sparsescan.recurrent.definition import FORMER_FUNCTIONS
 from sparsescan.recurrent.program import INPUT, analyse
 
@@ -901,3 +902,20 @@ def test_heads_divide_the_units() -> None:
         cell(3, 5)
     with pytest.raises(InputError, match=r"heads is 0; expected"):
         define_step("return softmax(h, heads=0)")
+    with pytest.raises(
+        InputError, match="hidden_size is 6; expected a multiple of 4, the heads of"
+    ):
+        sLSTM(3, 6, heads=4)
+    with pytest.raises(InputTypeError, match=r"heads is 2.5; expected an integer"):
+        sLSTM(3, 6, heads=2.5)
+    with pytest.raises(InputError, match=r"heads is 0; expected at least 1"):
+        Hidden(heads=0)
+    with pytest.raises(
+        InputError, match="heads of weight_hh is a Constant that the class does not"
+    ):
+
+        class Foreign(Cell):
+            weight_hh = Hidden(heads=Constant(2))
+
+            def step(self, x: Any, h: Any) -> Any:
+                return self.weight_hh(h)

@@ -264,3 +264,28 @@ class Drawn(Cell):
         return tanh(self.weight_hh(h) + 0.3 * {a})
 """
     check_compiled(RandomCell(source, 3, heads * size, True), seed, batch, None, seed % 2 == 0)
+
+
+@settings(max_examples=long_run(60, 6), phases=[Phase.generate])
+@given(
+    st.integers(2, 5),
+    st.integers(1, 36),
+    st.sampled_from([1, 3, 14, 32]),
+    st.sampled_from([0, 0.1, 0.6]),
+    seeds,
+)
+def test_matrices_by_heads(heads: int, size: int, batch: int, kept: float, seed: int) -> None:
+    """Of heads of any size, pruned or not, with samples or units as lanes."""
+    source = f"""\
+class Drawn(Cell):
+    weight_hh = Hidden("a", "b", heads={heads})
+    inner = Hidden(heads={heads})
+
+    def step(self, x, h):
+        a = tanh(self.weight_hh.a(h) + self.inner(x))
+        return tanh(self.weight_hh.b(a * h) + self.inner.T(h) + 0.3 * a)
+"""
+    shape = heads * size, size
+    masks = {"inner": np.random.default_rng(seed).random(shape) < kept} if kept else {}
+    drawn = RandomCell(source, heads * size, heads * size, True, masked=masks)
+    check_compiled(drawn, seed, batch, None, seed % 2 == 0)

@@ -256,7 +256,10 @@ class _Self:
     def __getattr__(self, name: str) -> Any:
         found = inspect.getattr_static(self._cls, name)
         if isinstance(found, (definition.Input, definition.Hidden)):
-            return _Matrix(self._tensors, name, found)
+            heads = getattr(found, "heads", 1)
+            if isinstance(heads, definition.Constant):
+                heads = self._options.get(heads.name, heads.default)
+            return _Matrix(self._tensors, name, found, heads)
         if isinstance(found, definition.Scalar):
             return Value(self._tensors[name])
         if isinstance(found, definition.Vector):
@@ -282,9 +285,11 @@ class _Self:
 class _Matrix:
     """A matrix of a step: it, or each of its gates, is called with a vector."""
 
-    def __init__(self, tensors: dict[str, Any], name: str, declared: Any) -> None:
+    def __init__(self, tensors: dict[str, Any], name: str, declared: Any, heads: int) -> None:
         gates = declared.gates or ("",)
         blocks = tensors[name].chunk(len(gates))
+        if heads > 1:
+            blocks = [torch.block_diag(*each.chunk(heads)) for each in blocks]
         bias = tensors.get(definition.bias_name(name)) if declared.biased else None
         blocks_of_bias = () if bias is None else bias.chunk(len(declared.biased))
         biases = dict(zip(declared.biased, blocks_of_bias, strict=False))

@@ -350,7 +350,8 @@ def slstm(module: Any, params: Tensors, x: Any, states: tuple[Any, ...]) -> tupl
     branch where all of ``n`` is 0; here each unit takes its own.
     """
     linear = torch.nn.functional.linear
-    raw = linear(x, params["weight_ih"], params.get("bias_ih")) + states[0] @ params["weight_hh"].T
+    raw = linear(x, params["weight_ih"], params.get("bias_ih"))
+    raw = raw + _by_heads(params["weight_hh"], states[0], 4)
     _, c, n, m = states
     i, f, z, o = raw.chunk(4, -1)
     decayed = m + torch.nn.functional.logsigmoid(f)
@@ -360,6 +361,25 @@ def slstm(module: Any, params: Tensors, x: Any, states: tuple[Any, ...]) -> tupl
     f = torch.minimum(torch.exp(decayed - after), one)
     c, n = f * c + i * torch.tanh(z), f * n + i
     return torch.sigmoid(o) * c / n, c, n, after
+
+
+def _by_heads(weight: Any, h: Any, gates: int) -> Any:
+    """Return products of the gates of a matrix whose heads multiply their own units."""
+    size = weight.shape[1]
+    blocks = weight.reshape(gates, -1, size, size)  # gate, head, row, column
+    return torch.einsum("bhi,ghoi->bgho", h.unflatten(-1, (-1, size)), blocks).flatten(1)
+
+
+def block_diagonal_lstm(
+    module: Any, params: Tensors, x: Any, states: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Compute an LSTM whose hidden weights are a block for each head."""
+    linear, (h, c) = torch.nn.functional.linear, states
+    raw = linear(x, params["weight_ih"], params.get("bias_ih"))
+    raw = raw + _by_heads(params["weight_hh"], h, 4) + params.get("bias_hh", 0)
+    i, f, g, o = raw.chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
 
 
 def _norm(a: Any, scale: Any) -> Any:
@@ -446,10 +466,11 @@ PEERS = {
         _snntorch("Alpha", alpha=0.9, beta=0.8),
         _snntorch("Leaky", beta=0.9),
         _snntorch("Synaptic", alpha=0.9, beta=0.8),
+        Peer(catalogue.BlockDiagonalLSTM, nothing, block_diagonal_lstm, {"heads": (2, 3)}),
         Peer(catalogue.LayerNormGRU, nothing, layer_norm_gru),
         Peer(catalogue.LayerNormLSTM, nothing, layer_norm_lstm),
         Peer(catalogue.minGRU, nothing, min_gru),
         Peer(catalogue.minLSTM, nothing, min_lstm),
-        Peer(catalogue.sLSTM, nothing, slstm, positive=(2,)),
+        Peer(catalogue.sLSTM, nothing, slstm, {"heads": (4, 1, 2)}, positive=(2,)),
     )
 }

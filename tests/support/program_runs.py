@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from cell_oracle import Runs
+from scipy.linalg import block_diag
 from scipy.special import expit
 
 from sparsescan.graph.operations import OPERATIONS, Node, Reduction
@@ -155,10 +156,14 @@ class _Run:
         assert term.argument.operation == "state", f"nothing computes {term.argument}"
         return states[term.argument.details[0]]
 
+    def _heads(self, term: Term) -> int:
+        return self.program.heads.get(term.matrix, 1)
+
     def _weight(self, term: Term) -> Array:
         """Return the matrix of a product, or of a reduction over units."""
         if not isinstance(term.matrix, Reduction):
-            return self._block(self.params[term.matrix], term.gate)
+            blocks = np.split(self._block(self.params[term.matrix], term.gate), self._heads(term))
+            return block_diag(*blocks)
         units = self.shape[-1]
         heads = np.repeat(np.arange(term.matrix.heads), units // term.matrix.heads)
         same = 1.0 * (heads[:, None] == heads)
@@ -279,7 +284,9 @@ class _Run:
                     if is_reduction:
                         continue
                     pair = (given, grad) if term.is_transposed else (grad, given)
-                    self._block(self.grads[term.matrix], term.gate)[:] += pair[0].T @ pair[1]
+                    rows = np.split(pair[0].T @ pair[1], self._heads(term))
+                    blocks = [np.split(own, len(rows), axis=1)[k] for k, own in enumerate(rows)]
+                    self._block(self.grads[term.matrix], term.gate)[:] += np.concatenate(blocks)
                     bias = self._bias(self.grads, term)
                     if bias is not None:
                         bias += grad.sum(0)

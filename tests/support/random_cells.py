@@ -251,7 +251,9 @@ class _Writer:
         bias = self.pick(("", "", "bias=False", "part"))
         if bias == "part":
             bias = f'bias=("{gates[-1]}",)' if gates else ""
-        about = ", ".join(filter(None, (text, bias)))
+        is_split = kind == "Hidden" and self.hidden % 2 == 0 and self.chance(3)
+        heads = "heads=2" if is_split else ""
+        about = ", ".join(filter(None, (text, bias, heads)))
         self.declarations.append(f"{name} = {kind}({about})")
         self.matrices.append(name)
         whole = f"self.{name}"

@@ -137,6 +137,19 @@ class Normalised(Cell):
         return h + g * (tanh(layer_norm(a, self.scale, eps=0.1)) - h)
 
 
+class ByHeads(Cell):
+    """Matrices with two heads, of both stages, one of them also as its transpose."""
+
+    weight_ih = Input("a", "b")
+    weight_hh = Hidden("a", "b", heads=2)
+    inner = Hidden(heads=2)
+
+    def step(self, x: Any, h: Any) -> Any:
+        a = tanh(self.weight_ih.a(x) + self.weight_hh.a(h) + self.inner.T(h))
+        b = sigmoid(self.weight_ih.b(x) + self.weight_hh.b(a * h))
+        return h + b * (tanh(self.inner(a)) - h)
+
+
 CELLS: dict[str, type[Cell]] = {
     each.__name__: each for each in (MGU, PeepholeLSTM, Tied, SCRN, Diagonal, Leaky, Elementwise)
 }

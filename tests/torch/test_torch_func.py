@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import slow
-from some_cells import MGU, SCRN, Elementwise, Leaky, PeepholeLSTM, Spiking, Tied
+from some_cells import MGU, SCRN, ByHeads, Elementwise, Leaky, PeepholeLSTM, Spiking, Tied
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
@@ -34,7 +34,7 @@ from sparsescan.torch.calls.shapes import kind_of
 EPS = torch.finfo(torch.float64).eps
 THEIRS = {"GRU": nn.GRU, "LSTM": nn.LSTM, "RNN": nn.RNN}
 READ_UNITS = (Leaky,)
-CELLS = [MGU, PeepholeLSTM, Leaky, Spiking]
+CELLS = [MGU, PeepholeLSTM, Leaky, Spiking, ByHeads]
 
 Params = dict[str, Tensor]
 Function = Callable[[Params, Tensor], Tensor]
@@ -100,6 +100,7 @@ def drawn(rng: np.random.Generator, most: int = 5) -> tuple[Any, Params]:
     else:
         cell = CELLS[rng.integers(len(CELLS))]
         inputs, layers = (units, 1) if cell in READ_UNITS else (inputs, layers)
+        units *= 1 + (cell is ByHeads)
         kind = module(cell)
     net = kind(inputs, units, layers, **options, dtype=torch.float64)
     return net, {name: each.detach() for name, each in net.named_parameters()}

@@ -19,7 +19,15 @@ from .dynamical import LEM, AntisymmetricRNN, GatedAntisymmetricRNN, UnICORNN, c
 from .gated import MGU, SGRN, STAR, UGRNN, LightRU, LiGRU, MinimalRNN
 from .independent import BR, NBR, SCRN, IndRNN
 from .linear import minGRU, minLSTM
-from .lstms import MCLSTM, WMCLSTM, MultiplicativeLSTM, OriginalLSTM, PeepholeLSTM, ResLSTM
+from .lstms import (
+    MCLSTM,
+    WMCLSTM,
+    BlockDiagonalLSTM,
+    MultiplicativeLSTM,
+    OriginalLSTM,
+    PeepholeLSTM,
+    ResLSTM,
+)
 from .normalised import LayerNormGRU, LayerNormLSTM
 from .scaled import FastGRNN, FastRNN, MiRU1, MiRU2
 from .searched import MUT1, MUT2, MUT3, NAS
@@ -53,6 +61,7 @@ __all__ = [
     "WMCLSTM",
     "Alpha",
     "AntisymmetricRNN",
+    "BlockDiagonalLSTM",
     "FastGRNN",
     "FastRNN",
     "GatedAntisymmetricRNN",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...graph.functions import sigmoid, tanh
 from ..cell import Cell
-from ..definition import Hidden, Input, Vector
+from ..definition import Constant, Hidden, Input, Vector
 from .activations import activation
 
 
@@ -27,6 +27,29 @@ class OriginalLSTM(Cell):
         g = tanh(self.weight_ih.g(x) + self.weight_hh.g(h))
         o = sigmoid(self.weight_ih.o(x) + self.weight_hh.o(h))
         c = c + i * g
+        return o * tanh(c), c
+
+
+class BlockDiagonalLSTM(Cell):
+    """LSTM whose units are in heads (Pöppel, Beck and Hochreiter, 2024, arXiv 2412.07752).
+
+    ::
+
+        c' = σ(W_f x + U_f h) ∘ c + σ(W_i x + U_i h) ∘ tanh(W_g x + U_g h)
+        h' = σ(W_o x + U_o h) ∘ tanh(c')
+
+    All ``U`` are block-diagonal, of a block for each of the ``heads``. There is one by default,
+    with which it is an LSTM.
+    """
+
+    heads = Constant(1)
+    weight_ih = Input("i", "f", "g", "o")
+    weight_hh = Hidden("i", "f", "g", "o", heads=heads)
+
+    def step(self, x, h, c):
+        W, U = self.weight_ih, self.weight_hh
+        i, f, o = (sigmoid(getattr(W, gate)(x) + getattr(U, gate)(h)) for gate in "ifo")
+        c = f * c + i * tanh(W.g(x) + U.g(h))
         return o * tanh(c), c
 
 

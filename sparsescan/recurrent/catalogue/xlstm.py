@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...graph.functions import exp, maximum, minimum, sigmoid, softplus, tanh, where
 from ..cell import Cell
-from ..definition import Hidden, Input
+from ..definition import Constant, Hidden, Input
 
 
 class sLSTM(Cell):
@@ -20,11 +20,14 @@ class sLSTM(Cell):
         h' = σ(õ) ∘ c' / n'
 
     The state is ``[h, c, n, m]``. Where ``n`` is still 0, ``m'`` is ``ĩ``, lest ``n'`` be 0, too.
-    For several heads, ``weight_hh_mask`` keeps, of each gate, a block for each head.
+    With ``heads``, by default 1, a head of ``h`` has matrices ``U`` of its own: the recurrent
+    kernel of the package xlstm, of axes (head, column, gate, row), is ``weight_hh`` as
+    ``kernel.permute(2, 0, 3, 1).reshape(weight_hh.shape)``.
     """
 
+    heads = Constant(1)
     weight_ih = Input("i", "f", "z", "o")
-    weight_hh = Hidden("i", "f", "z", "o", bias=False)
+    weight_hh = Hidden("i", "f", "z", "o", bias=False, heads=heads)
 
     def step(self, x, h, c, n, m):
         W, U = self.weight_ih, self.weight_hh

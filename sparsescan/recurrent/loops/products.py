@@ -70,11 +70,12 @@ class Matrix(NamedTuple):
 # Columns of the table of products: the stage whose slots they are; what is multiplied (0 the input,
 # 1 + k the state k, -1 - r the row r of the parts); the first slot; the row of the parts that gets
 # a product back; whether it is the first one there; whether rows that fill up a tile would meet
-# numbers that others need; and which of the reductions it is, of heads of as many units as a block.
-# Then those of `Matrix` but for arrays.
-COLUMNS = ("stage", "source", "slot", "to", "begins", "spills", "reduces", "is_sparse", "rows")
-COLUMNS += ("cols", "vectors", "blocks", "block", "tile", "value_at", "index_at", "indptr_at")
-_STAGE, _SOURCE, _SLOT, _TO, _BEGINS, _SPILLS, _REDUCES, _MATRIX = range(8)
+# numbers that others need; which of the reductions it is, of heads of as many units as a block; and
+# the first unit of the head that a matrix is of. Then those of `Matrix` but for arrays.
+COLUMNS = ("stage", "source", "slot", "to", "begins", "spills", "reduces", "unit", "is_sparse")
+COLUMNS += ("rows", "cols", "vectors", "blocks", "block", "tile", "value_at", "index_at")
+COLUMNS += ("indptr_at",)
+_STAGE, _SOURCE, _SLOT, _TO, _BEGINS, _SPILLS, _REDUCES, _UNIT, _MATRIX = range(9)
 _COUNT = len(COLUMNS)
 REDUCTIONS = ("", "sum", "mean", "maximum")
 SUM, MEAN, MAXIMUM = range(1, 4)
@@ -174,11 +175,13 @@ def forward_products(s, products, p, stage, x, states, cells):
         elif source < 0:
             read = pointer(s.parts, (-1 - source) * part_of(s))
         kind, spills = _about(products, p, _REDUCES), _about(products, p, _SPILLS) != 0
+        unit = _about(products, p, _UNIT)
         if kind > 0:
             _reduce(s, kind, m.block, read, step, slot, kind == MAXIMUM)
         else:
-            _add_product(s, m, read, step, jump, slot, False, spills)
-        first, end = min(first, slot), max(end, slot + m.rows // s.units)
+            read = pointer(read, unit * (s.samples if s.sample_lanes else 1))
+            _add_product(s, m, read, step, jump, slot * s.units + unit, False, spills)
+        first, end = min(first, slot), max(end, slot + -(-m.rows // s.units))
         p += 1
     if not s.sample_lanes:
         if stage == 0:
@@ -199,14 +202,16 @@ def back_products(s, products, p, stage, grads):
         m, to = matrix_of(products, p), _about(products, p, _TO)
         read = pointer(s.grads, grads + _about(products, p, _SLOT) * jump)
         begins, spills = _about(products, p, _BEGINS) != 0, _about(products, p, _SPILLS) != 0
-        kind = _about(products, p, _REDUCES)
+        kind, unit = _about(products, p, _REDUCES), _about(products, p, _UNIT)
         if kind > 0:
             _reduce(s, kind, m.block, read, s.units, to if s.sample_lanes else 0, begins)
         elif s.sample_lanes:
-            _add_product(s, m, read, s.units, 0, to, begins, spills)
+            read = pointer(read, unit * s.samples)
+            _add_product(s, m, read, s.units, 0, to * s.units + unit, begins, spills)
         else:
-            _add_product(s, m, read, s.units, jump, 0, begins, False)
-        if not s.sample_lanes:
+            _add_product(s, m, pointer(read, unit), s.units, jump, unit, begins, spills)
+        # When the last head has come.
+        if not s.sample_lanes and unit + m.rows >= s.units:
             take_apart(s, 0, 1, to)
         p += 1
     return p
@@ -214,13 +219,13 @@ def back_products(s, products, p, stage, grads):
 
 @_inline
 def _add_product(s, m, x, step, jump, row, begins, spills):
-    """Write a product to a vector of the parts, or of the products of a sample, or add it.
+    """Write a product to rows of the parts, or of the products of a sample, or add it.
 
     Where its last tile `spills` into the next ones, it is written elsewhere first.
     """
     lanes = lane_count(s.parts)
     if s.sample_lanes:
-        at, count = row * s.units * s.samples, m.rows * s.samples
+        at, count = row * s.samples, m.rows * s.samples
         out = pointer(s.products, 0) if spills else pointer(s.parts, at)
         start = pointer(s.zeros, 0) if spills or begins else out
         multiply_samples(m, x, jump, start, out, s.pairs)
@@ -229,15 +234,15 @@ def _add_product(s, m, x, step, jump, row, begins, spills):
             v = v if begins else v + load(s.parts, at + i)
             store_some(s.parts, at + i, v, count - i)
         return
-    at = row * s.units
-    out = pointer(s.products, s.spare if spills else at)
+    out = pointer(s.products, s.spare if spills else row)
     about = step, jump, pointer(s.zeros, 0), spills or begins, out
     multiply(s, m, x, *about, s.stride, s.samples)
     for b in range(s.samples if spills else 0):
         for i in range(0, m.rows, lanes):
             place = b * s.stride + i
-            v = load(s.products, place + s.spare) + load(s.products, place + at)
-            store_some(s.products, place + at, v, m.rows - i)
+            v = load(s.products, place + s.spare)
+            v = v if begins else v + load(s.products, place + row)
+            store_some(s.products, place + row, v, m.rows - i)
 
 
 @_helper

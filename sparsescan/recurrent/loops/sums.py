@@ -66,8 +66,8 @@ class Gates(NamedTuple):
 
 # What each of the sums over steps and samples is of: the first row and the one behind the last, of
 # the slots of a step; what they are multiplied by (0 the input, 1 + k the state k, -1 - r the
-# argument r) and its columns; and where its sums begin.
-FIRST, END, SOURCE, COLS, OUT = range(5)
+# argument r) and its columns; where its sums begin; and the first of the columns.
+FIRST, END, SOURCE, COLS, OUT, COLUMN = range(6)
 
 
 class Sums(NamedTuple):
@@ -159,18 +159,20 @@ def sum_products(
                 if skip >= stop:
                     continue
                 source, cols, out = t[p, SOURCE], t[p, COLS], t[p, OUT] + i
-                b, b_at, width, apart = states, at + first * units, cols, 0
+                b, b_at, b_step, width, apart = states, at + first * units, units, cols, 0
                 if source == 0:
-                    b, b_at, width, apart = x, x_at + first * x_block, x_block, jump
+                    b, b_at, b_step, width = x, x_at + first * x_block, x_block, x_block
+                    apart = jump
                 elif source > 1:
                     b, b_at = cells, (source - 2) * cell_plane + at + first * units
                 elif source < 0:
                     argument = sums.rows + (-1 - source) * units
                     _take_together(gates, batch, start, count, argument, units, room, beside, units)
                     b, b_at = room, beside
+                b_at += t[p, COLUMN]
                 for j in range(0, cols, width):
                     to = out + j * stride
-                    about = b, b_at, width, sums.out, to, stride, begins
+                    about = b, b_at, b_step, width, sums.out, to, stride, begins
                     _add_columns(room, terms, skip, stop, *about)
                     b_at += apart
             i += size
@@ -212,6 +214,7 @@ def add_steps(s, sums, x, first, place, step, x_at, before, ahead, count):
             b, b_at = s.before_cells, before + (source - 2) * s.cell_plane
         elif source < 0:
             b, b_at, b_step = a, place + (sums.rows + (-1 - source) * s.units) * samples, step
+        b_at += t[p, COLUMN] * samples
         for block in range(0, cols, width):
             for i in range(t[p, FIRST] // SUM_ROWS * SUM_ROWS, t[p, END], SUM_ROWS):
                 at = place + i * samples
@@ -263,9 +266,10 @@ def _add_rows(room, at, terms, size, out, to):
 
 
 @_helper
-def _add_columns(room, terms, begin, end, b, at, cols, out, to, stride, begins):
+def _add_columns(room, terms, begin, end, b, at, step, cols, out, to, stride, begins):
     """Add products of columns of `b` and some vectors of the gates, whose rows are in `room`.
 
+    The rows of `b` are `step` apart.
     If this `begins` the sums, they are written.
     """
     lanes = lane_count(b)
@@ -275,7 +279,7 @@ def _add_columns(room, terms, begin, end, b, at, cols, out, to, stride, begins):
         height = min(TILE_ROWS, cols - j)
         add_tile(
             *(room, tile, most, room, zeros, 0, room, together + begin),
-            *(b, at + j, 1, cols, 0, 1, terms, _STEPS_PART, (end - begin) // lanes, height),
+            *(b, at + j, 1, step, 0, 1, terms, _STEPS_PART, (end - begin) // lanes, height),
         )
         for n in range(height):
             for k in range(0, end - begin, lanes):
@@ -322,6 +326,7 @@ def sum_sparse_products(
     jump,
     batch,
     steps,
+    unit,
     indptr,
     indices,
     room,
@@ -332,7 +337,7 @@ def sum_sparse_products(
     """Add the sums of a sparse matrix's entries, with samples as lanes.
 
     Its columns, and those of `b`, are in blocks of so many; in `b` these begin `jump` apart,
-    samples `group`, and steps of a group `step`.
+    samples `group`, and steps of a group `step`. Its rows begin with a unit.
     """
     lanes, samples, zero = lane_count(b), gates.samples, number(b, 0.0)
     together = max(1, BLOCK // batch)
@@ -347,7 +352,7 @@ def sum_sparse_products(
         terms = count * batch
         for first in range(0, batch, samples):
             at = first * gates.steps * gates.kept * gates.units + (gates.step + start) * gate_step
-            at += (gates.gate * gates.units + begin) * samples
+            at += (gates.gate * gates.units + unit + begin) * samples
             to = first * count
             _put_in_rows(gates.values, at, gate_step, count, end - begin, room, to, stride)
             for t in range(count):

@@ -85,6 +85,7 @@ class _Direction:
     ) -> None:
         self._params, self._x, self._units = params, x, units
         self._parameters: dict[str, Any] = declared(cell)
+        self._heads = program.heads
         self._order = topological(program.traced)
         self._outputs = program.traced
         products = Counter(
@@ -93,7 +94,9 @@ class _Direction:
             if each.operation == "product"
         )
         # Matrices of which all gates multiply the same: one product for all.
-        blocks = {name: each.blocks for name, each in self._parameters.items()}
+        blocks = {
+            name: each.blocks for name, each in self._parameters.items() if name not in self._heads
+        }
         self._whole = {key for key, count in products.items() if count == blocks.get(key[1])}
         # What does not depend on the state is computed for all steps at once.
         self._known: dict[Node, Tensor] = {}
@@ -124,8 +127,9 @@ class _Direction:
             return found.expand_as(parts).flatten(-2)
         parameter, matrix = self._parameters[name], self._params[name]
         bias, biased = self._params.get(bias_name(name)), parameter.biased
+        block = self._block(matrix, gate)
         if is_transposed:
-            return functional.linear(given, self._block(matrix, gate).T)
+            return self._linear(name, block, given, None, is_transposed=True)
         key = each.arguments[0], name, is_transposed
         if key in self._whole and (bias is None or len(biased) in (0, parameter.blocks)):
             if key not in wholes:
@@ -134,7 +138,26 @@ class _Direction:
         own = None
         if bias is not None and gate in biased:
             own = self._block(bias, biased.index(gate))
-        return functional.linear(given, self._block(matrix, gate), own)
+        return self._linear(name, block, given, own)
+
+    def _linear(
+        self,
+        name: str,
+        block: Tensor,
+        given: Tensor,
+        bias: Tensor | None,
+        *,
+        is_transposed: bool = False,
+    ) -> Tensor:
+        """Return a product with a gate of a matrix, each of whose heads multiplies its own."""
+        heads = self._heads.get(name, 1)
+        if heads == 1:
+            return functional.linear(given, block.T if is_transposed else block, bias)
+        blocks = block.unflatten(0, (heads, -1))
+        parts = given.unflatten(-1, (heads, -1))
+        equation = "...hi,hio->...ho" if is_transposed else "...hi,hoi->...ho"
+        found = torch.einsum(equation, parts, blocks).flatten(-2)
+        return found if bias is None else found + bias
 
     def step(self, t: int, states: Sequence[Tensor]) -> list[Tensor]:
         """Return the new states."""
