@@ -902,17 +902,13 @@ def test_heads_divide_the_units() -> None:
         cell(3, 5)
     with pytest.raises(InputError, match=r"heads is 0; expected"):
         define_step("return softmax(h, heads=0)")
-    with pytest.raises(
-        InputError, match="hidden_size is 6; expected a multiple of 4, the heads of"
-    ):
+    with pytest.raises(InputError, match="hidden_size is 6; expected a multiple of 4"):
         sLSTM(3, 6, heads=4)
     with pytest.raises(InputTypeError, match=r"heads is 2.5; expected an integer"):
         sLSTM(3, 6, heads=2.5)
     with pytest.raises(InputError, match=r"heads is 0; expected at least 1"):
         Hidden(heads=0)
-    with pytest.raises(
-        InputError, match="heads of weight_hh is a Constant that the class does not"
-    ):
+    with pytest.raises(InputError, match="heads of weight_hh is a Constant that"):
 
         class Foreign(Cell):
             weight_hh = Hidden(heads=Constant(2))
