@@ -30,6 +30,7 @@ from .errors import (
     SparseScanError,
 )
 from .ops.affine import affine_scan, affine_scan_vjp
+from .ops.attention import linear_attention, linear_attention_vjp
 from .plan.scan_plan import ScanPlan
 from .symbolic.implicit import ImplicitPattern
 from .symbolic.pattern import Pattern
@@ -64,6 +65,8 @@ __all__ = [
     "check_grad",
     "exclusive_scan",
     "inclusive_scan",
+    "linear_attention",
+    "linear_attention_vjp",
     "load_chain",
     "plan",
     "save_chain",

@@ -412,6 +412,12 @@ SHAPES: dict[str, Any] = {
         "B": (4, 3),
         "C": (4, 3),
     },
+    "linear_attention": {
+        **dict.fromkeys(("q", "k", "decay", "a", "b"), (2, 7, 3, 4)),
+        "v": (2, 7, 3, 5),
+        "bonus": (3, 4),
+        "initial_state": (2, 3, 4, 5),
+    },
     "affine_scan": {"matrices": (6, 4, 4), "offsets": (6, 3, 4), "initial": (3, 4)},
     "affine_scan of diagonals": {"matrices": (6, 3, 4), "offsets": (6, 3, 4), "initial": (3, 4)},
 }
@@ -419,6 +425,7 @@ RESULTS = {
     "lfilter": (3, 9),
     "sosfilt": (3, 9),
     "selective_scan": (2, 4, 7),
+    "linear_attention": (2, 7, 3, 5),
     "affine_scan": (6, 3, 4),
 }
 

@@ -10,9 +10,18 @@ except ImportError as error:
     raise ImportError(f"sparsescan.jax needs JAX ({error}): pip install jax") from error
 
 from .affine import affine_scan
+from .attention import linear_attention
 from .filters import lfilter, sosfilt
 from .recurrent import recurrent
 from .selective import selective_scan
 from .simulation import simulate
 
-__all__ = ["affine_scan", "lfilter", "recurrent", "selective_scan", "simulate", "sosfilt"]
+__all__ = [
+    "affine_scan",
+    "lfilter",
+    "linear_attention",
+    "recurrent",
+    "selective_scan",
+    "simulate",
+    "sosfilt",
+]

@@ -196,7 +196,7 @@ def again(
     if operation.again is not None:
         found = operation.again(xp, form, kept, above, given)
         pairs = zip(found, given, strict=True)
-        return [None if like is None else _summed(each, like.shape) for each, like in pairs]
+        return [None if like is None else summed(each, like.shape) for each, like in pairs]
     places = [k for k, each in enumerate(given) if each is not None]
 
     def results(*arrays: Any) -> Sequence[Any]:
@@ -212,7 +212,7 @@ def again(
     return grads
 
 
-def _summed(grads: Any, shape: Shape) -> Any:
+def summed(grads: Any, shape: Shape) -> Any:
     """Return gradients summed over the axes along which an input is shared."""
     pairs = zip(grads.shape, shape, strict=True)
     axes = tuple(k for k, (own, shared) in enumerate(pairs) if own != shared)

@@ -12,6 +12,7 @@ except ImportError as error:
 
 from ..checks import former_names
 from .affine import affine_scan
+from .attention import linear_attention
 from .cells import module
 from .conversion.conversion import convert, revert
 from .conversion.explain import explain
@@ -28,6 +29,7 @@ __all__ = [
     "convert",
     "explain",
     "lfilter",
+    "linear_attention",
     "module",
     "revert",
     "selective_scan",

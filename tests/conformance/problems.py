@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from plain_attention import plain_attention
 from plain_filters import changing, stacked
 from plain_networks import plain_run
 from some_cells import CELLS, ByHeads, Elementwise, Leaky, Normalised
@@ -432,6 +433,45 @@ def selective_scan(rng: np.random.Generator, wish: Wish) -> Problem:
     return Problem(numbers, {}, plain, doors)
 
 
+# -- Linear attention ------------------------------------------------------------------------------
+
+
+def linear_attention(rng: np.random.Generator, wish: Wish) -> Problem:
+    """Draw decay of heads, of keys or none, and some of what may be missing."""
+    steps, batch, heads = _steps(rng, wish), _samples(rng, wish), int(rng.integers(1, 3))
+    keys, values = (int(n) for n in rng.choice([1, 3, 5], 2))
+    keys, values = (25, 9) if wish.samples == 40 else (keys, values)
+    whole = batch, steps, heads, keys
+    numbers = {name: rng.standard_normal(whole) for name in "qk"}
+    numbers["v"] = rng.standard_normal((*whole[:3], values))
+    axes = int(rng.integers(2, 5))
+    if axes > 2:
+        shared = [size if rng.random() < 0.7 and size else 1 for size in whole[:axes]]
+        numbers["decay"] = rng.uniform(0.3, 1, shared)
+    if rng.random() < 0.5:
+        numbers |= {name: rng.standard_normal(whole) / (1 + keys) for name in "ab"}
+    more = {"bonus": (heads, keys), "initial_state": (batch, heads, keys, values)}
+    numbers |= {name: rng.random(shape) for name, shape in more.items() if rng.random() < 0.5}
+
+    def plain(numbers: Numbers, flags: Numbers) -> Any:
+        return plain_attention(**numbers)
+
+    def by_numpy(numbers: Numbers, flags: Numbers) -> Any:
+        results = sparsescan.linear_attention(**numbers, return_last_state=True)
+
+        def pull(above: Array, last: Array) -> Numbers:
+            grads = sparsescan.linear_attention_vjp(**numbers, grads=above, grads_last=last)
+            return grads._asdict()
+
+        return results, pull
+
+    def at(door: Any) -> Call:
+        return lambda numbers, flags: door.linear_attention(**numbers, return_last_state=True)
+
+    doors = {"PyTorch": at(sparsescan.torch), "JAX": at(sparsescan.jax)}
+    return Problem(numbers, {}, plain, {"NumPy": by_numpy} | doors)
+
+
 # -- Simulations -----------------------------------------------------------------------------------
 
 NEWTON = {"rtol": 1e-13, "atol": 1e-14}
@@ -507,5 +547,7 @@ def simulate(rng: np.random.Generator, wish: Wish) -> Problem:
 
 OPERATIONS: dict[str, Callable[[np.random.Generator, Wish], Problem]] = {
     each.__name__: each
-    for each in (recurrent, affine_scan, lfilter, sosfilt, selective_scan, simulate)
+    for each in (
+        *(recurrent, affine_scan, lfilter, sosfilt, selective_scan, linear_attention, simulate),
+    )
 }

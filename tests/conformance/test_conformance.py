@@ -24,7 +24,7 @@ from ways import DOORS, MEMBERS, Drawn, expected, tensors
 from sparsescan import InputError
 from sparsescan.execution import threads
 from sparsescan.jax.ffi import programs
-from sparsescan.ops import affine, filters, selective
+from sparsescan.ops import affine, attention, filters, selective
 from sparsescan.recurrent import host_sizes, passes
 
 # What a call has to have, in ways that ask for that.
@@ -215,10 +215,19 @@ def check(operation: str, door: str, way: str, seed: int) -> None:
 def check_threads(run: Any, f: Any, one: Drawn, found: dict[str, Any]) -> None:
     """Check that many threads of kernels, and of callers, give the same bits."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (threads, affine, filters, selective, host_sizes, passes, programs):
+        for module in (
+            threads,
+            affine,
+            attention,
+            filters,
+            selective,
+            host_sizes,
+            passes,
+            programs,
+        ):
             patch.setattr(module, "thread_count", lambda: 3)
-        patch.setattr(filters, "_GRAIN", 1)
-        patch.setattr(selective, "_GRAIN", 1)
+        for module in (attention, filters, selective):
+            patch.setattr(module, "_GRAIN", 1)
         with ThreadPoolExecutor(3) as pool:
             others = list(pool.map(lambda _: run(f, one), range(3)))
     for other in map(arrays_of, others):

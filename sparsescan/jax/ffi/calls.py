@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -30,10 +31,12 @@ _OPTIONAL = {
 }
 
 
-def as_arrays(dtypes: tuple[str, ...], **given: Any) -> list[Any]:
+def as_arrays(
+    dtypes: tuple[str, ...], optional: Collection[str] = _OPTIONAL, /, **given: Any
+) -> list[Any]:
     """Return arrays of JAX, or of a trace, of one dtype, that of all; None may stay for some."""
     arrays = {
-        name: None if each is None and name in _OPTIONAL else _as_array(name, each, dtypes)
+        name: None if each is None and name in optional else _as_array(name, each, dtypes)
         for name, each in given.items()
     }
     dtype = jnp.result_type(*(each for each in arrays.values() if each is not None))

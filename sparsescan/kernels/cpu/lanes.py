@@ -41,6 +41,8 @@ BYTES = 64 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 32
 # Where samples are lanes, 32: a batch of 16 is enough for two threads. Where they are those of two
 # rows, 64: the lanes of a sample, one of each row, are neighbours.
 SAMPLE_BYTES, PAIR_BYTES = 32, 64
+# Two registers, for loops in which numbers that are broadcast are loaded once for both.
+WIDE_BYTES = 2 * BYTES
 
 
 def vector_of(dtype, size=BYTES):
@@ -98,7 +100,7 @@ def _loading(size):
     return load
 
 
-load, load_samples = _loading(BYTES), _loading(SAMPLE_BYTES)
+load, load_samples, load_wide = _loading(BYTES), _loading(SAMPLE_BYTES), _loading(WIDE_BYTES)
 
 
 @intrinsic
@@ -130,6 +132,7 @@ def _splatting(size):
 
 
 splat, splat_samples = _splatting(BYTES), _splatting(SAMPLE_BYTES)
+splat_wide = _splatting(WIDE_BYTES)
 
 
 @intrinsic
