@@ -134,7 +134,15 @@ class Source(Protocol):
     """How derivatives of a function are found.
 
     `where` is the place of an argument among the function's; parameters are a vector there.
+
+    Attributes
+    ----------
+    origin : str
+        Where they come from, as users are told.
     """
+
+    @property
+    def origin(self) -> str: ...
 
     def value(self, arguments: Arguments) -> Vector:
         """Return what the function returns."""
@@ -401,6 +409,11 @@ class Differences:
         self._left: Arguments | None = None
         self.begin()
 
+    @property
+    def origin(self) -> str:
+        ways = {"complex": "complex steps", "forward": "differences"}
+        return ways.get(self._how or "", "complex steps or differences, which are compared")
+
     def fresh(self) -> Differences:
         found = copy(self)
         found._is_complex, found._taken = {}, {}
@@ -432,7 +445,7 @@ class Differences:
     def jacobian(
         self, arguments: Arguments, where: int, coloured: Coloured, exact: bool = True
     ) -> Vector:
-        found = self._by_complex(arguments, where, coloured)
+        found = self.by_complex(arguments, where, coloured)
         if found is not None:
             return found
         by_steps, scale, derivative = self._by_differences(arguments, where, coloured)
@@ -447,7 +460,7 @@ class Differences:
         return np.asarray(np.where(is_told, derivative.values, by_steps.near / scale))
 
     def along(self, arguments: Arguments, where: int) -> tuple[Vector, Vector]:
-        found = self._by_complex(arguments, where, None)
+        found = self.by_complex(arguments, where, None)
         if found is None:
             by_steps, _, derivative = self._by_differences(arguments, where, None)
             is_told = by_steps.told | ~np.isfinite(derivative.base)
@@ -458,7 +471,7 @@ class Differences:
 
     def in_params(self, arguments: Arguments, above: Vector) -> Vector:
         coloured, where = self._params(), len(arguments) - 1
-        values = self._by_complex(arguments, where, coloured)
+        values = self.by_complex(arguments, where, coloured)
         if values is None:
             by_steps, scale, derivative = self._by_differences(arguments, where, coloured)
             values, sizes = derivative.values, np.abs(above)
@@ -596,7 +609,11 @@ class Differences:
         by_steps, scale = found.slopes_of_entries(self.value)
         return by_steps, scale, found._replace(values=by_steps.values / scale)
 
-    def _by_complex(
+    def base(self, where: int) -> Vector:
+        """Return the value at which a derivative in an argument was taken last."""
+        return self._taken[where].base
+
+    def by_complex(
         self, arguments: Arguments, where: int, coloured: Coloured | None
     ) -> Vector | None:
         """Return a derivative by complex steps, if the function takes any.
@@ -647,6 +664,8 @@ class InJax:
         self._jacobians: dict[tuple[int, int], Any] = {}
         self._along: dict[int, Any] = {}
         self._in_params: Any = None
+
+    origin = "JAX"
 
     def value(self, arguments: Arguments) -> Vector:
         with self._jax.enable_x64(True):

@@ -115,7 +115,7 @@ class Params:
         known, pieces = self._known
         if vector is not known or lead:
             pieces = self._cut(vector, lead)
-            if not lead and vector.dtype == np.float64:
+            if not lead and isinstance(vector, np.ndarray) and vector.dtype == np.float64:
                 self._known = vector, pieces
         return self._own.joined(pieces)
 

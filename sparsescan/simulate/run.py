@@ -91,6 +91,9 @@ class Run:
         Newton's iterations of each step.
     factorisations : int
         Matrices that were factorised.
+    derivatives : str
+        Where derivatives of the function come from that no function of the user returns: the
+        function, which was read; JAX; or complex steps and differences, and why.
     """
 
     def __init__(
@@ -261,6 +264,11 @@ class Run:
     def last(self) -> Vector:
         """The last state."""
         return self._last.reshape(self._shape).copy()
+
+    @property
+    def derivatives(self) -> str:
+        """Where derivatives of the function come from."""
+        return self._scheme.source.origin
 
     @property
     def factorisations(self) -> int:

@@ -35,6 +35,7 @@ from .params import Params, read_array
 from .run import ROOM, Problem, Run, too_short
 from .schemes import BackwardDifferences, ResidualScheme, RungeKutta, Scheme, fresh
 from .slopes import scales, slopes
+from .traced import Traced
 
 How = Literal["complex", "forward", "jax"]
 Watch = Callable[[int], object] | None  # called after each step, with their number
@@ -70,6 +71,10 @@ class _Given:
         self._source, self._functions, self._vjp, self._form = source, functions, vjp, form
         self.value, self.along, self.note = source.value, source.along, source.note
         self.confirm, self.begin, self.settle = source.confirm, source.begin, source.settle
+
+    @property
+    def origin(self) -> str:
+        return self._source.origin
 
     def renew(self, where: int) -> bool:
         return where not in self._functions and self._source.renew(where)
@@ -241,11 +246,17 @@ class _Simulation:
             pattern_of_params = partial(self._pattern_of_params, form)
             names = self._names(form)
             source = Differences(function, names, self._derivatives, pattern_of_params)
+            if self._derivatives is None:
+                source = Traced(partial(self._on_symbols, form), self._function, names, source)
         given = {where: each for where, each in self._jacobians.items() if each is not None}
         if given or self._vjp is not None:
             source = _Given(source, given, self._vjp, form)
         scheme = self._schemes.setdefault(form.structure, self._scheme(source, form.batch or 1))
         return fresh(scheme)
+
+    def _on_symbols(self, form: _Form, function: Callable[..., Any], arguments: Arguments) -> Any:
+        """Return what a function does on symbols."""
+        return form.flat(self._name, function(*form.of(arguments)), arguments)
 
     def _names(self, form: _Form) -> Names:
         """Return what errors call the function and its arguments."""
@@ -708,11 +719,13 @@ class ImplicitSteps(_Simulation):
     derivatives : {"complex", "forward", "jax"}, optional
         Where all other derivatives come from: complex steps, exact to rounding, of a function that
         takes complex numbers; "forward", differences of the function, whose steps fit each number;
-        or JAX. By default complex steps, as long as they agree with differences, which then take
-        their place.
+        or JAX. By default the function is read: each of its operations has its exact derivative.
+        One that cannot be read is differentiated by complex steps, as long as they agree with
+        differences, which then take their place; `Run.derivatives` and a warning say so.
     param_patterns : dict, optional
-        For parameters that are long arrays, by their names: where ``∂F/∂p`` may be nonzero,
-        ``(n, size)``. The derivatives in other parameters are taken number by number.
+        For parameters of a function that is not read and that are long arrays, by their names:
+        where ``∂F/∂p`` may be nonzero, ``(n, size)``. The derivatives in other parameters are taken
+        number by number.
 
     Attributes
     ----------

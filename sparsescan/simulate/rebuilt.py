@@ -1,0 +1,214 @@
+"""Functions of the user with other modules in the place of NumPy and math, to read them.
+
+The user's function stays as it is, and so does its module: the copy has globals of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sysconfig
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from .symbols import Symbols, elements, has_symbols, is_float, symbols
+from .tape import RefusedError, Tape
+
+# Functions of :mod:`math` that NumPy has by another name.
+_MATHS = {"fabs": "absolute", "pow": "power", "atan": "arctan", "asin": "arcsin", "acos": "arccos"}
+_MATHS |= {"atan2": "arctan2", "asinh": "arcsinh"}
+
+
+class _Module:
+    """A module some of whose functions are others."""
+
+    def __init__(self, module: types.ModuleType, others: dict[str, Any]) -> None:
+        self.__dict__.update(others)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Rows:
+    """``np.r_`` and ``np.c_`` of arrays."""
+
+    def __init__(self, tape: Tape, plain: Any, join: Callable[..., Any]) -> None:
+        self._tape, self._plain, self._join = tape, plain, join
+
+    def __getitem__(self, key: Any) -> Any:
+        parts = key if isinstance(key, tuple) else (key,)
+        if not has_symbols(parts):
+            return self._plain[key]
+        whole = [self._plain[each] if isinstance(each, slice) else each for each in parts]
+        return self._join([np.atleast_1d(symbols(self._tape, each)) for each in whole])
+
+
+class Rebuilt:
+    """What functions see in the place of others, while a tape reads them.
+
+    Parameters
+    ----------
+    tape : Tape
+        The tape.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        numpy, maths = self._numpy(), self._math()
+        self._others: dict[int, Any] = {
+            id(np): _Module(np, numpy),
+            id(math): _Module(math, maths),
+            id(float): _Number,
+        }
+        for module, others in ((np, numpy), (math, maths)):
+            self._others |= {id(getattr(module, name)): other for name, other in others.items()}
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def _numpy(self) -> dict[str, Any]:
+        tape = self._tape
+        others: dict[str, Any] = {
+            name: self._filled(getattr(np, name), value)
+            for name, value in {"zeros": 0.0, "ones": 1.0, "empty": np.nan, "full": None}.items()
+        }
+        for name in ("array", "asarray", "asanyarray", "ascontiguousarray"):
+            others[name] = self._array(getattr(np, name), name == "array")
+        for name in ("concatenate", "stack", "hstack", "vstack", "column_stack", "dstack"):
+            others[name] = self._joined(getattr(np, name))
+        others["r_"] = _Rows(tape, np.r_, np.concatenate)
+        others["c_"] = _Rows(tape, np.c_, np.column_stack)
+        others["float64"] = _Number
+        return others
+
+    def _math(self) -> dict[str, Any]:
+        others = {}
+        for name in (*_MATHS, "exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "sin"):
+            others[name] = _either(getattr(math, name), getattr(np, _MATHS.get(name, name)))
+        for name in ("cos", "tan", "sinh", "cosh", "tanh", "floor", "ceil", "hypot", "copysign"):
+            others[name] = _either(getattr(math, name), getattr(np, name))
+        return others
+
+    def _filled(self, plain: Any, value: float | None) -> Callable[..., Any]:
+        """Return a function that makes arrays which may hold symbols later."""
+
+        def filled(shape: Any, *given: Any, **options: Any) -> Any:
+            fill = (
+                options.get("fill_value", given[0] if given else None) if value is None else value
+            )
+            own = options.pop(
+                "dtype", given[value is None] if len(given) > (value is None) else None
+            )
+            is_whole = own is None and value is None and not isinstance(fill, float | Symbols)
+            if is_whole or np.dtype(own or float).kind != "f":
+                return plain(shape, *given, **options | ({} if own is None else {"dtype": own}))
+            return Symbols(self._tape, np.full(shape, elements(self._tape, fill)))
+
+        return filled
+
+    def _array(self, plain: Any, copies: bool) -> Callable[..., Any]:
+        def array(given: Any, *rest: Any, **options: Any) -> Any:
+            if not has_symbols(given):
+                return plain(given, *rest, **options)
+            dtype = options.pop("dtype", rest[0] if rest else None)
+            if len(rest) > 1 or not is_float(dtype) or any(options.values()):
+                raise RefusedError(f"np.{plain.__name__} with such arguments")
+            ids = elements(self._tape, given)
+            is_logical = isinstance(given, Symbols) and given.is_logical
+            return Symbols(self._tape, ids.copy() if copies else ids, is_logical)
+
+        return array
+
+    def _joined(self, plain: Any) -> Callable[..., Any]:
+        """Return a function of lists that may have lists of symbols in them."""
+
+        def joined(arrays: Any, *rest: Any, **options: Any) -> Any:
+            if isinstance(arrays, list | tuple) and has_symbols(arrays):
+                arrays = [symbols(self._tape, each) for each in arrays]
+            return plain(arrays, *rest, **options)
+
+        return joined
+
+    def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same with symbols."""
+        if isinstance(function, types.MethodType):
+            return types.MethodType(self.function(function.__func__), function.__self__)
+        if isinstance(function, functools.partial):
+            return functools.partial(
+                self.function(function.func), *function.args, **function.keywords
+            )
+        function = self._plain(function)
+        if not isinstance(function, types.FunctionType):
+            call = vars(type(function)).get("__call__")
+            is_own = isinstance(call, types.FunctionType)
+            return types.MethodType(self.function(call), function) if is_own else function
+        if id(function) not in self._known:
+            self._copy(function)
+        found: Callable[..., Any] = self._known[id(function)][1]
+        return found
+
+    def _copy(self, function: types.FunctionType) -> None:
+        own, cells = (
+            dict(function.__globals__),
+            [types.CellType() for _ in function.__closure__ or ()],
+        )
+        own.setdefault("float", float)
+        found = types.FunctionType(
+            function.__code__, own, function.__name__, function.__defaults__, tuple(cells)
+        )
+        found.__kwdefaults__ = function.__kwdefaults__
+        self._known[id(function)] = function, found  # before others are, which may call it
+        for name in _names(function.__code__) & own.keys():
+            own[name] = self._other(own[name])
+        for cell, given in zip(cells, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # one that is empty
+                cell.cell_contents = self._other(given.cell_contents)
+
+    def _plain(self, function: Any) -> Any:
+        """Return what Numba compiles, which has powers of complex numbers of its own."""
+        found = getattr(function, "py_func", None)
+        if isinstance(found, types.FunctionType):
+            self._tape.takes_complex = False
+            return found
+        return function
+
+    def _other(self, value: Any) -> Any:
+        """Return what a function sees in the place of something it names."""
+        other = self._others.get(id(value))
+        if other is not None:
+            return other
+        value = self._plain(value)
+        is_own = isinstance(value, types.FunctionType) and not _is_library(value)
+        return self.function(value) if is_own else value
+
+
+def _either(plain: Any, of_symbols: Any) -> Callable[..., Any]:
+    return lambda *given: of_symbols(*given) if has_symbols(given) else plain(*given)
+
+
+class _Checks(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, float | Symbols)
+
+
+class _Number(metaclass=_Checks):
+    """``float``, which leaves symbols what they are."""
+
+    dtype = np.dtype(float)
+
+    def __new__(cls, given: Any = 0.0) -> Any:
+        return given if isinstance(given, Symbols) else float(given)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Return all names that code, and functions in it, may look up."""
+    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _is_library(function: types.FunctionType) -> bool:
+    path = function.__code__.co_filename
+    return "site-packages" in path or path.startswith((sysconfig.get_path("stdlib"), "<"))

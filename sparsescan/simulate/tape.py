@@ -1,0 +1,569 @@
+"""What a function of the user computes, element by element: values and exact derivatives.
+
+A function that was read once is a list of parts, each of which computes some numbers from others:
+an elementwise function of NumPy, or a product with a constant sparse matrix. Derivatives are those
+of the parts, by the chain rule, forward or in reverse (Griewank and Walther, Evaluating
+Derivatives, 2008, chapter 3). Branches of the function that depended on numbers are guards: another
+outcome of one needs another reading.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from ..locks import cached_property
+from ..symbolic.pattern import Pattern
+
+Ids = NDArray[np.int64]  # of elements: their places among all numbers
+Vector = NDArray[np.float64]
+
+_EPS = float(np.finfo(np.float64).eps)
+# What a function may take to be read: so many parts, elements, and seconds.
+_PARTS, _ELEMENTS, _SECONDS = 200_000, 20_000_000, 5.0
+
+
+class RefusedError(Exception):
+    """A function does what cannot be read."""
+
+
+def where(condition: Any, a: Any, b: Any) -> Any:
+    """Return ``np.where`` of a condition that is 0 or 1."""
+    return np.where(condition != 0, a, b)
+
+
+class Table(NamedTuple):
+    """``np.interp(x, points, values)`` as a function of `x`.
+
+    Attributes
+    ----------
+    points, values : tuple of float
+        The table.
+    """
+
+    points: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def __call__(self, x: Any) -> Any:
+        """Return the values between those of the table."""
+        return np.interp(x, self.points, self.values)
+
+    def slope(self, x: Any) -> Any:
+        """Return the derivative; at a point that on its right."""
+        points, values = np.array(self.points), np.array(self.values)
+        slopes = np.concatenate([[0.0], np.diff(values) / np.diff(points), [0.0]])
+        return slopes[np.searchsorted(points, x, "right")]
+
+
+# -- Derivatives of elementwise functions ----------------------------------------------------------
+
+
+def _power(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    in_base = np.where(b == 0, 0.0, b * np.power(a, np.where(b == 0, 1.0, b - 1)))
+    is_open = a > 0
+    return in_base, np.where(
+        is_open, y * np.log(np.where(is_open, a, 1.0)), np.where(b > 0, 0.0, y)
+    )
+
+
+def _larger(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    is_first = (a >= b) * 1.0
+    return is_first, 1.0 - is_first
+
+
+def _smaller(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    is_first = (a <= b) * 1.0
+    return is_first, 1.0 - is_first
+
+
+def _angle(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    square = a * a + b * b
+    return b / square, -a / square
+
+
+def _share(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    share = np.exp(a - y)
+    return share, np.exp(b - y)
+
+
+def _chosen(y: Any, condition: Any, a: Any, b: Any) -> tuple[Any, Any, Any]:
+    is_first = (condition != 0) * 1.0
+    return None, is_first, 1.0 - is_first
+
+
+# ``(y, *arguments)`` to the derivative in each argument; None, or no row, for none.
+PARTIALS: dict[Any, Callable[..., tuple[Any, ...]]] = {
+    np.add: lambda y, a, b: (1.0, 1.0),
+    np.subtract: lambda y, a, b: (1.0, -1.0),
+    np.multiply: lambda y, a, b: (b, a),
+    np.divide: lambda y, a, b: (1.0 / b, -y / b),
+    np.negative: lambda y, a: (-1.0,),
+    np.positive: lambda y, a: (1.0,),
+    np.reciprocal: lambda y, a: (-y * y,),
+    np.square: lambda y, a: (2.0 * a,),
+    np.exp: lambda y, a: (y,),
+    np.exp2: lambda y, a: (y * np.log(2.0),),
+    np.expm1: lambda y, a: (y + 1.0,),
+    np.log: lambda y, a: (1.0 / a,),
+    np.log2: lambda y, a: (1.0 / (a * np.log(2.0)),),
+    np.log10: lambda y, a: (1.0 / (a * np.log(10.0)),),
+    np.log1p: lambda y, a: (1.0 / (1.0 + a),),
+    np.sqrt: lambda y, a: (0.5 / y,),
+    np.cbrt: lambda y, a: (1.0 / (3.0 * y * y),),
+    np.sin: lambda y, a: (np.cos(a),),
+    np.cos: lambda y, a: (-np.sin(a),),
+    np.tan: lambda y, a: (1.0 + y * y,),
+    np.arcsin: lambda y, a: (1.0 / np.sqrt((1.0 - a) * (1.0 + a)),),
+    np.arccos: lambda y, a: (-1.0 / np.sqrt((1.0 - a) * (1.0 + a)),),
+    np.arctan: lambda y, a: (1.0 / (1.0 + a * a),),
+    np.sinh: lambda y, a: (np.cosh(a),),
+    np.cosh: lambda y, a: (np.sinh(a),),
+    # 1 - tanh² would round to 0 where it is not.
+    np.tanh: lambda y, a: (np.cosh(np.clip(a, -350.0, 350.0)) ** -2.0,),
+    np.arcsinh: lambda y, a: (1.0 / np.hypot(1.0, a),),
+    np.power: _power,
+    np.float_power: _power,
+    np.absolute: lambda y, a: (np.sign(a),),
+    np.fabs: lambda y, a: (np.sign(a),),
+    np.maximum: _larger,
+    np.fmax: _larger,
+    np.minimum: _smaller,
+    np.fmin: _smaller,
+    np.hypot: lambda y, a, b: (a / y, b / y),
+    np.arctan2: _angle,
+    np.logaddexp: _share,
+    np.copysign: lambda y, a, b: (np.where(a == 0, 0.0, y / a), None),
+    np.deg2rad: lambda y, a: (np.pi / 180,),
+    np.rad2deg: lambda y, a: (180 / np.pi,),
+    np.radians: lambda y, a: (np.pi / 180,),
+    np.degrees: lambda y, a: (180 / np.pi,),
+    np.fmod: lambda y, a, b: (1.0, -np.trunc(a / b)),
+    np.remainder: lambda y, a, b: (1.0, -np.floor(a / b)),
+    where: _chosen,
+}
+# Functions whose derivative is 0 wherever they have one.
+FLAT = {
+    *(np.sign, np.floor, np.ceil, np.trunc, np.rint, np.heaviside, np.floor_divide),
+    *(np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal),
+    *(np.logical_and, np.logical_or, np.logical_not, np.logical_xor),
+    *(np.isnan, np.isfinite, np.isinf, np.signbit),
+}
+# Those whose results are true or false.
+LOGICAL = {each for each in FLAT if each(*[0.5] * each.nin).dtype == bool}
+# Functions of which one argument only counts.
+_SELECTIONS = {where, np.maximum, np.minimum, np.fmax, np.fmin}
+# Functions that complex steps differentiate exactly, and whose derivatives are finite.
+_ANALYTIC = {
+    *(np.add, np.subtract, np.multiply, np.divide, np.negative, np.positive, np.reciprocal),
+    *(np.square, np.exp, np.sin, np.cos, np.sinh, np.cosh, np.tanh),
+}
+
+
+def partials(function: Any, y: Vector, arguments: list[Any]) -> tuple[Any, ...]:
+    """Return the derivatives of an elementwise function in its arguments."""
+    if isinstance(function, Table):
+        return (function.slope(arguments[0]),)
+    found = PARTIALS.get(function)
+    return (None,) * len(arguments) if found is None else found(y, *arguments)
+
+
+# -- The tape --------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """Some numbers, and what computes them.
+
+    Attributes
+    ----------
+    function : callable, csr_array, int or None
+        An elementwise function, or a matrix; the place of an argument; None for constants.
+    inputs : tuple of ndarray of int
+        The elements that it reads.
+    begin, size : int
+        Where its numbers begin, and how many they are.
+    """
+
+    function: Any
+    inputs: tuple[Ids, ...]
+    begin: int
+    size: int
+
+    @property
+    def own(self) -> slice:
+        """Where its numbers are."""
+        return slice(self.begin, self.begin + self.size)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is a product with a matrix."""
+        return bool(sp.issparse(self.function))
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it reads nothing."""
+        return not self.inputs
+
+
+class Tape:
+    """Parts in their order, while a function is read, and the values of all elements.
+
+    Attributes
+    ----------
+    takes_complex : bool
+        Whether the function may be what it is for real numbers with complex ones, too.
+    """
+
+    takes_complex = True
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.guards: list[tuple[Ids, Vector]] = []
+        self.count, self._values = 0, np.empty(1024)
+        self._is_constant = np.empty(1024, bool)
+        self._numbers: dict[bytes, Ids] = {}
+        self._end = time.monotonic() + _SECONDS
+
+    def values(self, ids: Ids) -> Vector:
+        """Return the values of elements."""
+        return np.asarray(self._values[ids])
+
+    def is_constant(self, ids: Ids) -> bool:
+        """Return whether elements depend on no argument."""
+        return bool(self._is_constant[ids].all())
+
+    def add(self, function: Any, inputs: tuple[Ids, ...], values: Any) -> Ids:
+        """Add a part, and return its elements, in the shape of its values."""
+        values = np.asarray(values, np.float64)
+        begin, end = self.count, self.count + values.size
+        if len(self.parts) >= _PARTS or end > _ELEMENTS or time.monotonic() > self._end:
+            raise RefusedError(f"more than {len(self.parts):,} operations")
+        if end > len(self._values):
+            size = max(end, 2 * len(self._values))
+            self._values = np.resize(self._values, size)
+            self._is_constant = np.resize(self._is_constant, size)
+        self._values[begin:end] = values.reshape(-1)
+        self._is_constant[begin:end] = function is None
+        inputs = tuple(ids.reshape(-1).copy() for ids in inputs)
+        self.parts.append(Part(function, inputs, begin, values.size))
+        self.count = end
+        return np.arange(begin, end).reshape(values.shape)
+
+    def constant(self, given: Any) -> Ids:
+        """Return the elements of a number or an array of numbers."""
+        array = np.asarray(given)
+        if array.dtype.kind not in "fiub":
+            raise RefusedError(f"a constant of dtype {array.dtype}")
+        if array.ndim:
+            return self.add(None, (), array)
+        key = np.float64(array).tobytes()
+        if key not in self._numbers:
+            self._numbers[key] = self.add(None, (), array)
+        return self._numbers[key].copy()
+
+    def guard(self, ids: Ids) -> None:
+        """Note that the reading holds for these values of elements alone."""
+        if not self.is_constant(ids):
+            ids = ids.reshape(-1).copy()
+            self.guards.append((ids, self.values(ids)))
+
+
+class Graph:
+    """A function that was read.
+
+    Parameters
+    ----------
+    tape : Tape
+        Its parts.
+    results : ndarray of int
+        The elements that it returned.
+    """
+
+    def __init__(self, tape: Tape, results: Ids) -> None:
+        self.parts, order = _grouped(tape.parts)
+        self.first = np.empty(tape.count)
+        self.first[order] = tape.values(np.arange(tape.count))
+        self.results = order[results]
+        guards = tape.guards or [(np.empty(0, np.int64), np.empty(0))]
+        self.guards = order[np.concatenate([ids for ids, _ in guards])]
+        self.expected = np.concatenate([values for _, values in guards])
+        self._takes_complex = tape.takes_complex
+        self._begins = np.array([part.begin for part in self.parts])
+        self._kept: dict[int, tuple[NDArray[np.bool_], Pattern]] = {}
+
+    def is_like(self, other: Graph) -> bool:
+        """Return whether it computes the same of its arguments as another one."""
+        if len(self.parts) != len(other.parts) or len(self.first) != len(other.first):
+            return False
+        return (
+            np.array_equal(self.results, other.results)
+            and np.array_equal(self.guards, other.guards)
+            and np.array_equal(self.expected, other.expected)
+            and all(
+                self._is_same(a, b, other) for a, b in zip(self.parts, other.parts, strict=True)
+            )
+        )
+
+    def _is_same(self, a: Part, b: Part, other: Graph) -> bool:
+        if a.begin != b.begin or a.size != b.size or len(a.inputs) != len(b.inputs):
+            return False
+        if a.is_linear and b.is_linear:
+            names = "indptr", "indices", "data"
+            pairs = [(getattr(a.function, name), getattr(b.function, name)) for name in names]
+            if not all(np.array_equal(x, y) for x, y in pairs):
+                return False
+        elif a.function is None and b.function is None:
+            if self.first[a.own].tobytes() != other.first[b.own].tobytes():
+                return False
+        elif a.is_linear or b.is_linear or a.function != b.function:
+            return False
+        return all(np.array_equal(x, y) for x, y in zip(a.inputs, b.inputs, strict=True))
+
+    @cached_property
+    def is_analytic(self) -> bool:
+        """Whether complex steps are exact: all functions are smooth, and nothing branches."""
+        return (
+            self._takes_complex
+            and not len(self.guards)
+            and all(part.is_leaf or part.is_linear or self._is_smooth(part) for part in self.parts)
+        )
+
+    def _is_smooth(self, part: Part) -> bool:
+        if part.function is not np.power:
+            return part.function in _ANALYTIC
+        # Powers of small integers are products.
+        exponents = self.first[part.inputs[1]]
+        owners = np.unique(self.owners(part.inputs[1]))
+        return all(self.parts[k].function is None for k in owners) and bool(
+            np.isin(exponents, np.arange(1, 17)).all()
+        )
+
+    def owners(self, ids: Ids) -> Ids:
+        """Return which parts elements are of."""
+        return np.searchsorted(self._begins, ids, "right") - 1
+
+    def depends(self, where: int) -> NDArray[np.bool_]:
+        """Return which parts depend on an argument."""
+        return self._of(where)[0]
+
+    def pattern(self, where: int) -> Pattern:
+        """Return which results depend on which numbers of an argument."""
+        return self._of(where)[1]
+
+    def _of(self, where: int) -> tuple[NDArray[np.bool_], Pattern]:
+        if where not in self._kept:
+            self._kept[where] = self._dependence(where)
+        return self._kept[where]
+
+    def _dependence(self, where: int) -> tuple[NDArray[np.bool_], Pattern]:
+        is_argument = [part.is_leaf and part.function == where for part in self.parts]
+        size = sum(part.size for part, own in zip(self.parts, is_argument, strict=True) if own)
+        rows: list[Any] = []
+        for part, own in zip(self.parts, is_argument, strict=True):
+            found = sp.csr_array((part.size, size), dtype=np.int8)
+            if own:
+                found = sp.eye_array(size, dtype=np.int8, format="csr")
+            elif part.is_linear or part.function not in FLAT:
+                for ids in part.inputs:
+                    more = self._rows(rows, ids)
+                    if part.is_linear:
+                        matrix = part.function
+                        about = np.ones(matrix.nnz, np.int8), matrix.indices, matrix.indptr
+                        more = sp.csr_array(about, matrix.shape) @ more
+                    found = found + more if found.nnz else more
+                found.data[:] = 1
+            rows.append(found)
+        depends = np.array([found.nnz > 0 for found in rows])
+        pattern = self._rows(rows, self.results)
+        pattern.sort_indices()
+        return depends, Pattern(pattern.indptr, pattern.indices, pattern.shape)
+
+    def _rows(self, rows: list[Any], ids: Ids) -> Any:
+        """Return a copy of the rows of elements, from those of the parts."""
+        owners = self.owners(ids)
+        parts = np.unique(owners)
+        begins = np.cumsum([0, *(self.parts[k].size for k in parts)])
+        places = begins[np.searchsorted(parts, owners)] + ids - self._begins[owners]
+        if len(parts) > 1:
+            return sp.vstack([rows[k] for k in parts], "csr")[places]
+        return rows[parts[0]][places] if len(parts) else sp.csr_array((0, rows[0].shape[1]))
+
+
+def _grouped(parts: list[Part]) -> tuple[list[Part], Ids]:
+    """Join scalars that the same function computes of what is known then; return elements' places.
+
+    So is a loop over elements, as users write it, computed at once.
+    """
+    count = parts[-1].begin + parts[-1].size if parts else 0
+    levels = np.zeros(count, np.int64)
+    groups: dict[Any, list[Part]] = {}
+    for k, part in enumerate(parts):
+        level = 1 + max((int(levels[ids].max(initial=0)) for ids in part.inputs), default=-1)
+        levels[part.own] = level
+        is_scalar = part.size == 1 and not part.is_linear and not isinstance(part.function, int)
+        key = (part.function, len(part.inputs)) if is_scalar else k
+        groups.setdefault((level, key), []).append(part)
+    order, joined, begin = np.empty(count, np.int64), [], 0
+    for (_, _), members in sorted(groups.items(), key=lambda item: item[0][0]):
+        first = begin
+        for part in members:
+            order[part.own] = np.arange(begin, begin + part.size)
+            begin += part.size
+        columns = zip(*(part.inputs for part in members), strict=True)
+        inputs = tuple(order[np.concatenate(ids)] for ids in columns)
+        joined.append(Part(members[0].function, inputs, first, begin - first))
+    return joined, order
+
+
+# -- Evaluation ------------------------------------------------------------------------------------
+
+
+class Evaluation:
+    """The values of a graph at some arguments, and derivatives there.
+
+    Parameters
+    ----------
+    graph : Graph
+        The graph.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self._values = graph, graph.first.copy()
+        # Where each part reads: a slice where it can be, of one number for one that all read.
+        self._places = [[_place(ids) for ids in part.inputs] for part in graph.parts]
+        self._views = [[self._values[place] for place in each] for each in self._places]
+        self._partials: dict[int, tuple[Any, ...]] = {}
+        self._sums: dict[tuple[int, int], Any] = {}
+
+    def at(self, arguments: Sequence[Any]) -> bool:
+        """Compute all values; return whether every guard holds."""
+        self._partials.clear()
+        with np.errstate(all="ignore"):
+            for k, part in enumerate(self.graph.parts):
+                out = self._values[part.own]
+                if part.is_leaf:
+                    if part.function is not None:
+                        out[:] = np.ravel(arguments[part.function])
+                elif part.is_linear:
+                    out[:] = part.function @ self._values[part.inputs[0]]
+                elif isinstance(part.function, np.ufunc):
+                    part.function(*self._read(k), out=out, casting="unsafe")
+                else:
+                    out[:] = part.function(*self._read(k))
+        return bool((self._values[self.graph.guards] == self.graph.expected).all())
+
+    def _read(self, k: int) -> list[Vector]:
+        """Return the numbers that a part reads."""
+        pairs = zip(self._places[k], self._views[k], strict=True)
+        return [view if isinstance(place, slice) else self._values[place] for place, view in pairs]
+
+    @property
+    def results(self) -> Vector:
+        """What the function returned."""
+        return np.asarray(self._values[self.graph.results])
+
+    def rounding(self) -> Vector:
+        """Return how far off rounding may have made the results: to first order, in all parts."""
+        errors = np.zeros(len(self._values))
+        with np.errstate(all="ignore"):
+            for k, part in enumerate(self.graph.parts):
+                own = _EPS * np.abs(self._values[part.own])
+                if part.is_linear:
+                    read = np.abs(self._values[part.inputs[0]])
+                    counts = np.diff(part.function.indptr)
+                    own += abs(part.function) @ errors[part.inputs[0]]
+                    own += _EPS * counts * (abs(part.function) @ read)
+                elif part.inputs:
+                    for place, by in zip(self._places[k], self._slopes(k), strict=True):
+                        if by is not None:
+                            own += np.nan_to_num(np.abs(by) * errors[place], nan=0.0)
+                errors[part.own] = own
+        return np.asarray(errors[self.graph.results])
+
+    def _slopes(self, k: int) -> tuple[Any, ...]:
+        """Return the derivatives of a part in what it reads."""
+        if k not in self._partials:
+            part = self.graph.parts[k]
+            self._partials[k] = partials(part.function, self._values[part.own], self._read(k))
+        return self._partials[k]
+
+    def along(self, where: int, seeds: Any) -> Any:
+        """Return derivatives of all results along columns of directions of an argument."""
+        graph = self.graph
+        slopes = np.zeros((len(self._values), seeds.shape[1]))
+        with np.errstate(all="ignore"):
+            for k in np.flatnonzero(graph.depends(where)):
+                part = graph.parts[k]
+                if part.is_leaf:
+                    slopes[part.own] = seeds
+                elif part.is_linear:
+                    slopes[part.own] = part.function @ slopes[part.inputs[0]]
+                else:
+                    slopes[part.own] = self._along(int(k), slopes)
+        return slopes[graph.results]
+
+    def _along(self, k: int, slopes: Any) -> Any:
+        """Return derivatives of a part, from those of what it reads."""
+        found: Any = 0.0
+        for place, by in zip(self._places[k], self._slopes(k), strict=True):
+            if by is not None:
+                more = _weighed(by, slopes[place])
+                if self.graph.parts[k].function in _SELECTIONS:  # what is not chosen may be any
+                    more = np.where(np.reshape(by, (-1, 1)) == 0, 0.0, more)
+                found = found + more
+        return found
+
+    def back(self, where: int, above: Any) -> Any:
+        """Return gradients in an argument, of columns of gradients in the results."""
+        graph = self.graph
+        grads = np.zeros((len(self._values), above.shape[1]))
+        np.add.at(grads, graph.results, above)
+        found = np.zeros((0, above.shape[1]))
+        with np.errstate(all="ignore"):
+            for k in np.flatnonzero(graph.depends(where))[::-1]:
+                part = graph.parts[k]
+                own = grads[part.own]
+                if part.is_leaf:
+                    found = own
+                elif part.is_linear:
+                    self._add_to(grads, k, 0, part.function.T @ own)
+                else:
+                    for n, by in enumerate(self._slopes(k)):
+                        if by is not None:
+                            self._add_to(grads, k, n, _weighed(by, own))
+        return found
+
+    def _add_to(self, grads: Any, k: int, n: int, more: Any) -> None:
+        """Add gradients to those of the elements that a part reads as its `n`-th argument."""
+        place, ids = self._places[k][n], self.graph.parts[k].inputs[n]
+        if isinstance(place, slice):
+            is_one = place.stop - place.start < len(ids)
+            grads[place] += more.sum(0, keepdims=True) if is_one else more
+            return
+        if (k, n) not in self._sums:
+            to, places = np.unique(ids, return_inverse=True)
+            ones = np.ones(len(ids)), (places.reshape(-1), np.arange(len(ids)))
+            self._sums[k, n] = to, sp.csr_array(ones, (len(to), len(ids)))
+        to, sums = self._sums[k, n]
+        grads[to] += sums @ more
+
+
+def _weighed(by: Any, slopes: Any) -> Any:
+    """Return slopes times a derivative: those of 0 are 0, also where that is infinite."""
+    weights = np.reshape(by, (-1, 1))
+    found = weights * slopes
+    return found if np.isfinite(weights).all() else np.where(slopes == 0, 0.0, found)
+
+
+def _place(ids: Ids) -> slice | Ids:
+    """Return a slice of elements that are one after the other, or are one; else their places."""
+    if len(ids):
+        if (ids == ids[0]).all():
+            return slice(int(ids[0]), int(ids[0]) + 1)
+        if (np.diff(ids) == 1).all():
+            return slice(int(ids[0]), int(ids[0]) + len(ids))
+    return ids

@@ -1,0 +1,311 @@
+"""Derivatives of a function of the user that was read once: exact, wherever it could be read."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import GradientError
+from ..symbolic.pattern import Pattern, rows_of
+from .derivatives import Arguments, Coloured, Differences, Function, Names, RenewedError
+from .factors import Vector
+from .rebuilt import Rebuilt
+from .symbols import Symbols, elements
+from .tape import Evaluation, Graph, RefusedError, Tape
+
+# How many outcomes of its branches a function may have, and how many complex steps take less time
+# than its graph.
+_MOST_GRAPHS, _MOST_STEPS = 64, 12
+# Values of a graph are those of the function but for so many times their rounding. They are
+# compared at the first so many states of a pass back, and then at every state of this number.
+_ROUNDINGS, _FIRST, _EVERY = 16.0, 16, 32
+
+
+class Traced:
+    """Derivatives of a function of NumPy that was read on symbols.
+
+    The function is read again where it branches in another way. Where it cannot be read, or what
+    was read has other values, other derivatives serve.
+
+    Parameters
+    ----------
+    function : callable
+        ``function(rebuilt, arguments)`` calls the user's function, or a rebuilt one.
+    user : callable
+        The user's function.
+    names : Names
+        What errors call it and its arguments.
+    others : Differences
+        Derivatives where the function cannot be read.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        user: Function,
+        names: Names,
+        others: Differences,
+    ) -> None:
+        self._function, self._user, self._names, self._others = function, user, names, others
+        self._graphs: list[Graph] = []  # those of runs before, which this one may have again
+        self._own: list[Evaluation] = []
+        self.refusal: str | None = None
+        self._at: tuple[Arguments, Evaluation] | None = None
+        # Of graphs, which are kept: patterns of Jacobians, and what the user's lack of them.
+        self._coloured: dict[tuple[int, int], Coloured] = {}
+        self._lacks: dict[tuple[int, int, int], _Lack | None] = {}
+        self._calls, self._is_told = 0, [False]
+        self.value, self.note = others.value, others.note
+
+    def fresh(self) -> Traced:
+        found = copy(self)
+        found._others = self._others.fresh()
+        found._own, found._at, found._calls, found.refusal = [], None, 0, None
+        found.value, found.note = found._others.value, found._others.note
+        return found
+
+    # -- Reading -----------------------------------------------------------------------------------
+
+    def _evaluation(self, arguments: Arguments) -> Evaluation | None:
+        """Return an evaluation of what the function does at arguments, or None if none is known.
+
+        What has no branches may be evaluated elsewhere yet.
+        """
+        if self.refusal is not None:
+            return None
+        if self._own and self._own[0].graph.is_analytic:
+            return self._own[0]
+        if self._at is not None and self._at[0] is arguments:
+            return self._at[1]
+        for k, known in enumerate(self._own):
+            if known.at(arguments):
+                self._own.insert(0, self._own.pop(k))
+                self._at = arguments, known
+                return known
+        try:
+            found = self._read(arguments)
+        except Exception as error:  # what the function raises on symbols is its own
+            self._refuse(_told(error))
+            return None
+        self._own.insert(0, found)
+        self._at = arguments, found
+        return found
+
+    def _there(self, found: Evaluation, arguments: Arguments) -> Evaluation:
+        """Return an evaluation at arguments."""
+        if self._at is None or self._at[0] is not arguments:
+            found.at(arguments)
+            self._at = arguments, found
+        return found
+
+    def _refuse(self, why: str) -> None:
+        self.refusal, self._at, self._own = why, None, []
+        if not self._is_told[0]:
+            self._is_told[0] = True
+            warnings.warn(
+                f"{self._names.function} cannot be read: {self.refusal}. Its derivatives are found "
+                f"by {self._others.origin}; derivatives='forward' asks for differences",
+                stacklevel=2,
+            )
+
+    @property
+    def origin(self) -> str:
+        if self.refusal is not None:
+            return f"{self._others.origin}: {self._names.function} cannot be read, {self.refusal}"
+        return f"{self._names.function}, which was read"
+
+    def _read(self, arguments: Arguments) -> Evaluation:
+        """Read the function at arguments, and compare what was read with it."""
+        if len(self._own) >= _MOST_GRAPHS:
+            raise RefusedError(f"more than {_MOST_GRAPHS} outcomes of branches")
+        tape = Tape()
+        given = []
+        for where, argument in enumerate(arguments):
+            ids = tape.add(where, (), argument)
+            ids.flags.writeable = False
+            given.append(Symbols(tape, ids))
+        found = self._function(Rebuilt(tape).function(self._user), tuple(given))
+        results = np.asarray(elements(tape, found)).reshape(-1)
+        if len(results) != len(arguments[0]):
+            raise RefusedError(f"{len(results)} numbers for {len(arguments[0])}")
+        graph = Graph(tape, results)
+        for known in self._graphs:
+            if known.is_like(graph):
+                graph = known
+                break
+        else:
+            self._graphs.append(graph)
+            del self._graphs[:-_MOST_GRAPHS]
+        evaluation = Evaluation(graph)
+        moved = tuple(_moved(each, k) for k, each in enumerate(arguments))
+        # A function with a state of its own, or with random numbers, differs from call to call.
+        for each in (moved, arguments, arguments):
+            if evaluation.at(each) and not self._is_alike(evaluation, each):
+                raise RefusedError("values that differ from what was read")
+        if not evaluation.at(arguments):
+            raise RefusedError("branches on what is not read")
+        return evaluation
+
+    def _is_alike(self, evaluation: Evaluation, arguments: Arguments) -> bool:
+        expected, found = self.value(arguments), evaluation.results
+        with np.errstate(all="ignore"):
+            is_alike = np.abs(found - expected) <= _ROUNDINGS * evaluation.rounding()
+        is_alike |= found == expected
+        return bool((is_alike | (np.isnan(found) & np.isnan(expected))).all())
+
+    # -- Derivatives -------------------------------------------------------------------------------
+
+    def jacobian(
+        self, arguments: Arguments, where: int, coloured: Coloured, exact: bool = True
+    ) -> Vector:
+        found = self._evaluation(arguments)
+        if found is None:
+            return self._others.jacobian(arguments, where, coloured, exact)
+        lack = self._lack(found.graph, where, coloured.pattern)
+        if lack is not None:
+            return lack.jacobian(self._there(found, arguments), where, coloured, self._names)
+        values = self._by_complex(found, arguments, where, coloured)
+        if values is None:
+            values = _compressed(self._there(found, arguments), where, coloured)
+        return values
+
+    def _by_complex(
+        self, found: Evaluation, arguments: Arguments, where: int, coloured: Coloured | None
+    ) -> Vector | None:
+        """Return a derivative by complex steps, where they are exact and not many."""
+        if not found.graph.is_analytic or (coloured is not None and coloured.groups > _MOST_STEPS):
+            return None
+        return self._others.by_complex(arguments, where, coloured)
+
+    def _lack(self, graph: Graph, where: int, pattern: Pattern) -> _Lack | None:
+        """Return which entries of a graph's Jacobian a pattern lacks, if it lacks any."""
+        key = id(graph), where, id(pattern)
+        if key not in self._lacks:
+            own = self._exact(graph, where)
+            has = np.isin(_keys(own.pattern), _keys(pattern), assume_unique=True)
+            self._lacks[key] = None if has.all() else _Lack(own, pattern, has)
+        return self._lacks[key]
+
+    def along(self, arguments: Arguments, where: int) -> tuple[Vector, Vector]:
+        found = self._evaluation(arguments)
+        if found is None:
+            return self._others.along(arguments, where)
+        slope = self._by_complex(found, arguments, where, None)
+        if slope is not None:
+            return self._others.base(where), slope
+        found = self._there(found, arguments)
+        return found.results, found.along(where, np.ones((1, 1)))[:, 0]
+
+    def in_params(self, arguments: Arguments, above: Vector) -> Vector:
+        found, where = self._evaluation(arguments), len(arguments) - 1
+        if found is None:
+            return self._others.in_params(arguments, above)
+        coloured = self._exact(found.graph, where)
+        values = self._by_complex(found, arguments, where, coloured)
+        if values is not None:
+            return np.asarray(coloured.adjoint(values) @ above)
+        return np.asarray(self._there(found, arguments).back(where, above))
+
+    def _exact(self, graph: Graph, where: int) -> Coloured:
+        """Return the pattern of a graph's Jacobian."""
+        key = id(graph), where
+        if key not in self._coloured:
+            self._coloured[key] = Coloured(graph.pattern(where))
+        return self._coloured[key]
+
+    # -- Comparisons -------------------------------------------------------------------------------
+
+    def confirm(self, arguments: Arguments, always: bool = False) -> None:
+        """Compare values with those of the function at some states: it may have a state."""
+        found = self._evaluation(arguments)
+        if found is None:
+            self._others.confirm(arguments, always)
+            return
+        self._calls += 1
+        is_turn = self._calls <= _FIRST or not self._calls % _EVERY
+        if is_turn and not self._is_alike(self._there(found, arguments), arguments):
+            self._refuse("values that differ from what was read")
+            raise RenewedError
+
+    def renew(self, where: int) -> bool:
+        if self.refusal is not None:
+            return self._others.renew(where)
+        self._refuse("wrong derivatives")
+        return True
+
+    def begin(self) -> None:
+        self._others.begin()
+
+    def settle(self) -> None:
+        self._others.settle()
+
+
+class _Lack:
+    """The pattern of a graph, some entries of which the user's pattern lacks.
+
+    Parameters
+    ----------
+    own : Coloured
+        The first.
+    given : Pattern
+        The other.
+    has : ndarray of bool
+        Which entries of `own` the other has.
+    """
+
+    def __init__(self, own: Coloured, given: Pattern, has: NDArray[np.bool_]) -> None:
+        self._coloured, self._has = own, has
+        self._to = np.searchsorted(_keys(given), _keys(own.pattern)[has])
+
+    def jacobian(self, found: Evaluation, where: int, coloured: Coloured, names: Names) -> Vector:
+        """Return the values of the Jacobian; those that the pattern lacks are 0, or an error."""
+        values = _compressed(found, where, self._coloured)
+        is_lost = ~self._has & (values != 0)
+        if is_lost.any():
+            entry = int(np.argmax(is_lost))
+            number = names.number(where, int(self._coloured.pattern.indices[entry]))
+            raise GradientError(
+                f"{names.pattern(where)} lacks an entry: equation {self._coloured.rows[entry]} "
+                f"depends on {number}"
+            )
+        kept = np.zeros(coloured.pattern.nnz)
+        kept[self._to] = values[self._has]
+        return kept
+
+
+def _told(error: Exception) -> str:
+    """Return why a function cannot be read, and the last line of the user's that says so."""
+    why, own = (str(error) or type(error).__name__).splitlines()[0], Path(__file__).parent
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.exists() and path.parent != own and "site-packages" not in path.parts:
+            return f"{why} ({path.name}, line {frame.lineno}: {frame.line!r})"
+    return why
+
+
+def _compressed(found: Evaluation, where: int, coloured: Coloured) -> Vector:
+    """Return the values of a Jacobian, from its products with a vector of each group."""
+    columns = found.along(where, coloured.seeds.T.astype(np.float64))
+    return np.asarray(columns.T.reshape(-1)[coloured.where])
+
+
+def _keys(pattern: Pattern) -> NDArray[np.int64]:
+    return np.asarray(rows_of(pattern) * pattern.shape[1] + pattern.indices)
+
+
+def _moved(argument: object, seed: int) -> object:
+    """Return an argument nearby."""
+    x = np.asarray(argument, np.float64)
+    by = 1 + 1e-3 * np.random.default_rng(seed).uniform(0.5, 1.0, x.shape)
+    moved = x * by
+    if not x.ndim:
+        return float(moved)
+    moved.flags.writeable = x.flags.writeable
+    return moved
