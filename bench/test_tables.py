@@ -23,6 +23,7 @@ from sparsescan.strategies.networks import build
 from sparsescan.strategies.pipeline.simulation import Placement, Simulation, Stage
 
 from . import (
+    attention,
     cell_contenders,
     cell_scan,
     cells,
@@ -240,13 +241,14 @@ def test_one_call_with_resets_computes_what_the_loop_of_ppo_does(kind: str) -> N
 DOORS = [
     doors.Selective(2, 3, 2, 5, {}),
     *(doors.Recurrence(9, 3, 2, is_diagonal, {}) for is_diagonal in (True, False)),
+    *(attention.Model(each.kind, each.trains, 2, 2, 3, 9) for each in attention.MODELS),
 ]
 
 
 @pytest.mark.parametrize("case", slow_but(DOORS[:2], DOORS), ids=_named)
 def test_scans_of_doors_are_compared(case: Any) -> None:
     """With loops of PyTorch, or those of JAX."""
-    if isinstance(case, doors.Recurrence):
+    if not isinstance(case, doors.Selective):
         pytest.importorskip("jax")
     piece = case.measure(True)
     compared = {what.split(", ", 1)[1] for what in piece["differences"]}
