@@ -151,21 +151,20 @@ class Rebuilt:
         return found
 
     def _copy(self, function: types.FunctionType) -> None:
-        own, cells = (
-            dict(function.__globals__),
-            [types.CellType() for _ in function.__closure__ or ()],
-        )
-        own.setdefault("float", float)
+        names, given = _names(function.__code__), function.__globals__
+        kept = *names, "__name__", "__builtins__"
+        own = {"float": float, **{name: given[name] for name in kept if name in given}}
+        cells = [types.CellType() for _ in function.__closure__ or ()]
         found = types.FunctionType(
             function.__code__, own, function.__name__, function.__defaults__, tuple(cells)
         )
         found.__kwdefaults__ = function.__kwdefaults__
         self._known[id(function)] = function, found  # before others are, which may call it
-        for name in _names(function.__code__) & own.keys():
+        for name in names & own.keys():
             own[name] = self._other(own[name])
-        for cell, given in zip(cells, function.__closure__ or (), strict=True):
+        for cell, other in zip(cells, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # one that is empty
-                cell.cell_contents = self._other(given.cell_contents)
+                cell.cell_contents = self._other(other.cell_contents)
 
     def _plain(self, function: Any) -> Any:
         """Return what Numba compiles, which has powers of complex numbers of its own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..checks import check_count, check_count_or_none, check_number
 from ..errors import GradientError, InputError, InputTypeError, NewtonError, short
-from ..symbolic.pattern import Pattern
+from ..symbolic.pattern import Pattern, rows_of
 from .adapt import End, March, march_until
 from .arguments import check_form, check_order, names_unknown
 from .derivatives import (
@@ -206,16 +206,30 @@ class _Simulation:
             raise InputError(
                 f"derivatives is {short(derivatives)}; expected 'complex', 'forward' or 'jax'"
             )
-        self.pattern = read_pattern("pattern", pattern, None)
-        n = self.pattern.shape[0]
-        if self.pattern.shape != (n, n) or n == 0:
-            raise InputError(f"pattern has shape {self.pattern.shape}; expected a square one")
         check_form(self._name, function, self._form)
-        self._coloured = Coloured(self.pattern)
+        self._reads, self._made = pattern is None, cast("_Simulation | None", None)
+        self._pattern: Pattern | None = None
+        if pattern is not None:
+            self._pattern = read_pattern("pattern", pattern, None)
+            n = self._pattern.shape[0]
+            if self._pattern.shape != (n, n) or n == 0:
+                raise InputError(f"pattern has shape {self._pattern.shape}; expected a square one")
+            self._coloured = Coloured(self._pattern)
+        elif derivatives == "jax" or any(jacobians.values()):
+            raise InputError(
+                "pattern is None; expected one for a function of JAX, or with a jacobian"
+            )
         self._schemes: dict[Any, Scheme] = {}
         self._is_known = False  # that the function takes its arguments in their order
         self._function, self._jacobians, self._vjp = function, jacobians, vjp
         self._derivatives, self._param_patterns = derivatives, dict(param_patterns or {})
+
+    @property
+    def pattern(self) -> Pattern:
+        """Where the Jacobian in the new state may be nonzero."""
+        if self._pattern is None:
+            raise InputError("the pattern is not known before forward, which reads it")
+        return self._pattern
 
     @property
     def uses_jax(self) -> bool:
@@ -236,27 +250,66 @@ class _Simulation:
         if known is not None:
             return fresh(known)
 
-        def function(*arguments: Any) -> Any:
-            return form.flat(self._name, self._called(form.of(arguments)), arguments)
-
         source: Source
         if self.uses_jax:
-            source = InJax(function, self._name)
+            source = InJax(partial(self._flat, form), self._name)
         else:
-            pattern_of_params = partial(self._pattern_of_params, form)
-            names = self._names(form)
-            source = Differences(function, names, self._derivatives, pattern_of_params)
+            source = self._differences(form)
             if self._derivatives is None:
-                source = Traced(partial(self._on_symbols, form), self._function, names, source)
+                source = self._traced(form, source)
         given = {where: each for where, each in self._jacobians.items() if each is not None}
         if given or self._vjp is not None:
             source = _Given(source, given, self._vjp, form)
         scheme = self._schemes.setdefault(form.structure, self._scheme(source, form.batch or 1))
         return fresh(scheme)
 
-    def _on_symbols(self, form: _Form, function: Callable[..., Any], arguments: Arguments) -> Any:
-        """Return what a function does on symbols."""
-        return form.flat(self._name, function(*form.of(arguments)), arguments)
+    def _flat(self, form: _Form, *arguments: Any) -> Any:
+        """Return what the function returns, as a vector."""
+        return form.flat(self._name, self._called(form.of(arguments)), arguments)
+
+    def _differences(self, form: _Form) -> Differences:
+        pattern_of_params = partial(self._pattern_of_params, form)
+        about = self._names(form), self._derivatives, pattern_of_params
+        return Differences(partial(self._flat, form), *about)
+
+    def _traced(self, form: _Form, others: Differences) -> Traced:
+        def on_symbols(function: Callable[..., Any], arguments: Arguments) -> Any:
+            return form.flat(self._name, function(*form.of(arguments)), arguments)
+
+        return Traced(on_symbols, self._function, self._names(form), others)
+
+    def _with(self, patterns: list[Any]) -> _Simulation:
+        """Return this simulation with patterns."""
+        raise NotImplementedError
+
+    def _own(self, u0: Any, params: Any, t0: Any, dt: Any) -> _Simulation:
+        """Return this simulation, with the pattern of its function at the first state if it reads.
+
+        Entries that the runs before had are kept: the function may branch to them again.
+        """
+        if not self._reads:
+            return self
+        first, lengths = read_array("u0", u0), read_array("dt", dt)
+        if first.dtype.kind not in "fiub" or first.ndim not in (1, 2) or not first.size:
+            raise InputError(
+                f"u0 has shape {first.shape} and dtype {first.dtype}; expected real numbers, or "
+                "those of each sample"
+            )
+        form = _Form(Params(params), None if first.ndim == 1 else len(first))
+        u = first.astype(np.float64).reshape(-1)
+        length = float(lengths.reshape(-1)[0]) if lengths.size and lengths.dtype.kind in "fi" else 0
+        arguments = self._arguments(u, u, _number("t0", t0) + length, length)
+        source = self._traced(form, self._differences(form))
+        found = source.patterns((*arguments, form.params.vector), self._states)
+        patterns = [_of_one(each, first.shape[-1]) for each in found]
+        if self._made is not None and self._made.pattern.shape == patterns[0].shape:
+            known = [each.pattern for each in self._made._matrices(1)]
+            patterns = [_union(a, b) for a, b in zip(known, patterns, strict=True)]
+            if all(a.nnz == b.nnz for a, b in zip(known, patterns, strict=True)):
+                return self._made
+        self._made = self._with(patterns)
+        self._pattern = self._made.pattern
+        return self._made
 
     def _names(self, form: _Form) -> Names:
         """Return what errors call the function and its arguments."""
@@ -399,6 +452,12 @@ class _Simulation:
         MemoryLimitError
             If `memory_limit` is too low even for segments.
         """
+        own = self._own(u0, params, t0, dt)
+        if own is not self:
+            about: Any = {"steps": steps, "dt": dt, "t0": t0, "until": until, "error": error}
+            about |= {"max_dt": max_dt, "t_eval": t_eval, "rtol": rtol, "atol": atol}
+            about |= {"memory_limit": memory_limit, "check": check, "progress": progress}
+            return own.forward(u0, params, **about)
         problem = self._problem(u0, params, t0, rtol, atol, memory_limit)
         end, times = None, None
         if until is not None:
@@ -437,7 +496,8 @@ class _Simulation:
         memory_limit: int | None = None,
     ) -> Run:
         """Return a run whose steps are not taken yet; arguments are those of :meth:`forward`."""
-        return Run(self._problem(u0, params, t0, rtol, atol, memory_limit), *_read_dt(steps, dt))
+        own = self._own(u0, params, t0, dt)
+        return Run(own._problem(u0, params, t0, rtol, atol, memory_limit), *_read_dt(steps, dt))
 
     def _problem(
         self, u0: Any, params: Any, t0: Any, rtol: Any, atol: Any, memory_limit: Any
@@ -612,6 +672,22 @@ def _watching(shows: bool, total: int | None) -> Iterator[Watch]:
         yield lambda _: bar.update()
 
 
+def _of_one(pattern: Pattern, n: int) -> Pattern:
+    """Return the pattern of one sample's Jacobian, of which that of all samples has blocks."""
+    if pattern.shape == (n, n):
+        return pattern
+    rows = rows_of(pattern)
+    if (rows // n != pattern.indices // n).any():
+        raise InputError("pattern is None, and samples depend on each other; expected a pattern")
+    keys = np.unique(rows % n * n + pattern.indices % n)
+    return Pattern(np.searchsorted(keys, np.arange(n + 1) * n), keys % n, (n, n))
+
+
+def _union(a: Pattern, b: Pattern) -> Pattern:
+    both = [sp.csr_array((np.ones(x.nnz), x.indices, x.indptr), x.shape) for x in (a, b)]
+    return Pattern(sp.csr_array(both[0] + both[1]))
+
+
 def _check_jacobian(derivative: Derivative, value: Value, names: Names) -> None:
     """Compare a Jacobian with differences, along a direction and entry by entry."""
     x, rng = derivative.x, np.random.default_rng(0)
@@ -707,10 +783,11 @@ class ImplicitSteps(_Simulation):
         ``residual(u, u_old, t, dt, p)`` returns ``F``, an array of the length of ``u``. The time
         `t` is the end of the step. It is a function of NumPy arrays, maybe compiled by Numba, or
         one of JAX.
-    pattern : Pattern, sparse array or mask, shape (n, n)
-        Where ``∂F/∂u`` may be nonzero.
+    pattern : Pattern, sparse array or mask, shape (n, n), optional
+        Where ``∂F/∂u`` may be nonzero. By default the function is read at the first state of each
+        run, and this is where it depends on ``u``.
     pattern_old : Pattern, sparse array or mask, shape (n, n), optional
-        Where ``∂F/∂u_old`` may be; by default there as well.
+        Where ``∂F/∂u_old`` may be; by default there as well, if `pattern` is given.
     jacobian, jacobian_old : callable, optional
         Functions of the arguments of `residual` that return these Jacobians: values in the order of
         the pattern, or sparse arrays that have it.
@@ -781,7 +858,7 @@ class ImplicitSteps(_Simulation):
     def __init__(
         self,
         residual: Callable[..., Any],
-        pattern: Any,
+        pattern: Any = None,
         pattern_old: Any = None,
         *,
         jacobian: Callable[..., Any] | None = None,
@@ -793,11 +870,27 @@ class ImplicitSteps(_Simulation):
         super().__init__(
             residual, pattern, {0: jacobian, 1: jacobian_old}, vjp, derivatives, param_patterns
         )
+        if pattern is None:
+            if pattern_old is not None:
+                raise InputError("pattern is None with a pattern_old; expected both, or none")
+            return
         self._coloured_old = self._coloured
         if pattern_old is not None:
             own = read_pattern("pattern_old", pattern_old, self.pattern.shape)
             self._coloured_old = Coloured(own)
-        self.pattern_old = self._coloured_old.pattern
+
+    @property
+    def pattern_old(self) -> Pattern:
+        """Where the Jacobian in the old state may be nonzero."""
+        made = self._made if self._reads else self
+        if not isinstance(made, ImplicitSteps):
+            raise InputError("the pattern is not known before forward, which reads it")
+        return made._coloured_old.pattern
+
+    def _with(self, patterns: list[Any]) -> ImplicitSteps:
+        about: Any = {"vjp": self._vjp, "derivatives": self._derivatives}
+        about["param_patterns"] = self._param_patterns
+        return ImplicitSteps(self._function, *patterns, **about)
 
     def _scheme(self, source: Source, batch: int) -> Scheme:
         new = self._coloured.blocks(batch)
@@ -811,7 +904,7 @@ class ImplicitSteps(_Simulation):
         return [*super()._matrices(batch), self._coloured_old.blocks(batch)]
 
     def __repr__(self) -> str:
-        return f"ImplicitSteps({self.pattern})"
+        return f"ImplicitSteps({self._pattern or self._function})"
 
 
 class TimeSteps(_Simulation):
@@ -822,8 +915,9 @@ class TimeSteps(_Simulation):
     rate : callable
         ``rate(u, t, p)`` returns ``f``, an array of the length of ``u``: a function of NumPy
         arrays, maybe compiled by Numba, or one of JAX.
-    pattern : Pattern, sparse array or mask, shape (n, n)
-        Where ``∂f/∂u`` may be nonzero.
+    pattern : Pattern, sparse array or mask, shape (n, n), optional
+        Where ``∂f/∂u`` may be nonzero. By default the function is read at the first state of each
+        run, and this is where it depends on ``u``.
     method : str, default "backward_euler"
         ``"backward_euler"`` (order 1), ``"crank_nicolson"`` (2), ``"bdf2"`` (2, whose first step is
         one of backward Euler), ``"sdirk2"`` and ``"sdirk3"`` (2 and 3, stiffly accurate and
@@ -888,7 +982,7 @@ class TimeSteps(_Simulation):
     def __init__(
         self,
         rate: Callable[..., Any],
-        pattern: Any,
+        pattern: Any = None,
         method: str = "backward_euler",
         *,
         mass: Any = None,
@@ -904,10 +998,11 @@ class TimeSteps(_Simulation):
             return
         if not sp.issparse(mass):
             mass = np.asarray(mass)
-        if mass.shape != self.pattern.shape or mass.dtype.kind not in "fiub":
+        shape = (mass.shape[:1] * 2) if pattern is None else self.pattern.shape
+        if mass.shape != shape or mass.ndim != 2 or mass.dtype.kind not in "fiub":
             raise InputError(
                 f"mass has shape {mass.shape} and dtype {mass.dtype}; expected a real matrix of "
-                f"shape {self.pattern.shape}"
+                f"shape {shape if shape else '(n, n)'}"
             )
         self._mass = sp.csr_array(mass, dtype=np.float64, copy=True)
         self._mass.sum_duplicates()
@@ -916,6 +1011,11 @@ class TimeSteps(_Simulation):
                 f"mass is given for method {method!r}; expected an implicit method, or none: "
                 "an explicit one has nothing to solve with"
             )
+
+    def _with(self, patterns: list[Any]) -> TimeSteps:
+        about: Any = {"mass": self._mass, "vjp": self._vjp, "derivatives": self._derivatives}
+        about["param_patterns"] = self._param_patterns
+        return TimeSteps(self._function, patterns[0], self.method, **about)
 
     def _read_end(self, t0: float, until: Any, *others: Any) -> tuple[End, Vector | None]:
         if self.method == "rk4":
@@ -935,4 +1035,4 @@ class TimeSteps(_Simulation):
         return u, time
 
     def __repr__(self) -> str:
-        return f"TimeSteps({self.pattern}, {self.method!r})"
+        return f"TimeSteps({self._pattern or self._function}, {self.method!r})"

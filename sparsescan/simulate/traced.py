@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import GradientError
+from ..errors import GradientError, InputError
 from ..symbolic.pattern import Pattern, rows_of
 from .derivatives import Arguments, Coloured, Differences, Function, Names, RenewedError
 from .factors import Vector
@@ -160,6 +160,23 @@ class Traced:
         is_alike |= found == expected
         return bool((is_alike | (np.isnan(found) & np.isnan(expected))).all())
 
+    def patterns(self, arguments: Arguments, count: int) -> list[Pattern]:
+        """Return where the function depends on the first so many of its arguments.
+
+        Raises
+        ------
+        InputError
+            If the function cannot be read.
+        """
+        try:
+            graph = self._read(arguments).graph
+        except Exception as error:
+            raise InputError(
+                f"pattern is None, and {self._names.function} cannot be read: {_told(error)}; "
+                "expected a pattern"
+            ) from error
+        return [graph.pattern(where) for where in range(count)]
+
     # -- Derivatives -------------------------------------------------------------------------------
 
     def jacobian(
@@ -273,7 +290,7 @@ class _Lack:
             number = names.number(where, int(self._coloured.pattern.indices[entry]))
             raise GradientError(
                 f"{names.pattern(where)} lacks an entry: equation {self._coloured.rows[entry]} "
-                f"depends on {number}"
+                f"depends on {number}; a pattern that was read holds for the first state"
             )
         kept = np.zeros(coloured.pattern.nnz)
         kept[self._to] = values[self._has]

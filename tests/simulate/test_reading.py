@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from sparsescan import GradientError, InputError
+from sparsescan import GradientError, InputError, Pattern
 from sparsescan.simulate import ImplicitSteps, TimeSteps
 
 N = 6
@@ -285,6 +285,51 @@ def test_an_entry_that_a_pattern_lacks_is_named_however_small() -> None:
     assert run.backward(grad_last=[1.0, 0.0]).u0 == pytest.approx([(1 / 0.9) ** 2, 0])
     with pytest.raises(GradientError, match="equation 0 depends on unknown 1"):
         sim.forward([1.0, -1.0], steps=2, dt=0.1)
+
+
+@pytest.mark.parametrize("batch", [None, 3])
+def test_patterns_are_read(batch: int | None) -> None:
+    """Of each size that comes, and those of branches that came before are kept."""
+
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        moved = np.roll(u, 1, -1) - u
+        return np.concatenate([moved[..., :1] ** 2, p * moved[..., 1:]], -1)
+
+    sim = TimeSteps(rate, method="crank_nicolson", mass=None)
+    with pytest.raises(InputError, match="not known before forward"):
+        sim.pattern  # noqa: B018
+    for n in (5, 4):
+        u0 = np.random.default_rng(n).random((n,) if batch is None else (batch, n))
+        run = sim.forward(u0, 0.7, steps=3, dt=0.1)
+        dense = sp.eye_array(n) + sp.eye_array(n, k=-1) + sp.eye_array(n, k=n - 1)
+        assert sim.pattern == Pattern(sp.csr_array(dense))
+        given = TimeSteps(rate, dense, "crank_nicolson").forward(u0, 0.7, steps=3, dt=0.1)
+        found, expected = (each.backward(grad_last=np.ones_like(u0)) for each in (run, given))
+        np.testing.assert_allclose(found.u0, expected.u0, rtol=1e-9, atol=1e-12)
+
+    def late(u: Any, t: Any, p: Any) -> Any:
+        return np.stack([u[1] if t > 5 else u[0], u[1]])
+
+    sim = TimeSteps(late)
+    run = sim.forward([1.0, 1.0], steps=9, dt=0.1, t0=4.5)
+    with pytest.raises(GradientError, match=r"lacks an entry: equation 0 .* holds for the first"):
+        run.backward(grad_last=[1.0, 1.0])
+    sim.forward([1.0, 1.0], steps=2, dt=0.1, t0=6)
+    sim.forward([1.0, 1.0], steps=9, dt=0.1, t0=4.5).backward(grad_last=[1.0, 1.0])
+    own = ImplicitSteps(lambda u, old, t, dt, p: u - old + dt * u * old[::-1])
+    own.forward([1.0, 2.0], steps=2, dt=0.1).backward(grad_last=[1.0, 1.0])
+    assert (own.pattern.nnz, own.pattern_old.nnz) == (2, 4)
+
+
+def test_patterns_that_cannot_be_read_are_asked_for() -> None:
+    with pytest.raises(InputError, match=r"pattern is None, and rate cannot be read: np\.solve"):
+        TimeSteps(UNREAD["solve"][0]).forward([1.0, 2.0], 0.5, steps=1, dt=0.1)
+    with pytest.raises(InputError, match="pattern is None; expected one for a function of JAX"):
+        TimeSteps(lambda u, t, p: u, derivatives="jax")
+    with pytest.raises(InputError, match="samples depend on each other"):
+        TimeSteps(lambda u, t, p: u - u.mean(0)).forward(np.ones((2, 3)), steps=1, dt=0.1)
+    with pytest.raises(InputError, match="u0 has shape"):
+        TimeSteps(lambda u, t, p: u).forward([], steps=1, dt=0.1)
 
 
 def test_many_parameters_need_no_pattern() -> None:

@@ -471,9 +471,9 @@ def test_segments_hold_a_memory_limit(method: str) -> None:
     grads = run.backward(grad_last=last)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # The times, lengths and gradients of steps are inputs and outputs. Comparisons of derivatives
-    # take some dozens of vectors for a moment.
-    assert peak < limit + 6 * 8 * steps + 100_000
+    # The times, lengths and gradients of steps are inputs and outputs. What was read of the
+    # function takes some dozens of vectors.
+    assert peak < limit + 6 * 8 * steps + 150_000
     assert run.states is None
     assert whole.states is not None
     assert "at a time" in repr(run)
