@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,15 @@ from ..arrays.arrays import check_no_mask
 from ..checks import check_has_shape
 from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent, arguments
+from ..recurrent.definition import Mask, width_of
+from ..recurrent.further import Further, columns_of, of_network
 from ..recurrent.memory import beside
 from ..recurrent.passes import RecurrentLike
 from ..recurrent.step import OneCell
+from .binder import FUNCTIONS
 from .ffi.calls import FLOATS, as_arrays, check_platform, together
 from .ffi.primitives import TracedNetwork, run
 from .ffi.truncated import run_truncated
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _MOST = np.iinfo(np.int32).max
 
@@ -34,7 +34,8 @@ def recurrent(
     lengths: Any = None,
     resets: Any = None,
     reset_states: Any = None,
-    **options: Unpack[arguments.OptionsDict],
+    key: Any = None,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """Return the outputs and the last states of a recurrent network.
 
@@ -65,7 +66,12 @@ def recurrent(
         such a step to the one before it.
     reset_states : array_like, shape (layers · directions, [batch,] state_size), optional
         The states that `resets` set in place of zeros, such as learned ones.
+    key : PRNG key, optional
+        Source of the random masks of cells that declare a :class:`.Mask`; by default masks are
+        their expectation, as in inference.
     **options
+        The further inputs that cells declare (:class:`.Given`), by the names that parameters have,
+        such as ``drive_l0``, of any shape that broadcasts to ``(T, [batch,] hidden_size)``; and
         `memory_limit`, `truncate` and `return_states`, as for :class:`.TrainingStep`. Truncated
         gradients are computed in reverse mode alone, and the limit is then that of the windows that
         are computed at once.
@@ -114,6 +120,9 @@ def recurrent(
             "Cell"
         )
     net: RecurrentLike = OneCell(network) if isinstance(network, Cell) else network
+    inputs_of = of_network(net) if width_of(net) > net.input_size else []
+    further_names = [each.name for each in inputs_of if each.name in options]
+    further = {name: options.pop(name) for name in further_names}
     own_options = arguments.Options.read(net, options).of_cells(net.cells[0][0].program.states)
     known = net.params
     if not isinstance(params, Mapping) or set(params) != set(known):
@@ -121,12 +130,16 @@ def recurrent(
         raise InputError(f"params has {names}; expected {sorted(known)}, as network.params")
     names = [f"params[{name!r}]" for name in known]
     named = dict(zip(names, map(params.__getitem__, known), strict=True))
-    *own, inputs, begin, anew = as_arrays(
-        FLOATS, **named, x=x, state=state, reset_states=reset_states
-    )
+    about = {**named, "x": x, "state": state, "reset_states": reset_states, **further}
+    arrays = dict(zip(about, as_arrays(FLOATS, **about), strict=True))
+    own, inputs = [arrays[name] for name in names], arrays["x"]
+    begin, anew = arrays["state"], arrays["reset_states"]
     for name, param, like in zip(names, own, known.values(), strict=True):
         check_has_shape(name, param, like.shape)
     arguments.check_input("x", inputs, net.input_size, "T, batch", "T")
+    if inputs_of:
+        given = {name: arrays[name] for name in further}
+        inputs = _widened(inputs, inputs_of, net.cells[0][0].hidden_size, given, key)
     states = (sum(map(len, net.cells)), *inputs.shape[1:-1], net.state_size)
     begin = jnp.zeros(states, inputs.dtype) if begin is None else begin
     arguments.check_state(begin, states, inputs)
@@ -142,13 +155,28 @@ def recurrent(
     if not is_batched:
         inputs, begin = inputs[:, None], begin[:, None]
         resets = None if resets is None else resets[:, None]
-    given = together((own, inputs, begin, lengths, resets))
+    numbers = together((own, inputs, begin, lengths, resets))
     truncate = own_options.truncate
     is_cut = truncate is not None and len(inputs) > 2 * truncate and inputs.size > 0
-    output, last = (run_truncated if is_cut else run)(TracedNetwork(net), own_options, *given)
+    output, last = (run_truncated if is_cut else run)(TracedNetwork(net), own_options, *numbers)
     if own_options.return_states == "layers":
         output = output.reshape(*output.shape[:2], len(last), net.state_size)
     return (output, last) if is_batched else (output[:, 0], last[:, 0])
+
+
+def _widened(
+    x: Any, inputs: Sequence[Further], units: int, given: Mapping[str, Any], key: Any
+) -> Any:
+    """Return an input with further inputs behind it."""
+    keys: Any = iter(() if key is None else jax.random.split(key, len(inputs)))
+
+    def draw(mask: Mask, p: float, shape: Any) -> Any:
+        kept = jax.random.bernoulli(next(keys), 1 - p, shape)
+        return jnp.where(kept, mask.values(p)[0], 0).astype(x.dtype)
+
+    shape = *x.shape[:-1], units
+    columns = columns_of(FUNCTIONS, x, inputs, given, shape, None if key is None else draw)
+    return jnp.concatenate([x, *columns], -1)
 
 
 def _read_lengths(lengths: Any, x: tuple[int, ...]) -> Any:

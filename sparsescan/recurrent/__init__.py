@@ -14,7 +14,17 @@ from ..graph.functions import (
 )
 from .cell import Cell
 from .cells import GRUCell, LSTMCell, RNNCell
-from .definition import FORMER_FUNCTIONS, Choice, Constant, Hidden, Input, Scalar, Vector
+from .definition import (
+    FORMER_FUNCTIONS,
+    Choice,
+    Constant,
+    Given,
+    Hidden,
+    Input,
+    Mask,
+    Scalar,
+    Vector,
+)
 from .networks import GRU, LSTM, RNN, Recurrent
 
 __all__ = [
@@ -25,9 +35,11 @@ __all__ = [
     "Choice",
     "Constant",
     "GRUCell",
+    "Given",
     "Hidden",
     "Input",
     "LSTMCell",
+    "Mask",
     "RNNCell",
     "Recurrent",
     "Scalar",

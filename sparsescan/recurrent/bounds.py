@@ -25,7 +25,8 @@ def pauses_of(program: CellProgram) -> int:
     most = _most_factors(program, [*program.grads, *program.arguments])
     if most > _MOST_FACTORS:
         return NEVER
-    return BOUNDED if most <= 2 and _tells_of_before(program) else STRICT
+    is_bounded = most <= 2 and not program.further_grads and _tells_of_before(program)
+    return BOUNDED if is_bounded else STRICT
 
 
 def _most_factors(program: CellProgram, roots: list[Node]) -> float:

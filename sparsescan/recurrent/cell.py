@@ -29,11 +29,14 @@ from .definition import (
     bias_name,
     check_uses,
     declared,
+    further_of,
     initial_of,
     read_options,
     shapes_of,
     trace,
+    width_of,
 )
+from .further import filled_up
 from .jacobian import Equations, Linearization, place_of, read_arrays, values_room
 from .program import INPUT, CellProgram
 from .render.numpy import ArrayCode
@@ -59,6 +62,12 @@ class Cell(Parametrised, Fixed):
     arithmetic on vectors of one number a unit. The first state is the output ``h_t``. The step is
     called once, on symbols, when the class is made; Jacobians, gradients and kernels follow from
     it. ``print(cell)`` shows what a step computes, and what is kept of it for the backward pass.
+
+    A step may read further inputs: what each call is given (:class:`Given`), and random masks
+    (:class:`Mask`). Calls of :meth:`training_step` and of modules take them by name. Other methods
+    of a cell take an `x` of ``input_size + further·hidden_size`` columns, with those behind the
+    input in the order in which the class declares them. Masks may be left out there: they are
+    their expectation.
 
     :meth:`unroll` runs a sequence step by step, and :meth:`training_step` forward and backward.
     Other methods compute steps whose previous states are known. Their arrays may have any number of
@@ -240,7 +249,9 @@ class Cell(Parametrised, Fixed):
             gates = {name: each.gates for name, each in self._declared.items()}
             states = list(inspect.signature(self.step).parameters)[1:]
             states = states if len(states) == self.program.states else []
-            self._codes[key] = ArrayCode(self.program, type(self).__name__, gates, states)
+            further = list(further_of(type(self)))
+            about = type(self).__name__, gates, states, further
+            self._codes[key] = ArrayCode(self.program, *about)
         return self._codes[key]
 
     @cached_property
@@ -374,8 +385,9 @@ class Cell(Parametrised, Fixed):
             If the states would take more memory than there is.
         """
         x = read_array("x", x)
-        if x.ndim < 2 or x.shape[-1] != self.input_size:
-            raise InputError(f"x has shape {x.shape}; expected (T, …, {self.input_size})")
+        x, width = filled_up(self, x), width_of(OneCell(self))
+        if x.ndim < 2 or x.shape[-1] != width:
+            raise InputError(f"x has shape {x.shape}; expected (T, …, {width})")
         steps, lead = x.shape[0], x.shape[1:-1]
         if state is None:
             state = namespace(x).zeros((*lead, self.state_size), x.dtype)
@@ -383,7 +395,7 @@ class Cell(Parametrised, Fixed):
         check_state(state, (*lead, self.state_size), x)
         _, dtype = place_of(self, x, state)
         batch = math.prod(lead)
-        x = for_kernels(x.reshape(steps, batch, self.input_size), dtype)
+        x = for_kernels(x.reshape(steps, batch, width), dtype)
         first = for_kernels(state.reshape(batch, self.state_size), dtype)
         return unroll(self, x, first).reshape(steps + 1, *lead, self.state_size)
 

@@ -19,6 +19,7 @@ from ..checks import check_choice, check_count, check_flag
 from ..errors import InputError, InputTypeError, short
 from ..graph import functions
 from ..graph.expressions import topological
+from ..graph.functions import stop_gradient
 from ..graph.operations import NUMPYS, Node, Reduction, as_node, linear_map, number, symbol
 from ..graph.tracing import Front, refuse, tracing
 from ..parameters.parametrised import Parameter
@@ -61,6 +62,14 @@ _FRONT = Front(
 )
 
 
+# What calls of networks take by name, in any door.
+_ARGUMENTS = {
+    *("x", "input", "state", "hx", "lengths", "resets", "reset_states", "rng", "key"),
+    *("network", "params", "memory_limit", "truncate", "return_states"),
+    *("num_layers", "batch_first", "dropout", "bidirectional", "masks", "device"),
+}
+
+
 def bias_name(matrix: str) -> str:
     """Return the name of the bias of a matrix: ``bias_ih`` of ``weight_ih``."""
     kind, _, rest = matrix.partition("_")
@@ -97,6 +106,16 @@ class Layers(Protocol):
     def cells(self) -> tuple[tuple[CellLike, ...], ...]:
         """The cells of each direction of each layer."""
         ...
+
+
+def width_of(network: Layers) -> int:
+    """Return how many numbers a network reads in a step: the input, and all further inputs.
+
+    Behind the input there are the further inputs of each direction of each layer.
+    """
+    cells = [cell for layer in network.cells for cell in layer]
+    own = (len(cell.program.further_grads) * cell.hidden_size for cell in cells)
+    return network.input_size + sum(own)
 
 
 def _finite(name: str, value: Any) -> float:
@@ -395,6 +414,108 @@ class Constant(_Option):
         return value
 
 
+class Given:
+    """Declare a further input of the step: one number for each unit, which each call is given.
+
+    In a class with ``drive = Given()`` the step reads ``self.drive``, elementwise or by a
+    :class:`Hidden`. A call of a cell takes it by its name, ``drive=array``, and one of a network
+    with the layer, ``drive_l0=array``. An array has any shape that broadcasts to ``(T, batch,
+    hidden_size)``: ``(T, batch, 1)`` is one number for each sample and step, and ``(batch,
+    hidden_size)`` the same in all steps. There are gradients in it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sparsescan.recurrent import Cell, Given, Hidden, Input
+    >>> class Driven(Cell):
+    ...     weight_ih = Input()
+    ...     weight_hh = Hidden()
+    ...     drive = Given()
+    ...     def step(self, x, h):
+    ...         return h + self.drive * (np.tanh(self.weight_ih(x) + self.weight_hh(h)) - h)
+    >>> step = Driven(3, 4, rng=0).training_step()
+    >>> x = np.ones((7, 2, 3), np.float32)
+    >>> output, _ = step.forward(x, drive=np.full((7, 2, 1), 0.5, np.float32))
+    >>> step.backward(output).further["drive"].shape
+    (7, 2, 1)
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """Its name in the class."""
+        return self._name
+
+    def symbol_at(self, place: int) -> Node:
+        """Return what stands for it in a step, by its number."""
+        return symbol("further", place)
+
+
+class Mask(Given, _Option):
+    """Declare a random mask, which is drawn for each unit and sample while a network trains.
+
+    It is 0 with probability `p`, and otherwise ``1 / (1 - p)``, as :class:`torch.nn.Dropout`
+    multiplies by; with ``scaled=False`` otherwise 1. In inference it is its expectation: 1, or
+    ``1 - p``. There is no gradient in it. Its name is that of an option, too: in a class with
+    ``drop = Mask(0.5)``, the cell ``Elman(3, 4, drop=0.2)`` has another probability.
+
+    A call that is given a source of random numbers draws it (`rng`, or `key` in JAX); a module of
+    PyTorch draws it while it trains, from PyTorch's generator. A call that is given an array by its
+    name, as for :class:`Given`, draws none.
+
+    Parameters
+    ----------
+    p : float
+        The probability of 0, unless a cell is made with another one.
+    per : {"step", "sequence"}, default "step"
+        How often it is drawn: anew in each step, or once for all steps of a sample.
+    scaled : bool, default True
+        Whether its expectation is 1.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If `p` is no number from 0 to 1, or an argument is wrong.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sparsescan.recurrent import Cell, Hidden, Input, Mask
+    >>> class Elman(Cell):
+    ...     weight_ih = Input()
+    ...     weight_hh = Hidden()
+    ...     drop = Mask(0.25, per="sequence")  # Gal and Ghahramani, 2016
+    ...     def step(self, x, h):
+    ...         return np.tanh(self.weight_ih(x) + self.weight_hh(self.drop * h))
+    >>> step = Elman(3, 4, rng=0).training_step()
+    >>> output, _ = step.forward(np.ones((7, 2, 3), np.float32), rng=0)
+    """
+
+    def __init__(self, p: float, per: str = "step", *, scaled: bool = True) -> None:
+        self.default = p
+        self._name = "p"
+        self.check(p)
+        self.per = check_choice("per", per, "step", "sequence")
+        self.scaled = check_flag("scaled", scaled)
+
+    def check(self, value: Any) -> float:
+        """Return a probability, or raise an error that names the option."""
+        p = _finite(self._name, value)
+        if not 0 <= p <= 1:
+            raise InputError(f"{self._name} is {short(value)}; expected a number from 0 to 1")
+        return p
+
+    def symbol_at(self, place: int) -> Node:
+        """Return what stands for it in a step, by its number; it has no gradient."""
+        return stop_gradient(symbol("further", place))
+
+    def values(self, p: float) -> tuple[float, float]:
+        """Return what it is where it is not 0, and its expectation."""
+        return (1 / (1 - p) if p < 1 else 0.0, 1.0) if self.scaled else (1.0, 1 - p)
+
+
 class Choice(_Option):
     """Declare an option that is one of some names: of elementwise functions, or any others.
 
@@ -543,6 +664,8 @@ class _Traced:
             return found.without()
         if isinstance(found, _Declared):
             return found.symbol()
+        if isinstance(found, Given):
+            return found.symbol_at(list(further_of(cls)).index(name))
         if isinstance(found, Parameter):
             refuse(f"self.{name}, a bias,", "products, which add the biases of their matrices")
         if isinstance(found, _Option):
@@ -612,6 +735,11 @@ def initial_of(cls: type) -> dict[str, float]:
     }
 
 
+def further_of(cls: type) -> dict[str, Given]:
+    """Return the further inputs that a class declares, those of its bases first."""
+    return {name: each for name, each in _attributes(cls) if isinstance(each, Given)}
+
+
 def matrices_of(cls: type) -> list[str]:
     """Return the names of the matrices that a class declares."""
     return [name for name, each in declared(cls).items() if isinstance(each, _Matrix)]
@@ -644,12 +772,14 @@ def _check_names(cls: type) -> None:
     taken = {"options", "state_size", *dir(base), *inspect.signature(base).parameters}
     matrices = {name: each for name, each in known.items() if isinstance(each, _Matrix)}
     for name, each in known.items():
-        if not isinstance(each, (_Declared, _Option)):
+        if not isinstance(each, (_Declared, _Option, Given)):
             continue
         title = f"{cls.__name__}.{name}"
         if each.name != name:
             raise InputError(f"{title} is {each.name}, too; expected a declaration of its own")
         masked = name.removesuffix("_mask")
+        if isinstance(each, Given):
+            taken |= _ARGUMENTS
         if name in taken or (masked != name and masked in matrices):
             raise InputError(f"{title} has a name that cells use themselves; expected another one")
     for name, matrix in matrices.items():
@@ -717,7 +847,8 @@ def trace(cls: Any, options: Mapping[str, Any], bias: bool = True) -> CellProgra
                 f"{cls.__name__}.step ({_place(step)}) returns {short(each)}; expected vectors of "
                 "units"
             )
-    return analyse([as_node(each) for each in outputs], names, heads_of(cls, options))
+    about = heads_of(cls, options), len(further_of(cls))
+    return analyse([as_node(each) for each in outputs], names, *about)
 
 
 def check_uses(cls: Any) -> None:
@@ -742,13 +873,15 @@ def check_uses(cls: Any) -> None:
 
 def _unused(cls: Any, program: CellProgram) -> list[str]:
     """Return what a class declares and a program does not use."""
+    leaves = topological(program.traced)
     uses = {
         each.details if each.operation == "product" else (*each.details, False)
-        for each in topological(program.traced)
+        for each in leaves
         if each.operation in ("product", "scalar", "vector")
         and not isinstance(each.details[0], Reduction)
     }
-    unused = []
+    read = {each.details[0] for each in leaves if each.operation == "further"}
+    unused = [f"self.{name}" for k, name in enumerate(further_of(cls)) if k not in read]
     for name, each in declared(cls).items():
         used = [{(name, k, False), (name, k, True)} & uses for k in range(each.blocks)]
         if not any(used):

@@ -38,9 +38,9 @@ Places = NDArray[np.int64]
 def fits(program: CellProgram, units: int, dtype: DTypeLike) -> bool:
     """Return whether there are kernels: for vectors that fit the shared memory of a block.
 
-    There are none yet for the largest number of several units.
+    There are none yet for the largest number of several units, nor for further inputs.
     """
-    if _has_maximum(program):
+    if _has_maximum(program) or program.further_grads:
         return False
     code, exact = cuda_program(program), np.dtype(dtype)
     layout, most = layout_of(len(code.blocks), units, exact), multiprocessors_of(load_cupy()).block
@@ -49,6 +49,8 @@ def fits(program: CellProgram, units: int, dtype: DTypeLike) -> bool:
 
 def source_of(cell: CellLike, dtype: DTypeLike, *, is_backward: bool) -> str:
     """Return the text of the device functions of a cell, for one sample of a block."""
+    if cell.program.further_grads:
+        raise InputError(f"{cell!r} has further inputs, which kernels of a GPU do not read yet")
     code, exact = cuda_program(cell.program), np.dtype(dtype)
     layout = layout_of(len(code.blocks), cell.hidden_size, exact)
     return sequence_source(code, layout, exact, 1, back=is_backward)

@@ -92,6 +92,7 @@ class HostMemory(HostSizes, Memory):
         (self.lengths,), (self.zeros,) = arrays["lengths"], arrays["zeros"]
         self._grads, self._parts = arrays["grads"], arrays["part"]
         (self._above,) = arrays.get("above", [none])
+        (self.further,) = arrays.get("further", [none])
         self._ones = self.calls.room(2 * self.group, self.dtype)
         self.calls.launch(fill_with, self._ones, 1)
         gates = arrays["gates"]
@@ -219,6 +220,11 @@ class HostMemory(HostSizes, Memory):
             caller = self.no_caller._replace(x=self._x, is_shorter=self._is_shorter)
             about = caller, self._all_samples(0), self._cols, self.states[0]
             self._for_steps(partial(self.calls.launch, callers.turn_in, *about))
+        caller = self.no_caller._replace(x=self._x, is_shorter=self._is_shorter)
+        for column in range(self.inputs, self.widths[0], self.units):
+            plane = self.further[(column - self.inputs) // self.units * self.plane :]
+            about = caller, self._all_samples(0), column, plane
+            self._for_steps(partial(self.calls.launch, callers.further_in, *about))
 
     def _place(self, k: int) -> int:
         """Return which of the caller's initial states are those of a direction."""
@@ -322,6 +328,7 @@ class HostMemory(HostSizes, Memory):
 
     def read_carry(self, carry: Array | list[Array]) -> None:
         """Take over the gradients in the last states."""
+        self.in_further = self.no_caller.x
         for k in range(len(self.directions)):
             self._read_states(k, self._carry_parts(k), -1, _listed(carry))
             if self._is_reset:
@@ -340,7 +347,10 @@ class HostMemory(HostSizes, Memory):
 
     def input_grad(self) -> Array:
         """Return a new array for the gradients in the input."""
-        return self.calls.result("input", (self.steps, self.batch, self.widths[0]), self.dtype)
+        in_all = self.calls.result("input", (self.steps, self.batch, self.widths[0]), self.dtype)
+        if self.widths[0] > self.inputs:
+            self.in_further = in_all.reshape(-1)
+        return in_all
 
     def below(self, k: int) -> Array:
         """Return the array for the gradients in the input of the layer of a direction."""
@@ -377,16 +387,15 @@ class HostMemory(HostSizes, Memory):
         sums_of = {k: self._zero_sums(k, lots) for k in ks}
         for k in ks:
             self.calls.launch(fill_with, self.row_sums[k], 0)
+            if parts and not self.directions[k].reads_input:
+                self.calls.launch(fill_with, parts[self.directions[k].back].reshape(-1), 0)
         for start in reversed(range(0, self.steps, self.segment)) if self.batch else ():
             span = start, min(start + self.segment, self.steps)
             self.for_each_group(ks, _back, weights, sums_of, above, parts, span)
             if not self._keeps_samples:
                 self._sum_up(ks, sums_of, span)
-        for one in (self.directions[k] for k in ks) if parts else ():
-            if not one.reads_input:
-                self.calls.launch(fill_with, parts[one.back].reshape(-1), 0)
         for part in parts[1:]:
-            self._for_steps(partial(self._add_steps, parts[0], part))
+            self._for_steps(partial(self._add_steps, self.directions[ks.start], parts[0], part))
         if self._keeps_samples:
             return [self._factors(k) for k in ks]
         return [self._param_grads(k, sums_of[k], lots) for k in ks]
@@ -457,11 +466,15 @@ class HostMemory(HostSizes, Memory):
             self.calls.launch(callers.take_over, self.row_sums[k][: out.size], out, 0)
         return factors
 
-    def _add_steps(self, total: Array, part: Array, start: int, stop: int) -> None:
-        """Add some steps of an array to those of another."""
-        row = math.prod(total.shape[1:])
-        flat = total.reshape(-1), part.reshape(-1)
-        self.calls.launch(add_range, *flat, start * row, stop * row)
+    def _add_steps(self, one: Direction, total: Array, part: Array, start: int, stop: int) -> None:
+        """Add the gradients in some steps' inputs of a direction to those of another."""
+        width, flat = total.shape[2], (total.reshape(-1), part.reshape(-1))
+        if width == one.inputs:
+            row = math.prod(total.shape[1:])
+            self.calls.launch(add_range, *flat, start * row, stop * row)
+            return
+        where = flat[1], self.batch, width, 0, one.inputs, flat[0], width, 0
+        self.calls.launch(callers.add_columns, *where, start, stop)
 
     def _sum_up(self, ks: range, sums_of: dict[int, _SumsOf], span: tuple[int, int]) -> None:
         """Add the gradients of the parameters over some steps that the backward pass has not."""
@@ -590,6 +603,11 @@ class _Group:
             cols=one.cols,
             block=one.block,
             jump=memory.plane,
+            below_width=memory.widths[0] if one.layer == 1 else one.inputs,
+            further=memory.further[k * one.further * memory.plane :],
+            further_rows=np.array(renderer.further_rows, np.int64),
+            further_width=memory.widths[0],
+            further_column=memory.inputs + k * one.further * one.units,
             cells=memory.cells_of(one, memory.cells),
             cell_plane=memory.plane,
             others=one.states - 1,
@@ -666,13 +684,15 @@ def _back(
     """Compute the gradients in slots and inputs of some steps of one direction."""
     memory = group.memory
     one, weights = memory.directions[k], all_weights[k]
-    below = parts[one.back].reshape(-1) if parts else memory.no_caller.x
+    has_below = bool(parts) and one.reads_input
+    below = parts[one.back].reshape(-1) if has_below else memory.no_caller.x
     about = group.sequence(k, span), weights.back, memory.states[one.layer - 1]
     flat = above.reshape(-1)[memory.columns_of(one)[1] :]
     if one.kept and not memory.keeps_gates:
         memory.calls.launch(kernels.find_ends, *about, flat, memory.ends[one.back], *span)
         _run(group, k, all_weights, span, is_again=True)
-    memory.calls.launch(kernels.back, *about, sums_of[k].dense, flat, below, *span)
+    gradients = flat, below, memory.in_further
+    memory.calls.launch(kernels.back, *about, sums_of[k].dense, *gradients, *span)
 
 
 def _listed(states: Array | list[Array]) -> list[Array]:

@@ -12,7 +12,7 @@ from ..execution.threads import thread_count
 from ..kernels.cpu.lanes import sample_lanes
 from ..kernels.cpu.tiles import SAMPLE_VECTORS, SUM_ROWS, TILE_ROWS
 from .arguments import DEFAULTS, Options
-from .definition import Layers
+from .definition import Layers, width_of
 from .loops import sharing, sums
 from .loops.products import COLUMNS
 from .packing import Direction
@@ -69,7 +69,8 @@ class HostSizes:
         self._gates_count = len(directions) if self.keeps_gates else self.per_layer
         one = directions[0]
         self.units, self.dtype, self.lanes = one.units, one.dtype, one.lanes
-        self.widths = [network.input_size, *(len(c) * c[0].hidden_size for c in network.cells)]
+        self.inputs = network.input_size
+        self.widths = [width_of(network), *(len(c) * c[0].hidden_size for c in network.cells)]
         # How many states of a cell are outputs.
         self._returns_layers = options.return_states == "layers"
         self._outputs = one.states if options.return_states else 1
@@ -148,6 +149,9 @@ class HostSizes:
             sizes += [(name, size)] * (len(self.widths) - 1)
             if self._has_resets:
                 sizes += [(f"{name} before", size)] * (len(self.widths) - 1)
+        if self.widths[0] > self.inputs:
+            planes = (self.widths[0] - self.inputs) // self.units
+            sizes += [("further", planes * self.plane + more * self.units)]
         sizes = [(name, size + self.lanes) for name, size in sizes]
         gates = [
             self.segment * self.padded * one.units * self.step_rows(one) for one in self.directions

@@ -30,6 +30,7 @@ from ..execution.sharing import even_slices, map_shared
 from ..graph.operations import Node, Reduction, symbol
 from ..parameters.parametrised import masked
 from ..symbolic.pattern import Pattern
+from .further import filled_up
 from .heads import blocks_of, whole_of
 from .linear import ONE, Key
 from .loops.values import fill_blocks, fill_entries, multiply_rows, put_column
@@ -113,7 +114,7 @@ class Equations(Structure):
         rows = xp.empty((len(x), self.width), x.dtype)
         rows[:, self.one] = 1
         for at, part in self.copied:
-            rows[:, at] = x if part is None else state[:, part]
+            rows[:, at] = x[:, : self.inputs] if part is None else state[:, part]
         return rows
 
     def run(
@@ -142,7 +143,8 @@ class Equations(Structure):
                     room += weights.packed[k, self.one]
             return found
 
-        given = self._own_input(x), self._own_states(state, self.size)
+        further = self._own_states(x[:, self.inputs :], self.size)
+        given = self._own_input(x[:, : self.inputs]), further, self._own_states(state, self.size)
         self.code.on(xp)[which](sums, *given, weights.rows, out, x.dtype.type)
 
     def _own_states(self, array: Array, size: int) -> list[Array]:
@@ -619,14 +621,17 @@ class Linearization:
         """Return the gradients of the inputs."""
         equations, xp, weights = self._equations, self._xp, self._weights
         out = xp.zeros(self._shape, self._dtype)
-        has_own = equations.linear.input_grad is not None
+        inputs, units = equations.inputs, equations.units
+        own = [equations.linear.input_grad, *equations.linear.further_grads]
+        begins = [0, *range(inputs, self._shape[1], units)]
+        places = [at for at, each in zip(begins, own, strict=True) if each is not None]
 
         def pull(block: _Rows) -> None:
             part = grad[block.at]
-            grads = equations.grads(xp, "input_grads", weights, block, part, int(has_own))
-            if has_own:
-                out[block.at] = grads[-1]
-            equations.pull(xp, weights, grads, INPUT, out[block.at])
+            grads = equations.grads(xp, "input_grads", weights, block, part, len(places))
+            for at, one in zip(places, grads[len(grads) - len(places) :], strict=True):
+                out[block.at, at : at + units] = one
+            equations.pull(xp, weights, grads, INPUT, out[block.at, :inputs])
 
         map_shared(pull, self._blocks)
         return out.reshape(*self._lead, self._shape[1])
@@ -645,10 +650,11 @@ class Linearization:
 def read_arrays(cell: Any, **arrays: Any) -> tuple[Any, Shape, list[Array]]:
     """Return NumPy or CuPy, the leading axes, and the arrays in one dtype, ``(n, size)``."""
     checked = {name: read_array(name, array) for name, array in arrays.items()}
-    x = checked["x"]
+    x = checked["x"] = filled_up(cell, checked["x"])
     lead: Shape = x.shape[:-1]
-    if x.shape[-1:] != (cell.input_size,):
-        raise InputError(f"x has shape {x.shape}; expected (…, {cell.input_size})")
+    width = cell.input_size + len(cell.program.further_grads) * cell.hidden_size
+    if x.shape[-1:] != (width,):
+        raise InputError(f"x has shape {x.shape}; expected (…, {width})")
     for name, array in checked.items():
         if name != "x":
             check_has_shape(name, array, (*lead, cell.state_size), f", as x has shape {x.shape}")

@@ -53,6 +53,8 @@ class LinearProgram(NamedTuple):
         Gradients in slots and in rows of parameters.
     input_grad : Node or None
         Gradient in the input of each unit, but for that by products.
+    further_grads : tuple of Node or None
+        Gradients in further inputs.
     slot_columns, state_columns : tuple of dict of Node to int
         For gradients in slots, and in states but for those by products: the slope or column that
         each gradient from behind is multiplied by.
@@ -65,6 +67,7 @@ class LinearProgram(NamedTuple):
     slot_grads: tuple[Node | None, ...]
     row_grads: tuple[Node | None, ...]
     input_grad: Node | None
+    further_grads: tuple[Node | None, ...]
     slot_columns: tuple[dict[Node, int], ...]
     state_columns: tuple[dict[Node, int], ...]
     stages: tuple[BackStage, ...]
@@ -101,7 +104,7 @@ def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
         The functions that use it may read inputs and states if `may_be_read`.
         """
         kinds = {each.operation for each in topological([whole])}
-        is_same = kinds.isdisjoint(("input", "state", "slot"))
+        is_same = kinds.isdisjoint(("input", "further", "state", "slot"))
         if is_same or (may_be_read and whole.operation in ("input", "state")):
             return whole
         return slopes.setdefault(whole, symbol("slope", len(slopes)))
@@ -132,7 +135,9 @@ def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
         if root is not None and grad is not None:
             written[root] = grad
             sources[root] = None
-    *row_grads, input_grad = (write(root, sources, True) for root in plain[slots + states :])
+    others = [write(root, sources, True) for root in plain[slots + states :]]
+    rows = len(program.row_grads)
+    row_grads, (input_grad, *further_grads) = others[:rows], others[rows:]
     columns: dict[Node, int] = {}
 
     def numbers(grad: Node | None) -> dict[Node, int]:
@@ -155,6 +160,7 @@ def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
         slot_grads=tuple(slot_grads),
         row_grads=tuple(row_grads),
         input_grad=input_grad,
+        further_grads=tuple(further_grads),
         slot_columns=tuple(slot_columns),
         state_columns=tuple(state_columns),
         stages=_stages(program, slot_grads),
@@ -174,7 +180,8 @@ def _without_quotients(program: CellProgram, zeros: Collection[int]) -> list[Nod
     vector less, these gradients read that factor: here it has just been computed.
     """
     forward = topological([*program.outputs, *program.arguments])
-    roots = [*program.slot_grads, *program.state_grads, *program.row_grads, program.input_grad]
+    inputs = program.input_grad, *program.further_grads
+    roots = [*program.slot_grads, *program.state_grads, *program.row_grads, *inputs]
     given = [each for each in roots if each is not None]
     # What the forward pass computes stays as it is.
     plain = {each: each for each in forward}

@@ -253,7 +253,7 @@ class Direction:
         self.renderer = renderer_of(self.program)
         self.code = code_of(self.program, type(cell).__name__, dtype)
         self.slots, self.states = len(self.program.slots), self.program.states
-        self.rows = len(self.program.rows)
+        self.rows, self.further = len(self.program.rows), len(self.program.further_grads)
         # Numbers of all slots, and of the inputs, which may be filled up.
         self.products = self.slots * self.units
         self.cols = self.inputs + self.inputs % 2 if sample_rows == 2 else self.inputs

@@ -13,7 +13,7 @@ from ..execution.calls import Calls, aligned_empty
 from ..execution.recording import Recorder, Recording, Space
 from ..execution.replay import Replay
 from ..execution.threads import thread_count
-from .definition import Layers
+from .definition import Layers, width_of
 from .host import HostMemory
 from .host_sizes import Extent, HostSizes
 from .memory import has_reset_states
@@ -91,7 +91,7 @@ class Passes:
         has_lengths = lengths is not None
         count = 2 + states + has_lengths + has_resets
         recorder = Recorder(kept, count + len(shapes))
-        x = recorder.array(1, (steps, batch, network.input_size), dtype)
+        x = recorder.array(1, (steps, batch, width_of(network)), dtype)
         if directions is None:
             directions = directions_of(network, dtype, rows_of_lanes(network, dtype, batch))
         self._memory = memory = HostMemory(network, directions, extent, recorder)

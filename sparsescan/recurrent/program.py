@@ -93,10 +93,10 @@ class Derived(NamedTuple):
 class CellProgram:
     """A step and its derivatives, analysed.
 
-    Leaves of the expressions are ``number``, ``input`` (the input of each unit), ``state`` (before
-    the step, by number), ``vector`` and ``scalar`` (parameters), ``derived`` (by number), ``slot``
-    (by number), and backward ``gradient`` (in a state after the step, by number) and ``back`` (in
-    an argument, by number).
+    Leaves of the expressions are ``number``, ``input`` (the input of each unit), ``further`` (a
+    further input, by number), ``state`` (before the step, by number), ``vector`` and ``scalar``
+    (parameters), ``derived`` (by number), ``slot`` (by number), and backward ``gradient`` (in a
+    state after the step, by number) and ``back`` (in an argument, by number).
 
     Attributes
     ----------
@@ -122,6 +122,8 @@ class CellProgram:
         parameters; None for zeros.
     input_grad : Node or None
         Gradient in the input of each unit, but for that by products.
+    further_grads : tuple of Node or None
+        Gradients in further inputs.
     uses_input : bool
         Whether elementwise operations read the input, which then has as many numbers as units.
     names : dict of Node to str
@@ -145,6 +147,7 @@ class CellProgram:
     state_grads: tuple[Node | None, ...]
     row_grads: tuple[Node | None, ...]
     input_grad: Node | None
+    further_grads: tuple[Node | None, ...]
     uses_input: bool
     names: dict[Node, str]
     traced: tuple[Node, ...]
@@ -155,8 +158,9 @@ class CellProgram:
 
     @property
     def grads(self) -> list[Node]:
-        """All gradients that are not zeros, those in the input last."""
-        grads = *self.slot_grads, *self.state_grads, *self.row_grads, self.input_grad
+        """All gradients that are not zeros, those in inputs last."""
+        own = *self.slot_grads, *self.state_grads, *self.row_grads
+        grads = *own, self.input_grad, *self.further_grads
         return [each for each in grads if each is not None]
 
     @property
@@ -221,6 +225,7 @@ def analyse(
     outputs: Sequence[Node],
     names: dict[Node, str] | None = None,
     heads: dict[str, int] | None = None,
+    further: int = 0,
 ) -> CellProgram:
     """Return what a step computes whose new states are these.
 
@@ -234,6 +239,8 @@ def analyse(
         Names from the definition.
     heads : dict of str to int, optional
         How many heads matrices have that have several.
+    further : int, default 0
+        How many further inputs there are.
     """
     step = _ordered(_with_slots(outputs, names or {}))
     hoisted, rows, derived = _hoisted(step.roots)
@@ -251,6 +258,7 @@ def analyse(
     quotients = quotients_of([*step.outputs, *arguments], step.outputs)
     slots = [symbol("slot", k) for k in range(len(step.slots))]
     states = [symbol("state", k) for k in range(len(outputs))]
+    inputs = [INPUT, *(symbol("further", k) for k in range(further))]
     while True:
         adjoints = gradients([*seeds, *backs.items()], quotients)
         # What is only multiplied for a condition, for example, has no gradient.
@@ -259,7 +267,7 @@ def analyse(
         if read.issuperset(backs):
             break
         backs = {each: back for each, back in backs.items() if each in read}
-    found = [leaf for leaf in (*slots, *states, *rows, INPUT) if leaf in adjoints]
+    found = [leaf for leaf in (*slots, *states, *rows, *inputs) if leaf in adjoints]
     backward = bare([adjoints[leaf] for leaf in found])
     grads = dict(zip(found, backward, strict=True))
     apart = dict(zip(arguments, _told_apart(bare(arguments)), strict=True))
@@ -283,6 +291,7 @@ def analyse(
         state_grads=tuple(map(grads.get, states)),
         row_grads=tuple(map(grads.get, rows)),
         input_grad=grads.get(INPUT),
+        further_grads=tuple(map(grads.get, inputs[1:])),
         uses_input=INPUT in topological([*step.outputs, *needed]),
         names=step.names,
         traced=tuple(outputs),

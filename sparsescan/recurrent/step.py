@@ -24,7 +24,8 @@ from ..errors import Allocating, InputError, MemoryLimitError
 from ..execution.sharing import quiet
 from ..formatting import exact_bytes, format_bytes
 from . import arguments
-from .definition import CellLike
+from .definition import CellLike, width_of
+from .further import check_known, of_network, parted, widened
 from .host_sizes import Extent
 from .memory import Memory, beside
 from .packing import Direction
@@ -57,12 +58,16 @@ class Gradients(NamedTuple):
         In each parameter, summed over steps and samples.
     reset_states : ndarray or None, shape (layers · directions, [batch,] state_size)
         In the states that resets set, summed over the resets of each sample; None without them.
+    further : dict of str to ndarray, or None
+        In each further input that was given, of its shape; None where `input` is, or if cells have
+        none.
     """
 
     input: Array | None
     state: Array
     params: dict[str, Array]
     reset_states: Array | None = None
+    further: dict[str, Array] | None = None
 
 
 class TrainingStep:
@@ -146,6 +151,9 @@ class TrainingStep:
             for layer, cells in enumerate(network.cells)
             for back, cell in enumerate(cells)
         ]
+        self._further = of_network(network) if width_of(network) > network.input_size else []
+        # Of further inputs that a call gave by their names; None if they are columns of its input.
+        self._given_shapes: dict[str, tuple[int, ...]] | None = None
         self._directions: list[Direction] = []
         self._made_for: tuple[np.dtype[Any], int] | None = None
         self._memory: AnyMemory | None = None
@@ -187,6 +195,9 @@ class TrainingStep:
         lengths: ArrayLike | None = None,
         resets: ArrayLike | None = None,
         reset_states: ArrayLike | None = None,
+        *,
+        rng: np.random.Generator | int | None = None,
+        **further: ArrayLike,
     ) -> tuple[Array, Array]:
         """Compute the outputs and the last states.
 
@@ -208,6 +219,13 @@ class TrainingStep:
         reset_states : array_like, shape (layers · directions, [batch,] state_size), optional
             The states that `resets` set in place of zeros, such as learned ones. In all resets of a
             sample they are the same: its row of each direction.
+        rng : numpy.random.Generator or int, optional
+            Source of the random masks of cells that declare a :class:`.Mask`; by default masks are
+            their expectation, as in inference.
+        **further : array_like
+            The further inputs that cells declare (:class:`.Given`), by the names that parameters
+            have: ``drive_l0``, or ``drive`` of one cell. Each has a shape that broadcasts to ``(T,
+            [batch,] hidden_size)``. A mask may be given in place of the one that would be drawn.
 
         Returns
         -------
@@ -231,7 +249,17 @@ class TrainingStep:
         MemoryLimitError
             If the states take more memory than `memory_limit`, or than there is.
         """
-        return self._forward(self.network.params, x, state, lengths, resets, reset_states)
+        check_known(self._further, further)
+        if not self._further:
+            return self._forward(self.network.params, x, state, lengths, resets, reset_states)
+        x = read_array("x", x)
+        arguments.check_input("x", x, self.network.input_size, "T, batch", "T")
+        arrays = {name: read_array(name, each) for name, each in further.items()}
+        _check_on_host(self.network, x)
+        x = widened(self._further, x, self.network.cells[0][0].hidden_size, arrays, rng)
+        results = self._forward(self.network.params, x, state, lengths, resets, reset_states)
+        self._given_shapes = {name: each.shape for name, each in arrays.items()}
+        return results
 
     @Allocating("a training step")
     @quiet
@@ -245,7 +273,7 @@ class TrainingStep:
         reset_states: Any = None,
     ) -> tuple[Array, Array]:
         """Compute what :meth:`forward` does, with parameters that may be another network's."""
-        self._is_forward = False
+        self._is_forward, self._given_shapes = False, None
         x = read_array("x", x)
         if reset_states is not None:
             arguments.check_has_resets(resets)
@@ -316,12 +344,11 @@ class TrainingStep:
         in_resets = None
         if self._has_reset_states:
             state_grad, in_resets = state_grad[::2].copy(), self._as_given(state_grad[1::2].copy())
-        return Gradients(
-            None if input_grad is None else self._as_given(input_grad),
-            self._as_given(state_grad),
-            named,
-            in_resets,
-        )
+        in_x, further = None if input_grad is None else self._as_given(input_grad), None
+        if in_x is not None and self._given_shapes is not None:
+            about = self.network.input_size, self._given_shapes
+            in_x, further = parted(self._further, in_x, *about)
+        return Gradients(in_x, self._as_given(state_grad), named, in_resets, further)
 
     # -- Input ------------------------------------------------------------------------------------
 
@@ -378,7 +405,7 @@ class TrainingStep:
         are :func:`~sparsescan.recurrent.memory.beside` the initial ones.
         """
         net = self.network
-        arguments.check_input("x", x, net.input_size, "T, batch", "T")
+        arguments.check_input("x", x, width_of(net), "T, batch", "T")
         self._is_batched = x.ndim == 3
         steps, batch = x.shape[0], x.shape[1] if x.ndim == 3 else 1
         named = {"state": state, "reset_states": reset_states}
@@ -388,7 +415,7 @@ class TrainingStep:
         for name, each in states.items():
             arguments.check_state(each, (self._count, *x.shape[1:-1], net.state_size), x, name)
         dtype = np.result_type(*{array.dtype for array in (x, *every, *states.values())})
-        x = for_kernels(x.reshape(steps, batch, net.input_size), dtype)
+        x = for_kernels(x.reshape(steps, batch, width_of(net)), dtype)
         rows = self._count, batch, net.state_size
         states = {k: for_kernels(each.reshape(rows), dtype) for k, each in states.items()}
         state = states.get("state")
@@ -529,10 +556,20 @@ def unroll(cell: CellLike, x: Array, state: Array) -> Array:
             return every
 
 
+def _check_on_host(network: RecurrentLike, x: Any) -> None:
+    """Raise if an input is on a device, and a step reads further inputs."""
+    if device_of(x) is not None and width_of(network) > network.input_size:
+        raise InputError(
+            f"x is on a device, and cells of {network!r} have further inputs or masks; expected "
+            "arrays in host memory"
+        )
+
+
 def _on_device(
     network: RecurrentLike, x: Array, segment: int, has_resets: bool = False
 ) -> DeviceMemory:
     """Return memory for inputs like `x`, where they are, with the gates of so many steps."""
+    _check_on_host(network, x)
     # Which imports Numba's CUDA target.
     from .device import DeviceDirection, DeviceMemory
 

@@ -18,7 +18,17 @@ from ..locks import new_lock
 from ..ops.operation import Functions
 from .arguments import Options
 from .cell import Cell
-from .definition import Hidden, Input, Scalar, Vector, bias_name, declared, shapes_of
+from .definition import (
+    Given,
+    Hidden,
+    Input,
+    Scalar,
+    Vector,
+    bias_name,
+    declared,
+    further_of,
+    shapes_of,
+)
 from .program import INPUT, CellProgram
 
 _UNITS = "input_of_units"
@@ -36,6 +46,8 @@ class Tangent(NamedTuple):
     inputs : frozenset of str
         The parameters that multiply the input. This class has ``[[W, 0], [Ẇ, W]]`` in their place.
         It has all other parameters, and behind them their derivatives.
+    further : int
+        How many further inputs the other cell has. This class has them, and then their derivatives.
     reads_units : bool
         Whether the class has one more parameter behind those of the other cell: the identity
         matrix, with twice as many rows and columns as there are units.
@@ -44,6 +56,7 @@ class Tangent(NamedTuple):
     cell: type[Cell]
     names: tuple[str, ...]
     inputs: frozenset[str]
+    further: int
     reads_units: bool
 
 
@@ -57,7 +70,7 @@ class TangentLayer(NamedTuple):
     ----------
     tangent : Tangent
         The class of its cells.
-    units : int
+    units, directions : int
         Of the other layer.
     returns_states : bool
         Whether outputs are all states, and not the first alone.
@@ -65,6 +78,7 @@ class TangentLayer(NamedTuple):
 
     tangent: Tangent
     units: int
+    directions: int
     returns_states: bool
 
     def joined(self, xp: Functions, numbers: Sequence[Any], slopes: Sequence[Any]) -> list[Any]:
@@ -85,9 +99,21 @@ class TangentLayer(NamedTuple):
                 one = xp.eye(x, 2 * self.units)
                 own.append(xp.broadcast_to(one, (*x.shape[:-3], *one.shape)))
             whole += own + derivatives
-        return [*whole, xp.concat([x, x_slope], -1), xp.concat([state_slope, state], -1)]
+        both = zip(self._columns(x), self._columns(x_slope), strict=True)
+        inputs = xp.concat([part for pair in both for part in pair], -1)
+        return [*whole, inputs, xp.concat([state_slope, state], -1)]
 
-    def parted(self, grads: Sequence[Any]) -> list[Any]:
+    def _columns(self, x: Any, times: int = 1) -> list[Any]:
+        """Return inputs in parts: the input itself, and the further inputs of each direction.
+
+        Those of this layer are `times` 2 as long.
+        """
+        own = times * self.tangent.further * self.units
+        size = x.shape[-1] - self.directions * own
+        ends = [size + k * own for k in range(self.directions + 1)] if own else [size]
+        return [x[..., a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+    def parted(self, xp: Functions, grads: Sequence[Any]) -> list[Any]:
         """Return the gradients in the numbers of the other layer, from those in all of these."""
         *params, x, state = grads
         names, found = self.tangent.names, list[Any]()
@@ -98,7 +124,8 @@ class TangentLayer(NamedTuple):
                     rows, columns = grad.shape[-2] // 2, grad.shape[-1] // 2
                     grad = grad[..., :rows, :columns] + grad[..., rows:, columns:]
                 found.append(grad)
-        return [*found, _half(x), state[..., state.shape[-1] // 2 :]]
+        in_x = xp.concat(list(map(_half, self._columns(x, 2))), -1)
+        return [*found, in_x, state[..., state.shape[-1] // 2 :]]
 
     def results(self, output: Any, last: Any) -> tuple[Any, Any]:
         """Return the derivatives of the results of the other layer, from the results of this."""
@@ -118,7 +145,7 @@ def _half(array: Any) -> Any:
 def run_layers(
     xp: Functions,
     run: Callable[[int, Options, list[Any]], tuple[Any, Any]],
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
     options: Options,
     numbers: Sequence[Any],
     between: Callable[[Any], Any] | None = None,
@@ -132,7 +159,7 @@ def run_layers(
     run : callable
         ``run(k, options, numbers)`` returns the outputs and the last states of a layer.
     sizes : tuple of int
-        How many layers there are, and directions and units of each.
+        How many layers there are, directions and units of each, and further inputs of a direction.
     options : Options
         Those of the network.
     numbers : sequence of array
@@ -140,13 +167,16 @@ def run_layers(
     between : callable, optional
         What becomes of inputs of all layers but the first.
     """
-    (*params, x, state), (layers, directions, units) = numbers, sizes
+    (*params, x, state), (layers, directions, units, further) = numbers, sizes
     count, rows = len(params) // layers, len(state) // layers
-    lasts, every = [], []
+    lasts, every, own = [], [], directions * further * units
+    inputs = x.shape[-1] - layers * own
+    x, columns = x[..., :inputs], x[..., inputs:]
     for k in range(layers):
         x = between(x) if k and between is not None else x
-        own = [*params[k * count : (k + 1) * count], x, state[k * rows : (k + 1) * rows]]
-        x, last = run(k, options.of_layer(is_last=k + 1 == layers), own)
+        given = xp.concat([x, columns[..., k * own : (k + 1) * own]], -1) if own else x
+        some = [*params[k * count : (k + 1) * count], given, state[k * rows : (k + 1) * rows]]
+        x, last = run(k, options.of_layer(is_last=k + 1 == layers), some)
         lasts.append(last)
         if options.return_states == "layers":
             states = xp.moveaxis(x.reshape(*x.shape[:2], -1, directions, units), 2, 3)
@@ -205,10 +235,16 @@ def _make(cell: type[Cell], program: CellProgram, bias: bool) -> Tangent:
     def step(self: Any, x: Any, *states: Any) -> tuple[Node, ...]:
         return _Step(parameters, bias, program, prefix).derivative(states)
 
+    further = further_of(cell)
+    own |= {
+        f"{name}{k}": Given()
+        for name in ("further", "tangent_further")
+        for k in range(len(further))
+    }
     about = {"__module__": __name__, "__doc__": None, "states": 2 * program.states, "step": step}
     about["_trains_all"] = False  # a parameter may have no slope
     kind: type[Cell] = type(f"{cell.__name__}Tangent", (Cell,), {**about, **own})
-    return Tangent(kind, names, inputs, reads_units)
+    return Tangent(kind, names, inputs, len(further), reads_units)
 
 
 def _gates(letter: str, count: int) -> list[str]:
@@ -232,6 +268,7 @@ class _Step:
         self, parameters: dict[str, Any], bias: bool, program: CellProgram, prefix: str
     ) -> None:
         self._parameters, self._bias, self._traced = parameters, bias, program.traced
+        self._further_grads = program.further_grads
         self._prefix = prefix  # of the names of derivatives of parameters
         self._biases = {
             (name, gate): (bias_name(name), k)
@@ -247,6 +284,9 @@ class _Step:
             if each.operation == "state":
                 (k,) = each.details
                 return states[count + k], states[k]
+            if each.operation == "further":
+                (k,) = each.details
+                return each, symbol("further", k + len(self._further_grads))
             if each is INPUT:
                 return linear_map((_UNITS, 0), INPUT), linear_map((_UNITS, 1), INPUT)
             if each.operation in ("vector", "scalar"):

@@ -51,7 +51,8 @@ class CellUnits:
         terms = [term for slot in cell.program.slots for term in slot.terms]
         shared = [name for name, param in cell.params.items() if param.ndim == 0]
         shared += [term.matrix for term in terms if term.is_transposed]
-        shared += [*cell.program.reductions, *cell.program.heads]
+        program = cell.program
+        shared += [*program.reductions, *program.heads, *program.further_grads]
         if cell.state_size != cell.hidden_size or cell.program.stages > 1 or shared:
             raise InputError(
                 f"{cell!r} cannot be restricted; expected a state of hidden units, which no "

@@ -16,6 +16,7 @@ from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
 from ..recurrent.arguments import Options
 from ..recurrent.definition import initial_of
+from ..recurrent.further import further_inputs
 from .calls.sequences import Sequences
 from .calls.shapes import register
 
@@ -97,6 +98,8 @@ class CellModule(Sequences, nn.Module):
         """Find the program of the cells, in this process."""
         self.mode = register(self.cell, self.options, self.bias)
         self.states = self.cell.program_of(self.options, self.bias).states
+        about = self.num_layers, 1 + self.bidirectional
+        self._further = further_inputs(self.cell, self.options, Recurrent.name_of, *about)
 
     def reset_parameters(self) -> None:
         """Draw the parameters, from the distribution that the cell has."""
@@ -128,10 +131,10 @@ class CellModule(Sequences, nn.Module):
         return hx.index_select(1, order)
 
     def _without_kernels(
-        self, given: Any, hx: Any, resets: Any = None, reset_states: Any = None
+        self, given: Any, hx: Any, resets: Any = None, reset_states: Any = None, **further: Any
     ) -> Any:
         """Compute step by step, or refuse, what has no kernels."""
-        return self._differentiably(given, hx, self._weights(), resets, reset_states)
+        return self._differentiably(given, hx, self._weights(), resets, reset_states, further)
 
     def extra_repr(self) -> str:
         """Return the arguments that the module was made with."""
@@ -186,7 +189,9 @@ def module(cell: type[Cell]) -> type[CellModule]:
 
     ``net(x, hx, resets=resets)`` sets the state of a sample to zero before each step where these
     bools are True, or to its `reset_states`; they are in the order of the first axes of the input,
-    or packed like it. See :class:`RNN`.
+    or packed like it. See :class:`RNN`. Further inputs of a step come by their names, and random
+    masks are drawn while the module trains (:class:`.Mask`); in ``net.eval()`` they are their
+    expectation.
 
     A whole sequence, and all gradients of it, are computed by the compiled loops of
     :class:`.TrainingStep`, and so are derivatives of any order and transforms

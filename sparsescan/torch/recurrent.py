@@ -89,7 +89,7 @@ class _Recurrent(Sequences, metaclass=Kind):
         return list(self._flat_weights)
 
     def _without_kernels(
-        self, given: Any, hx: Any, resets: Any = None, reset_states: Any = None
+        self, given: Any, hx: Any, resets: Any = None, reset_states: Any = None, **further: Any
     ) -> Any:
         """Let PyTorch compute, or refuse, what has no kernels, unless states begin anew."""
         if resets is None and not self.return_states:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from plain_attention import plain_attention
 from plain_filters import changing, stacked
 from plain_networks import plain_run
-from some_cells import CELLS, ByHeads, Elementwise, Leaky, Normalised
+from some_cells import CELLS, ByHeads, Driven, Elementwise, Leaky, Normalised
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.utils import prune
@@ -26,6 +26,7 @@ import sparsescan.jax
 import sparsescan.torch
 from sparsescan import Pattern
 from sparsescan.recurrent import GRU, LSTM, RNN, Recurrent
+from sparsescan.recurrent.further import of_network
 from sparsescan.simulate import TimeSteps
 from sparsescan.symbolic.pattern import of_mask
 
@@ -91,7 +92,7 @@ def _chosen(rng: np.random.Generator, wish: bool | None) -> bool:
 # -- Recurrent networks ----------------------------------------------------------------------------
 
 KINDS: dict[str, Any] = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
-OTHERS = CELLS | {"Normalised": Normalised, "ByHeads": ByHeads}
+OTHERS = CELLS | {"Normalised": Normalised, "ByHeads": ByHeads, "Driven": Driven}
 
 
 def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
@@ -121,6 +122,10 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
         "x": rng.standard_normal((steps, batch, inputs)),
         "state": rng.standard_normal(rows),
     }
+    shapes: Any = [(steps, batch, units), (steps, batch, 1), (batch, units), (units,)]
+    further = [each.name for each in of_network(net)]
+    for key in further:
+        numbers[key] = rng.standard_normal(shapes[rng.integers(len(shapes))])
     flags: Numbers = {}
     if _chosen(rng, wish.has_lengths) and steps and batch:
         flags["lengths"] = rng.integers(wish.shortest, steps + 1, batch)
@@ -134,6 +139,7 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
 
     def plain(numbers: Numbers, flags: Numbers) -> Any:
         own = {key: numbers[key] * kept.get(key, 1) for key in params}
+        own |= {key: numbers[key].expand(steps, batch, units) for key in further}
         counts = flags.get("lengths", torch.full((batch,), steps))
         if not steps:
             return numbers["x"].new_zeros(0, batch, units * (1 + both)), numbers["state"].clone()
@@ -149,19 +155,21 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
             setattr(net, key, numbers[key])
         step = net.training_step()
         marks = flags.get("lengths"), flags.get("resets"), numbers.get("anew")
-        results = step.forward(numbers["x"], numbers["state"], *marks)
+        given = {key: numbers[key] for key in further}
+        results = step.forward(numbers["x"], numbers["state"], *marks, **given)
 
         def pull(above: Array, carry: Array) -> Numbers:
             grads = step.backward(above, carry)
             own = {"x": grads.input, "state": grads.state, "anew": grads.reset_states}
-            return own | grads.params
+            return own | grads.params | (grads.further or {})
 
         return results, pull
 
     def by_jax(numbers: Numbers, flags: Numbers) -> Any:
         own = {key: numbers[key] for key in params}
+        given = {key: numbers[key] for key in further}
         marks = flags.get("lengths"), flags.get("resets"), numbers.get("anew")
-        return sparsescan.jax.recurrent(net, own, numbers["x"], numbers["state"], *marks)
+        return sparsescan.jax.recurrent(net, own, numbers["x"], numbers["state"], *marks, **given)
 
     kind = (
         getattr(sparsescan.torch, name) if name in KINDS else sparsescan.torch.module(OTHERS[name])
@@ -182,13 +190,16 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
 
     def by_torch(numbers: Numbers, flags: Numbers) -> Any:
         own = {key + "_orig" * (key in kept): numbers[key] for key in params}
-        x, marks = numbers["x"], {}
+        x, marks = numbers["x"], {key: numbers[key] for key in further}
         if "resets" in flags:
             marks["resets"] = flags["resets"]
         if "anew" in numbers:
             marks["reset_states"] = parts(numbers["anew"])
         if skeleton is not None:
             x = skeleton._replace(data=x.flatten(0, 1)[skeleton.data])
+            for key in further:
+                rows = marks[key].expand(steps, batch, units).flatten(0, 1)
+                marks[key] = skeleton._replace(data=rows[skeleton.data])
             if "resets" in marks:
                 marks["resets"] = skeleton._replace(data=flags["resets"].flatten()[skeleton.data])
         output, last = functional_call(module, own, (x, parts(numbers["state"])), marks)

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from sparsescan.errors import InputError, InputTypeError
-from sparsescan.recurrent import Cell, Vector, catalogue
+from sparsescan.recurrent import Cell, Mask, Vector, catalogue
+from sparsescan.recurrent.further import of_network
+from sparsescan.recurrent.step import OneCell
 
 torchrecurrent = pytest.importorskip("torchrecurrent")
 
@@ -31,13 +33,16 @@ class Case(NamedTuple):
     x: np.ndarray
     state: np.ndarray
     grads: np.ndarray
+    masks: dict[str, np.ndarray]
 
     def expected(self, grads: np.ndarray) -> dict[str, np.ndarray]:
         """Return what the peer says, if that is not so large that others would not."""
         cell = self.cell
         sizes = cell.input_size, cell.hidden_size, cell.bias
         peer = PEERS[type(cell).__name__]
-        found = gradients(peer, self.options, sizes, cell.params, self.x, self.state, grads)
+        x = np.concatenate([self.x, *self.masks.values()], -1)
+        found = gradients(peer, self.options, sizes, cell.params, x, self.state, grads)
+        found["input"] = found["input"][..., : cell.input_size]
         # Products of states that no function bounds grow as 2 to the power of 2 to that of T.
         assume(all(np.abs(each).max(initial=0) < 1e6 for each in found.values()))
         return found
@@ -75,14 +80,19 @@ def case_of(
         part = state[:, each * units : (each + 1) * units]
         np.abs(part, out=part)
     grads = rng.standard_normal((steps, batch, cell.state_size))
-    return Case(cell, dict(cell.options), x, state, grads)
+    masks = {}
+    for each in of_network(OneCell(cell)):
+        value, mean = each.declared.values(each.p) if isinstance(each.declared, Mask) else (1, 1)
+        drawn = rng.choice([0, value, mean], (steps, batch, units))
+        masks[each.name] = drawn
+    return Case(cell, dict(cell.options), x, state, grads, masks)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=examples(30))
 @given(data=st.data())
 def test_a_training_step_is_the_autograd_of_a_peer(name: str, data: Any) -> None:
-    cell, _, x, state, grads = case = case_of(data.draw, name)
+    cell, _, x, state, grads, masks = case = case_of(data.draw, name)
     units = cell.hidden_size
     above, carry = grads[..., :units], grads[-1]
     whole = np.zeros_like(grads)
@@ -90,7 +100,7 @@ def test_a_training_step_is_the_autograd_of_a_peer(name: str, data: Any) -> None
     whole[-1] += carry
     expected = case.expected(whole)
     step = cell.training_step()
-    output, last = step.forward(x, state[None])
+    output, last = step.forward(x, state[None], **masks)
     close(output, expected["states"][..., :units])
     close(last, expected["states"][-1:])
     found = step.backward(above, carry[None])

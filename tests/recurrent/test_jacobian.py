@@ -22,6 +22,8 @@ import sparsescan
 from sparsescan import InputError
 from sparsescan.graph.functions import tanh
 from sparsescan.recurrent import Cell, Hidden, Input, Scalar, Vector, catalogue, jacobian, sigmoid
+from sparsescan.recurrent.definition import width_of
+from sparsescan.recurrent.step import OneCell
 
 STEPS, BATCH = 4, 3
 seeds = st.integers(0, 2**32 - 1)
@@ -63,7 +65,7 @@ def case_of(drawn: RandomCell, seed: int, near: float = 1e-7) -> Case:
     masks = {name: mask.on(np) for name, mask in cell.masks.items() if mask is not None}
     for name, each in cell.params.items():
         setattr(cell, name, rng.uniform(-1, 1, each.shape))
-    x = rng.standard_normal((STEPS, BATCH, cell.input_size))
+    x = rng.standard_normal((STEPS, BATCH, width_of(OneCell(cell))))
     state = rng.uniform(-1, 1, (STEPS, BATCH, cell.state_size))
     for array in (x, state, *cell.params.values()):
         array.setflags(write=False)
@@ -163,7 +165,7 @@ def check_gradients(case: Case, blocks: Any, on_device: bool) -> None:
 
 
 @settings(max_examples=long_run(200, 60))
-@given(random_cells(), seeds, settings_of_blocks, st.booleans())
+@given(random_cells(has_further=True), seeds, settings_of_blocks, st.booleans())
 def test_values_and_factors_are_the_jacobian(
     drawn: RandomCell, seed: int, blocks: Any, on_device: bool
 ) -> None:
@@ -171,7 +173,7 @@ def test_values_and_factors_are_the_jacobian(
 
 
 @settings(max_examples=long_run(200, 60))
-@given(random_cells(), seeds, settings_of_blocks, st.booleans())
+@given(random_cells(has_further=True), seeds, settings_of_blocks, st.booleans())
 def test_gradients_are_those_of_autograd(
     drawn: RandomCell, seed: int, blocks: Any, on_device: bool
 ) -> None:
@@ -204,7 +206,7 @@ def test_hard_steps(body: str, seed: int, blocks: Any, on_device: bool) -> None:
 
 
 @settings(max_examples=long_run(150, 30))
-@given(random_cells(), seeds, st.sampled_from(["linear", "blelloch", "chunked"]))
+@given(random_cells(has_further=True), seeds, st.sampled_from(["linear", "blelloch", "chunked"]))
 def test_scans_are_back_propagation(drawn: RandomCell, seed: int, name: str) -> None:
     """Over explicit and over implicit steps."""
     cell, x = (case := case_of(drawn, seed)).cell, case.x

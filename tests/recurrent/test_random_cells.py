@@ -22,6 +22,8 @@ from sampling import long_run
 
 from sparsescan.recurrent import Recurrent
 from sparsescan.recurrent import step as step_module
+from sparsescan.recurrent.definition import further_of, width_of
+from sparsescan.recurrent.step import OneCell
 
 # Arrays are compared to so many times the largest of an example, or 1.
 TOLERANCE = 1e-9
@@ -40,7 +42,7 @@ class Example:
         for name in self.cell.parameter_names:
             setattr(self.cell, name, rng.uniform(-1, 1, getattr(self.cell, name).shape))
         self.states, self.hidden = self.cell.program.states, drawn.hidden_size
-        self.x = rng.standard_normal((steps, batch, drawn.input_size))
+        self.x = rng.standard_normal((steps, batch, width_of(OneCell(self.cell))))
         self.first = rng.uniform(-1, 1, (batch, self.states * self.hidden))
         self.grads = rng.standard_normal((steps, batch, self.states * self.hidden))
         self.lengths: Any = None
@@ -83,7 +85,7 @@ class Example:
 # Smaller examples would be compiled, too.
 @settings(max_examples=long_run(16, 4), phases=[Phase.generate])
 @given(
-    random_cells(),
+    random_cells(has_further=True),
     seeds,
     st.sampled_from([1, 3, 14]),
     st.sampled_from([None, 5, 17]),
@@ -151,13 +153,17 @@ def check_compiled(
     example.grads[-1] += last
     expected = example.expected
     step = example.cell.training_step()
-    y, state = step.forward(example.x, example.first[None], example.lengths)
+    ends = range(drawn.input_size, example.x.shape[2], example.hidden)
+    x, *further = np.split(example.x, ends, 2)
+    named = dict(zip(further_of(drawn.cls), further, strict=True))
+    y, state = step.forward(x, example.first[None], example.lengths, **named)
     example.close(y, expected.outputs[0] * is_there[..., None], "outputs")
     example.close(state[0], np.concatenate([each[-1] for each in expected.outputs], -1), "state")
     grads = step.backward(outputs, last[None])
     assert grads.input is not None
     params = {name.removesuffix("_l0"): each for name, each in grads.params.items()}
-    example.close_grads(grads.state[0], grads.input, params)
+    in_inputs = np.concatenate([grads.input, *(grads.further or {}).values()], -1)
+    example.close_grads(grads.state[0], in_inputs, params)
 
 
 @settings(max_examples=long_run(12, 3), phases=[Phase.generate])

@@ -248,6 +248,7 @@ class _Self:
     def __init__(self, cls: type, options: Mapping[str, Any], tensors: dict[str, Any]) -> None:
         self._cls, self._options, self._tensors = cls, options, tensors
         self._memo: dict[Any, Any] = {}
+        self.t = 0
 
     @property
     def __class__(self) -> type:
@@ -260,6 +261,9 @@ class _Self:
             if isinstance(heads, definition.Constant):
                 heads = self._options.get(heads.name, heads.default)
             return _Matrix(self._tensors, name, found, heads)
+        if isinstance(found, definition.Given):
+            further = self._tensors[name][self.t]
+            return Value(further.detach() if isinstance(found, definition.Mask) else further)
         if isinstance(found, definition.Scalar):
             return Value(self._tensors[name])
         if isinstance(found, definition.Vector):
@@ -370,7 +374,7 @@ class Reference:
         params : mapping of str to ndarray
             Parameters by name.
         x : ndarray, shape (T, batch, input_size)
-            The inputs.
+            The inputs, with further inputs behind them.
         states : sequence of ndarray
             The states before the first step, ``(batch, hidden_size)`` each.
         cotangents : sequence of ndarray
@@ -403,12 +407,21 @@ class Reference:
     def unroll(
         self, tensors: Mapping[str, Any], x: Any, states: Sequence[Any], lengths: Array = None
     ) -> list[Any]:
-        """Return all states after each step, tensors of tensors; arguments are as for `run`."""
+        """Return all states after each step, tensors of tensors; arguments are as for `run`.
+
+        Further inputs, of all steps, are behind the inputs, or among the tensors by their names.
+        """
+        names, units = list(definition.further_of(self.cls)), states[0].shape[-1]
+        if names and names[0] not in tensors:
+            size = x.shape[-1] - len(names) * units
+            further = dict(zip(names, x[..., size:].split(units, -1), strict=True))
+            tensors, x = {**tensors, **further}, x[..., :size]
         cell = _Self(self.cls, self.options, dict(tensors))
         Value.units = states[0].shape[-1]
         now = [Value(each) for each in states]
         every: list[list[Any]] = [[] for _ in states]
         for t, each in enumerate(x):
+            cell.t = t
             returned = cell.step(Value(each), *now)
             new = returned if isinstance(returned, tuple) else (returned,)
             after = [tensor_of(one).expand(states[0].shape) for one in new]

@@ -415,6 +415,61 @@ def layer_norm_gru(
     return ((1 - z) * h + z * n,)
 
 
+def _lstm(p: Tensors, x: Any, h: Any, c: Any) -> tuple[Any, Any]:
+    """Return the next states of PyTorch's LSTM, whose input has masks behind it in `x`."""
+    weight = p["weight_ih"]
+    own = weight, p["weight_hh"], p.get("bias_ih"), p.get("bias_hh")
+    return torch._VF.lstm_cell(x[:, : weight.shape[1]], (h, c), *own)
+
+
+def zoneout_lstm(_: None, p: Tensors, x: Any, states: tuple[Any, ...]) -> tuple[Any, ...]:
+    h, c = states
+    new_h, new_c = _lstm(p, x, h, c)
+    keeps_h, keeps_c = x[:, p["weight_ih"].shape[1] :].chunk(2, -1)
+    return torch.lerp(h, new_h, keeps_h), torch.lerp(c, new_c, keeps_c)
+
+
+def variational_lstm(_: None, p: Tensors, x: Any, states: tuple[Any, ...]) -> tuple[Any, ...]:
+    h, c = states
+    return _lstm(p, x, h * x[:, -h.shape[1] :], c)
+
+
+def _sums(p: Tensors, x: Any, h: Any) -> tuple[Any, Any, Any]:
+    """Return the sums of all gates of `x` and of `h`, and the mask behind the input in `x`."""
+    weight, units = p["weight_ih"], h.shape[1]
+    linear = torch.nn.functional.linear
+    given = linear(x[:, : weight.shape[1]], weight, p.get("bias_ih"))
+    return given, linear(h, p["weight_hh"], p.get("bias_hh")), x[:, -units:]
+
+
+def dropout_lstm(_: None, p: Tensors, x: Any, states: tuple[Any, ...]) -> tuple[Any, ...]:
+    h, c = states
+    given, own, mask = _sums(p, x, h)
+    i, f, g, o = (given + own).chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * mask * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def dropout_gru(_: None, p: Tensors, x: Any, states: tuple[Any, ...]) -> tuple[Any, ...]:
+    (h,) = states
+    given, own, mask = _sums(p, x, h)
+    z, r = (
+        torch.sigmoid(a + b) for a, b in zip(given.chunk(3, -1)[:2], own.chunk(3, -1), strict=False)
+    )
+    _, again, _ = _sums(p, x, r * h)
+    n = torch.tanh(given.chunk(3, -1)[2] + again.chunk(3, -1)[2])
+    return ((1 - z) * h + z * mask * n,)
+
+
+def variational_gru(_: None, p: Tensors, x: Any, states: tuple[Any, ...]) -> tuple[Any, ...]:
+    (h,) = states
+    given, _, mask = _sums(p, x, h)
+    _, own, _ = _sums(p, x, mask * h)
+    (r, z, n), (r_own, z_own, n_own) = given.chunk(3, -1), own.chunk(3, -1)
+    r, z = torch.sigmoid(r + r_own), torch.sigmoid(z + z_own)
+    return ((1 - z) * torch.tanh(n + r * n_own) + z * h,)
+
+
 def nothing(*sizes: Any, **options: Any) -> None:
     """Make no module."""
 
@@ -469,6 +524,11 @@ PEERS = {
         Peer(catalogue.BlockDiagonalLSTM, nothing, block_diagonal_lstm, {"heads": (2, 3)}),
         Peer(catalogue.LayerNormGRU, nothing, layer_norm_gru),
         Peer(catalogue.LayerNormLSTM, nothing, layer_norm_lstm),
+        Peer(catalogue.RecurrentDropoutGRU, nothing, dropout_gru),
+        Peer(catalogue.RecurrentDropoutLSTM, nothing, dropout_lstm),
+        Peer(catalogue.VariationalGRU, nothing, variational_gru),
+        Peer(catalogue.VariationalLSTM, nothing, variational_lstm),
+        Peer(catalogue.ZoneoutLSTM, nothing, zoneout_lstm),
         Peer(catalogue.minGRU, nothing, min_gru),
         Peer(catalogue.minLSTM, nothing, min_lstm),
         Peer(catalogue.sLSTM, nothing, slstm, {"heads": (4, 1, 2)}, positive=(2,)),

@@ -10,6 +10,8 @@ import torch
 from cell_oracle import Reference
 from torch import Tensor
 
+from sparsescan.recurrent.definition import further_of
+
 _NAMES = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
 
 
@@ -47,7 +49,7 @@ def plain_run(
 ) -> tuple[list[Tensor], Tensor]:
     """Return the outputs of each state, and the last states, of a network of one or two directions.
 
-    Its cells are "RNN", "GRU", "LSTM", or of a class.
+    Its cells are "RNN", "GRU", "LSTM", or of a class. Further inputs are among the parameters.
 
     Outputs are those of the last layer, or those of the directions of all layers in one more axis.
 
@@ -56,6 +58,7 @@ def plain_run(
     """
     is_named = isinstance(kind, str)
     count = 1 + (kind == "LSTM") if is_named else len(inspect.signature(kind.step).parameters) - 2
+    further = {} if is_named else further_of(kind)
     others = torch.zeros_like(state) if reset_states is None else reset_states
     bidirectional = any(name.endswith("_reverse") for name in params)
     layers = len(state) // (1 + bidirectional)
@@ -81,7 +84,8 @@ def plain_run(
                     pairs = zip(set_by_resets, states, strict=True)
                     states = [torch.where(anew[:, None], *both) for both in pairs]
                 has = (t < lengths)[:, None]
-                new = _step(kind, x[t], states, own)
+                now = {name: own[name][t : t + 1] for name in further}
+                new = _step(kind, x[t], states, own | now)
                 states = [torch.where(has, *both) for both in zip(new, states, strict=True)]
                 rows[t] = [torch.where(has, each, 0) for each in states]
             found.append(rows)

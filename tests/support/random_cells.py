@@ -21,7 +21,7 @@ _MOST_STAGES, _MOST_REDUCED = 3, 5
 _HEADER = """\
 import numpy as np
 from sparsescan.graph.functions import *
-from sparsescan.recurrent import Cell, Choice, Constant, Hidden, Input, Scalar, Vector
+from sparsescan.recurrent import Cell, Choice, Constant, Given, Hidden, Input, Mask, Scalar, Vector
 
 spike = surrogate(lambda a: a > 0, lambda a: 1 / (1 + a * a))
 soft_spike = surrogate(lambda a: where(a < 0.3, 0, 1), lambda a: sigmoid(a) * (1 - sigmoid(a)))
@@ -168,10 +168,14 @@ class _Writer:
         How many lines the step has at most before the last one.
     has_maxima : bool
         Whether it may have reductions over units that compute a maximum.
+    has_further : bool
+        Whether it may read further inputs.
     """
 
-    def __init__(self, integer: Callable[[int, int], int], size: int, has_maxima: bool) -> None:
-        self.integer, self.size = integer, size
+    def __init__(
+        self, integer: Callable[[int, int], int], size: int, has_maxima: bool, has_further: bool
+    ) -> None:
+        self.integer, self.size, self.has_further = integer, size, has_further
         maxima = () if has_maxima else ("softmax", "logsumexp")
         self.reductions = [each for each in _REDUCTIONS if not each.startswith(maxima)]
         self.hidden = self.pick((2, 3, 1, 4))
@@ -373,6 +377,9 @@ class _Writer:
         """Write the class."""
         self.declare()
         self.is_square = self.chance(4)
+        if self.has_further and self.chance(2):
+            self.declarations += ["keep = Mask(0.3)", "drive = Given()"]
+            self.variables += [_Variable(f"self.{name}", 0) for name in ("keep", "drive", "drive")]
         count = self.integer(1, 4)
         states = _STATES[:count]
         self.variables += [_Variable(name, 0) for name in states]
@@ -456,7 +463,9 @@ class _Writer:
         return f"tanh({inner})"
 
 
-def random_cells(size: int = 5, *, has_maxima: bool = True) -> st.SearchStrategy[RandomCell]:
+def random_cells(
+    size: int = 5, *, has_maxima: bool = True, has_further: bool = False
+) -> st.SearchStrategy[RandomCell]:
     """Return definitions of cells whose steps have at most so many lines before the last one.
 
     Half of them are drawn by Hypothesis, which makes failing ones simpler; the others are as
@@ -465,9 +474,10 @@ def random_cells(size: int = 5, *, has_maxima: bool = True) -> st.SearchStrategy
 
     @st.composite
     def drawn(draw: Any) -> RandomCell:
-        return _Writer(lambda low, high: draw(st.integers(low, high)), size, has_maxima).write()
+        integer = lambda low, high: draw(st.integers(low, high))  # noqa: E731
+        return _Writer(integer, size, has_maxima, has_further).write()
 
     def random(seed: int) -> RandomCell:
-        return _Writer(Random(seed).randint, size, has_maxima).write()
+        return _Writer(Random(seed).randint, size, has_maxima, has_further).write()
 
     return drawn() | st.integers(0, 2**32 - 1).map(random)

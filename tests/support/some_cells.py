@@ -15,7 +15,7 @@ from sparsescan.graph.functions import (
     tanh,
 )
 from sparsescan.recurrent import Cell, GRUCell, LSTMCell, RNNCell
-from sparsescan.recurrent.definition import Constant, Hidden, Input, Scalar, Vector
+from sparsescan.recurrent.definition import Constant, Given, Hidden, Input, Mask, Scalar, Vector
 from sparsescan.recurrent.program import CellProgram
 
 
@@ -148,6 +148,22 @@ class ByHeads(Cell):
         a = tanh(self.weight_ih.a(x) + self.weight_hh.a(h) + self.inner.T(h))
         b = sigmoid(self.weight_ih.b(x) + self.weight_hh.b(a * h))
         return h + b * (tanh(self.inner(a)) - h)
+
+
+class Driven(Cell):
+    """Further inputs, read elementwise and multiplied, and a mask; a GPU has no kernels for it."""
+
+    weight_ih = Input("f", "n")
+    weight_hh = Hidden("f", "n")
+    drive = Given()
+    clock = Given()
+    drop = Mask(0.4, scaled=False)
+
+    def step(self, x: Any, h: Any, c: Any) -> Any:
+        f = sigmoid(self.weight_ih.f(x) + self.weight_hh.f(self.drive * h) - self.clock)
+        n = tanh(self.weight_ih.n(x) + self.weight_hh.n(self.drive))
+        c = c + self.drop * (f * n - c) * self.clock
+        return f * tanh(c + self.drive * self.drive), c
 
 
 CELLS: dict[str, type[Cell]] = {

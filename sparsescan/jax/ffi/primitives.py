@@ -29,6 +29,7 @@ from ...execution.calls import LINE
 from ...execution.recording import Recording, groups_of
 from ...recurrent import Recurrent
 from ...recurrent.arguments import Options
+from ...recurrent.definition import width_of
 from ...recurrent.memory import has_reset_states
 from ...recurrent.passes import RecurrentLike
 from ...recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
@@ -212,7 +213,7 @@ def _step_of(form: _Form, steps: int, batch: int, dtype: str, keeps: str, needs_
     about = form, steps, batch, dtype, keeps
     forward, backward = key_of("forward", *about), key_of("backward", *about, needs_x)
     rows = len(form.network.cells) * (1 + form.has_reset_states)
-    shapes = [(steps, batch, net.input_size), (rows, batch, net.state_size)]
+    shapes = [(steps, batch, width_of(net)), (rows, batch, net.state_size)]
     size = np.dtype(dtype).itemsize
     marks = [4 * batch] * form.has_lengths + [steps * batch] * form.has_resets
     given = [math.prod(each) * size for each in shapes] + marks
@@ -444,7 +445,8 @@ def _by_layers(form: _Form, marks: Sequence[Any], *numbers: Any) -> tuple[Any, A
         output, last = _run.bind(*numbers, *marks, form=own, keeps="")
         return output, last
 
-    sizes = len(net.cells), len(net.cells[0]), net.cells[0][0].hidden_size
+    one = net.cells[0][0]
+    sizes = len(net.cells), len(net.cells[0]), one.hidden_size, len(one.program.further_grads)
     return run_layers(FUNCTIONS, run, sizes, form.options, numbers)
 
 
@@ -489,7 +491,7 @@ class _TangentNetwork(NamedTuple):
 
     def parted(self, grads: Sequence[Any]) -> list[Any]:
         """Return the gradients in the numbers of the other layer."""
-        return self._masked(self.layer.parted(grads))
+        return self._masked(self.layer.parted(FUNCTIONS, grads))
 
     def _masked(self, numbers: Sequence[Any]) -> list[Any]:
         """Return numbers that are 0 where a weight is pruned."""
@@ -510,7 +512,7 @@ def _tangent(network: TracedNetwork, returns_states: bool) -> _TangentNetwork:
     )
     masks = [each.masks.get(name) for each in cells for name in tangent.names]
     kept = [None if mask is None else mask.on(np) for mask in masks]
-    layer = TangentLayer(tangent, cell.hidden_size, returns_states)
+    layer = TangentLayer(tangent, cell.hidden_size, len(cells), returns_states)
     return _TangentNetwork(layer, TracedNetwork(made), [*kept, None, None])
 
 

@@ -28,6 +28,13 @@ from .lstms import (
     PeepholeLSTM,
     ResLSTM,
 )
+from .masked import (
+    RecurrentDropoutGRU,
+    RecurrentDropoutLSTM,
+    VariationalGRU,
+    VariationalLSTM,
+    ZoneoutLSTM,
+)
 from .normalised import LayerNormGRU, LayerNormLSTM
 from .scaled import FastGRNN, FastRNN, MiRU1, MiRU2
 from .searched import MUT1, MUT2, MUT3, NAS
@@ -78,9 +85,14 @@ __all__ = [
     "MultiplicativeLSTM",
     "OriginalLSTM",
     "PeepholeLSTM",
+    "RecurrentDropoutGRU",
+    "RecurrentDropoutLSTM",
     "ResLSTM",
     "Synaptic",
     "UnICORNN",
+    "VariationalGRU",
+    "VariationalLSTM",
+    "ZoneoutLSTM",
     "coRNN",
     "minGRU",
     "minLSTM",

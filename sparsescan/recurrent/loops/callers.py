@@ -94,7 +94,7 @@ def _rows_in(s, x, at, row, first, cols, out, to):
 
 
 @_inline
-def _rows_out(s, x, at, cols, out, to, row, first):
+def rows_out(s, x, at, cols, out, to, row, first):
     """Write what the samples of a group have in a slot to rows of the caller."""
     if s.sample_lanes:
         turn_row_out(x, at, cols, out, to, row, s.given - first, s.pairs)
@@ -117,9 +117,21 @@ def turn_steps_in(caller, s, first, cols, out, begin, end):
     x, row = caller.x, caller.cols
     for t in range(begin, end):
         to = row_of(s, first, t + 1) * cols
-        _rows_in(s, x, (t * s.given + first) * row, row, first, row, out, to)
+        _rows_in(s, x, (t * s.given + first) * row, row, first, s.inputs, out, to)
         if caller.is_shorter:
             _clear_shorter(s, first, t, out, to, cols)
+
+
+@_kernel
+def further_in(caller, s, column, out, begin, end):
+    """Write a further input of some steps of the samples of a sequence, from columns of a row."""
+    for first in range(s.first, s.first + s.count, s.samples):
+        for t in range(begin, end):
+            to = row_of(s, first, t + 1) * s.units
+            at = (t * s.given + first) * caller.cols + column
+            _rows_in(s, caller.x, at, caller.cols, first, s.units, out, to)
+            if caller.is_shorter:
+                _clear_shorter(s, first, t, out, to, s.units)
 
 
 @_inline
@@ -159,7 +171,7 @@ def turn_slots_out(states, s, first, begin, end, out, origin, width, column):
     for slot in range(begin, end):
         at = row_of(s, first, slot) * s.units
         to = ((slot - origin) * s.given + first) * width + column
-        _rows_out(s, states, at, s.units, out, to, width, first)
+        rows_out(s, states, at, s.units, out, to, width, first)
 
 
 @_kernel
@@ -223,7 +235,7 @@ def state_in(s, out, slot, states, at, row):
 def state_out(s, states, slot, out, at, row):
     """Write the states in a slot to rows of the caller, which are `row` apart."""
     for first in range(s.first, s.first + s.count, s.samples):
-        _rows_out(s, states, _state_at(s, first, slot), s.units, out, at + first * row, row, first)
+        rows_out(s, states, _state_at(s, first, slot), s.units, out, at + first * row, row, first)
 
 
 @_kernel

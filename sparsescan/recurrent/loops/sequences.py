@@ -38,7 +38,15 @@ import numpy as np
 
 from ...kernels.compile import njit
 from ...kernels.cpu.lanes import lane_count, less_or, load, number, store_some
-from .callers import copy_some, row_of, turn_row_in, turn_row_out, turn_slots_out, turn_steps_in
+from .callers import (
+    copy_some,
+    row_of,
+    rows_out,
+    turn_row_in,
+    turn_row_out,
+    turn_slots_out,
+    turn_steps_in,
+)
 from .pauses import (
     NEVER,
     STRICT,
@@ -100,6 +108,14 @@ class Sequence(NamedTuple):
         state of one direction of the layer below.
     jump : int
         From the states of one direction of the layer below to those of the other, in its input.
+    below_width : int
+        Length of a row of the gradients in the inputs.
+    further, further_rows : ndarray, ndarray of int64
+        The further inputs, in the places of states, `cell_plane` numbers from one to the next; and
+        for each the row of the parts with the gradient in it, negative if that is 0.
+    further_width, further_column : int
+        Length of a row of the gradients in all inputs of the network, and the column of the first
+        of these.
     cells, cell_plane : ndarray, int
         The states behind the first, in the same places, and the numbers from one of them to the
         next; empty where there are no others.
@@ -188,6 +204,11 @@ class Sequence(NamedTuple):
     cols: int
     block: int
     jump: int
+    below_width: int
+    further: Array
+    further_rows: Array
+    further_width: int
+    further_column: int
     cells: Array
     cell_plane: int
     others: int
@@ -404,8 +425,9 @@ def _grads_at(s, k, gates):
 def _call(s, code, stage, x, h, c, new_h, new_c, kept, grads, t, first):
     """Call the function of a pass for a stage of a step."""
     own = first * s.units
+    further = pointer(s.further, row_of(s, first, t + 1) * s.units)
     pointers = (
-        *(pointer(s.parts, 0), pointer(s.products, 0), x, h, c, new_h, new_c, kept),
+        *(pointer(s.parts, 0), pointer(s.products, 0), x, further, h, c, new_h, new_c, kept),
         *(pointer(s.rows, 0), pointer(s.lengths, own), grads, pointer(s.row_grads, 0)),
         pointer(s.carry, own),
     )
@@ -506,11 +528,14 @@ def _pauses(s, first, products, x, above, k, bound, has_kept):
     at, size = row_of(s, first, t + 1) * s.block, s.samples * s.block
     for b in range(s.cols // s.block):
         pauses = pauses and zero_times(x, at + b * s.jump, size, 1.0)
+    for n in range(len(s.further_rows)):
+        at = n * s.cell_plane + row_of(s, first, t + 1) * s.units
+        pauses = pauses and zero_times(s.further, at, count, bound)
     return pauses, bound
 
 
 @_helper
-def _leave_out(s, first, products, sums, x, above, below, k, begin, bound, last):
+def _leave_out(s, first, products, sums, x, above, below, in_further, k, begin, bound, last):
     """Leave out steps from the `k`-th on; return the first that is not, and what it is told.
 
     `last` is the last step of a block that was not left out. Zeros are written where others read
@@ -523,8 +548,10 @@ def _leave_out(s, first, products, sums, x, above, below, k, begin, bound, last)
         t, _, _, gates = _places(s, first, k)
         s.has_grads[first * s.segment + t - s.begin] = False
         if len(below) > 0:
-            samples = min(s.samples, s.given - first)
-            clear(below, (t * s.given + first) * s.inputs, samples * s.inputs)
+            _clear_columns(s, first, t, below, s.below_width, 0, s.inputs)
+        if len(in_further) > 0:
+            count = len(s.further_rows) * s.units
+            _clear_columns(s, first, t, in_further, s.further_width, s.further_column, count)
         if s.sample_lanes and last // STEPS == k // STEPS:
             clear(s.grads, _grads_at(s, k, gates), s.record * s.samples * s.units)
             _add_block(s, sums, x, first, k, begin, last)
@@ -533,10 +560,17 @@ def _leave_out(s, first, products, sums, x, above, below, k, begin, bound, last)
 
 
 @_inline
-def _next_step(s, first, products, sums, x, above, below, k, begin, bound, last):
+def _clear_columns(s, first, t, out, width, column, count):
+    """Write zeros to columns of the rows of a group in a step."""
+    for b in range(min(s.samples, s.given - first)):
+        clear(out, (t * s.given + first + b) * width + column, count)
+
+
+@_inline
+def _next_step(s, first, products, sums, x, above, below, in_further, k, begin, bound, last):
     """Return the first step from the `k`-th on that is not left out, and what the next is told."""
     if s.pauses != NEVER and _rests(s, first):
-        about = s, first, products, sums, x, above, below
+        about = s, first, products, sums, x, above, below, in_further
         k, bound = _leave_out(*about, k, begin, bound, last)
     if k >= begin:
         t, _, _, _ = _places(s, first, k)
@@ -567,12 +601,12 @@ def _clear_returned(s):
 
 
 @_kernel
-def back(s, products, x, sums, above, below, begin, end):
+def back(s, products, x, sums, above, below, in_further, begin, end):
     """Write the gradients in the slots and inputs of some steps, the last step first.
 
     `above` holds the gradients in the outputs, from the direction's first on, `below` gets those in
-    the inputs unless it is empty, and ``s.carry`` holds those in the states before, on entry and on
-    return.
+    the inputs and `in_further` those in further inputs, unless these are empty, and ``s.carry``
+    holds those in the states before, on entry and on return.
     """
     for first in range(s.first, s.first + s.count, s.samples):
         _clear_returned(s)
@@ -580,7 +614,7 @@ def back(s, products, x, sums, above, below, begin, end):
         k, bound, last = end - 1, UNKNOWN, end + STEPS
         while True:
             k, bound, last = _next_step(
-                s, first, products, sums, x, above, below, k, begin, bound, last
+                s, first, products, sums, x, above, below, in_further, k, begin, bound, last
             )
             if k < begin:
                 break
@@ -603,6 +637,8 @@ def back(s, products, x, sums, above, below, begin, end):
                 _end_carried(s, first, t)
             if len(below) > 0:
                 _back_input(s, first, products, p, t, grads, below)
+            if len(in_further) > 0:
+                _back_further(s, first, t, in_further)
             _add_block(s, sums, x, first, k, begin, last)
             if s.row_count > 0 and k % STEPS == 0:
                 _add_rows(s, first)
@@ -615,7 +651,7 @@ def back(s, products, x, sums, above, below, begin, end):
 @_inline
 def _back_input(s, first, products, p, t, grads, below):
     """Write the gradients in the inputs of a step, from the `p`-th product on."""
-    size, at = s.samples * s.units, (t * s.given + first) * s.inputs
+    size, at = s.samples * s.units, (t * s.given + first) * s.below_width
     begins = True
     while has_product(products, p):
         m = matrix_of(products, p)
@@ -632,11 +668,24 @@ def _back_input(s, first, products, p, t, grads, below):
         _add_own_input(s, begins)
     if s.sample_lanes:
         left = s.given - first
-        turn_row_out(s.products, 0, s.inputs, below, at, s.inputs, left, s.pairs)
+        turn_row_out(s.products, 0, s.inputs, below, at, s.below_width, left, s.pairs)
         return
     for b in range(s.samples):
-        room = (s.samples - b) * s.inputs
-        copy_some(s.products, b * s.stride, below, at + b * s.inputs, s.inputs, room)
+        # What is too much of a row is the beginning of the next, which is written later.
+        room = (s.samples - b) * s.inputs if s.inputs == s.below_width else s.inputs
+        copy_some(s.products, b * s.stride, below, at + b * s.below_width, s.inputs, room)
+
+
+@_helper
+def _back_further(s, first, t, out):
+    """Write the gradients in the further inputs of a step."""
+    for n in range(len(s.further_rows)):
+        row, column = s.further_rows[n], s.further_column + n * s.units
+        if row < 0:
+            _clear_columns(s, first, t, out, s.further_width, column, s.units)
+        else:
+            at = (t * s.given + first) * s.further_width + column
+            rows_out(s, s.parts, row * part_of(s), s.units, out, at, s.further_width, first)
 
 
 @_helper

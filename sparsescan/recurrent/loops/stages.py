@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 from ...kernels.addresses import data_of
 
 # Pointers and integers of a function, behind the stage: see ``render.cpu.ARGUMENTS``.
-_POINTERS, _COUNTS = 13, 6
+_POINTERS, _COUNTS = 14, 6
 
 
 def signature(dtype):

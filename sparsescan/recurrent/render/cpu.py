@@ -15,7 +15,20 @@ from ..program import CellProgram
 
 # Arguments of each function.
 ARGUMENTS = (
-    *("stage", "parts", "above", "x", "h", "c", "new_h", "new_c", "kept", "rows", "lengths"),
+    *(
+        "stage",
+        "parts",
+        "above",
+        "x",
+        "further",
+        "h",
+        "c",
+        "new_h",
+        "new_c",
+        "kept",
+        "rows",
+        "lengths",
+    ),
     *("grads", "row_grads", "carry", "t", "size", "part", "row_step", "plane", "carry_step"),
 )
 _INDENT = " " * 4
@@ -35,6 +48,8 @@ class CPURenderer(LaneRenderer):
         For each state that products multiply, its row of `parts` backward.
     input_row : int or None
         The row of `parts` with the gradient in the input of each unit.
+    further_rows : list of int
+        For each further input likewise; -1 if the gradient is 0.
     parts : int
         Rows of `parts`.
     """
@@ -55,6 +70,10 @@ class CPURenderer(LaneRenderer):
         self._rows_back = first + len(program.multiplied)
         if program.input_grad is not None:
             self.input_row, self._rows_back = self._rows_back, self._rows_back + 1
+        self.further_rows = [-1] * len(program.further_grads)
+        for n, grad in enumerate(program.further_grads):
+            if grad is not None:
+                self.further_rows[n], self._rows_back = self._rows_back, self._rows_back + 1
         self._rows_forward = len(program.slots) + len(program.arguments)
 
     @property
@@ -112,6 +131,8 @@ class CPURenderer(LaneRenderer):
         if each.operation == "input":
             return "load(x, j)"
         (which, *_) = each.details
+        if each.operation == "further":
+            return f"load(further, {_at(which, 'plane')})"
         if each.operation == "slot":
             return f"load(parts, {_at(which, 'part')})"
         if each.operation == "state":
@@ -255,6 +276,10 @@ class CPURenderer(LaneRenderer):
         if program.input_grad is not None and back_stage(program.input_grad) == stage:
             at = f"parts, {_at(self.input_row or 0, 'part')}"
             stores.append((f"{at}, less_or(at, length, {{}}, zero)", program.input_grad))
+        for row, grad in zip(self.further_rows, program.further_grads, strict=True):
+            if grad is not None and back_stage(grad) == stage:
+                at = f"parts, {_at(row, 'part')}"
+                stores.append((f"{at}, less_or(at, length, {{}}, zero)", grad))
         for r, grad in enumerate(program.row_grads):
             if grad is not None and back_stage(grad) == stage:
                 at = f"row_grads, {_at(r, 'row_step')}"

@@ -26,8 +26,8 @@ class Writer(ArrayRenderer):
     """Write one function of a step."""
 
     words = (
-        *(*ArrayRenderer.words, "back", "grads", "new", "out", "rows", "slopes"),
-        *("states", "sums", "x"),
+        *(*ArrayRenderer.words, "back", "further", "grads", "new", "out", "rows"),
+        *("slopes", "states", "sums", "x"),
     )
     letters: ClassVar[Mapping[str, str]] = {
         "slot": "s",
@@ -36,6 +36,7 @@ class Writer(ArrayRenderer):
         "state": "h",
         "slope": "d",
         "derived": "p",
+        "further": "m",
     }
     free, strided = ("slot",), ("new",)
 
@@ -59,8 +60,8 @@ class ArrayCode:
         What docstrings call it: the name of the cell.
     gates : mapping of str to tuple of str
         For the name of each parameter those of its gates.
-    states : sequence of str, optional
-        Names of states.
+    states, further : sequence of str, optional
+        Names of states, and of further inputs.
 
     Attributes
     ----------
@@ -76,11 +77,13 @@ class ArrayCode:
         title: str,
         gates: Mapping[str, tuple[str, ...]],
         states: Sequence[str] = (),
+        further: Sequence[str] = (),
     ) -> None:
         self.program, self._title, self._gates = program, title, gates
         self.linear: LinearProgram = linear(program)
         self.names = dict(program.names)
         self.names |= {symbol("state", k): name for k, name in enumerate(states)}
+        self.names |= {symbol("further", k): name for k, name in enumerate(further)}
         self.names |= {
             row: self._gate(*row.details).replace(".", "_")
             for row in program.rows
@@ -138,7 +141,8 @@ class ArrayCode:
         lines, texts = self._stages(writer, roots)
         lines += writer.assignments(roots, texts)[0]
         doc = f"Write the {what} a step of {self._title}."
-        return function_text(name, f"sums, x, states, rows, {into}, dtype", doc, lines)
+        parameters = f"sums, x, further, states, rows, {into}, dtype"
+        return function_text(name, parameters, doc, lines)
 
     def _columns(self) -> str:
         columns, first = self.linear.columns, len(self.linear.slopes)
@@ -156,7 +160,8 @@ class ArrayCode:
             for k, slot in enumerate(self.program.slots)
             if self.program.stages > 1 or any(term.argument is INPUT for term in slot.terms)
         ]
-        return self._grads("input_grads", "the input of each unit", slots, [self.linear.input_grad])
+        grads = self.linear.input_grad, *self.linear.further_grads
+        return self._grads("input_grads", "the input of each unit", slots, grads)
 
     def _derived(self) -> str:
         values = [each.value for each in self.program.derived]
@@ -191,7 +196,7 @@ class ArrayCode:
     def _leaves(self, writer: Writer, roots: Iterable[Node]) -> tuple[list[str], dict[Node, str]]:
         """Return what reads the leaves of expressions from arguments, and their names."""
         lines, texts = [], {INPUT: "x"}
-        arrays = {"state": "states", "gradient": "grads", "slope": "slopes"}
+        arrays = {"state": "states", "gradient": "grads", "slope": "slopes", "further": "further"}
         rows = {row: k for k, row in enumerate(self.program.rows)}
         for each in topological(roots):
             if each in rows:

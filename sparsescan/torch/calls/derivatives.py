@@ -106,11 +106,12 @@ def _run_layers(
 
     def run(k: int, options: Options, numbers: list[Tensor]) -> tuple[Tensor, Tensor]:
         *own, x, begin = (each[None] for each in numbers)
-        one = shape._replace(input_size=x.shape[-1], num_layers=1, options=options)
+        one = shape._replace(num_layers=1, options=options)
+        one = one._replace(input_size=x.shape[-1] - one.further_size)
         output, last = _Layer.apply(one, *marks, x, begin, *own)
         return output[0], last[0]
 
-    sizes = shape.num_layers, shape.directions, shape.hidden_size
+    sizes = shape.num_layers, shape.directions, shape.hidden_size, shape.further
     between = partial(dropped, share=dropout, lengths=lengths) if dropout else None
     numbers = *weights, x, state
     output, last = run_layers(FUNCTIONS, run, sizes, shape.options, numbers, between)
@@ -252,7 +253,8 @@ class _Tangent(NamedTuple):
         lengths, resets, x, state, *params = tensors
         x_slope, state_slope, *turns = _filled(tensors[2:], given)
         mode, tangent = _mode_of(shape.mode, shape.has_bias)
-        layer = TangentLayer(tangent, shape.hidden_size, bool(shape.options.return_states))
+        about = shape.hidden_size, shape.directions, bool(shape.options.return_states)
+        layer = TangentLayer(tangent, *about)
         slopes = *turns, x_slope, state_slope
         *whole, inputs, begin = layer.joined(FUNCTIONS, (*params, x, state), slopes)
         made = shape._replace(mode=mode, input_size=2 * shape.input_size, has_bias=True)
@@ -266,7 +268,7 @@ class _Tangent(NamedTuple):
         """Return the derivatives of the gradients, from those in outputs and last states."""
         above = self.layer.above(FUNCTIONS, in_output, in_last)
         x, state, *params = _Gradients.apply(self.shape, *above, *self.tensors)
-        *found, in_x, in_state = self.layer.parted([*params, x, state])
+        *found, in_x, in_state = self.layer.parted(FUNCTIONS, [*params, x, state])
         return in_x, in_state, *found
 
 

@@ -81,9 +81,15 @@ class _Direction:
     """A cell with its parameters, over the inputs of all steps."""
 
     def __init__(
-        self, cell: type, program: CellProgram, params: Mapping[str, Tensor], x: Tensor, units: int
+        self,
+        cell: type,
+        program: CellProgram,
+        params: Mapping[str, Tensor],
+        x: Tensor,
+        further: Sequence[Tensor],
+        units: int,
     ) -> None:
-        self._params, self._x, self._units = params, x, units
+        self._params, self._x, self._units, self._further = params, x, units, further
         self._parameters: dict[str, Any] = declared(cell)
         self._heads = program.heads
         self._order = topological(program.traced)
@@ -170,6 +176,8 @@ class _Direction:
                 made[each] = self._known[each][t]
             elif each is INPUT:
                 made[each] = self._x[t]
+            elif each.operation == "further":
+                made[each] = self._further[each.details[0]][t]
             elif each.operation == "state":
                 made[each] = states[each.details[0]]
             elif each.operation == "product":
@@ -217,7 +225,7 @@ def run_plain(
     directions : int
         How many directions a layer has.
     x : Tensor, shape (T, batch, inputs)
-        The inputs.
+        The inputs, with further inputs behind them.
     state : Tensor, shape (layers · directions, batch, state_size)
         The initial states; twice as many if those that resets set are behind each direction's.
     lengths : Tensor or None
@@ -231,6 +239,9 @@ def run_plain(
     """
     units, lasts, every = state.shape[-1] // program.states, [], []
     begin = state.unflatten(0, (len(cells), -1))
+    each_has = len(program.further_grads)
+    inputs = x.shape[-1] - len(cells) * each_has * units
+    x, further = x[..., :inputs], x[..., inputs:].split(units, -1)
     for first in range(0, len(cells), directions):
         if first and dropout:
             x = dropped(x, dropout, lengths)
@@ -239,7 +250,8 @@ def run_plain(
         is_returned = return_states == "layers" or (return_states and is_last)
         count = program.states if is_returned else 1
         for back, params in enumerate(cells[first : first + directions]):
-            one = _Direction(cell, program, params, x, units)
+            own = further[(first + back) * each_has :][:each_has]
+            one = _Direction(cell, program, params, x, own, units)
             states, *others = (each.split(units, -1) for each in begin[first + back])
             anew_states = others[0] if others else [states[0].new_zeros(())] * len(states)
             rows: list[Any] = [None] * len(x)

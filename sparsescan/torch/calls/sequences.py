@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
 from ...checks import check_has_shape
@@ -19,6 +21,9 @@ from ...recurrent.arguments import (
     check_input,
     check_option,
 )
+from ...recurrent.definition import Mask
+from ...recurrent.further import Further, check_known, columns_of
+from ..binder import FUNCTIONS
 from ..conversion.structure import is_pruning
 from .derivatives import run_differentiable
 from .direct import as_leaf, is_exported_to_onnx, is_recorded, is_transformed
@@ -81,6 +86,7 @@ class Sequences:
     return_states: Returned
 
     _options = DEFAULTS
+    _further: Sequence[Further] = ()
 
     def _set_options(self, given: dict[str, Any]) -> None:
         for name, value in given.items():
@@ -107,6 +113,7 @@ class Sequences:
         *,
         resets: Any = None,
         reset_states: Any = None,
+        **further: Any,
     ) -> Any:
         """Run whole sequences, as PyTorch's modules do.
 
@@ -122,6 +129,13 @@ class Sequences:
         reset_states : Tensor or tuple of Tensor, optional
             The states that `resets` set in place of zeros, in the form of `hx`, such as learned
             ones.
+        **further : Tensor or PackedSequence
+            The further inputs of cells that declare them (:class:`.Given`), by the names that
+            parameters have, such as ``drive_l0``. Each has a shape that broadcasts to that of
+            `input`, with units in the last axis, or is packed like it. Random masks
+            (:class:`.Mask`) are drawn while the module trains, unless they are given: those of a
+            step as :func:`torch.nn.functional.dropout` draws for ones of that shape, in the order
+            in which layers, directions and classes have them.
 
         Returns
         -------
@@ -145,9 +159,15 @@ class Sequences:
             If a call needs more than `memory_limit`.
         """
         key = left = None
+        check_known(self._further, further)
         if reset_states is not None:
             check_has_resets(resets)
-        if resets is None and self.is_usual and not torch.compiler.is_compiling():
+        if (
+            resets is None
+            and not self._further
+            and self.is_usual
+            and not torch.compiler.is_compiling()
+        ):
             if self._theirs is not None:
                 left = left_key(self, input, hx)
                 if is_left(left):
@@ -171,10 +191,10 @@ class Sequences:
             self._check_truncated(has_kernels=(is_taken or is_empty) and not is_recorded())
         is_differentiable = is_taken and is_transformed() and weights[0].is_cpu
         if not is_differentiable and (is_recorded() or not is_taken or is_exported_to_onnx()):
-            return self._without_kernels(input, hx, resets, reset_states)
+            return self._without_kernels(input, hx, resets, reset_states, **further)
         weights = self._weights() if is_made else weights
         if is_differentiable:
-            return self._differentiably(input, hx, weights, resets, reset_states)
+            return self._differentiably(input, hx, weights, resets, reset_states, further)
         if resets is not None:
             resets = check_resets(resets, input)
         if key is not None:
@@ -182,7 +202,7 @@ class Sequences:
             results = self._called(call, input, hx, own, left)
             if results is not None:
                 return results
-        return self._whole(input, hx, weights, self._run, resets, reset_states)
+        return self._whole(input, hx, weights, self._run, resets, reset_states, further)
 
     def _called(self, call: Any, given: Any, hx: Any, weights: list[Any], left: Any) -> Any:
         """Return what a prepared call, or PyTorch's kernel, does; None if neither is to run."""
@@ -196,7 +216,7 @@ class Sequences:
         return [weight for each in self.all_weights for weight in each]
 
     def _without_kernels(
-        self, given: Any, hx: Any, resets: Any = None, reset_states: Any = None
+        self, given: Any, hx: Any, resets: Any = None, reset_states: Any = None, **further: Any
     ) -> Any:
         """Compute, or refuse, what has no kernels."""
         raise NotImplementedError
@@ -209,8 +229,11 @@ class Sequences:
         run: Run,
         resets: Any,
         reset_states: Any,
+        further: Mapping[str, Any],
     ) -> Any:
         """Return the results for any form of input, from those for a batch of samples."""
+        if self._further:
+            given = self._widened(given, further)
         if reset_states is not None:
             hx = beside(hx, reset_states)
         if isinstance(given, PackedSequence):
@@ -232,6 +255,32 @@ class Sequences:
             turn = Tensor.transpose if is_transformed() else Tensor.transpose_
             outputs = [turn(each, 0, 1) for each in outputs]
         return self._results(outputs, self._parted(last))
+
+    def _widened(self, given: Any, further: Mapping[str, Any]) -> Any:
+        """Return an input with further inputs behind it, in the same form."""
+        is_packed = isinstance(given, PackedSequence)
+        x = given.data if is_packed else given
+        arrays = {name: each.data if is_packed else each for name, each in further.items()}
+        for name, each in further.items():
+            if not isinstance(each, PackedSequence if is_packed else Tensor):
+                raise InputTypeError(
+                    f"{name} is {short(each)}; expected a {type(given).__name__}, as input"
+                )
+        time = self.batch_first and given.dim() == 3 if not is_packed else 0
+        samples = _samples_of(given) if is_packed else None
+
+        def draw(mask: Mask, p: float, shape: Any) -> Tensor:
+            once = samples is not None and mask.per == "sequence"
+            own = (int(given.batch_sizes[0]), shape[-1]) if once else shape
+            drawn = functional.dropout(x.new_ones(own), p)
+            drawn = drawn if mask.scaled else (drawn != 0).to(x.dtype)
+            return drawn if samples is None or not once else drawn.index_select(0, samples)
+
+        shape = *x.shape[:-1], self.hidden_size
+        about = x, self._further, arrays, shape, draw if self.training else None
+        columns = columns_of(FUNCTIONS, *about, -1 if is_packed else int(time))
+        whole = torch.cat([x, *columns], -1)
+        return given._replace(data=whole) if is_packed else whole
 
     def _outputs(self, output: Tensor) -> list[Tensor]:
         """Return the outputs of a module, each an array of its own, from those of its cells.
@@ -309,7 +358,7 @@ class Sequences:
         steps, batch = len(sizes), int(sizes[0])
         has = sizes[:, None] > torch.arange(batch)
         places = torch.nonzero_static(has.flatten(), size=len(data))[:, 0].to(data.device)
-        x = data.new_zeros(steps * batch, self.input_size).index_copy(0, places, data)
+        x = data.new_zeros(steps * batch, data.shape[1]).index_copy(0, places, data)
         state = None if hx is None else joined(self.permute_hidden(hx, order))
         flags = None
         if resets is not None:
@@ -353,7 +402,12 @@ class Sequences:
         width, states = len(weights) // calls, 0 if state is None else len(state) // calls
         options = self._options.of_cells(self.states)
         lasts, every, is_whole = [], [], options.return_states == "layers"
+        own_size = (x.shape[-1] - self.input_size) // calls
+        x, columns = x[..., : x.shape[-1] - calls * own_size], x
         for call in range(calls):
+            if own_size:
+                begin_at = self.input_size + call * own_size
+                x = torch.cat([x, columns[..., begin_at : begin_at + own_size]], -1)
             own = slice(call * width, (call + 1) * width)
             begin = None if state is None else state[call * states : (call + 1) * states]
             given = [x, *weights[own], *([] if begin is None else [begin])]
@@ -399,14 +453,21 @@ class Sequences:
             check_has_shape(f"a state of {name}", each, expected)
 
     def _differentiably(
-        self, given: Any, hx: Any, weights: list[Tensor], resets: Any, reset_states: Any
+        self,
+        given: Any,
+        hx: Any,
+        weights: list[Tensor],
+        resets: Any,
+        reset_states: Any,
+        further: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
         """Run all layers by functions that transforms take apart, and know any dtype and device."""
         self._check(given, hx)
         self._check(given, reset_states, "reset_states")
         if resets is not None:
             resets = check_resets(resets, given)
-        return self._whole(given, hx, weights, self._run_differentiable, resets, reset_states)
+        about = weights, self._run_differentiable, resets, reset_states
+        return self._whole(given, hx, *about, further)
 
     def _run_differentiable(
         self,
@@ -426,6 +487,13 @@ class Sequences:
             state = x.new_zeros((rows, x.shape[1], shape.state_size))
         dropout = self.dropout if self.training else 0.0
         return run_differentiable(shape, x, state, weights, lengths, resets, dropout)
+
+
+def _samples_of(given: PackedSequence) -> Tensor:
+    """Return the place of the sample of each row among those of the first step."""
+    has = given.batch_sizes[:, None] > torch.arange(int(given.batch_sizes[0]))
+    places = torch.nonzero_static(has, size=len(given.data))[:, 1]
+    return places.to(given.data.device)
 
 
 def _option(name: str) -> property:

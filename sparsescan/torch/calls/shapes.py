@@ -82,9 +82,20 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, about: tuple[Any, ...]) -> Shape:
-        """Return the shape of a network for an input of shape ``(T, batch, input_size)``."""
+        """Return the shape of a network for an input with all columns, ``(T, batch, …)``."""
         mode, *sizes, numbers = about
-        return cls(mode, x.shape[2], *sizes, Options.decode(numbers))  # type: ignore[call-arg]
+        shape = cls(mode, 0, *sizes, Options.decode(numbers))  # type: ignore[call-arg]
+        return shape._replace(input_size=x.shape[2] - shape.further_size)
+
+    @property
+    def further(self) -> int:
+        """How many further inputs a cell has."""
+        return len(self.program.further_grads)
+
+    @property
+    def further_size(self) -> int:
+        """How many columns behind the input those of all cells are."""
+        return self.num_layers * self.directions * self.further * self.hidden_size
 
     @property
     def directions(self) -> int:
