@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from sampling import slow
-from some_cells import MGU, PeepholeLSTM, Tied
+from some_cells import MGU, Masked, PeepholeLSTM, Tied
 
 from sparsescan import DeviceError, InputError, InputTypeError
 from sparsescan.graph.functions import tanh
@@ -311,3 +311,25 @@ def test_lengths_are_any_integers_and_resets_may_have_an_axis_of_one(code: str, 
         if code not in "bB":
             with pytest.raises(InputError, match="expected integers from 0 to 200"):
                 run(lengths=np.full(9, 201, code))
+
+
+def test_masks_are_drawn_by_a_key() -> None:
+    """Once a sequence or a step, the same for a key; without one they are their expectation."""
+    net, x = Recurrent(Masked, 2, 3, 2, rng=0), np.ones((50, 40, 2), np.float32)
+    run = jax.jit(lambda key: recurrent(net, net.params, x, key=key)[0])
+    key = jax.random.key(3)
+    first, again, other = (run(each) for each in (key, key, jax.random.key(4)))
+    assert (first == again).all()
+    assert not (first == other).all()
+    given = {}
+    for number, end in enumerate(("_l0", "_l1")):
+        once, keep = jax.random.split(key, 4)[2 * number : 2 * number + 2]
+        given[f"once{end}"] = jax.random.bernoulli(once, 0.4, (1, 40, 3)) / 0.4
+        given[f"keep{end}"] = 1.0 * jax.random.bernoulli(keep, 0.75, (50, 40, 3))
+    given = {name: each.astype(np.float32) for name, each in given.items()}
+    np.testing.assert_allclose(first, recurrent(net, net.params, x, **given)[0], 1e-5, 1e-6)
+    mean = {name: np.full(3, 1 if name[0] == "o" else 0.75, np.float32) for name in given}
+    outputs = (recurrent(net, net.params, x, **more)[0] for more in ({}, mean))
+    np.testing.assert_array_equal(*outputs)
+    with pytest.raises(TypeError, match="keep is no option"):
+        recurrent(net, net.params, x, keep=x)

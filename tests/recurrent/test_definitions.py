@@ -58,7 +58,7 @@ import functools, math, random
 import numpy as np
 import torch
 from sparsescan.graph.functions import *
-from sparsescan.recurrent import Cell, Choice, Constant, Hidden, Input, Scalar, Vector
+from sparsescan.recurrent import Cell, Choice, Constant, Given, Hidden, Input, Mask, Scalar, Vector
 
 """
 _made = iter(range(1 << 62))
@@ -514,6 +514,7 @@ def test_wrong_declarations(declaration: str, message: str) -> None:
             "self.w",
         ),
         ("w = Hidden()", "self.w(h); return self.u * h", "self.w"),
+        ("m = Given(); n = Mask(0.5)", "return self.u * h", "self.m, self.n"),
     ],
 )
 def test_what_a_step_never_uses_is_named(declarations: str, step: str, unused: str) -> None:
@@ -558,6 +559,8 @@ def test_numbers_are_finite(kind: str, value: str) -> None:
         "rng = Constant(1.0)": r"C\.rng has a name that cells use",
         "dtype = Constant(1.0)": r"C\.dtype has a name that cells use",
         "pattern = Hidden()": r"C\.pattern has a name that cells use",
+        "lengths = Given()": r"C\.lengths has a name that cells use",
+        "dropout = Mask(0.5)": r"C\.dropout has a name that cells use",
         "a = Hidden(); a_mask = Constant(1.0)": r"C\.a_mask has a name that cells use",
     }.items(),
 )

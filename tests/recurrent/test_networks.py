@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from recurrent_steps import arguments_of, autograd, gradients_of, networks
 from sampling import examples
+from some_cells import Driven, Masked
 
 from sparsescan.errors import InputError, InputTypeError
 from sparsescan.graph.functions import tanh
@@ -385,3 +386,45 @@ def test_options_are_the_same_everywhere() -> None:
     assert net.training_step(memory_limit=1 << 20).options == Options(1 << 20)
     with pytest.raises(TypeError, match=r"^truncat is no option; expected one of memory_limit, "):
         net.training_step(truncat=5)  # type: ignore[call-arg]
+
+
+# -- Further inputs -------------------------------------------------------------------------------
+
+
+def test_masks_are_drawn_by_a_generator() -> None:
+    """Once a sequence or a step, the same for a seed; without one they are their expectation."""
+    step = Recurrent(Masked, 2, 3, 2, rng=0).training_step()
+    x = np.ones((50, 40, 2), np.float32)
+    first, other, mean = (step.forward(x, rng=rng)[0] for rng in (3, 4, None))
+    assert not (first == other).all()
+    rng, given = np.random.default_rng(3), {}
+    for end in ("_l0", "_l1"):
+        given[f"once{end}"] = ((rng.random((1, 40, 3)) >= 0.6) / 0.4).astype(F4)
+        given[f"keep{end}"] = (rng.random((50, 40, 3)) >= 0.25).astype(F4)
+    np.testing.assert_array_equal(first, step.forward(x, **given)[0])
+    means = {name: F4.type(1 if name[0] == "o" else 0.75) for name in given}
+    np.testing.assert_array_equal(mean, step.forward(x, **means)[0])
+    np.testing.assert_array_equal(mean[:, 0], step.forward(x[:, 0])[0])
+    cell = Masked(2, 3, rng=0)
+    output, _ = cell.training_step().forward(x)
+    np.testing.assert_allclose(cell.unroll(x)[1:], output, 1e-5)
+    with pytest.raises(InputTypeError, match="rng is 'a'; expected a Generator or a seed"):
+        step.forward(x, rng="a")  # type: ignore[arg-type]
+
+
+def test_gradients_in_further_inputs_have_their_shapes() -> None:
+    step, x = Driven(2, 3, rng=0).training_step(), np.ones((5, 4, 2), F4)
+    given: Any = {"drive": np.ones((4, 3), F4), "clock": np.ones((5, 1, 1), F4), "drop": F4.type(1)}
+    output, _ = step.forward(x, **given)
+    grads = step.backward(output)
+    assert grads.input is not None
+    assert grads.input.shape == x.shape
+    assert {name: each.shape for name, each in (grads.further or {}).items()} == {
+        name: each.shape for name, each in given.items()
+    }
+    step.forward(x, **given)
+    assert step.backward(output, needs_input_grad=False).further is None
+    with pytest.raises(InputError, match=r"clock is not given; .* broadcasts to \(5, 4, 3\)"):
+        step.forward(x, drive=given["drive"])
+    with pytest.raises(InputTypeError, match=r"drive_l0 is no argument of this call; .*: drive, "):
+        step.forward(x, drive_l0=given["drive"])

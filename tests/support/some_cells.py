@@ -150,6 +150,18 @@ class ByHeads(Cell):
         return h + b * (tanh(self.inner(a)) - h)
 
 
+class Masked(Cell):
+    """Two masks: of each step, and of a sequence."""
+
+    weight_ih = Input()
+    weight_hh = Hidden()
+    once = Mask(0.6, per="sequence")
+    keep = Mask(0.25, scaled=False)
+
+    def step(self, x: Any, h: Any) -> Any:
+        return h + self.keep * (tanh(self.weight_ih(x) + self.weight_hh(self.once * h)) - h)
+
+
 class Driven(Cell):
     """Further inputs, read elementwise and multiplied, and a mask; a GPU has no kernels for it."""
 

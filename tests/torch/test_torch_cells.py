@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from module_copies import copies_of
 from network_oracle import autograd_of
 from sampling import slow
-from some_cells import CELLS, MGU, SCRN, Elementwise, Leaky, PeepholeLSTM, Spiking, Tied
+from some_cells import (
+    CELLS,
+    MGU,
+    SCRN,
+    Driven,
+    Elementwise,
+    Leaky,
+    Masked,
+    PeepholeLSTM,
+    Spiking,
+    Tied,
+)
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch_checks import close, tensors_of
@@ -119,11 +130,11 @@ def test_any_arguments(seed: int) -> None:
 @pytest.mark.parametrize("name", ["LEM", "Leaky", *slow(*catalogue.__all__)])
 def test_each_cell_of_the_catalogue(name: str) -> None:
     """Kernels and PyTorch's own operations have the same results and gradients."""
-    torch.manual_seed(0)
     net = module(getattr(catalogue, name))(4, 4, dtype=torch.float64)
     x = torch.randn(5, 3, 4, dtype=torch.float64, requires_grad=True)
     leaves, found = [x, *net.parameters()], []
     for function in (net, partial(step_by_step, net)):
+        torch.manual_seed(0)  # of masks
         output, last = function(x)
         loss = output.sin().sum() + sum(each.cos().sum() for each in tensors_of(last))
         grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
@@ -249,3 +260,62 @@ def test_errors() -> None:
             net(x, hx)
     with pytest.raises(RuntimeError, match="dtype"):
         net(torch.zeros(5, 2, 3, dtype=torch.float64))
+
+
+# -- Random masks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["whole", "batch_first", "alone", "packed"])
+def test_masks_are_those_of_dropout(form: str) -> None:
+    """For a seed, in each form; once for a sequence or a step; and expectations in inference."""
+    units, steps, batch, packed = 3, 5, 4, None
+    net = module(Masked)(2, units, 2, batch_first=form == "batch_first", bidirectional=True)
+    shape = {"batch_first": (batch, steps), "alone": (steps,)}.get(form, (steps, batch))
+    x = torch.randn(*shape, 2)
+    if form == "packed":
+        x = packed = pack_padded_sequence(x, torch.tensor([2, 5, 3, 5]), enforce_sorted=False)
+
+    def ones(*, is_once: bool) -> Any:
+        if packed is not None:
+            return torch.ones(batch if is_once else len(packed.data), units)
+        shown = [1 if is_once and k == (form == "batch_first") else n for k, n in enumerate(shape)]
+        return torch.ones(*shown, units)
+
+    torch.manual_seed(1)
+    given = {}
+    for end in ("_l0", "_l0_reverse", "_l1", "_l1_reverse"):
+        once = torch.nn.functional.dropout(ones(is_once=True), 0.6)
+        keep = torch.nn.functional.dropout(ones(is_once=False), 0.25)
+        given[f"keep{end}"], given[f"once{end}"] = (keep != 0).to(keep.dtype), once
+        if packed is not None:
+            sorted_rows = torch.cat([torch.arange(n) for n in packed.batch_sizes.tolist()])
+            given[f"once{end}"] = once[sorted_rows]
+    if packed is not None:
+        given = {name: packed._replace(data=each) for name, each in given.items()}
+    torch.manual_seed(1)
+    drawn = net(x)
+    close(drawn, net(x, **given), factor=0)
+    close(drawn, net._without_kernels(x, None, **given))
+    assert not torch.equal(tensors_of(drawn)[0], tensors_of(net(x))[0])
+    net.eval()
+    mean = {name: 0.75 if name.startswith("keep") else 1.0 for name in given}
+    if packed is None:
+        full = {name: torch.full((units,), each) for name, each in mean.items()}
+    else:
+        rows = torch.ones(len(packed.data), units)
+        full = {name: packed._replace(data=each * rows) for name, each in mean.items()}
+    close(net(x), net(x, **full), factor=0)
+
+
+def test_further_inputs_that_are_refused() -> None:
+    net, x = module(Driven)(2, 3), torch.zeros(5, 4, 2)
+    for further, error, said in (
+        ({}, InputError, r"drive_l0 is not given; .* broadcasts to \(5, 4, 3\)"),
+        ({"drive_l0": 1.0}, InputTypeError, "drive_l0 is 1.0; expected a Tensor, as input"),
+        ({"drive_l0": x[:, 0]}, InputError, r"drive_l0 has shape \(5, 2\); expected one that"),
+        ({"drive": x}, InputTypeError, "drive is no argument of this call; .*drive_l0, clock_l0"),
+    ):
+        with pytest.raises(error, match=said):
+            net(x, **further)
+    with pytest.raises(InputError, match=r"once is 1\.5; expected a number from 0 to 1"):
+        module(Masked)(2, 3, once=1.5)
