@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from network_oracle import autograd_of
 from plain_networks import plain_run, truncated_grads
 from sampling import examples
-from some_cells import CELLS
+from some_cells import CELLS, Driven
 from test_resets import F4, F8, arguments_of, close, made, results_of, rows_for, with_states
 
 from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
@@ -244,3 +244,53 @@ def test_a_process_stays_within_its_limits(tmp_path: Path) -> None:
         whole, cut = map(int, run_python(code, tmp_path).split())
     assert whole < (80 << 20) + slack
     assert cut < (30 << 20) + slack
+
+
+# -- Further inputs -------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(12), deadline=None)
+@given(seeds)
+def test_further_inputs_of_long_series(seed: int) -> None:
+    """Truncated, with all states, and with less memory, beside a loop."""
+    rng = np.random.default_rng(seed)
+    layers, steps, k = int(rng.integers(1, 3)), int(rng.integers(1, 30)), int(rng.integers(2, 9))
+    batch, units = int(rng.choice([1, 3, 16])), int(rng.choice([3, 4]))
+    net = Recurrent(Driven, 2, units, layers, dtype=np.float64, rng=rng)
+    whole: Any = (False, True, "layers")[rng.integers(3)]
+    given, (above, carry) = arguments_of(rng, net, steps, batch, F8)
+    x, state, lengths, resets = given
+    counts = np.full(batch, steps) if lengths is None else lengths
+    if whole:
+        above = rng.standard_normal((steps, batch, *[layers] * (whole == "layers"), 2 * units))
+    names = [f"{name}_l{layer}" for layer in range(layers) for name in ("drive", "clock", "drop")]
+    further = {name: rng.standard_normal((steps, batch, units)) for name in names}
+    leaves = {
+        name: torch.tensor(each, dtype=torch.float64, requires_grad=True)
+        for name, each in {"input": x, "state": state, **net.params, **further}.items()
+    }
+    params = {name: each for name, each in leaves.items() if name not in ("input", "state")}
+    flags = None if resets is None else torch.tensor(resets)
+    about = Driven, params, leaves["input"], leaves["state"], torch.tensor(counts), flags
+    outputs, last = plain_run(*about, all_layers=whole == "layers")
+    filled = np.concatenate([above, np.zeros((*above.shape[:-1], 2 * units))], -1)
+    own = torch.tensor(filled[..., : 2 * units]), torch.tensor(carry)
+    grads = truncated_grads(*about, k, *own, all_layers=whole == "layers")
+    expected = dict(zip(leaves, grads, strict=True))
+    expected |= {"output": torch.cat(outputs[: 1 + bool(whole)], -1), "last": last}
+    arrays = {name: each.detach().numpy() for name, each in expected.items()}
+    limit = None
+    for _ in range(2):
+        step = net.training_step(truncate=k, return_states=whole, memory_limit=limit)
+        with patch.object(step_module, "_SEGMENT", 2):
+            try:
+                output, end = step.forward(x, state, lengths, resets, **further)
+            except MemoryLimitError:
+                assert limit is not None
+                break
+        own_grads = step.backward(above, carry)
+        assert own_grads.further is not None
+        found = {"output": output, "last": end, "input": own_grads.input}
+        found |= {"state": own_grads.state, **own_grads.params, **own_grads.further}
+        close(found, arrays, F8)
+        limit = step.nbytes - 1
