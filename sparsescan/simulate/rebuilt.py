@@ -6,6 +6,8 @@ The user's function stays as it is, and so does its module: the copy has globals
 from __future__ import annotations
 
 import functools
+import hashlib
+import marshal
 import math
 import sysconfig
 import types
@@ -14,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 
 from .symbols import Symbols, elements, has_symbols, is_float, symbols
 from .tape import RefusedError, Tape
@@ -182,6 +185,68 @@ class Rebuilt:
         value = self._plain(value)
         is_own = isinstance(value, types.FunctionType) and not _is_library(value)
         return self.function(value) if is_own else value
+
+
+def state_of(function: Any) -> bytes | None:
+    """Return a digest of all that a function may read beside its arguments; None if not known."""
+    digest = hashlib.blake2b()
+    try:
+        _add_state(digest.update, function, set())
+    except (_UnknownError, RecursionError, ValueError):  # of an empty cell
+        return None
+    return digest.digest()
+
+
+class _UnknownError(Exception):
+    """A function may read what nothing is known of."""
+
+
+def _add_state(update: Callable[[bytes], None], value: Any, seen: set[int]) -> None:
+    """Add what a function, or something that it reads, depends on."""
+    value = getattr(value, "py_func", value)
+    update(type(value).__name__.encode())
+    inner: Any = ()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiubc":
+        update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif sp.issparse(value):
+        inner = value.shape, *vars(sp.csr_array(value)).values()
+    elif isinstance(value, _PLAIN) or value is None:
+        update(repr(value).encode())
+    elif isinstance(value, tuple | list):
+        inner = len(value), *value
+    elif isinstance(value, dict):
+        inner = *value.keys(), *value.values()
+    elif isinstance(value, types.MethodType):
+        inner = value.__func__, value.__self__
+    elif isinstance(value, functools.partial):
+        inner = value.func, value.args, value.keywords
+    elif isinstance(value, types.FunctionType) and not _is_library(value):
+        names = sorted(_names(value.__code__) & value.__globals__.keys())
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        update(marshal.dumps(value.__code__))
+        inner = value.__defaults__, value.__kwdefaults__, *map(value.__globals__.get, names), *cells
+    elif isinstance(value, np.ufunc | types.ModuleType):
+        if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in _KNOWN:
+            raise _UnknownError
+        update(value.__name__.encode())
+    elif isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+        if str(value.__module__).partition(".")[0] not in _KNOWN:
+            raise _UnknownError
+        update(f"{value.__module__}.{value.__qualname__}".encode())
+    elif isinstance(getattr(value, "__dict__", None), dict) and not hasattr(value, "__slots__"):
+        inner = *vars(type(value)).values(), vars(value)
+    elif not isinstance(value, _DESCRIPTORS):
+        raise _UnknownError
+    if inner and id(value) not in seen:
+        seen.add(id(value))
+        for each in inner:
+            _add_state(update, each, seen)
+
+
+_PLAIN = bool, int, float, complex, str, bytes, np.number, np.bool_
+# Modules whose functions stay what they are.
+_KNOWN = {"builtins", "numpy", "math", "scipy"}
+_DESCRIPTORS = types.GetSetDescriptorType | types.MemberDescriptorType
 
 
 def _either(plain: Any, of_symbols: Any) -> Callable[..., Any]:

@@ -428,7 +428,7 @@ def _reduced(
         entries = np.ones(ids.size), np.arange(ids.size), columns * np.arange(rows + 1)
         found = linear(tape, sp.csr_array(entries, (rows, ids.size)), Symbols(tape, ids), shape)
     else:
-        found = Symbols(tape, ids, x.is_logical)
+        found = Symbols(tape, ids.copy(), x.is_logical)
         if not columns:
             raise RefusedError(f"np.{function.__name__}.reduce of nothing")
         while found.shape[1] > 1:

@@ -67,7 +67,7 @@ def _power(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
     in_base = np.where(b == 0, 0.0, b * np.power(a, np.where(b == 0, 1.0, b - 1)))
     is_open = a > 0
     return in_base, np.where(
-        is_open, y * np.log(np.where(is_open, a, 1.0)), np.where(b > 0, 0.0, y)
+        is_open, y * np.log(np.where(is_open, a, 1.0)), np.where((a == 0) & (b > 0), 0.0, np.nan)
     )
 
 
@@ -83,7 +83,8 @@ def _smaller(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
 
 def _angle(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
     square = a * a + b * b
-    return b / square, -a / square
+    share = np.where(square == 0, 0.0, 1.0 / square)  # nothing where there is no angle
+    return share * b, -share * a
 
 
 def _share(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
@@ -134,7 +135,7 @@ PARTIALS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     np.fmax: _larger,
     np.minimum: _smaller,
     np.fmin: _smaller,
-    np.hypot: lambda y, a, b: (a / y, b / y),
+    np.hypot: lambda y, a, b: (np.where(y == 0, 0.0, a / y), np.where(y == 0, 0.0, b / y)),
     np.arctan2: _angle,
     np.logaddexp: _share,
     np.copysign: lambda y, a, b: (np.where(a == 0, 0.0, y / a), None),
@@ -281,6 +282,11 @@ class Graph:
         Its parts.
     results : ndarray of int
         The elements that it returned.
+
+    Attributes
+    ----------
+    kept : dict
+        What else is known of its Jacobians.
     """
 
     def __init__(self, tape: Tape, results: Ids) -> None:
@@ -294,6 +300,7 @@ class Graph:
         self._takes_complex = tape.takes_complex
         self._begins = np.array([part.begin for part in self.parts])
         self._kept: dict[int, tuple[NDArray[np.bool_], Pattern]] = {}
+        self.kept: dict[tuple[str, int], Any] = {}
 
     def is_like(self, other: Graph) -> bool:
         """Return whether it computes the same of its arguments as another one."""
@@ -322,6 +329,11 @@ class Graph:
         elif a.is_linear or b.is_linear or a.function != b.function:
             return False
         return all(np.array_equal(x, y) for x, y in zip(a.inputs, b.inputs, strict=True))
+
+    @cached_property
+    def places(self) -> list[list[slice | Ids]]:
+        """Where each part reads: a slice where it can be, of one number for one that all read."""
+        return [[_place(ids) for ids in part.inputs] for part in self.parts]
 
     @cached_property
     def is_analytic(self) -> bool:
@@ -432,9 +444,7 @@ class Evaluation:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self._values = graph, graph.first.copy()
-        # Where each part reads: a slice where it can be, of one number for one that all read.
-        self._places = [[_place(ids) for ids in part.inputs] for part in graph.parts]
+        self.graph, self._values, self._places = graph, graph.first.copy(), graph.places
         self._views = [[self._values[place] for place in each] for each in self._places]
         self._partials: dict[int, tuple[Any, ...]] = {}
         self._sums: dict[tuple[int, int], Any] = {}

@@ -16,7 +16,7 @@ from ..errors import GradientError, InputError
 from ..symbolic.pattern import Pattern, rows_of
 from .derivatives import Arguments, Coloured, Differences, Function, Names, RenewedError
 from .factors import Vector
-from .rebuilt import Rebuilt
+from .rebuilt import Rebuilt, state_of
 from .symbols import Symbols, elements
 from .tape import Evaluation, Graph, RefusedError, Tape
 
@@ -54,20 +54,27 @@ class Traced:
         others: Differences,
     ) -> None:
         self._function, self._user, self._names, self._others = function, user, names, others
-        self._graphs: list[Graph] = []  # those of runs before, which this one may have again
+        # What runs have read, and the state of the function then; and why it could not be read.
+        self._graphs: list[Graph] = []
+        self._shared: dict[str, Any] = {"state": None, "refusal": None, "is told": False}
         self._own: list[Evaluation] = []
         self.refusal: str | None = None
+        self._is_known = True
         self._at: tuple[Arguments, Evaluation] | None = None
-        # Of graphs, which are kept: patterns of Jacobians, and what the user's lack of them.
-        self._coloured: dict[tuple[int, int], Coloured] = {}
-        self._lacks: dict[tuple[int, int, int], _Lack | None] = {}
-        self._calls, self._is_told = 0, [False]
+        self._calls = 0
         self.value, self.note = others.value, others.note
 
     def fresh(self) -> Traced:
         found = copy(self)
         found._others = self._others.fresh()
-        found._own, found._at, found._calls, found.refusal = [], None, 0, None
+        found._own, found._at, found._calls, found._is_known = [], None, 0, True
+        state = state_of(self._user)
+        found.refusal = self._shared["refusal"]
+        if state is not None and state == self._shared["state"]:
+            found._own, found._is_known = [Evaluation(each) for each in self._graphs], False
+        else:
+            self._graphs.clear()
+        self._shared["state"] = state
         found.value, found.note = found._others.value, found._others.note
         return found
 
@@ -80,6 +87,10 @@ class Traced:
         """
         if self.refusal is not None:
             return None
+        if not self._is_known:  # a reading of another run holds if its values do
+            self._is_known = True
+            if not all(self._is_alike(each, arguments) for each in self._own if each.at(arguments)):
+                self._own = []
         if self._own and self._own[0].graph.is_analytic:
             return self._own[0]
         if self._at is not None and self._at[0] is arguments:
@@ -106,9 +117,10 @@ class Traced:
         return found
 
     def _refuse(self, why: str) -> None:
-        self.refusal, self._at, self._own = why, None, []
-        if not self._is_told[0]:
-            self._is_told[0] = True
+        self.refusal = self._shared["refusal"] = why
+        self._at, self._own = None, []
+        if not self._shared["is told"]:
+            self._shared["is told"] = True
             warnings.warn(
                 f"{self._names.function} cannot be read: {self.refusal}. Its derivatives are found "
                 f"by {self._others.origin}; derivatives='forward' asks for differences",
@@ -203,12 +215,14 @@ class Traced:
 
     def _lack(self, graph: Graph, where: int, pattern: Pattern) -> _Lack | None:
         """Return which entries of a graph's Jacobian a pattern lacks, if it lacks any."""
-        key = id(graph), where, id(pattern)
-        if key not in self._lacks:
+        known = graph.kept.get(("lack", where))
+        if known is None or known[0] is not pattern:
             own = self._exact(graph, where)
             has = np.isin(_keys(own.pattern), _keys(pattern), assume_unique=True)
-            self._lacks[key] = None if has.all() else _Lack(own, pattern, has)
-        return self._lacks[key]
+            known = pattern, None if has.all() else _Lack(own, pattern, has)
+            graph.kept["lack", where] = known
+        lack: _Lack | None = known[1]
+        return lack
 
     def along(self, arguments: Arguments, where: int) -> tuple[Vector, Vector]:
         found = self._evaluation(arguments)
@@ -232,10 +246,11 @@ class Traced:
 
     def _exact(self, graph: Graph, where: int) -> Coloured:
         """Return the pattern of a graph's Jacobian."""
-        key = id(graph), where
-        if key not in self._coloured:
-            self._coloured[key] = Coloured(graph.pattern(where))
-        return self._coloured[key]
+        key = "coloured", where
+        if key not in graph.kept:
+            graph.kept[key] = Coloured(graph.pattern(where))
+        found: Coloured = graph.kept[key]
+        return found
 
     # -- Comparisons -------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from sparsescan import GradientError, InputError, Pattern
-from sparsescan.simulate import ImplicitSteps, TimeSteps
+from sparsescan.simulate import ImplicitSteps, TimeSteps, tape, traced
 
 N = 6
 _MATRIX = np.array([[1.5, -2.0, 0.0, 0.3, 0.0, 0.1]] * 3 + [[0.0, 0.2, 1.0, 0.0, -1.0, 2.0]] * 3)
@@ -394,13 +394,43 @@ def test_errors_of_functions_stay_as_they_are() -> None:
         TimeSteps(lambda u, t, p: u[:1], np.eye(2)).forward([1.0, 2.0], steps=1, dt=0.1)
 
 
-def test_globals_that_change_between_runs_are_seen() -> None:
-    factor = np.array([2.0])
-    sim = TimeSteps(lambda u, t, p: -factor * np.abs(u), np.eye(1), "euler")
-    for value in (2.0, 3.0):
-        factor[0] = value
-        run = sim.forward([1.0], steps=1, dt=0.1)
-        assert run.backward(grad_last=[1.0]).u0 == pytest.approx(1 - 0.1 * value)
+class Growth:
+    """A rate with attributes, one of which only matters above."""
+
+    limit: Any = 1e3
+    factor: Any = 2.0
+
+    def __call__(self, u: Any, t: Any, p: Any) -> Any:
+        return np.where(u > self.limit, -50.0 * u, self.factor * np.abs(u))
+
+
+def test_a_function_is_read_again_only_if_it_may_have_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the numbers that it closes over, and attributes, do between runs."""
+    readings = 0
+
+    class Counted(tape.Tape):
+        def __init__(self) -> None:
+            nonlocal readings
+            readings += 1
+            super().__init__()
+
+    monkeypatch.setattr(traced, "Tape", Counted)
+    factor, growth = np.array([2.0]), Growth()
+    closure = TimeSteps(lambda u, t, p: factor * np.abs(u), np.eye(1), "euler")
+    for sim in (closure, TimeSteps(growth, np.eye(1), "euler")):
+        readings = 0
+        for value in (2.0, 2.0, 3.0, 3.0):
+            factor[0] = growth.factor = value
+            for _ in range(2):
+                run = sim.forward([1.0], steps=1, dt=0.1)
+                assert run.backward(grad_last=[1.0]).u0 == pytest.approx(1 + 0.1 * value)
+        assert readings == 2
+    growth.limit = 1.15
+    run = sim.forward([1.0], steps=2, dt=0.1)
+    assert run.backward(grad_last=[1.0]).u0 == pytest.approx(1.3 * -4)
+    assert readings in (3, 4)
 
 
 def test_residuals_of_ones_own_are_read() -> None:
