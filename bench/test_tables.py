@@ -241,7 +241,7 @@ def test_one_call_with_resets_computes_what_the_loop_of_ppo_does(kind: str) -> N
 DOORS = [
     doors.Selective(2, 3, 2, 5, {}),
     *(doors.Recurrence(9, 3, 2, is_diagonal, {}) for is_diagonal in (True, False)),
-    *(attention.Model(each.kind, each.trains, 2, 2, 3, 9) for each in attention.MODELS),
+    *(attention.Model(each.kind, each.trains, 2, 2, 3, 9) for each in attention.MODELS[:3]),
 ]
 
 

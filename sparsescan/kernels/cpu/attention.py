@@ -12,6 +12,9 @@ the last segment. There it computes the states again, before each step, into scr
 second cache, and then takes the gradient of the state back through the steps. Gradients in what
 belongs to keys are sums over columns: of the lanes of four rows at a time, and then over blocks.
 
+Rows of a head are apart in arrays, and copies to scratch would wait for memory as long as a pass
+computes. So the first block asks for the rows of the next segment, or for what will be written.
+
 The floor, for each step and head, in multiply-adds of ``K·V`` numbers: 3 forward (decay, outer
 product, output) and 2 more with the delta rule; backward 2 for the states again, and 5 for
 gradients (output, state, `q`, `k`, `v`), with one for that in decay, and the delta rule takes 2
@@ -32,6 +35,7 @@ from .lanes import (
     load_some,
     load_wide,
     number,
+    prefetch,
     splat,
     splat_wide,
     store,
@@ -153,7 +157,7 @@ def room_size(keys: int, values: int, segment: int, lanes: int, is_back: bool) -
     return size + 2 * (segment + 1) * rows * lanes * is_back
 
 
-@njit(forceinline=True)
+@njit(_nrt=False, forceinline=True)
 def _room(s, w):
     """Return the places in scratch, those of the backward pass behind the others."""
     keys = (s.keys + _FOUR - 1) // _FOUR * _FOUR
@@ -180,7 +184,7 @@ def _room(s, w):
 # -- Between arrays and scratch --------------------------------------------------------------------
 
 
-@njit
+@njit(_nrt=False)
 def _bring(array, at, stride, size, count, room, to, step):
     """Copy rows to scratch, where they are `step` apart, and have zeros up to whole vectors."""
     for t in range(count):
@@ -188,7 +192,7 @@ def _bring(array, at, stride, size, count, room, to, step):
             store(room, to + t * step + i, load_some(array, at + t * stride + i, size - i))
 
 
-@njit
+@njit(_nrt=False)
 def _take(array, at, stride, size, count, room, to, step):
     """Copy rows back from scratch, if the array is needed."""
     if array.size > 0:
@@ -197,7 +201,7 @@ def _take(array, at, stride, size, count, room, to, step):
                 store_some(array, at + t * stride + i, load(room, to + t * step + i), size - i)
 
 
-@njit
+@njit(_nrt=False)
 def _bring_rows(s, r, b, h, begin, count, room):
     """Copy the numbers of keys of a segment, and its values, to scratch; no decay is one of 1."""
     at, stride, step = (b * s.length + begin) * s.heads + h, s.heads, _KINDS * r.row
@@ -217,7 +221,27 @@ def _bring_rows(s, r, b, h, begin, count, room):
     _bring(s.v, at * s.values, stride * s.values, s.values, count, room, r.v, r.values)
 
 
-@njit
+@njit(_nrt=False, forceinline=True)
+def _ask_for(s, array, at, size):
+    """Ask for a row of an array, if it is given."""
+    if array.size > 0:
+        for i in range(0, size, lane_count(s.q)):
+            prefetch(array, at * size + i)
+
+
+@njit(_nrt=False, forceinline=True)
+def _ask_for_rows(s, arrays, other, at):
+    """Ask for all that belongs to a step and head: copies would wait for memory."""
+    _ask_for(s, arrays.q, at, s.keys)
+    _ask_for(s, arrays.k, at, s.keys)
+    _ask_for(s, arrays.a, at, s.keys)
+    _ask_for(s, arrays.b, at, s.keys)
+    _ask_for(s, arrays.w, at, s.decays)
+    _ask_for(s, arrays.v, at, s.values)
+    _ask_for(s, other, at, s.values)
+
+
+@njit(_nrt=False)
 def _move_block(s, r, array, at, room, to, column, lanes, is_read):
     """Copy a block of a state to scratch, with zeros behind its columns, or back from there."""
     here = min(lanes, s.values - column)
@@ -230,13 +254,13 @@ def _move_block(s, r, array, at, room, to, column, lanes, is_read):
                 array[other + j] = room[own + j]
 
 
-@njit
+@njit(_nrt=False)
 def _lanes_at(r, column, w):
     """Return how many lanes the block has that begins with a column."""
     return 2 * w if r.values - column >= 2 * w else w
 
 
-@njit
+@njit(_nrt=False)
 def _move_state(s, r, array, at, room, to, w, is_read):
     """Copy a state to scratch, block by block, or back from there, if there is an array."""
     column = 0
@@ -246,7 +270,7 @@ def _move_state(s, r, array, at, room, to, w, is_read):
         column += lanes
 
 
-@njit
+@njit(_nrt=False)
 def _clear(room, at, count):
     for i in range(at, at + count):
         room[i] = 0
@@ -258,7 +282,7 @@ def _clear(room, at, count):
 def _passes(load, splat):
     """Return both passes of a block through a segment, for vectors of one width."""
 
-    @njit(forceinline=True)
+    @njit(_nrt=False, forceinline=True)
     def row_on(s, room, at, to, k, row, v, read, out):
         """Write a row of the next state, and return a sum of outputs with what this row adds."""
         before = load(room, at)
@@ -268,11 +292,16 @@ def _passes(load, splat):
         store(room, to, after)
         return fma(splat(room, k + (_Q - _K) * row), before if s.reads_before else after, out)
 
-    @njit
-    def forward(s, r, count, room, state, move, out, column, lanes):
-        """Let a block pass the steps; the states before them are `move` numbers apart."""
+    @njit(_nrt=False)
+    def forward(s, r, count, room, state, move, out, column, lanes, other, ahead):
+        """Let a block pass the steps; the states before them are `move` numbers apart.
+
+        The first block asks for what comes next, from a step and head on.
+        """
         row, zero = r.row, number(load(room, 0), 0.0)
         for t in range(count):
+            if column == 0:
+                _ask_for_rows(s, s, other, ahead + t * s.heads)
             at, to = state + t * move, state + (t + 1) * move
             first = r.rows + t * _KINDS * row
             read = zero
@@ -297,13 +326,13 @@ def _passes(load, splat):
                 odd = row_on(s, room, x + lanes, y + lanes, k + 1, row, v, read, odd)
             store(room, out + t * r.values + column, even + odd)
 
-    @njit(forceinline=True)
+    @njit(_nrt=False, forceinline=True)
     def grad_at(s, room, at, q, in_out):
         """Return the gradient in a row of the state after a step."""
         grad = load(room, at)
         return grad if s.reads_before else fma(splat(room, q), in_out, grad)
 
-    @njit(forceinline=True)
+    @njit(_nrt=False, forceinline=True)
     def put_back(s, room, to, q, row, grad, in_read, in_out):
         """Write the gradient in a row of the state before a step."""
         grad = splat(room, q + (_W - _Q) * row) * grad
@@ -311,7 +340,7 @@ def _passes(load, splat):
             grad = fma(splat(room, q + (_A - _Q) * row), in_read, grad)
         store(room, to, fma(splat(room, q), in_out, grad) if s.reads_before else grad)
 
-    @njit(forceinline=True)
+    @njit(_nrt=False, forceinline=True)
     def products(room, at, lanes, x):
         """Return the products of four rows with a vector."""
         return (
@@ -321,12 +350,14 @@ def _passes(load, splat):
             load(room, at + 3 * lanes) * x,
         )
 
-    @njit
-    def back(s, r, count, room, column, lanes, adds):
+    @njit(_nrt=False)
+    def back(s, r, count, room, column, lanes, into, at):
         """Take the gradient of a block from the last step to before the first one."""
         row, zero, carry = r.row, number(load(room, 0), 0.0), r.carry + r.keys * column
-        erases = s.a.size > 0
+        erases, adds = s.a.size > 0, column > 0
         for t in range(count - 1, -1, -1):
+            if column == 0:
+                _ask_for_rows(s, into, into.v, at + t * s.heads)
             before = r.before + t * r.keys * lanes
             seen = before if s.reads_before else before + r.keys * lanes
             first, sums = r.rows + t * _KINDS * row, r.in_rows + t * _KINDS * row
@@ -396,7 +427,7 @@ _forward_one, _back_one = _passes(load, splat)
 # -- Both passes -----------------------------------------------------------------------------------
 
 
-@njit
+@njit(_nrt=False)
 def _bonus_at(s, r, room, h, t):
     """Return the weight of the values of a step in its own output."""
     q, weight = r.rows + t * _KINDS * r.row, 0.0
@@ -405,7 +436,7 @@ def _bonus_at(s, r, room, h, t):
     return weight
 
 
-@njit
+@njit(_nrt=False)
 def _add_bonus(s, r, room, h, count):
     """Add to outputs what steps add to their own."""
     for t in range(count):
@@ -414,7 +445,7 @@ def _add_bonus(s, r, room, h, count):
             room[r.out + at + j] += weight * room[r.v + at + j]
 
 
-@njit
+@njit(_nrt=False)
 def _add_bonus_back(s, r, room, h, count, in_bonus, to):
     """Add the gradients of what steps add to their own outputs."""
     for t in range(count):
@@ -432,7 +463,13 @@ def _add_bonus_back(s, r, room, h, count, in_bonus, to):
                 in_bonus[to + i] += along * q * k
 
 
-@njit(nogil=True, cache=True)
+@njit(_nrt=False, forceinline=True)
+def _first_of(s, task):
+    """Return where the first step of a sample's head is, of those of all steps and heads."""
+    return task // s.heads * s.length * s.heads + task % s.heads
+
+
+@njit(nogil=True, cache=True, _nrt=False)
 def forward(s, first, last, out, final, kept, room):
     """Write the outputs of some samples' heads, their last states, and those before segments.
 
@@ -463,13 +500,16 @@ def forward(s, first, last, out, final, kept, room):
                 at = (task * later + begin // s.segment - 1) * size
                 _move_state(s, r, kept, at, room, r.state, w, False)
             _bring_rows(s, r, b, h, begin, count, room)
+            ahead = (b * s.length + begin + s.segment) * s.heads + h
+            if begin + s.segment >= s.length:
+                ahead = _first_of(s, task + 1)
             column = 0
             while column < r.values:
                 lanes, state = _lanes_at(r, column, w), r.state + r.keys * column
                 if lanes > w:
-                    _forward_wide(s, r, count, room, state, 0, r.out, column, lanes)
+                    _forward_wide(s, r, count, room, state, 0, r.out, column, lanes, out, ahead)
                 else:
-                    _forward_one(s, r, count, room, state, 0, r.out, column, lanes)
+                    _forward_one(s, r, count, room, state, 0, r.out, column, lanes, out, ahead)
                 column += lanes
             if s.bonus.size > 0:
                 _add_bonus(s, r, room, h, count)
@@ -478,7 +518,7 @@ def forward(s, first, last, out, final, kept, room):
         _move_state(s, r, final, task * size, room, r.state, w, False)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, _nrt=False)
 def backward(s, first, last, grads, grads_final, kept, into, room):
     """Write the gradients of some samples' heads.
 
@@ -512,6 +552,9 @@ def backward(s, first, last, grads, grads_final, kept, into, room):
             wide, step = stride * s.values, _KINDS * r.row
             _bring_rows(s, r, b, h, begin, count, room)
             _bring(grads, at * s.values, wide, s.values, count, room, r.out, r.values)
+            ahead = at - s.segment * s.heads
+            if segment == 0:
+                ahead = _first_of(s, task + 1) + later * s.segment * s.heads
             column = 0
             while column < r.values:
                 lanes = _lanes_at(r, column, w)
@@ -523,11 +566,15 @@ def backward(s, first, last, grads, grads_final, kept, into, room):
                     _move_block(s, r, s.start, task * size, room, r.before, column, lanes, True)
                 move = r.keys * lanes
                 if lanes > w:
-                    _forward_wide(s, r, count, room, r.before, move, r.in_v, column, lanes)
-                    _back_wide(s, r, count, room, column, lanes, column > 0)
+                    _forward_wide(
+                        s, r, count, room, r.before, move, r.in_v, column, lanes, grads, ahead
+                    )
+                    _back_wide(s, r, count, room, column, lanes, into, at)
                 else:
-                    _forward_one(s, r, count, room, r.before, move, r.in_v, column, lanes)
-                    _back_one(s, r, count, room, column, lanes, column > 0)
+                    _forward_one(
+                        s, r, count, room, r.before, move, r.in_v, column, lanes, grads, ahead
+                    )
+                    _back_one(s, r, count, room, column, lanes, into, at)
                 column += lanes
             if s.bonus.size > 0:
                 _add_bonus_back(s, r, room, h, count, into.bonus, task * s.keys)

@@ -146,6 +146,20 @@ def item(typingctx, array, index):
 
 
 @intrinsic
+def prefetch(typingctx, array, index):
+    """Ask for the cache line of ``array[index]``, which need not be a place in the array."""
+
+    def codegen(context, builder, signature, args):
+        i32, place = ir.IntType(32), pointer(context, builder, signature.args[0], *args)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [place, i32(0), i32(2), i32(1)])  # to read, from the second cache
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
+
+
+@intrinsic
 def put_four(typingctx, out, index, array, places):
     """Write the numbers at four places, none of them negative, from ``out[index]`` on."""
 
