@@ -178,11 +178,16 @@ class Cell(Parametrised, Fixed):
                     f"hidden_size is {hidden_size}; expected a multiple of {each.heads}, the heads "
                     f"of a {each.operation} in {type(self).__name__}.step"
                 )
-        for name, heads in self.program.heads.items():
+        for name, (heads, *sides) in self.program.partial.items():
             if self.hidden_size % heads:
                 raise InputError(
                     f"hidden_size is {hidden_size}; expected a multiple of {heads}, the heads of "
                     f"{name} in {type(self).__name__}"
+                )
+            if self.hidden_size < max(sides):
+                raise InputError(
+                    f"hidden_size is {hidden_size}; expected at least {max(sides)}, which {name} "
+                    f"has of rows or columns in {type(self).__name__}"
                 )
         if self._reads_units and self.input_size != self.hidden_size:
             raise InputError(
@@ -190,7 +195,7 @@ class Cell(Parametrised, Fixed):
                 f"since the step of {type(self).__name__} reads the input of each unit"
             )
         self.state_size = self.program.states * self.hidden_size
-        about = self.input_size, self.hidden_size, self.bias, self.program.heads
+        about = self.input_size, self.hidden_size, self.bias, self.program.partial
         shapes = shapes_of(type(self), *about)
         draw = initial(1 / math.sqrt(self.hidden_size), dtype, rng)
         self.declare_parameters(shapes, draw, initial_of(type(self)))

@@ -271,6 +271,10 @@ class Hidden(_Matrix):
         of its own, and the parameter has the rows of these, ``(gates·hidden_size,
         hidden_size/heads)``: a gate is a block-diagonal matrix, of which only the blocks are
         stored. With a :class:`Constant` of the class each cell has its own number of heads.
+    rows, cols : int or Constant, default 0
+        How many rows a gate has, and how many columns: 0 for as many as there are units, or fewer.
+        It multiplies the first units of a vector, and the others of the product are 0. With `rows`
+        there is one head, and no bias.
 
     Examples
     --------
@@ -288,25 +292,44 @@ class Hidden(_Matrix):
     """
 
     def __init__(
-        self, *gates: str, bias: bool | tuple[str, ...] = True, heads: int | Constant = 1
+        self,
+        *gates: str,
+        bias: bool | tuple[str, ...] = True,
+        heads: int | Constant = 1,
+        rows: int | Constant = 0,
+        cols: int | Constant = 0,
     ) -> None:
         super().__init__(*gates, bias=bias)
-        self.heads = heads if isinstance(heads, Constant) else check_count("heads", heads, 1)
-
-    def heads_of(self, options: Mapping[str, Any]) -> int:
-        """Return how many heads there are, in a cell with some options."""
-        if not isinstance(self.heads, Constant):
-            return self.heads
-        name = vars(self.heads).get("_name", "")
-        if name not in options:
+        self._sizes = {"heads": heads, "rows": rows, "cols": cols}
+        for name, size in self._sizes.items():
+            if not isinstance(size, Constant):
+                check_count(name, size, int(name == "heads"))
+        if rows != 0 and self.biased:
+            raise InputError(f"rows is {short(rows)} and bias {short(bias)}; expected bias=False")
+        if heads != 1 and (rows, cols) != (0, 0):
             raise InputError(
-                f"heads of {self.name} is a Constant that the class does not declare; expected one "
-                "of its own, such as heads = Constant(4) and Hidden(heads=heads)"
+                f"heads is {short(heads)}, rows {short(rows)} and cols {short(cols)}; expected "
+                "heads, or rows and cols"
             )
-        return check_count(name, options[name], 1)
+
+    def sizes_of(self, options: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Return how many heads, rows and columns a gate has, in a cell with some options."""
+        found = []
+        for which, size in self._sizes.items():
+            if isinstance(size, Constant):
+                name = vars(size).get("_name", "")
+                if name not in options:
+                    raise InputError(
+                        f"{which} of {self.name} is a Constant that the class does not declare; "
+                        f"expected one of its own, such as n = Constant(4) and Hidden({which}=n)"
+                    )
+                size = check_count(name, options[name], int(which == "heads"))
+            found.append(size)
+        heads, rows, cols = found
+        return heads, rows, cols
 
     def shape(self, inputs: int, units: int) -> Shape:
-        """Return the shape, for so many inputs and units, of one head."""
+        """Return the shape, for so many inputs and units, of a square matrix."""
         return self.blocks * units, units
 
     def product(self, block: int, vector: Any, is_transposed: bool = False) -> Node:
@@ -694,30 +717,33 @@ def declared(cls: type) -> dict[str, _Declared]:
     return {name: each for name, each in _attributes(cls) if isinstance(each, _Declared)}
 
 
-def heads_of(cls: type, options: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many heads matrices have, those with several, in a cell with some options."""
+def partial_of(cls: type, options: Mapping[str, Any]) -> dict[str, tuple[int, int, int]]:
+    """Return heads, rows and columns of matrices that are no square ones of all units."""
     found = {
-        name: each.heads_of(options)
+        name: each.sizes_of(options)
         for name, each in declared(cls).items()
         if isinstance(each, Hidden)
     }
-    return {name: heads for name, heads in found.items() if heads > 1}
+    return {name: sizes for name, sizes in found.items() if sizes != (1, 0, 0)}
 
 
 def shapes_of(
-    cls: type, inputs: int, units: int, bias: bool, heads: Mapping[str, int] | None = None
+    cls: type,
+    inputs: int,
+    units: int,
+    bias: bool,
+    partial: Mapping[str, tuple[int, int, int]] | None = None,
 ) -> dict[str, Shape]:
     """Return the shapes of the parameters of a cell by their names: those of biases come last.
 
-    Matrices have `heads`, which :func:`heads_of` returns.
+    What is `partial` :func:`partial_of` returns.
     """
     parameters = declared(cls)
     shapes = {
         name: each.shape(inputs, units) for name, each in parameters.items() if not _is_bias(each)
     }
-    for name, count in (heads or {}).items():
-        rows, cols = shapes[name]
-        shapes[name] = rows, cols // count
+    for name, (heads, rows, cols) in (partial or {}).items():
+        shapes[name] = parameters[name].blocks * (rows or units), cols or units // heads
     for name, each in parameters.items() if bias else ():
         if _is_bias(each):
             shapes[name] = each.shape(inputs, units)
@@ -847,7 +873,7 @@ def trace(cls: Any, options: Mapping[str, Any], bias: bool = True) -> CellProgra
                 f"{cls.__name__}.step ({_place(step)}) returns {short(each)}; expected vectors of "
                 "units"
             )
-    about = heads_of(cls, options), len(further_of(cls))
+    about = partial_of(cls, options), len(further_of(cls))
     return analyse([as_node(each) for each in outputs], names, *about)
 
 

@@ -21,7 +21,7 @@ from ..graph.operations import Reduction
 from ..kernels.cuda import device as _device
 from ..parameters.parametrised import masked
 from .definition import CellLike, bias_name, declared
-from .heads import blocks_of, whole_of
+from .heads import parts_of, whole_of
 from .loops.cuda.kernels import SequenceKernels, sequence_kernels
 from .loops.cuda.layout import LoopLayout, layout_of, packing_order, samples_of
 from .loops.cuda.parts import sequence_source
@@ -156,9 +156,10 @@ class DeviceDirection:
             own = np.arange(begin, begin + math.prod(shape)).reshape(shape)
             mask = cell.masks.get(name)
             places[name] = own if mask is None else np.where(mask.on(np), own, nothing)
-            if name in cell.program.heads:
-                gates = places[name].reshape(-1, cell.hidden_size, shape[1])
-                places[name] = whole_of(np, gates, cell.program.heads[name], nothing)
+            if name in cell.program.partial:
+                gates = places[name].reshape(self._declared[name].blocks, -1, shape[1])
+                heads = cell.program.heads_of(name)
+                places[name] = whole_of(np, gates, heads, cell.hidden_size, nothing)
         units, slots = cell.hidden_size, cell.program.slots
         # Reductions are products with constants, which are behind the zero.
         for k, reduction in enumerate(self._reductions):
@@ -200,7 +201,7 @@ class DeviceDirection:
         whole = places[name]
         if isinstance(name, Reduction):
             return whole
-        if name in self.cell.program.heads:
+        if name in self.cell.program.partial:
             return whole[gate].T if is_transposed else whole[gate]
         gates = whole.reshape(self._declared[name].blocks, -1, *whole.shape[1:])
         return gates[gate].T if is_transposed else gates[gate]
@@ -302,18 +303,18 @@ class DeviceDirection:
             if results is None:
                 grads[name] = xp.zeros(shape, self.dtype)
                 continue
-            parts, heads, whole = self._parts[name], cell.program.heads.get(name, 1), shape
-            if heads > 1:
-                whole = shape[0], cell.hidden_size
+            parts, whole, units = self._parts[name], shape, cell.hidden_size
+            if name in cell.program.partial:
+                whole = len(parts) * units, units
             places = {part[:2] for own in parts for part in own}
             grad = self._joined(results, parts, whole) if taken.isdisjoint(places) else None
             if grad is None:
                 grad = self._built(xp, results, parts, whole)
             else:
                 taken |= places
-            if heads > 1:
-                gates = grad.reshape(-1, cell.hidden_size, cell.hidden_size)
-                grad = blocks_of(xp, gates, heads).reshape(shape)
+            if name in cell.program.partial:
+                about = cell.program.heads_of(name), shape[0] // len(parts), shape[1]
+                grad = parts_of(xp, grad.reshape(-1, units, units), *about).reshape(shape)
             grads[name] = masked(xp, grad, cell.masks.get(name))
         return grads
 

@@ -1,6 +1,6 @@
-"""Matrices by heads: square blocks, which are on the diagonal of a matrix of all units.
+"""Matrices that are parts of a square one: a block for each head, or fewer rows or columns.
 
-A parameter has the rows of all blocks, one below the other: ``(…, units, units/heads)``.
+A parameter has the blocks of a gate's heads one below the other: ``(…, units, units/heads)``.
 """
 
 from __future__ import annotations
@@ -10,18 +10,28 @@ from typing import Any
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
-def whole_of(xp: Any, blocks: Array, heads: int, fill: float = 0) -> Array:
-    """Return matrices ``(…, units, units)`` with blocks on their diagonals, elsewhere one value."""
-    *lead, units, size = blocks.shape
-    whole = xp.full((*lead, heads, size, heads, size), fill, blocks.dtype)
+def whole_of(xp: Any, parts: Array, heads: int, units: int, fill: float = 0) -> Array:
+    """Return square matrices that have these parts, and elsewhere one value.
+
+    The parts are the blocks of so many heads, which are on the diagonal; or, of one head, the first
+    rows and columns.
+    """
+    *lead, rows, cols = parts.shape
+    if heads == 1:
+        whole = xp.full((*lead, units, units), fill, parts.dtype)
+        whole[..., :rows, :cols] = parts
+        return whole
+    whole = xp.full((*lead, heads, cols, heads, cols), fill, parts.dtype)
     head = xp.arange(heads)
-    whole[..., head, :, head, :] = xp.moveaxis(blocks.reshape(*lead, heads, size, size), -3, 0)
+    whole[..., head, :, head, :] = xp.moveaxis(parts.reshape(*lead, heads, cols, cols), -3, 0)
     return whole.reshape(*lead, units, units)
 
 
-def blocks_of(xp: Any, whole: Array, heads: int) -> Array:
-    """Return the blocks on the diagonals of matrices, ``(…, units, units/heads)``."""
+def parts_of(xp: Any, whole: Array, heads: int, rows: int, cols: int) -> Array:
+    """Return the parts of square matrices, of so many rows and columns."""
     *lead, units, _ = whole.shape
-    size, head = units // heads, xp.arange(heads)
-    apart = whole.reshape(*lead, heads, size, heads, size)[..., head, :, head, :]
-    return xp.moveaxis(apart, 0, -3).reshape(*lead, units, size)
+    if heads == 1:
+        return whole[..., :rows, :cols]
+    head = xp.arange(heads)
+    apart = whole.reshape(*lead, heads, cols, heads, cols)[..., head, :, head, :]
+    return xp.moveaxis(apart, 0, -3).reshape(*lead, units, cols)

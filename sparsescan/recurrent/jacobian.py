@@ -31,7 +31,7 @@ from ..graph.operations import Node, Reduction, symbol
 from ..parameters.parametrised import masked
 from ..symbolic.pattern import Pattern
 from .further import filled_up
-from .heads import blocks_of, whole_of
+from .heads import parts_of, whole_of
 from .linear import ONE, Key
 from .loops.values import fill_blocks, fill_entries, multiply_rows, put_column
 from .program import INPUT
@@ -81,9 +81,11 @@ class Equations(Structure):
         blocks: dict[str | Reduction, Array] = {}
         for name, mask in self.masks.items():
             whole = masked(xp, params[name], mask).astype(dtype, copy=False)
-            blocks[name] = whole.reshape(-1, self.units, whole.shape[1])
-            if name in self.program.heads:
-                blocks[name] = whole_of(xp, blocks[name], self.program.heads[name])
+            if name in self.program.partial:
+                parts = whole.reshape(self._blocks[name], -1, whole.shape[1])
+                blocks[name] = whole_of(xp, parts, self.program.heads_of(name), self.units)
+            else:
+                blocks[name] = whole.reshape(-1, self.units, whole.shape[1])
         for reduction in self.program.reductions:
             blocks[reduction] = xp.asarray(reduction.matrix(self.units)[None], dtype)
         matrices: dict[Key, Array] = {}
@@ -248,8 +250,9 @@ class Equations(Structure):
                     block = own[:, at.start - columns.start : at.stop - columns.start]
                     room = self.block(name, gate, grads[name])
                     block = block.T if is_transposed else block
-                    heads = program.heads.get(name, 1)
-                    room += block if heads == 1 else blocks_of(xp, block, heads)
+                    if name in program.partial:
+                        block = parts_of(xp, block, program.heads_of(name), *room.shape)
+                    room += block
                 for name, gate in self.sums[k].biases:
                     room = self.block(name, gate, grads[name])
                     room += own[:, self.one - columns.start]

@@ -48,7 +48,9 @@ def sample_rows(program: CellProgram, units: int, dtype: np.dtype[Any], batch: i
     for each other, and where samples nearly fill their groups, as many for each of two threads.
     """
     lanes, group = lanes_of(dtype), sample_lanes(dtype)
-    sizes = [units, *(units // heads for heads in program.heads.values())]
+    sizes = [units]
+    for heads, *sides in program.partial.values():
+        sizes += [units // heads, *sides]
     # Without AVX-512 there are too few registers for a tile, and units fill the shorter vectors.
     most = _MANY_VECTORS if program.reductions else _FEW_VECTORS
     if lanes == group or len(program.slots) * units > most * lanes:
@@ -269,9 +271,9 @@ class Direction:
         # In the order of the forward pass.
         self._products = list(self._find_runs())
         self.runs = [each for each in self._products if isinstance(each, Product)]
-        # A sparse matrix passes no NaN where it has no entry.
+        # A sparse matrix passes no NaN where it has no entry, nor does one of fewer columns.
         self.pauses = pauses_of(self.program)
-        if self.sparse:
+        if self.sparse or any(any(sides) for _, *sides in self.program.partial.values()):
             self.pauses = min(self.pauses, STRICT)
         self._order_values()
         self._bias_orders = list(self._find_biases())
@@ -338,26 +340,35 @@ class Direction:
                 yield from (Reduced(stage, source, slot, kind, size) for slot in run)
                 continue
             block = self.block if source == 0 and self.layer > 1 else 0
-            heads = self._heads_of(own[0])
-            # Each head of a slot has a product of its own.
-            ranges = [(k, 1, [term]) for k, term in zip(run, own, strict=True)]
-            for first_slot, slots, those in ranges if heads > 1 else [(run[0], len(run), own)]:
+            heads, height, _ = self._heads_of(own[0])
+            # Each head of a slot, or what is not of all units, has a product of its own.
+            ranges = [(run[0], len(run), own)]
+            if heads > 1 or height:
+                ranges = [(k, 1, [term]) for k, term in zip(run, own, strict=True)]
+            for first_slot, slots, those in ranges:
                 parts = [self._places(term) for term in those]
                 places, kept = (np.concatenate(each) for each in zip(*parts, strict=True))
-                height = self.units // heads
-                for first in range(0, self.units, height):
-                    rows = slice(first, first + height) if heads > 1 else slice(None)
+                height = len(places) // heads
+                for first in range(0, len(places), height):
+                    rows = slice(first, first + height)
                     where = stage, source, first_slot, slots, first
                     yield self._product(where, places[rows], kept[rows], those, block)
 
     def _heads_of(self, term: Term) -> Any:
-        """Return how many products a gate has, one for each head, or the reduction in its place.
+        """Return heads, rows and columns of a product, or the reduction in its place.
 
         What multiplies the input is a whole matrix, with zeros.
         """
         if isinstance(term.matrix, Reduction):
             return term.matrix
-        return 1 if term.argument is INPUT else self.program.heads.get(term.matrix, 1)
+        heads, rows, cols = self.program.partial.get(term.matrix, (1, 0, 0))
+        if term.argument is INPUT:
+            return 1, 0, 0
+        return heads, *((cols, rows) if term.is_transposed else (rows, cols))
+
+    def _gate_rows(self, name: str) -> int:
+        """Return how many rows a gate of a matrix has."""
+        return self.cell.shapes[name][0] // self._parameters[name].blocks
 
     def _product(
         self,
@@ -386,13 +397,14 @@ class Direction:
     def _places(self, term: Term) -> tuple[Order, NDArray[np.bool_]]:
         """Return where the entries of a matrix are among all parameters, and which are kept."""
         shape, mask = self.cell.shapes[term.matrix], self.cell.masks[term.matrix]
-        rows = slice(term.gate * self.units, (term.gate + 1) * self.units)
+        height = self._gate_rows(term.matrix)
+        rows = slice(term.gate * height, (term.gate + 1) * height)
         places = (self._offsets[term.matrix] + np.arange(math.prod(shape)).reshape(shape))[rows]
         kept = np.ones(shape, bool)[rows] if mask is None else mask.on(np)[rows]
-        heads = self.program.heads.get(term.matrix, 1)
-        if heads > 1 and term.argument is INPUT:
-            places = whole_of(np, places, heads, self._none)
-            kept, heads = whole_of(np, kept, heads), 1
+        heads = self.program.heads_of(term.matrix)
+        if term.matrix in self.program.partial and term.argument is INPUT:
+            places = whole_of(np, places, heads, self.units, self._none)
+            kept, heads = whole_of(np, kept, heads, self.units), 1
         if not term.is_transposed:
             return places, kept
         own = zip(np.split(places, heads), np.split(kept, heads), strict=True)
@@ -432,11 +444,14 @@ class Direction:
                     # The gradient in a maximum, of which there is none, is 0.
                     kind = SUM if which and each.kind == MAXIMUM else each.kind
                     matrix = [self.units, self.units, 0, 1, each.size, 0, values, indices, indices]
-                    about = [stage, source, each.slot, to, begins, False, kind, 0, False]
+                    about = [stage, source, each.slot, to, begins, False, kind, 0, True, False]
                     tables[which].append(about + matrix)
                     continue
                 packing = each.back if which else each.forward
-                has_next = each.first + each.height < self.units  # another head
+                heads = self._heads_of(each.terms[0])[0]
+                # Other units behind these, which may be of the next head.
+                height = packing.rows if which else each.height
+                has_next = bool(each.source) and each.first + height < self.units
                 spills = not packing.fills and (
                     has_next
                     or (
@@ -451,6 +466,7 @@ class Direction:
                 tables[which].append(
                     [
                         *(stage, source, each.slot, to, begins, spills, 0, each.first),
+                        each.first + each.height == heads * each.height,
                         *(packing.is_sparse, packing.rows, packing.cols, packing.vectors),
                         *(packing.cols // packing.block, packing.block, packing.tile),
                         *(values, indices, indices + len(packing.indices)),
@@ -475,14 +491,15 @@ class Direction:
 
     def _find_blocks(self, each: Product, packing: Packing, to: int) -> None:
         """Note the blocks of parameters that a matrix consists of, which begins with `to`."""
-        height, is_back = each.height, packing is each.back
+        height, width, is_back = each.height, each.places.shape[1], packing is each.back
         for k, term in enumerate(each.terms):
             cols = self.cell.shapes[term.matrix][1]
             # A transposed block, and any in the backward pass, has columns for rows.
             turns = term.is_transposed == is_back
             row, col = (0, k * height) if is_back else (k * height, 0)
-            size = (cols, height) if is_back else (height, cols)
-            block = [row, col, *size, turns, (term.gate * self.units + each.first) * cols, cols]
+            size = (width, height) if is_back else (height, width)
+            at = (term.gate * self._gate_rows(term.matrix) + each.first) * cols
+            block = [row, col, *size, turns, at, cols]
             rows = self._blocks.setdefault((term.matrix, is_back), [])
             rows.append([*block, to, packing.cols, packing.tile])
 
@@ -623,7 +640,8 @@ class Direction:
                 end, at = first + each.forward.rows, size
                 # Heads that fill vectors have their sums in other rows of the same columns.
                 is_beside = table and each.height < self.units and each.height % whole == 0
-                if is_beside and table[-1][1] <= first and table[-1][3] == cols < self.units:
+                is_beside = is_beside and end - first == table[-1][1] - table[-1][0]
+                if is_beside and table[-1][1] <= first and table[-1][3] == cols:
                     at = table[-1][4]
                 else:
                     size += cols * self.sum_stride
@@ -669,8 +687,8 @@ class Direction:
                     order[gate * self.units + units] = r * self.units + units
                 found[name].append(("units", r, order))
         for name, levels in self._grad_blocks(blocks).items():
-            rows = sum(row[3] for row in levels[0].values())
-            whole = rows == self.cell.shapes[name][0]
+            size = sum(row[3] * row[4] for row in levels[0].values())
+            whole = size == math.prod(self.cell.shapes[name])
             if not found[name] and not whole:
                 found[name].append(("none", 0, np.zeros(0, np.int64)))
             for level in levels:
@@ -692,7 +710,8 @@ class Direction:
                 cols = self.cell.shapes[term.matrix][1]
                 steps = (1, cols) if term.is_transposed else (cols, 1)
                 sums_at = at + k * each.height
-                row = [(term.gate * self.units + each.first) * cols, *steps, each.height, cols]
+                first = (term.gate * self._gate_rows(term.matrix) + each.first) * cols
+                row = [first, *steps, each.height, each.places.shape[1]]
                 key, levels = (term.gate, each.first), found.setdefault(term.matrix, [])
                 free = [level for level in levels if key not in level]
                 if not free:

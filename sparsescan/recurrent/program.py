@@ -131,8 +131,9 @@ class CellProgram:
     traced : tuple of Node
         The states after a step as they were traced, with a node ``product`` for each product, and
         what is differentiated as something else.
-    heads : dict of str to int
-        Matrices that have several heads, and how many.
+    partial : dict of str to tuple of int
+        Of matrices that are no square ones of all units how many heads a gate has, and how many
+        rows and columns, 0 for as many as units.
     """
 
     states: int
@@ -151,7 +152,7 @@ class CellProgram:
     uses_input: bool
     names: dict[Node, str]
     traced: tuple[Node, ...]
-    heads: dict[str, int]
+    partial: dict[str, tuple[int, int, int]]
 
     def __deepcopy__(self, memo: object) -> CellProgram:
         return self
@@ -168,6 +169,10 @@ class CellProgram:
         """The states that matrices multiply."""
         arguments = [term.argument for slot in self.slots for term in slot.terms]
         return sorted({each.details[0] for each in arguments if each.operation == "state"})
+
+    def heads_of(self, matrix: str) -> int:
+        """Return how many heads a matrix has."""
+        return self.partial.get(matrix, (1, 0, 0))[0]
 
     @cached_property
     def weighed(self) -> set[Node]:
@@ -224,7 +229,7 @@ def _stage_of(each: Node, slots: Sequence[Slot]) -> int:
 def analyse(
     outputs: Sequence[Node],
     names: dict[Node, str] | None = None,
-    heads: dict[str, int] | None = None,
+    partial: dict[str, tuple[int, int, int]] | None = None,
     further: int = 0,
 ) -> CellProgram:
     """Return what a step computes whose new states are these.
@@ -237,8 +242,8 @@ def analyse(
         and a gate.
     names : dict of Node to str, optional
         Names from the definition.
-    heads : dict of str to int, optional
-        How many heads matrices have that have several.
+    partial : dict of str to tuple of int, optional
+        Heads, rows and columns of matrices that are no square ones of all units.
     further : int, default 0
         How many further inputs there are.
     """
@@ -295,7 +300,7 @@ def analyse(
         uses_input=INPUT in topological([*step.outputs, *needed]),
         names=step.names,
         traced=tuple(outputs),
-        heads=heads or {},
+        partial=partial or {},
     )
 
 

@@ -217,7 +217,7 @@ def program_text(cls: type, program: CellProgram) -> str:
             for name, each in declared(cls).items()
         ]
         about = repr(
-            (program.states, slots, rows, parameters, program.heads, source_of(program, ""))
+            (program.states, slots, rows, parameters, program.partial, source_of(program, ""))
         )
         text = _texts[program] = hashlib.sha256(about.encode()).hexdigest()
     return text

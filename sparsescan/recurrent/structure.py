@@ -175,8 +175,11 @@ class Structure:
 
     def block(self, name: str, gate: int, array: Any) -> Any:
         """Return a block of a parameter: rows, or numbers, of each unit."""
+        units = self.units
         blocks = self._blocks.get(name, -1)
-        return array.reshape(blocks, self.units, *array.shape[1:])[gate]
+        if name in self.program.partial:
+            units = len(array) // blocks
+        return array.reshape(blocks, units, *array.shape[1:])[gate]
 
     # -- Patterns -------------------------------------------------------------------------------
 
@@ -190,16 +193,17 @@ class Structure:
         name, gate, is_transposed = key
         if isinstance(name, Reduction):
             return name.matrix(self.units) > 0
-        mask, heads = self.masks.get(name), self.program.heads.get(name, 1)
+        mask, partial = self.masks.get(name), self.program.partial.get(name)
         kept: NDArray[np.bool_]
-        if mask is None:
-            if heads == 1:
-                return None
-            kept = np.ones((self.units, self.units // heads), np.bool_)
-        else:
+        if mask is not None:
             kept = self.block(name, gate, mask.on(np))
-        if heads > 1:
-            kept = whole_of(np, kept, heads)
+        elif partial is None:
+            return None
+        else:
+            heads, rows, cols = partial
+            kept = np.ones((rows or self.units, cols or self.units // heads), np.bool_)
+        if partial is not None:
+            kept = whole_of(np, kept, partial[0], self.units)
         return kept.T if is_transposed else kept
 
     @cached_property

@@ -254,7 +254,8 @@ def _gates(letter: str, count: int) -> list[str]:
 def _alike(each: Any, program: CellProgram) -> Any:
     """Return a declaration of a parameter like another one, without a bias."""
     if isinstance(each, Hidden):
-        return Hidden(*each.gates, bias=False, heads=program.heads.get(each.name, 1))
+        heads, rows, cols = program.partial.get(each.name, (1, 0, 0))
+        return Hidden(*each.gates, bias=False, heads=heads, rows=rows, cols=cols)
     if isinstance(each, Scalar):
         return Scalar(0.0)
     assert isinstance(each, Vector), each

@@ -44,7 +44,7 @@ class CellUnits:
     ------
     InputError
         If the state is more than the hidden units, or some parameters are not of one unit each,
-        or of heads.
+        or of heads, or of fewer rows or columns.
     """
 
     def __init__(self, cell: Any, units: slice) -> None:
@@ -52,7 +52,7 @@ class CellUnits:
         shared = [name for name, param in cell.params.items() if param.ndim == 0]
         shared += [term.matrix for term in terms if term.is_transposed]
         program = cell.program
-        shared += [*program.reductions, *program.heads, *program.further_grads]
+        shared += [*program.reductions, *program.partial, *program.further_grads]
         if cell.state_size != cell.hidden_size or cell.program.stages > 1 or shared:
             raise InputError(
                 f"{cell!r} cannot be restricted; expected a state of hidden units, which no "

@@ -70,7 +70,7 @@ def case_of(
         else {key: draw(st.sampled_from(some)) for key, some in peer.options.items()}
     )
     units, steps, batch = (draw(st.integers(1, each)) for each in most)
-    units *= options.get("heads", 1)
+    units = max(units * options.get("heads", 1), options.get("proj_size", 1))
     inputs = units if peer.same_sizes else draw(st.integers(1, most[0]))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     cell = make(peer, rng, inputs, units, draw(st.booleans()), **options)

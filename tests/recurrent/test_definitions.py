@@ -911,6 +911,10 @@ def test_heads_divide_the_units() -> None:
         sLSTM(3, 6, heads=2.5)
     with pytest.raises(InputError, match=r"heads is 0; expected at least 1"):
         Hidden(heads=0)
+    with pytest.raises(InputError, match=r"rows is 3 and bias True; expected bias=False"):
+        Hidden(rows=3)
+    with pytest.raises(InputError, match="heads is 2, rows 0 and cols 3; expected heads, or rows"):
+        Hidden(heads=2, cols=3)
     with pytest.raises(InputError, match="heads of weight_hh is a Constant that"):
 
         class Foreign(Cell):

@@ -295,3 +295,33 @@ class Drawn(Cell):
     masks = {"inner": np.random.default_rng(seed).random(shape) < kept} if kept else {}
     drawn = RandomCell(source, heads * size, heads * size, True, masked=masks)
     check_compiled(drawn, seed, batch, None, seed % 2 == 0)
+
+
+@settings(max_examples=long_run(60, 6), phases=[Phase.generate])
+@given(
+    st.integers(1, 20),
+    st.integers(0, 20),
+    st.sampled_from([1, 3, 14, 32]),
+    st.sampled_from([0, 0.1, 0.6]),
+    seeds,
+)
+def test_matrices_of_fewer_rows_and_columns(
+    rank: int, more: int, batch: int, kept: float, seed: int
+) -> None:
+    """Products of low rank, and a state that is shorter, with samples or units as lanes."""
+    source = f"""\
+class Drawn(Cell):
+    weight_ih = Input()
+    outer = Hidden("a", "b", cols={rank})
+    inner = Hidden(rows={rank}, bias=False)
+    wide = Hidden(rows={rank}, cols={max(1, rank // 2)}, bias=False)
+
+    def step(self, x, h, c):
+        a = tanh(self.outer.a(self.inner(c)) + self.weight_ih(x) + self.inner.T(h))
+        b = sigmoid(self.outer.b(h) + self.wide.T(a) + c)
+        return self.inner(b * c) + self.wide(h), a * b
+"""
+    shape = rank, rank + more
+    masks = {"inner": np.random.default_rng(seed).random(shape) < kept} if kept else {}
+    drawn = RandomCell(source, 3, rank + more, True, masked=masks)
+    check_compiled(drawn, seed, batch, None, seed % 2 == 0)

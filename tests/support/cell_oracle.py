@@ -257,7 +257,7 @@ class _Self:
     def __getattr__(self, name: str) -> Any:
         found = inspect.getattr_static(self._cls, name)
         if isinstance(found, (definition.Input, definition.Hidden)):
-            heads = getattr(found, "heads", 1)
+            heads = getattr(found, "_sizes", {}).get("heads", 1)
             if isinstance(heads, definition.Constant):
                 heads = self._options.get(heads.name, heads.default)
             return _Matrix(self._tensors, name, found, heads)
@@ -294,6 +294,10 @@ class _Matrix:
         blocks = tensors[name].chunk(len(gates))
         if heads > 1:
             blocks = [torch.block_diag(*each.chunk(heads)) for each in blocks]
+        elif isinstance(declared, definition.Hidden):
+            ends = [(Value.units - each.shape[1], Value.units - len(each)) for each in blocks]
+            pad = torch.nn.functional.pad
+            blocks = [pad(each, (0, a, 0, b)) for each, (a, b) in zip(blocks, ends, strict=True)]
         bias = tensors.get(definition.bias_name(name)) if declared.biased else None
         blocks_of_bias = () if bias is None else bias.chunk(len(declared.biased))
         biases = dict(zip(declared.biased, blocks_of_bias, strict=False))

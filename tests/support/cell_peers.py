@@ -382,6 +382,17 @@ def block_diagonal_lstm(
     return o.sigmoid() * c.tanh(), c
 
 
+def projected_lstm(module: Any, params: Tensors, x: Any, states: tuple[Any, ...]) -> Any:
+    """Compute an LSTM as PyTorch's documentation defines it with projections."""
+    linear, (h, c), project = torch.nn.functional.linear, states, params["weight_hr"]
+    raw = linear(x, params["weight_ih"], params.get("bias_ih"))
+    raw = raw + linear(h[:, : len(project)], params["weight_hh"], params.get("bias_hh"))
+    i, f, g, o = raw.chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    h = linear(o.sigmoid() * c.tanh(), project)
+    return torch.nn.functional.pad(h, (0, c.shape[1] - len(project))), c
+
+
 def _norm(a: Any, scale: Any) -> Any:
     return torch.nn.functional.layer_norm(a, a.shape[-1:], eps=1e-5) * scale
 
@@ -531,6 +542,7 @@ PEERS = {
         Peer(catalogue.ZoneoutLSTM, nothing, zoneout_lstm),
         Peer(catalogue.minGRU, nothing, min_gru),
         Peer(catalogue.minLSTM, nothing, min_lstm),
+        Peer(catalogue.ProjectedLSTM, nothing, projected_lstm, {"proj_size": (1, 3)}),
         Peer(catalogue.sLSTM, nothing, slstm, {"heads": (4, 1, 2)}, positive=(2,)),
     )
 }

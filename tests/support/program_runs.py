@@ -156,14 +156,21 @@ class _Run:
         assert term.argument.operation == "state", f"nothing computes {term.argument}"
         return states[term.argument.details[0]]
 
-    def _heads(self, term: Term) -> int:
-        return self.program.heads.get(term.matrix, 1)
+    def _own(self, arrays: Mapping[str, Array], term: Term) -> Array:
+        """Return a gate of a matrix."""
+        _, rows, _ = self.program.partial.get(term.matrix, (1, 0, 0))
+        rows = rows or self.shape[-1]
+        return arrays[term.matrix][term.gate * rows : (term.gate + 1) * rows]
 
     def _weight(self, term: Term) -> Array:
         """Return the matrix of a product, or of a reduction over units."""
         if not isinstance(term.matrix, Reduction):
-            blocks = np.split(self._block(self.params[term.matrix], term.gate), self._heads(term))
-            return block_diag(*blocks)
+            block, heads = self._own(self.params, term), self.program.heads_of(term.matrix)
+            if heads > 1:
+                return block_diag(*np.split(block, heads))
+            if term.matrix not in self.program.partial:
+                return block
+            return np.pad(block, [(0, self.shape[-1] - size) for size in block.shape])
         units = self.shape[-1]
         heads = np.repeat(np.arange(term.matrix.heads), units // term.matrix.heads)
         same = 1.0 * (heads[:, None] == heads)
@@ -284,9 +291,10 @@ class _Run:
                     if is_reduction:
                         continue
                     pair = (given, grad) if term.is_transposed else (grad, given)
-                    rows = np.split(pair[0].T @ pair[1], self._heads(term))
-                    blocks = [np.split(own, len(rows), axis=1)[k] for k, own in enumerate(rows)]
-                    self._block(self.grads[term.matrix], term.gate)[:] += np.concatenate(blocks)
+                    own = self._own(self.grads, term)
+                    rows = np.split(pair[0].T @ pair[1], self.program.heads_of(term.matrix))
+                    blocks = [np.split(each, len(rows), axis=1)[k] for k, each in enumerate(rows)]
+                    own += np.concatenate(blocks)[: own.shape[0], : own.shape[1]]
                     bias = self._bias(self.grads, term)
                     if bias is not None:
                         bias += grad.sum(0)

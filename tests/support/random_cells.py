@@ -255,9 +255,11 @@ class _Writer:
         bias = self.pick(("", "", "bias=False", "part"))
         if bias == "part":
             bias = f'bias=("{gates[-1]}",)' if gates else ""
-        is_split = kind == "Hidden" and self.hidden % 2 == 0 and self.chance(3)
-        heads = "heads=2" if is_split else ""
-        about = ", ".join(filter(None, (text, bias, heads)))
+        size = ""
+        if kind == "Hidden" and self.hidden % 2 == 0 and self.chance(2):
+            size = self.pick(("heads=2", "heads=2", "cols=1", "rows=1", "rows=2, cols=1"))
+            bias = "bias=False" if "rows" in size else bias
+        about = ", ".join(filter(None, (text, bias, size)))
         self.declarations.append(f"{name} = {kind}({about})")
         self.matrices.append(name)
         whole = f"self.{name}"

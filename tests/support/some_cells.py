@@ -138,15 +138,17 @@ class Normalised(Cell):
 
 
 class ByHeads(Cell):
-    """Matrices with two heads, of both stages, one of them also as its transpose."""
+    """Matrices with two heads, one of them also as its transpose, and a product of rank 2."""
 
     weight_ih = Input("a", "b")
     weight_hh = Hidden("a", "b", heads=2)
     inner = Hidden(heads=2)
+    down = Hidden(rows=2, bias=False)
+    up = Hidden(cols=2)
 
     def step(self, x: Any, h: Any) -> Any:
         a = tanh(self.weight_ih.a(x) + self.weight_hh.a(h) + self.inner.T(h))
-        b = sigmoid(self.weight_ih.b(x) + self.weight_hh.b(a * h))
+        b = sigmoid(self.weight_ih.b(x) + self.weight_hh.b(a * h) + self.up(self.down(h)))
         return h + b * (tanh(self.inner(a)) - h)
 
 

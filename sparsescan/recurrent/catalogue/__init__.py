@@ -26,6 +26,7 @@ from .lstms import (
     MultiplicativeLSTM,
     OriginalLSTM,
     PeepholeLSTM,
+    ProjectedLSTM,
     ResLSTM,
 )
 from .masked import (
@@ -85,6 +86,7 @@ __all__ = [
     "MultiplicativeLSTM",
     "OriginalLSTM",
     "PeepholeLSTM",
+    "ProjectedLSTM",
     "RecurrentDropoutGRU",
     "RecurrentDropoutLSTM",
     "ResLSTM",

@@ -156,6 +156,30 @@ class MultiplicativeLSTM(Cell):
         return o * tanh(c), c
 
 
+class ProjectedLSTM(Cell):
+    """LSTM with projections (Sak, Senior and Beaufays, 2014, arXiv 1402.1128).
+
+    ::
+
+        c' = σ(W_f x + U_f h) ∘ c + σ(W_i x + U_i h) ∘ tanh(W_g x + U_g h)
+        h' = P (σ(W_o x + U_o h) ∘ tanh(c'))
+
+    The first ``proj_size`` numbers of ``h`` are those of :class:`torch.nn.LSTM` with that argument,
+    and ``U`` reads no others, which are 0. By default, 0, there are as many as units.
+    """
+
+    proj_size = Constant(0)
+    weight_ih = Input("i", "f", "g", "o")
+    weight_hh = Hidden("i", "f", "g", "o", cols=proj_size)
+    weight_hr = Hidden(bias=False, rows=proj_size)
+
+    def step(self, x, h, c):
+        W, U = self.weight_ih, self.weight_hh
+        i, f, o = (sigmoid(getattr(W, gate)(x) + getattr(U, gate)(h)) for gate in "ifo")
+        c = f * c + i * tanh(W.g(x) + U.g(h))
+        return self.weight_hr(o * tanh(c)), c
+
+
 class ResLSTM(Cell):
     """Residual LSTM (Kim, El-Khamy and Lee, 2017, arXiv 1701.03360).
 

@@ -23,6 +23,7 @@ from ...kernels.cpu.lanes import (
     total,
 )
 from ...kernels.cpu.tiles import add_pair_tile, add_sample_tile
+from .pauses import clear
 from .sharing import multiply
 from .stages import pointer
 
@@ -71,11 +72,12 @@ class Matrix(NamedTuple):
 # 1 + k the state k, -1 - r the row r of the parts); the first slot; the row of the parts that gets
 # a product back; whether it is the first one there; whether rows that fill up a tile would meet
 # numbers that others need; which of the reductions it is, of heads of as many units as a block; and
-# the first unit of the head that a matrix is of. Then those of `Matrix` but for arrays.
-COLUMNS = ("stage", "source", "slot", "to", "begins", "spills", "reduces", "unit", "is_sparse")
-COLUMNS += ("rows", "cols", "vectors", "blocks", "block", "tile", "value_at", "index_at")
-COLUMNS += ("indptr_at",)
-_STAGE, _SOURCE, _SLOT, _TO, _BEGINS, _SPILLS, _REDUCES, _UNIT, _MATRIX = range(9)
+# the first unit of the head that a matrix is of, and whether it is the last head. Then those of
+# `Matrix` but for arrays.
+COLUMNS = ("stage", "source", "slot", "to", "begins", "spills", "reduces", "unit", "ends")
+COLUMNS += ("is_sparse", "rows", "cols", "vectors", "blocks", "block", "tile", "value_at")
+COLUMNS += ("index_at", "indptr_at")
+_STAGE, _SOURCE, _SLOT, _TO, _BEGINS, _SPILLS, _REDUCES, _UNIT, _ENDS, _MATRIX = range(10)
 _COUNT = len(COLUMNS)
 REDUCTIONS = ("", "sum", "mean", "maximum")
 SUM, MEAN, MAXIMUM = range(1, 4)
@@ -210,8 +212,10 @@ def back_products(s, products, p, stage, grads):
             _add_product(s, m, read, s.units, 0, to * s.units + unit, begins, spills)
         else:
             _add_product(s, m, pointer(read, unit), s.units, jump, unit, begins, spills)
-        # When the last head has come.
-        if not s.sample_lanes and unit + m.rows >= s.units:
+        ends = _about(products, p, _ENDS) != 0
+        if ends and begins and unit + m.rows < s.units:
+            _clear_units(s, to, unit + m.rows)
+        if ends and not s.sample_lanes:
             take_apart(s, 0, 1, to)
         p += 1
     return p
@@ -243,6 +247,17 @@ def _add_product(s, m, x, step, jump, row, begins, spills):
             v = load(s.products, place + s.spare)
             v = v if begins else v + load(s.products, place + row)
             store_some(s.products, place + row, v, m.rows - i)
+
+
+@_helper
+def _clear_units(s, row, unit):
+    """Clear the units from one on in a row of the parts, or first in the products of a sample."""
+    if s.sample_lanes:
+        place = (row * s.units + unit) * s.samples
+        clear(s.parts, place, (s.units - unit) * s.samples)
+        return
+    for b in range(s.samples):
+        clear(s.products, b * s.stride + unit, s.units - unit)
 
 
 @_helper

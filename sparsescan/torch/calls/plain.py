@@ -91,7 +91,7 @@ class _Direction:
     ) -> None:
         self._params, self._x, self._units, self._further = params, x, units, further
         self._parameters: dict[str, Any] = declared(cell)
-        self._heads = program.heads
+        self._partial = program.partial
         self._order = topological(program.traced)
         self._outputs = program.traced
         products = Counter(
@@ -101,7 +101,9 @@ class _Direction:
         )
         # Matrices of which all gates multiply the same: one product for all.
         blocks = {
-            name: each.blocks for name, each in self._parameters.items() if name not in self._heads
+            name: each.blocks
+            for name, each in self._parameters.items()
+            if name not in self._partial
         }
         self._whole = {key for key, count in products.items() if count == blocks.get(key[1])}
         # What does not depend on the state is computed for all steps at once.
@@ -133,7 +135,7 @@ class _Direction:
             return found.expand_as(parts).flatten(-2)
         parameter, matrix = self._parameters[name], self._params[name]
         bias, biased = self._params.get(bias_name(name)), parameter.biased
-        block = self._block(matrix, gate)
+        block = matrix.chunk(parameter.blocks)[gate]
         if is_transposed:
             return self._linear(name, block, given, None, is_transposed=True)
         key = each.arguments[0], name, is_transposed
@@ -156,9 +158,12 @@ class _Direction:
         is_transposed: bool = False,
     ) -> Tensor:
         """Return a product with a gate of a matrix, each of whose heads multiplies its own."""
-        heads = self._heads.get(name, 1)
+        heads, *sides = self._partial.get(name, (1, 0, 0))
         if heads == 1:
-            return functional.linear(given, block.T if is_transposed else block, bias)
+            block = block.T if is_transposed else block
+            given = given[..., : block.shape[1]] if any(sides) else given
+            found = functional.linear(given, block, bias)
+            return functional.pad(found, (0, self._units - len(block)))
         blocks = block.unflatten(0, (heads, -1))
         parts = given.unflatten(-1, (heads, -1))
         equation = "...hi,hio->...ho" if is_transposed else "...hi,hoi->...ho"
