@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from plain_attention import plain_attention
 from plain_networks import plain_run
 from some_cells import MGU, PeepholeLSTM
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import sparsescan.torch
 from sparsescan import Pattern
 from sparsescan.symbolic.pattern import of_mask
-from sparsescan.torch import affine_scan, lfilter, module, selective_scan, sosfilt
+from sparsescan.torch import affine_scan, lfilter, linear_attention, module, selective_scan, sosfilt
 from sparsescan.torch.calls.plain import run_plain
 from sparsescan.torch.calls.shapes import kind_of
 
@@ -225,6 +226,21 @@ def selective(form: str) -> Door:
     return Door(ours, plain, (u, delta, A, B, C, *rest))
 
 
+def attention(form: str) -> Door:
+    """Return linear attention, of few arguments or of all."""
+    q, k, v = (drawn(BATCH, STEPS, 2, 2, scale=0.3) for _ in range(3))
+    more = (
+        drawn(BATCH, STEPS, 2).sigmoid(),
+        *(drawn(BATCH, STEPS, 2, 2, scale=0.3) for _ in range(2)),
+    )
+    rest = () if form == "short" else (*more, drawn(2, 2), drawn(BATCH, 2, 2, 2))
+
+    def ours(*given: Tensor) -> Any:
+        return linear_attention(*given, return_last_state=True)
+
+    return Door(ours, plain_attention, (q, k, v, *rest))
+
+
 DOORS: dict[str, Callable[[], Door]] = {
     "RNN": lambda: network("RNN"),
     "GRU": lambda: network("GRU", num_layers=2, batch_first=True),
@@ -240,6 +256,7 @@ DOORS: dict[str, Callable[[], Door]] = {
     **{f"lfilter, {f}": lambda f=f: filtered(f) for f in ("constant", "changing", "delays")},
     **{f"sosfilt, {f}": lambda f=f: sections(f) for f in ("constant", "delays")},
     **{f"selective_scan, {f}": lambda f=f: selective(f) for f in ("short", "whole")},
+    **{f"linear_attention, {f}": lambda f=f: attention(f) for f in ("short", "whole")},
 }
 
 

@@ -313,3 +313,31 @@ def test_models_of_papers(plain: Callable[..., Tensor], models: dict[str, Any]) 
         [found, *torch.autograd.grad((found * weights).sum(), given)],
         [right, *torch.autograd.grad((right * weights).sum(), given)],
     )
+
+
+# -- NumPy -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"v": None}, InputTypeError, "v has dtype object"),
+        ({"k": np.ones((2, 7, 3, 4), complex)}, InputTypeError, "k has dtype complex128"),
+        ({"decay": np.ones((2, 3))}, InputError, r"decay has shape \(2, 3\); .*\(2, 7, 3\)"),
+        ({"grads": np.ones((2, 7, 3))}, InputError, r"grads has shape .*\(2, 7, 3, 4\)"),
+        ({"grads_last": np.ones(2)}, InputError, r"grads_last has shape .*\(2, 3, 4, 4\)"),
+    ],
+)
+def test_errors_of_numpy(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+    ones = KEY.numpy()
+    with pytest.raises(kind, match=message):
+        sparsescan.linear_attention_vjp(
+            **{**dict.fromkeys(("q", "k", "v", "grads"), ones), **change}
+        )
+
+
+def test_numpy_takes_what_cannot_be_written_and_the_widest_dtype() -> None:
+    one = np.broadcast_to(np.float32(1), (2, 7, 3, 4))
+    out, last = sparsescan.linear_attention(one, one, one.astype(float), return_last_state=True)
+    assert out.dtype == last.dtype == np.float64
+    np.testing.assert_array_equal(out, 4.0 * np.arange(1, 8)[:, None, None] * np.ones_like(one))
