@@ -44,13 +44,13 @@ def lines() -> dict[str, str]:
 
 
 def test_there_are_at_most_150_names_and_the_page_has_each() -> None:
-    """The bound is that for 47 cells, before sums over units, states of matrices, and masks."""
+    """The bound is that for 47 cells, before sums over units, states of matrices, masks, and scans."""
     names = [name for room in ("", *ROOMS, "torch", "jax") for name in public(room)]
     over_units = {"softmax", "logsumexp", "layer_norm", "rms_norm"}
     matrices = {name for name in names if "linear_attention" in name}
-    further = {"recurrent.Given", "recurrent.Mask"}
+    later = {"recurrent.Given", "recurrent.Mask", "jax.scan", "jax.explain"}
     own = {name for name in names if not name.startswith("recurrent.catalogue.")}
-    assert len(own - {f"recurrent.{name}" for name in over_units} - matrices - further) <= 150 - 47
+    assert len(own - {f"recurrent.{name}" for name in over_units} - matrices - later) <= 150 - 47
     assert sorted(names) == sorted(lines())
 
 

@@ -13,14 +13,17 @@ from .affine import affine_scan
 from .attention import linear_attention
 from .filters import lfilter, sosfilt
 from .recurrent import recurrent
+from .scan import explain, scan
 from .selective import selective_scan
 from .simulation import simulate
 
 __all__ = [
     "affine_scan",
+    "explain",
     "lfilter",
     "linear_attention",
     "recurrent",
+    "scan",
     "selective_scan",
     "simulate",
     "sosfilt",

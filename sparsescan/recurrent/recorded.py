@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..execution.recording import Recording
+from ..graph.expressions import topological
 from ..graph.operations import Node, symbol
 from .arguments import DEFAULTS, Options
 from .compiled import source_of
@@ -216,8 +217,14 @@ def program_text(cls: type, program: CellProgram) -> str:
             (name, type(each).__name__, each.blocks, getattr(each, "biased", ()))
             for name, each in declared(cls).items()
         ]
-        about = repr(
-            (program.states, slots, rows, parameters, program.partial, source_of(program, ""))
-        )
+        # Derivatives of derivatives follow from the step as it was traced.
+        order = topological(program.traced)
+        places = {each: k for k, each in enumerate(order)}
+        traced = [
+            (each.operation, each.details, [places[argument] for argument in each.arguments])
+            for each in order
+        ]
+        about = repr((program.states, slots, rows, parameters, program.partial, traced))
+        about += source_of(program, "")
         text = _texts[program] = hashlib.sha256(about.encode()).hexdigest()
     return text

@@ -49,7 +49,7 @@ class TracedNetwork:
         self.cells: list[Any] = [cell for layer in network.cells for cell in layer]
         about = [
             (
-                *(program_text(type(cell), cell.program), cell.shapes),
+                *(program_text(type(cell), cell.program), cell.shapes, cell.hidden_size),
                 [
                     None if mask is None else np.packbits(mask.on(np)).tobytes()
                     for mask in cell.masks.values()

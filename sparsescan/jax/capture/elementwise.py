@@ -1,0 +1,264 @@
+"""Operations of JAX of one number a unit, by operations of cells."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...graph import functions
+from ...graph.operations import Node, apply, as_node, value_of
+from .equations import Equation, Value, before, opened, read_equations
+
+Operation = Callable[..., Node]
+
+
+def _named(name: str) -> Operation:
+    return lambda equation, *given: apply(name, *given)
+
+
+def _greater(name: str) -> Operation:
+    return lambda equation, a, b: apply(name, b, a)
+
+
+def _compared(operation: Operation) -> Operation:
+    """Return a comparison, which is one of numbers."""
+
+    def compare(equation: Equation, a: Node, b: Node) -> Node:
+        if equation.inputs[0].aval.dtype == bool:
+            equation.refuse("a comparison of truth values")
+        return operation(equation, a, b)
+
+    return compare
+
+
+def _equal(equation: Equation, a: Node, b: Node) -> Node:
+    return apply("multiply", a <= b, b <= a)
+
+
+def _extreme(name: str, worst: float) -> Operation:
+    """Return the larger or the smaller of two numbers; nothing is worse than an infinite one."""
+
+    def compute(equation: Equation, a: Node, b: Node) -> Node:
+        if value_of(a) == worst:
+            return b
+        return a if value_of(b) == worst else apply(name, a, b)
+
+    return compute
+
+
+def _truth(operation: Callable[..., Node]) -> Operation:
+    """Return an operation of truth values, which are 0 and 1."""
+
+    def compute(equation: Equation, *given: Node) -> Node:
+        if any(each.aval.dtype != bool for each in equation.inputs):
+            equation.refuse("an operation of integers")
+        return operation(*given)
+
+    return compute
+
+
+def _select(equation: Equation, which: Node, *cases: Node) -> Node:
+    if len(cases) != 2 or equation.inputs[0].aval.dtype != bool:
+        equation.refuse("a choice of other than two cases")
+    return apply("where", which, cases[1], cases[0])
+
+
+def _converted(equation: Equation, a: Node) -> Node:
+    old, new = equation.inputs[0].aval.dtype, equation.outputs[0].aval.dtype
+    if old not in (new, np.dtype(bool)) or new not in ("float32", "float64"):
+        equation.refuse(f"a conversion of {old} to {new}")
+    return a
+
+
+def _power(equation: Equation, a: Node) -> Node:
+    if abs(equation.options["y"]) > 16:
+        equation.refuse("a large power")
+    power: Node = a ** equation.options["y"]
+    return power
+
+
+def _sign(equation: Equation, a: Node) -> Node:
+    sign = apply("where", a > 0, 1, apply("where", a < 0, -1, a))
+    return apply("stop_gradient", sign)
+
+
+def _clamp(equation: Equation, low: Node, a: Node, high: Node) -> Node:
+    if value_of(low) is None or value_of(high) is None:
+        equation.refuse("bounds that are no numbers")
+    return apply("where", a <= low, low, apply("where", high <= a, high, a))
+
+
+ELEMENTWISE: dict[str, Operation] = {
+    "add": _named("add"),
+    "add_any": _named("add"),
+    "sub": _named("subtract"),
+    "mul": _named("multiply"),
+    "div": _named("divide"),
+    "neg": _named("negative"),
+    "tanh": _named("tanh"),
+    "logistic": _named("sigmoid"),
+    "exp": _named("exp"),
+    "expm1": _named("expm1"),
+    "log": _named("log"),
+    "sqrt": _named("sqrt"),
+    "rsqrt": lambda equation, a: 1 / apply("sqrt", a),
+    "sin": _named("sin"),
+    "cos": _named("cos"),
+    "abs": _named("absolute"),
+    "square": lambda equation, a: a * a,
+    "integer_pow": _power,
+    "sign": _sign,
+    "max": _extreme("maximum", -np.inf),
+    "min": _extreme("minimum", np.inf),
+    "clamp": _clamp,
+    "lt": _compared(_named("less")),
+    "le": _compared(_named("less_equal")),
+    "gt": _compared(_greater("less")),
+    "ge": _compared(_greater("less_equal")),
+    "eq": _compared(_equal),
+    "ne": _compared(lambda equation, a, b: 1 - _equal(equation, a, b)),
+    "and": _truth(lambda a, b: a * b),
+    "or": _truth(lambda a, b: apply("maximum", a, b)),
+    "xor": _truth(lambda a, b: abs(a - b)),
+    "not": _truth(lambda a: 1 - a),
+    "select_n": _select,
+    "convert_element_type": _converted,
+    "stop_gradient": _named("stop_gradient"),
+    "copy": lambda equation, a: a,
+    "copy_p": lambda equation, a: a,
+}
+
+
+# -- Functions with derivatives of their own -------------------------------------------------------
+
+
+def custom(equation: Equation) -> Operation:
+    """Return a function whose derivatives are given, as an operation of one number a unit."""
+    if len(equation.outputs) != 1:
+        equation.refuse("a function with several results")
+    if _is_softplus(equation):
+        return lambda a, b: functions.softplus(a)
+    shapes = [jax.ShapeDtypeStruct(each.shape, each.aval.dtype) for each in equation.inputs]
+    value = _program(equation, *opened(equation.options["call_jaxpr"]))
+    places = [
+        k
+        for k, each in enumerate(equation.inputs)
+        if each.number is None and each.aval.dtype != bool
+    ]
+    slopes = [(k, _slope(equation, k, shapes)) for k in places]
+
+    def compute(*given: Node) -> Node:
+        total = value(*given)
+        for index, (k, slope) in enumerate(slopes):
+            own = apply("surrogate", 0 if index else total, given[k], slope(*given))
+            total = total + own if index else own
+        return total
+
+    return compute
+
+
+def _is_softplus(equation: Equation) -> bool:
+    """Return whether an equation is JAX's ``logaddexp(a, 0)``."""
+    if equation.name != "custom_jvp_call" or len(equation.inputs) != 2:
+        return False
+    a, b = equation.inputs
+    if b.number != 0 or b.shape or a.aval.dtype not in ("float32", "float64"):
+        return False
+    return str(equation.options["call_jaxpr"]) == _softplus(a.aval.dtype.name, a.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _softplus(dtype: str, shape: tuple[int, ...]) -> str:
+    """Return the text of JAX's ``logaddexp(a, 0)``."""
+    made = jax.make_jaxpr(jax.nn.softplus)(jax.ShapeDtypeStruct(shape, dtype))
+    equations, _ = read_equations(made.jaxpr, made.consts, [Value(each) for each in made.in_avals])
+    return str(equations[0].options.get("call_jaxpr"))
+
+
+def _slope(equation: Equation, k: int, shapes: Sequence[Any]) -> Operation:
+    """Return the derivative of a function in one of its arguments."""
+
+    def along(given: Sequence[Any]) -> Callable[[Any], Any]:
+        return lambda own: equation.compute([*given[:k], own, *given[k + 1 :]])[0]
+
+    if equation.name == "custom_jvp_call":
+
+        def forward(*given: Any) -> Any:
+            own = along(given)
+            return jax.jvp(own, (given[k],), (jnp.ones_like(given[k]),))[1]
+
+        made = jax.make_jaxpr(forward)(*shapes)
+        return _program(equation, made.jaxpr, made.consts)
+
+    def backward(above: Any, *given: Any) -> Any:
+        return jax.vjp(along(given), given[k])[1](above)[0]
+
+    result = equation.outputs[0]
+    if equation.inputs[k].shape != result.shape:
+        equation.refuse("a gradient in a number")
+    above = jax.ShapeDtypeStruct(result.shape, result.aval.dtype)
+    made = jax.make_jaxpr(backward)(above, *shapes)
+    slope = _program(equation, made.jaxpr, made.consts, is_linear=True)
+    return lambda *given: slope(as_node(1), *given)
+
+
+def _is_linear(each: Equation, places: Sequence[int]) -> bool:
+    """Return whether an operation is linear in its arguments of these numbers, all together."""
+    if each.name in ("add", "sub", "add_any"):
+        return len(places) == 2
+    if each.name == "select_n":
+        cases = each.inputs[1:]
+        return 0 not in places and all(
+            k in places or case.number == 0 for k, case in enumerate(cases, 1)
+        )
+    if each.name == "div":
+        return places == [0]
+    return each.name in ("mul", "neg", "convert_element_type", "copy") and len(places) == 1
+
+
+def _program(
+    equation: Equation, jaxpr: Any, consts: Sequence[Any], is_linear: bool = False
+) -> Operation:
+    """Return a program of one number a unit as an operation.
+
+    If it `is_linear` it has to be linear in its first argument.
+    """
+    arguments = [Value(each.aval) for each in jaxpr.invars]
+    _, results = read_equations(jaxpr, consts, arguments)
+    equations = before(results, arguments.__contains__)
+    scaled = set(arguments[:1]) if is_linear else set()
+    for each in equations:
+        is_spread = each.name == "broadcast_in_dim" and not each.inputs[0].shape
+        if each.name not in ELEMENTWISE and not is_spread:
+            equation.refuse(f"a derivative or a value with {each.name}, no operation of cells")
+        places = [k for k, one in enumerate(each.inputs) if one in scaled]
+        if places:
+            if not _is_linear(each, places):
+                equation.refuse("gradients that are not linear in those of results")
+            scaled |= set(each.outputs)
+
+    if is_linear and not scaled.issuperset(results) and results[0].number != 0:
+        equation.refuse("gradients that do not depend on those of results")
+
+    def run(*given: Node) -> Node:
+        nodes = dict(zip(arguments, given, strict=True))
+
+        def read(each: Value) -> Node:
+            if each.number is not None:
+                return as_node(each.number)
+            if each not in nodes:
+                equation.refuse("a constant that is no number")
+            return nodes[each]
+
+        for each in equations:
+            own = [read(one) for one in each.inputs]
+            compute = ELEMENTWISE.get(each.name)
+            nodes[each.outputs[0]] = own[0] if compute is None else compute(each, *own)
+        return read(results[0])
+
+    return run

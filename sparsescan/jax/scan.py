@@ -1,0 +1,186 @@
+"""Loops as JAX has them, by the kernels of recurrent cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core as jex
+
+from .capture.equations import NotCaptured, bind, opened
+from .capture.loop import Body, Plan, execute, plan
+
+
+class Explanation(NamedTuple):
+    """How a loop runs.
+
+    Attributes
+    ----------
+    is_captured : bool
+        Whether kernels run its carries.
+    text : str
+        What they compute; or which equation is in the way, and its line.
+    """
+
+    is_captured: bool
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def scan(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+) -> tuple[Any, Any]:
+    """Return what ``jax.lax.scan`` returns, by compiled kernels where they know the step.
+
+    The equations of the step are read as those of a :class:`sparsescan.recurrent.Cell`, whose
+    kernels run all steps and the backward pass. It takes the place of ``jax.lax.scan``, under
+    ``jax.jit``, ``jax.vmap`` and all derivatives, in everything that `f` closes over, too. A step
+    is cut in three: what waits for no state of floats runs before all steps, at once where it can
+    (products of inputs, random numbers, counters); kernels run the states; and what only outputs
+    or sums of losses read runs behind them. Other steps run as ``jax.lax.scan`` does, of any kind;
+    :func:`explain` says why.
+
+    Parameters
+    ----------
+    f : callable
+        The step, ``carry, y = f(carry, x)``, of any pytrees.
+    init : pytree
+        The first carry.
+    xs : pytree, optional
+        What differs in each step, along the first axis of each leaf.
+    length : int, optional
+        How many steps there are, if no `xs` say so.
+    reverse : bool, default False
+        Whether the last step is the first.
+    unroll : int or bool, default 1
+        How many steps of a loop of JAX stand behind each other; kernels do not read it.
+
+    Returns
+    -------
+    carry : pytree
+        The last carry.
+    ys : pytree
+        The outputs of all steps, stacked along their first axis.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As ``jax.lax.scan``, which traces the step.
+
+    See Also
+    --------
+    explain : Say what runs, and which equation is in the way.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from sparsescan.jax import scan
+    >>> @jax.jit
+    ... def loss(weights, x):
+    ...     def step(h, x):
+    ...         h = jnp.tanh(x + h @ weights)
+    ...         return h, h
+    ...     _, states = scan(step, jnp.zeros((16, 20)), x)
+    ...     return (states**2).sum()
+    >>> grad = jax.grad(loss)(jnp.eye(20), jnp.ones((50, 16, 20)))
+    >>> grad.shape
+    (20, 20)
+    """
+    results: tuple[Any, Any] = _Loop(f, init, xs, length, reverse, unroll).run()
+    return results
+
+
+def explain(
+    f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None, length: int | None = None
+) -> Explanation:
+    """Return whether kernels run a loop of :func:`scan`; if not, which equation is in the way.
+
+    Parameters
+    ----------
+    f, init, xs, length
+        As for :func:`scan`. Nothing is computed.
+
+    Returns
+    -------
+    Explanation
+        Its `is_captured` says whether kernels run the loop, and its text what they compute, or
+        which equation they do not know, with its line in the program.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`scan`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from sparsescan.jax import explain
+    >>> def step(h, x):
+    ...     return jnp.tanh(x + h.cumsum(-1)), h
+    >>> how = explain(step, jnp.zeros((16, 20)), jnp.ones((50, 16, 20)))
+    >>> how.is_captured, "cumsum" in how.text
+    (False, True)
+    """
+    loop = _Loop(f, init, xs, length)
+    if loop.plan is None:
+        return Explanation(False, f"jax.lax.scan runs the loop: {loop.obstacle}")
+    states = ", ".join(each.str_short() for each in loop.plan.states)
+    return Explanation(True, f"kernels run the carries {states}:\n{loop.plan.network.cells[0]}")
+
+
+class _Loop:
+    """A loop, as JAX traces it."""
+
+    def __init__(
+        self, f: Any, init: Any, xs: Any, length: Any, reverse: Any = False, unroll: Any = 1
+    ) -> None:
+        def whole(init: Any, xs: Any) -> Any:
+            return jax.lax.scan(f, init, xs, length, reverse, unroll)
+
+        self.program, shapes = jax.make_jaxpr(whole, return_shape=True)(init, xs)
+        self.given, self.tree = jax.tree.leaves((init, xs)), jax.tree.structure(shapes)
+        self.plan: Plan | None = None
+        self.obstacle = ""
+        try:
+            self.plan = self._planned()
+        except NotCaptured as error:
+            self.obstacle = str(error)
+
+    def _planned(self) -> Plan:
+        loops = [each for each in self.program.eqns if each.primitive.name == "scan"]
+        if len(loops) != 1:
+            raise NotCaptured("no loop is traced")
+        if loops[0].params["length"] == 0:
+            raise NotCaptured("no steps")
+        if jax.default_backend() != "cpu":
+            raise NotCaptured(f"JAX computes on {jax.default_backend()!r}")
+        return plan(Body(loops[0]))
+
+    def run(self) -> Any:
+        """Return the last carry and the outputs."""
+        jaxpr, consts = opened(self.program)
+        if self.plan is None:
+            leaves = jax.core.eval_jaxpr(jaxpr, consts, *self.given)
+            return jax.tree.unflatten(self.tree, leaves)
+        arrays = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *self.given], strict=True))
+
+        def read(each: Any) -> Any:
+            return each.val if isinstance(each, jex.Literal) else arrays[each]
+
+        for equation in jaxpr.eqns:
+            given = [*map(read, equation.invars)]
+            if equation.primitive.name == "scan":
+                options = equation.params
+                found = execute(self.plan, given, options["length"], options["reverse"])
+            else:
+                found = bind(equation, given)
+            arrays.update(zip(equation.outvars, found, strict=True))
+        return jax.tree.unflatten(self.tree, [*map(read, jaxpr.outvars)])

@@ -1,0 +1,181 @@
+"""Scans of JAX's front door, beside ``jax.lax.scan``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_bodies import CAPTURED, NOT_CAPTURED, Case, Parameters
+
+from sparsescan.jax import explain, scan
+
+
+class _Loop:
+    """A body with drawn arguments, and the gradients of a loss of all results."""
+
+    def __init__(self, case: Case, dtype: Any = np.float64, steps: int = 6, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.body, begin, shape = case
+        params = Parameters(rng, dtype)
+
+        def make(*shape: int) -> Any:
+            return jnp.asarray(0.5 * rng.standard_normal(shape), dtype)
+
+        self.init, self.xs = begin(make), make(steps, *shape)
+        self.body(params, self.init, jnp.zeros(shape, dtype))
+        self.names, self.params = list(params), list(params.values())
+
+    def bound(self, params: Any) -> Any:
+        """Return the body with some parameters."""
+        named = dict(zip(self.names, params, strict=True))
+        return lambda carry, x: self.body(named, carry, x)
+
+    def loss(self, run: Any, **options: Any) -> Any:
+        """Return a loss of parameters, first carries and inputs."""
+
+        def loss(params: Any, init: Any, xs: Any) -> Any:
+            results = jax.tree.leaves(run(self.bound(params), init, xs, **options))
+            return sum(jnp.sum(jnp.sin((k + 1) * each)) for k, each in enumerate(results))
+
+        return loss
+
+    def explain(self) -> Any:
+        """Return what runs."""
+        return explain(self.bound(self.params), self.init, self.xs)
+
+
+def _assert_same(found: Any, expected: Any, dtype: Any = np.float64, scale: float = 300) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        if a.dtype != jax.dtypes.float0:
+            size = max(1.0, float(np.abs(b).max(initial=0)))
+            np.testing.assert_allclose(a, b, rtol=0, atol=scale * size * np.finfo(dtype).eps)
+
+
+def _compare(case: Case, dtype: Any = np.float64, **options: Any) -> None:
+    loop = _Loop(case, dtype)
+    _assert_same(
+        scan(loop.bound(loop.params), loop.init, loop.xs, **options),
+        jax.lax.scan(loop.bound(loop.params), loop.init, loop.xs, **options),
+        dtype,
+    )
+    found, expected = (
+        jax.jit(jax.grad(loop.loss(run, **options), (0, 1, 2), allow_int=True))(
+            loop.params, loop.init, loop.xs
+        )
+        for run in (scan, jax.lax.scan)
+    )
+    _assert_same(found, expected, dtype)
+
+
+_QUICK = ("gru of haiku", "counted", "gates in an axis", "spiking")
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_kernels_run_a_body(name: str) -> None:
+    how = _Loop(CAPTURED[name]).explain()
+    assert how.is_captured, how.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CAPTURED],
+)
+def test_values_and_gradients_are_those_of_lax(name: str) -> None:
+    _compare(CAPTURED[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lstm of haiku", "mgu", "normalised gru", "many functions"])
+def test_single_precision_backwards_in_time(name: str) -> None:
+    _compare(CAPTURED[name], np.float32, reverse=True)
+
+
+@pytest.mark.parametrize("name", NOT_CAPTURED)
+def test_what_no_kernel_runs_is_explained_and_runs_as_lax(name: str) -> None:
+    case, reason = NOT_CAPTURED[name]
+    how = _Loop(case).explain()
+    assert not how.is_captured
+    assert how.text.startswith("jax.lax.scan runs the loop: ")
+    assert re.search(reason, how.text), how.text
+    loop = _Loop(case)
+    text = [
+        str(
+            jax.make_jaxpr(lambda *a, run=run: run(loop.bound(loop.params), *a))(loop.init, loop.xs)
+        )
+        for run in (scan, jax.lax.scan)
+    ]
+    assert text[0] == text[1]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_no_steps_and_one(steps: int) -> None:
+    loop = _Loop(CAPTURED["elman"], steps=steps)
+    found, expected = (
+        jax.value_and_grad(loop.loss(run), (0, 1, 2))(loop.params, loop.init, loop.xs)
+        for run in (scan, jax.lax.scan)
+    )
+    _assert_same(found, expected)
+
+
+_TRANSFORMS = {
+    "mapped inputs": lambda loss: jax.vmap(jax.grad(loss, 0), (None, None, 0)),
+    "mapped parameters": lambda loss: jax.vmap(jax.grad(loss, (0, 2)), (0, None, None)),
+    "forward mode": lambda loss: jax.jacfwd(loss, 1),
+    "second derivatives": lambda loss: jax.jacrev(jax.grad(loss, (0, 1)), 1),
+    "forward over reverse": lambda loss: jax.jacfwd(jax.grad(loss, (0, 2)), 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["elman", "mgu", "spiking, backwards", "spiking"])
+@pytest.mark.parametrize("kind", _TRANSFORMS)
+def test_transforms(name: str, kind: str) -> None:
+    if name == "spiking, backwards" and kind.startswith("forward"):
+        pytest.skip("JAX has no forward mode of custom_vjp")
+    loop = _Loop(CAPTURED[name], steps=4)
+    params, init, xs = loop.params, loop.init, loop.xs
+    if kind == "mapped inputs":
+        xs = jnp.stack([xs, 2 * xs])
+    if kind == "mapped parameters":
+        params = [jnp.stack([each, 2 * each]) for each in params]
+    change = _TRANSFORMS[kind]
+    # Where scans of JAX are differentiated twice, derivatives that a function brings are lost.
+    results = [jax.jit(change(loop.loss(run)))(params, init, xs) for run in (scan, _unrolled)]
+    _assert_same(*results)
+
+
+def _unrolled(body: Any, carry: Any, xs: Any) -> Any:
+    """Run a loop of Python."""
+    ys = []
+    for x in xs:
+        carry, y = body(carry, x)
+        ys.append(y)
+    return carry, jax.tree.map(lambda *each: jnp.stack(each), *ys)
+
+
+def test_arguments_are_those_of_lax() -> None:
+    def body(carry: Any, x: Any) -> Any:
+        a, (key, step) = carry
+        a = 0.5 * a + 0.1 * step
+        return (a, (jax.random.split(key)[0], step + 1)), {"a": a, "none": None}
+
+    init = 1.0, (jax.random.key(1), 0)
+    for length in (5, 1):
+        found, expected = (
+            run(body, init, None, length, unroll=2, reverse=True) for run in (scan, jax.lax.scan)
+        )
+        _assert_same(jax.tree.map(_data, found), jax.tree.map(_data, expected))
+    with pytest.raises(TypeError, match="carry"):
+        scan(lambda carry, x: (carry[None], None), jnp.ones(3), None, 4)
+    with pytest.raises(ValueError, match="length"):
+        scan(lambda carry, x: (carry, None), jnp.ones(3))
+
+
+def _data(each: Any) -> Any:
+    is_key = jnp.issubdtype(each.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(each) if is_key else each
