@@ -44,7 +44,7 @@ def lines() -> dict[str, str]:
 
 
 def test_there_are_at_most_150_names_and_the_page_has_each() -> None:
-    """The bound is that for 47 cells, before sums over units, states of matrices, masks, and scans."""
+    """The bound is that for 47 cells, before sums over units, matrices as states, masks, scans."""
     names = [name for room in ("", *ROOMS, "torch", "jax") for name in public(room)]
     over_units = {"softmax", "logsumexp", "layer_norm", "rms_norm"}
     matrices = {name for name in names if "linear_attention" in name}
