@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+from scipy import special
 
 from .symbols import Symbols, elements, has_symbols, is_float, symbols
 from .tape import RefusedError, Tape
@@ -71,6 +72,7 @@ class Rebuilt:
         for module, others in ((np, numpy), (math, maths)):
             self._others |= {id(getattr(module, name)): other for name, other in others.items()}
         self._known: dict[int, tuple[Any, Any]] = {}
+        self._kept: list[Any] = []
 
     def _numpy(self) -> dict[str, Any]:
         tape = self._tape
@@ -85,6 +87,8 @@ class Rebuilt:
         others["r_"] = _Rows(tape, np.r_, np.concatenate)
         others["c_"] = _Rows(tape, np.c_, np.column_stack)
         others["float64"] = _Number
+        others["vectorize"] = self._each
+        others["fromiter"] = lambda given, *rest: others["array"](list(given), *rest)
         return others
 
     def _math(self) -> dict[str, Any]:
@@ -93,6 +97,8 @@ class Rebuilt:
             others[name] = _either(getattr(math, name), getattr(np, _MATHS.get(name, name)))
         for name in ("cos", "tan", "sinh", "cosh", "tanh", "floor", "ceil", "hypot", "copysign"):
             others[name] = _either(getattr(math, name), getattr(np, name))
+        for name in ("erf", "erfc"):
+            others[name] = _either(getattr(math, name), getattr(special, name))
         return others
 
     def _filled(self, plain: Any, value: float | None) -> Callable[..., Any]:
@@ -124,6 +130,20 @@ class Rebuilt:
             return Symbols(self._tape, ids.copy() if copies else ids, is_logical)
 
         return array
+
+    def _each(self, function: Any, *given: Any, **options: Any) -> Callable[..., Any]:
+        """Return a function of arrays that calls another one with each element."""
+        plain = np.vectorize(function, *given, **options)
+
+        def each(*arrays: Any) -> Any:
+            if not has_symbols(arrays):
+                return plain(*arrays)
+            own = np.broadcast_arrays(*(elements(self._tape, array) for array in arrays))
+            rows = zip(*(ids.reshape(-1) for ids in own), strict=True)
+            found = [function(*(Symbols(self._tape, x) for x in row)) for row in rows]
+            return Symbols(self._tape, elements(self._tape, found).reshape(own[0].shape))
+
+        return each
 
     def _joined(self, plain: Any) -> Callable[..., Any]:
         """Return a function of lists that may have lists of symbols in them."""
@@ -182,6 +202,11 @@ class Rebuilt:
         other = self._others.get(id(value))
         if other is not None:
             return other
+        if type(value) is np.ndarray and value.dtype == np.float64:
+            # So that a product is noted, or what is written to it.
+            self._others[id(value)] = array = Symbols(self._tape, self._tape.constant(value))
+            self._kept.append(value)
+            return array
         value = self._plain(value)
         is_own = isinstance(value, types.FunctionType) and not _is_library(value)
         return self.function(value) if is_own else value

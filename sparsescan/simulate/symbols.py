@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .tape import FLAT, LOGICAL, PARTIALS, Ids, RefusedError, Table, Tape, where
+from .tape import LOGICAL, Ids, RefusedError, Table, Tape, is_known, where
 
 # Functions of NumPy that only move elements.
 _MOVES = {
@@ -269,7 +269,10 @@ class Symbols(np.lib.mixins.NDArrayOperatorsMixin):
             return _FUNCTIONS[function](self.tape, *given, **options)
         if function in _MOVES:
             return self._moved(function, *given, **options)
-        raise RefusedError(f"np.{function.__name__}")
+        known, named = _all_plain(given), _all_plain(list(options.values()))
+        if has_symbols([known, named]):
+            raise RefusedError(f"np.{function.__name__}")
+        return function(*known, **dict(zip(options, named, strict=True)))
 
     def _moved(self, function: Any, first: Any, *given: Any, **options: Any) -> Any:
         """Return what a function that only moves elements does."""
@@ -337,8 +340,7 @@ def symbols(tape: Tape, given: Any) -> Symbols:
 def apply(tape: Tape, function: Any, *given: Any) -> Any:
     """Return an elementwise function."""
     function = _BITWISE.get(function, function)
-    is_known = isinstance(function, Table) or function in PARTIALS or function in FLAT
-    if not is_known:
+    if not is_known(function):
         raise RefusedError(f"np.{function.__name__}")
     is_logical = function in LOGICAL
     logical = sum(map(_is_logical, given))
@@ -368,8 +370,23 @@ def linear(tape: Tape, matrix: Any, given: Any, shape: tuple[int, ...]) -> Symbo
     return Symbols(tape, tape.add(matrix, (ids,), values))
 
 
+def _plain(given: Any) -> Any:
+    """Return the values of symbols that depend on no argument, and others as they are."""
+    return given.values if isinstance(given, Symbols) and given.is_constant else given
+
+
+def _all_plain(given: Any) -> Any:
+    """Return arguments, of which symbols that depend on no argument are numbers."""
+    if isinstance(given, list | tuple):
+        return [_all_plain(each) for each in given]
+    return _plain(given)
+
+
 def product(tape: Tape, a: Any, b: Any) -> Any:
     """Return ``a @ b``, of vectors and matrices."""
+    a, b = _plain(a), _plain(b)
+    if not has_symbols([a, b]):
+        return Symbols(tape, tape.constant(a @ b))
     if sp.issparse(a) or (not isinstance(a, Symbols) and np.ndim(a) == 2):
         matrix = sp.csr_array(a) if sp.issparse(a) else _structure(np.asarray(a))
         given = symbols(tape, b)
@@ -541,6 +558,7 @@ def _pad(tape: Tape, array: Any, pad_width: Any, mode: Any = "constant", **optio
 
 
 def _interp(tape: Tape, x: Any, xp: Any, fp: Any, *rest: Any, **options: Any) -> Any:
+    xp, fp = (_plain(each) for each in (xp, fp))
     if has_symbols([xp, fp]) or rest or _given(options):
         raise RefusedError("np.interp of a table that is read, or with other arguments")
     table = Table(tuple(map(float, xp)), tuple(map(float, fp)))
@@ -618,6 +636,62 @@ def _inner(tape: Tape, a: Any, b: Any) -> Any:
     return product(tape, a, b)
 
 
+def _einsum(tape: Tape, subscripts: Any, *given: Any, **options: Any) -> Any:
+    """Return sums of products: of all elements at once, so that these are for small arrays."""
+    if not isinstance(subscripts, str) or "." in subscripts or _given(options):
+        raise RefusedError("np.einsum with such arguments")
+    left, _, out = subscripts.replace(" ", "").partition("->")
+    if "->" not in subscripts:
+        out = "".join(sorted(each for each in set(left) - {","} if left.count(each) == 1))
+    letters = list(dict.fromkeys(out + left.replace(",", "")))
+    found: Any = 1.0
+    for names, array in zip(left.split(","), given, strict=True):
+        own = list(dict.fromkeys(names))
+        ids = elements(tape, array)
+        ids = np.einsum(ids, [letters.index(each) for each in names], [*map(letters.index, own)])
+        order = [each for each in letters if each in own]
+        ids = ids.transpose([own.index(each) for each in order])
+        shape = [ids.shape[order.index(each)] if each in own else 1 for each in letters]
+        found = found * Symbols(tape, ids.reshape(shape))
+    summed = tuple(range(len(out), len(letters)))
+    return _reduced(tape, np.add, found, summed) if summed else found
+
+
+def _solve(tape: Tape, a: Any, b: Any) -> Any:
+    """Return the solution of a small system, by Gaussian elimination with pivots known by value."""
+    a, right = _plain(a), symbols(tape, b)
+    if right.ndim not in (1, 2) or np.ndim(a) != 2:
+        raise RefusedError("np.linalg.solve of many systems")
+    if not isinstance(a, Symbols):
+        return product(tape, np.linalg.inv(a), right)
+    n, columns = len(a), right.reshape(len(a), -1)
+    rows = [Symbols(tape, np.concatenate([a.ids[k], columns.ids[k]])) for k in range(n)]
+    for k in range(n):
+        pivot = max(range(k, n), key=lambda i: abs(float(rows[i].values[k])))
+        rows[k], rows[pivot] = rows[pivot], rows[k]
+        rows[k] = rows[k] / rows[k][k]
+        for i in range(n):
+            if i != k:
+                rows[i] = rows[i] - rows[i][k] * rows[k]
+    return Symbols(tape, np.stack([row.ids[n:] for row in rows])).reshape(right.shape)
+
+
+def _rounded(tape: Tape, a: Any, decimals: int = 0, **options: Any) -> Any:
+    if decimals or _given(options):
+        raise RefusedError("np.round to decimals")
+    return np.rint(a)
+
+
+def _of_conjugates(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes conjugates of complex numbers."""
+
+    def noted(tape: Tape, *given: Any, **options: Any) -> Any:
+        tape.takes_complex = False
+        return function(tape, *given, **options)
+
+    return noted
+
+
 def _trapezoid(tape: Tape, y: Any, x: Any = None, dx: Any = 1.0, axis: int = -1) -> Any:
     if np.ndim(y) != 1:
         raise RefusedError("np.trapezoid of more than one axis")
@@ -641,7 +715,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.any: _reduction(np.logical_or),
     np.all: _reduction(np.logical_and),
     np.mean: _mean,
-    np.var: _variance,
+    np.var: _of_conjugates(_variance),
     np.std: lambda tape, a, axis=None, **options: np.sqrt(_variance(tape, a, axis, **options)),
     np.linalg.norm: _norm,
     np.diff: _diff,
@@ -653,7 +727,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.cumsum: lambda tape, a, axis=None, **options: _cumulated(tape, a, axis, **options),
     np.dot: product,
     np.inner: _inner,
-    np.vdot: _inner,
+    np.vdot: _of_conjugates(_inner),
     np.outer: lambda tape, a, b: symbols(tape, a).reshape(-1, 1) * symbols(tape, b).reshape(1, -1),
     np.sort: _sort,
     np.argsort: _argsort,
@@ -665,6 +739,13 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.empty_like: _like(np.nan),
     np.full_like: _like(None),
     np.polyval: _polynomial,
+    np.einsum: _einsum,
+    np.linalg.solve: _solve,
+    np.linalg.inv: lambda tape, a: _solve(tape, a, np.eye(len(a))),
+    np.round: _rounded,
+    np.nan_to_num: lambda tape, x: select(tape, np.isnan(x), 0.0, x),
+    np.isclose: lambda tape, a, b, rtol=1e-5, atol=1e-8: abs(a - b) <= atol + rtol * abs(b),
+    np.sinc: lambda tape, x: select(tape, x == 0, 1.0, np.sin(np.pi * x) / (np.pi * x)),
     np.bincount: _bincount,
     np.real: lambda tape, a: a.real,
     np.shape: lambda tape, a: a.shape,

@@ -147,6 +147,14 @@ PARTIALS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     np.remainder: lambda y, a, b: (1.0, -np.floor(a / b)),
     where: _chosen,
 }
+# Those of scipy.special, by their names.
+_SPECIAL: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "expit": lambda y, a: (y * (1.0 - y),),
+    "logit": lambda y, a: (1.0 / (a * (1.0 - a)),),
+    "erf": lambda y, a: (2.0 / np.sqrt(np.pi) * np.exp(-a * a),),
+    "erfc": lambda y, a: (-2.0 / np.sqrt(np.pi) * np.exp(-a * a),),
+    "xlogy": lambda y, a, b: (np.where(a == 0, np.log(b), y / a), a / b),
+}
 # Functions whose derivative is 0 wherever they have one.
 FLAT = {
     *(np.sign, np.floor, np.ceil, np.trunc, np.rint, np.heaviside, np.floor_divide),
@@ -169,8 +177,14 @@ def partials(function: Any, y: Vector, arguments: list[Any]) -> tuple[Any, ...]:
     """Return the derivatives of an elementwise function in its arguments."""
     if isinstance(function, Table):
         return (function.slope(arguments[0]),)
-    found = PARTIALS.get(function)
+    found = PARTIALS.get(function) or _SPECIAL.get(function.__name__)
     return (None,) * len(arguments) if found is None else found(y, *arguments)
+
+
+def is_known(function: Any) -> bool:
+    """Return whether there are derivatives of an elementwise function."""
+    is_own = isinstance(function, Table) or function in PARTIALS or function in FLAT
+    return is_own or (function.__name__ in _SPECIAL and isinstance(function, np.ufunc))
 
 
 # -- The tape --------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ _MOST_GRAPHS, _MOST_STEPS = 64, 12
 # Values of a graph are those of the function but for so many times their rounding. They are
 # compared at the first so many states of a pass back, and then at every state of this number.
 _ROUNDINGS, _FIRST, _EVERY = 16.0, 16, 32
+# Complex steps are exact if they are the derivatives of the graph to this share.
+_SAME = 1e-8
 
 
 class Traced:
@@ -209,9 +211,20 @@ class Traced:
         self, found: Evaluation, arguments: Arguments, where: int, coloured: Coloured | None
     ) -> Vector | None:
         """Return a derivative by complex steps, where they are exact and not many."""
-        if not found.graph.is_analytic or (coloured is not None and coloured.groups > _MOST_STEPS):
+        graph = found.graph
+        if not graph.is_analytic or (coloured is not None and coloured.groups > _MOST_STEPS):
             return None
-        return self._others.by_complex(arguments, where, coloured)
+        values = self._others.by_complex(arguments, where, coloured)
+        if values is None or ("complex", where) in graph.kept:
+            return values
+        # NumPy's functions may be others of complex numbers, as those that take conjugates.
+        exact = _compressed(self._there(found, arguments), where, coloured)
+        size = np.max(np.abs(exact), initial=0.0)
+        if not np.allclose(values, exact, _SAME, _SAME * size, equal_nan=True):
+            graph.is_analytic = False
+            return None
+        graph.kept["complex", where] = True
+        return values
 
     def _lack(self, graph: Graph, where: int, pattern: Pattern) -> _Lack | None:
         """Return which entries of a graph's Jacobian a pattern lacks, if it lacks any."""
@@ -232,7 +245,7 @@ class Traced:
         if slope is not None:
             return self._others.base(where), slope
         found = self._there(found, arguments)
-        return found.results, found.along(where, np.ones((1, 1)))[:, 0]
+        return found.results, _compressed(found, where, None)
 
     def in_params(self, arguments: Arguments, above: Vector) -> Vector:
         found, where = self._evaluation(arguments), len(arguments) - 1
@@ -322,8 +335,10 @@ def _told(error: Exception) -> str:
     return why
 
 
-def _compressed(found: Evaluation, where: int, coloured: Coloured) -> Vector:
+def _compressed(found: Evaluation, where: int, coloured: Coloured | None) -> Vector:
     """Return the values of a Jacobian, from its products with a vector of each group."""
+    if coloured is None:  # of a number
+        return np.asarray(found.along(where, np.ones((1, 1)))[:, 0])
     columns = found.along(where, coloured.seeds.T.astype(np.float64))
     return np.asarray(columns.T.reshape(-1)[coloured.where])
 
