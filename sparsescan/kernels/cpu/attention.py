@@ -352,7 +352,10 @@ def _passes(load, splat):
 
     @njit(_nrt=False)
     def back(s, r, count, room, column, lanes, into, at):
-        """Take the gradient of a block from the last step to before the first one."""
+        """Take the gradient of a block from the last step to before the first one.
+
+        The first block asks for where gradients will be written, of a step and head and those on.
+        """
         row, zero, carry = r.row, number(load(room, 0), 0.0), r.carry + r.keys * column
         erases, adds = s.a.size > 0, column > 0
         for t in range(count - 1, -1, -1):
@@ -414,8 +417,8 @@ def _passes(load, splat):
                         q, x = q + 1, x + lanes
             store(room, r.in_v + place, in_v)
             if s.decays == 1:
-                at = sums + _W * row
-                room[at] = total(in_w) + (room[at] if adds else 0)
+                to = sums + _W * row
+                room[to] = total(in_w) + (room[to] if adds else 0)
 
     return forward, back
 
