@@ -94,15 +94,10 @@ class _Recurrent(Sequences, metaclass=Kind):
         """Let PyTorch compute, or refuse, what has no kernels, unless states begin anew."""
         if resets is None and not self.return_states:
             return self._theirs.forward(self, given, hx)
-        if self.proj_size:
-            what = (
-                f"return_states is {self.return_states!r}"
-                if resets is None
-                else "resets were given"
-            )
+        if self.proj_size and self.return_states:
             raise InputError(
-                f"{what}, and proj_size is {self.proj_size}; expected 0: PyTorch computes "
-                "projections, and has neither resets nor return_states"
+                f"return_states is {self.return_states!r}, and proj_size is {self.proj_size}; "
+                "expected 0: states of different lengths are no one array"
             )
         return self._differentiably(given, hx, self._weights(), resets, reset_states)
 
@@ -119,8 +114,9 @@ class RNN(_Recurrent, nn.RNN):
 
     Tensors on a CUDA device take the kernels of a GPU, on PyTorch's current stream, where CuPy is
     installed. PyTorch computes all that has no kernel: tensors on other devices, more units than a
-    GPU's kernels take, dtypes other than float32 and float64, autocast, `proj_size`,
-    ``torch.jit.trace`` and ``torch.jit.script``.
+    GPU's kernels take, dtypes other than float32 and float64, autocast, ``torch.jit.trace`` and
+    ``torch.jit.script``; and `proj_size` with dropout between layers, on a GPU, in graphs of
+    ``torch.compile``, and over fewer than 8 steps, for which it takes less time.
 
     A module is an instance of PyTorch's, and its class equals PyTorch's, so that it is found where
     others look for that: by ``type(module)`` in a table, too, as of

@@ -72,6 +72,8 @@ def test_any_arguments(seed: int) -> None:
     kind = KINDS[rng.integers(3)]
     inputs, hidden, layers = (int(n) for n in rng.integers(1, [6, 8, 4]))
     options: dict[str, Any] = {name: bool(rng.integers(2)) for name in ("bias", "bidirectional")}
+    if kind == "LSTM" and rng.integers(2):
+        options["proj_size"] = int(rng.integers(hidden))
     theirs = getattr(nn, kind)(inputs, hidden, layers, **options, dtype=torch.float64)
     batch_first = bool(rng.integers(2))
     options |= {"batch_first": batch_first, "dtype": torch.float64}
@@ -91,9 +93,9 @@ def test_any_arguments(seed: int) -> None:
         lengths[rng.integers(batch)] = steps
     resets = torch.from_numpy(rng.random((steps, batch)) < rng.choice([0.1, 0.5]))
     data = torch.randn(steps, batch, inputs, dtype=torch.float64)
-    sizes = layers * (1 + options["bidirectional"]), batch, hidden
-    states = 1 + (kind == "LSTM")
-    begin = [torch.randn(sizes, dtype=torch.float64) for _ in range(2 * states)]
+    many, states = (layers * (1 + options["bidirectional"]), batch), 1 + (kind == "LSTM")
+    sizes = [options.get("proj_size") or hidden, hidden][:states] * 2
+    begin = [torch.randn(*many, size, dtype=torch.float64) for size in sizes]
     has_others = bool(rng.integers(2))
     begin[states:] = begin[states:] if has_others else map(torch.zeros_like, begin[states:])
 
@@ -338,8 +340,6 @@ def test_errors() -> None:
                 net(x, resets=own, reset_states=anew)
     with pytest.raises(TypeError):
         sparsescan.torch.GRU(3, 4)(x, None, flags)
-    with pytest.raises(InputError, match="resets were given, and proj_size is 2; expected 0"):
-        sparsescan.torch.LSTM(3, 4, proj_size=2)(x, resets=flags)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

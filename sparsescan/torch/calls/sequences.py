@@ -29,12 +29,15 @@ from .derivatives import run_differentiable
 from .direct import as_leaf, is_exported_to_onnx, is_recorded, is_transformed
 from .plain import dropped
 from .prepared import find, is_left, key_of, leave, left_key, prepare
+from .projected import mode_of, projected
 from .recurrent_op import has_kernels, run
 from .resets import check_resets
 from .shapes import Shape, names_of
 from .states import apart, beside, joined
 
 _DTYPES = (torch.float32, torch.float64)
+# Steps from which on kernels compute projections.
+_PROJECTED_STEPS = 8
 
 Some = Tensor | None
 Run = Callable[[Tensor, Some, Some, list[Tensor], Some], tuple[Tensor, Tensor]]
@@ -234,6 +237,8 @@ class Sequences:
         """Return the results for any form of input, from those for a batch of samples."""
         if self._further:
             given = self._widened(given, further)
+        if self.proj_size:
+            run = projected(run, self)
         if reset_states is not None:
             hx = beside(hx, reset_states)
         if isinstance(given, PackedSequence):
@@ -321,33 +326,58 @@ class Sequences:
         options = self._options.of_cells(self.states)
         is_cut = options.truncate is not None and torch.is_grad_enabled()
         if (
-            self.proj_size
+            (self.proj_size and not self._takes_projections(given, x))
             or (hx is not None and len(states) != self.states)
             or not all(isinstance(each, Tensor) for each in (x, *states))
             or x.dtype not in _DTYPES
             or ((is_cut or options.return_states) and x.device.type != "cpu")
             or any(each.dtype != x.dtype or each.device != x.device for each in (*states, *weights))
-            or not has_kernels(self.mode, self.hidden_size, x, bool(self.bias))
+            or not has_kernels(self._mode_of_cells(), self.hidden_size, x, bool(self.bias))
             or torch.is_autocast_enabled(x.device.type)
             or x.dim() not in ((2,) if is_packed else (2, 3))
             or x.shape[-1] != self.input_size
             or 0 in x.shape
         ):
             return False
-        expected = self._state_shape(given)
-        return all(tuple(each.shape) == expected for each in states)
+        expected = self._state_shapes(given)
+        return [tuple(each.shape) for each in states] == expected[: len(states)]
 
-    def _state_shape(self, given: Any) -> tuple[int, ...]:
-        """Return the shape of a state for an input."""
+    def _mode_of_cells(self) -> str:
+        """Return what the operators know the cells by that run in the place of this module's."""
+        return mode_of(self.proj_size, bool(self.bias)) if self.proj_size else self.mode
+
+    def _takes_projections(self, given: Any, x: Tensor) -> bool:
+        """Return whether kernels compute projections.
+
+        PyTorch draws what is dropped between layers, compiles its own module, and takes less time
+        for a few steps.
+        """
+        has_dropout = self.dropout > 0 and self.training and self.num_layers > 1
+        is_compiling = torch.compiler.is_compiling()
+        if has_dropout or is_compiling or self.return_states or x.device.type != "cpu":
+            return False
+        if isinstance(given, PackedSequence):
+            steps = len(given.batch_sizes)
+        else:
+            steps = x.shape[1 if self.batch_first and x.dim() == 3 else 0]
+        return not self.is_usual or steps >= _PROJECTED_STEPS
+
+    def _state_shapes(self, given: Any) -> list[tuple[int, ...]]:
+        """Return the shapes of the states for an input."""
         batch: tuple[int, ...] = ()
         if isinstance(given, PackedSequence):
             batch = (int(given.batch_sizes[0]),)
         elif given.dim() == 3:
             batch = (given.shape[0 if self.batch_first else 1],)
-        return (self.num_layers * (1 + self.bidirectional), *batch, self.hidden_size)
+        rows, units = self.num_layers * (1 + self.bidirectional), self.hidden_size
+        sizes = [self.proj_size or units, *[units] * (self.states - 1)]
+        return [(rows, *batch, size) for size in sizes]
 
     def _parted(self, last: Tensor) -> Any:
         """Return the last states as PyTorch does: several as a tuple."""
+        if self.proj_size:
+            parts = last.split([self.proj_size, self.hidden_size], -1)
+            return tuple(each.clone(memory_format=torch.contiguous_format) for each in parts)
         return apart(last, self.states) if self.states > 1 else last
 
     def _packed(
@@ -377,7 +407,7 @@ class Sequences:
         anything.
         """
         hooks: Any = self._forward_pre_hooks.values()
-        if not hooks or not all(map(is_pruning, hooks)):
+        if self.proj_size or not hooks or not all(map(is_pruning, hooks)):
             return []
         pruned, buffers = {hook._tensor_name for hook in hooks}, self._buffers
         names = names_of(self.mode, self.num_layers, bool(self.bias), bool(self.bidirectional))
@@ -416,7 +446,15 @@ class Sequences:
             if not is_whole and call + 1 < calls:
                 of_call = of_call._replace(return_states=False)
             x, last, _ = run(
-                *(x, begin, lengths, weights[own], masks[own], self.mode, self.hidden_size),
+                *(
+                    x,
+                    begin,
+                    lengths,
+                    weights[own],
+                    masks[own],
+                    self._mode_of_cells(),
+                    self.hidden_size,
+                ),
                 *(self.num_layers // calls, *flags, of_call.encode(), keeps),
                 resets=resets,
             )
@@ -440,12 +478,12 @@ class Sequences:
         check_input("input.data" if is_packed else "input", x, self.input_size, *axes)
         if hx is None:
             return
-        expected = self._state_shape(given)
+        shapes = self._state_shapes(given)
         states = hx if isinstance(hx, tuple) else (hx,)
         if len(states) != self.states:
             many = f"a tuple of {self.states} tensors" if self.states > 1 else "a tensor"
-            raise InputTypeError(f"{name} is {short(hx)}; expected {many} of shape {expected}")
-        for each in states:
+            raise InputTypeError(f"{name} is {short(hx)}; expected {many} of shape {shapes[0]}")
+        for each, expected in zip(states, shapes, strict=True):
             if not isinstance(each, Tensor):
                 raise InputTypeError(
                     f"{name} has {short(each)}; expected a tensor of shape {expected}"
@@ -478,7 +516,7 @@ class Sequences:
         resets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Run all layers so."""
-        about = self.mode, self.hidden_size, self.num_layers
+        about = self._mode_of_cells(), self.hidden_size, self.num_layers
         flags = bool(self.bias), bool(self.bidirectional)
         options = self._options.unbounded().of_cells(self.states)
         shape = Shape.of(x, (*about, *flags, options.encode()))

@@ -287,8 +287,6 @@ def _replacement_of(module: Any, is_inside: bool) -> tuple[type[nn.Module] | Non
 
 def _why_not(module: Any) -> str:
     """Return why PyTorch runs a recurrent module of its own; "" if there are kernels."""
-    if module.proj_size:
-        return "proj_size has no kernel"
     why = without_kernels(module, _DEVICES)
     weight = next(module.parameters())
     if why or weight.is_meta or has_kernels(module.mode, module.hidden_size, weight, module.bias):
