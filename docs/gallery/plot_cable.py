@@ -10,7 +10,6 @@ is. The gradient of a misfit to it, through all steps of the simulation, finds t
 import matplotlib.pyplot as plt
 import numba
 import numpy as np
-import scipy.sparse as sp
 from scipy.optimize import minimize
 
 from sparsescan.simulate import TimeSteps
@@ -69,14 +68,10 @@ def rate(u, t, p):
 
 
 # %%
-# A compartment depends on itself, and its voltage on the voltages beside it. The Jacobian is
-# banded, and a step costs little more than its two calls of the function.
+# A compartment depends on itself, and its voltage on the voltages beside it, as is read from the
+# function. The Jacobian is banded, and a step costs little more than its two calls of the function.
 
-line = sp.diags_array([1.0, 1.0, 1.0], offsets=[-1, 0, 1], shape=(CELLS, CELLS))
-voltage = np.zeros((4, 4))
-voltage[0, 0] = 1
-pattern = sp.kron(line, voltage) + sp.kron(sp.eye_array(CELLS), np.ones((4, 4)))
-sim = TimeSteps(rate, sp.csr_array(pattern))
+sim = TimeSteps(rate)
 
 # %%
 # The data

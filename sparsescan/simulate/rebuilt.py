@@ -193,7 +193,7 @@ class Rebuilt:
         """Return what Numba compiles, which has powers of complex numbers of its own."""
         found = getattr(function, "py_func", None)
         if isinstance(found, types.FunctionType):
-            self._tape.takes_complex = False
+            self._tape.is_compiled = True
             return found
         return function
 
@@ -300,4 +300,4 @@ def _names(code: types.CodeType) -> set[str]:
 
 def _is_library(function: types.FunctionType) -> bool:
     path = function.__code__.co_filename
-    return "site-packages" in path or path.startswith((sysconfig.get_path("stdlib"), "<"))
+    return "site-packages" in path or path.startswith((sysconfig.get_path("stdlib"), "<__array"))

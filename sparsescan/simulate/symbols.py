@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .tape import LOGICAL, Ids, RefusedError, Table, Tape, is_known, where
+from .tape import LOGICAL, Ids, RefusedError, Table, Tape, is_known, real_part, where
 
 # Functions of NumPy that only move elements.
 _MOVES = {
@@ -103,9 +103,9 @@ class Symbols(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def real(self) -> Symbols:
-        """The real parts: numbers are real."""
-        self.tape.takes_complex = False
-        return self
+        """The real parts."""
+        real: Symbols = apply(self.tape, real_part, self)
+        return real
 
     def _like(self, ids: Any) -> Symbols:
         return Symbols(self.tape, ids, self.is_logical)
@@ -686,8 +686,7 @@ def _of_conjugates(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that takes conjugates of complex numbers."""
 
     def noted(tape: Tape, *given: Any, **options: Any) -> Any:
-        tape.takes_complex = False
-        return function(tape, *given, **options)
+        return apply(tape, real_part, function(tape, *given, **options))
 
     return noted
 

@@ -10,7 +10,7 @@ outcome of one needs another reading.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +35,11 @@ class RefusedError(Exception):
 def where(condition: Any, a: Any, b: Any) -> Any:
     """Return ``np.where`` of a condition that is 0 or 1."""
     return np.where(condition != 0, a, b)
+
+
+def real_part(x: Any) -> Any:
+    """Return a number, of which a function takes the real part: complex steps do not see it."""
+    return x
 
 
 class Table(NamedTuple):
@@ -146,6 +151,7 @@ PARTIALS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     np.fmod: lambda y, a, b: (1.0, -np.trunc(a / b)),
     np.remainder: lambda y, a, b: (1.0, -np.floor(a / b)),
     where: _chosen,
+    real_part: lambda y, a: (1.0,),
 }
 # Those of scipy.special, by their names.
 _SPECIAL: dict[str, Callable[..., tuple[Any, ...]]] = {
@@ -229,11 +235,11 @@ class Tape:
 
     Attributes
     ----------
-    takes_complex : bool
-        Whether the function may be what it is for real numbers with complex ones, too.
+    is_compiled : bool
+        Whether Numba compiles the function, or one that it calls.
     """
 
-    takes_complex = True
+    is_compiled = False
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -311,7 +317,7 @@ class Graph:
         guards = tape.guards or [(np.empty(0, np.int64), np.empty(0))]
         self.guards = order[np.concatenate([ids for ids, _ in guards])]
         self.expected = np.concatenate([values for _, values in guards])
-        self._takes_complex = tape.takes_complex
+        self._is_compiled = tape.is_compiled
         self._begins = np.array([part.begin for part in self.parts])
         self._kept: dict[int, tuple[NDArray[np.bool_], Pattern]] = {}
         self.kept: dict[tuple[str, int], Any] = {}
@@ -350,23 +356,34 @@ class Graph:
         return [[_place(ids) for ids in part.inputs] for part in self.parts]
 
     @cached_property
-    def is_analytic(self) -> bool:
-        """Whether complex steps are exact: all functions are smooth, and nothing branches."""
-        return (
-            self._takes_complex
-            and not len(self.guards)
-            and all(part.is_leaf or part.is_linear or self._is_smooth(part) for part in self.parts)
-        )
+    def is_smooth(self) -> bool:
+        """Whether complex steps are exact: all that the results are computed by is smooth."""
+        return all(self._is_smooth(self.parts[k]) for k in self._computing(self.results))
+
+    @cached_property
+    def guarding(self) -> list[int]:
+        """What guards read: the numbers of parts, in their order."""
+        return self._computing(self.guards)
+
+    def _computing(self, ids: Ids) -> list[int]:
+        """Return the numbers of the parts that compute some elements, in their order."""
+        is_read = np.zeros(len(self.parts), bool)
+        is_read[self.owners(ids)] = True
+        for k in range(len(self.parts))[::-1]:
+            if is_read[k]:
+                for each in self.parts[k].inputs:
+                    is_read[self.owners(each)] = True
+        return [int(k) for k in np.flatnonzero(is_read)]
 
     def _is_smooth(self, part: Part) -> bool:
         if part.function is not np.power:
-            return part.function in _ANALYTIC
-        # Powers of small integers are products.
+            return part.is_leaf or part.is_linear or part.function in _ANALYTIC
+        # Powers of small integers are products, but those that Numba compiles.
         exponents = self.first[part.inputs[1]]
         owners = np.unique(self.owners(part.inputs[1]))
-        return all(self.parts[k].function is None for k in owners) and bool(
-            np.isin(exponents, np.arange(1, 17)).all()
-        )
+        is_constant = all(self.parts[k].function is None for k in owners)
+        is_small = bool(np.isin(exponents, np.arange(1, 17)).all())
+        return is_constant and is_small and not self._is_compiled
 
     def owners(self, ids: Ids) -> Ids:
         """Return which parts elements are of."""
@@ -463,11 +480,20 @@ class Evaluation:
         self._partials: dict[int, tuple[Any, ...]] = {}
         self._sums: dict[tuple[int, int], Any] = {}
 
-    def at(self, arguments: Sequence[Any]) -> bool:
-        """Compute all values; return whether every guard holds."""
+    def holds(self, arguments: Sequence[Any]) -> bool:
+        """Return whether every guard holds; only what guards read is computed."""
+        self._compute(self.graph.guarding, arguments)
+        return bool((self._values[self.graph.guards] == self.graph.expected).all())
+
+    def at(self, arguments: Sequence[Any]) -> None:
+        """Compute all values."""
+        self._compute(range(len(self.graph.parts)), arguments)
+
+    def _compute(self, parts: Iterable[int], arguments: Sequence[Any]) -> None:
         self._partials.clear()
         with np.errstate(all="ignore"):
-            for k, part in enumerate(self.graph.parts):
+            for k in parts:
+                part = self.graph.parts[k]
                 out = self._values[part.own]
                 if part.is_leaf:
                     if part.function is not None:
@@ -478,7 +504,6 @@ class Evaluation:
                     part.function(*self._read(k), out=out, casting="unsafe")
                 else:
                     out[:] = part.function(*self._read(k))
-        return bool((self._values[self.graph.guards] == self.graph.expected).all())
 
     def _read(self, k: int) -> list[Vector]:
         """Return the numbers that a part reads."""

@@ -6,6 +6,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +63,17 @@ class Traced:
         self._own: list[Evaluation] = []
         self.refusal: str | None = None
         self._is_known = True
-        self._at: tuple[Arguments, Evaluation] | None = None
+        # What was found for the last arguments, and those that it has its values at.
+        self._found: tuple[Arguments, Evaluation] | None = None
+        self._at: Arguments | None = None
         self._calls = 0
         self.value, self.note = others.value, others.note
 
     def fresh(self) -> Traced:
         found = copy(self)
         found._others = self._others.fresh()
-        found._own, found._at, found._calls, found._is_known = [], None, 0, True
+        found._own, found._at, found._found = [], None, None
+        found._calls, found._is_known = 0, True
         state = state_of(self._user)
         found.refusal = self._shared["refusal"]
         if state is not None and state == self._shared["state"]:
@@ -83,24 +87,23 @@ class Traced:
     # -- Reading -----------------------------------------------------------------------------------
 
     def _evaluation(self, arguments: Arguments) -> Evaluation | None:
-        """Return an evaluation of what the function does at arguments, or None if none is known.
+        """Return what the function was read as where it branches as at arguments, or None.
 
-        What has no branches may be evaluated elsewhere yet.
+        Its values may be those at others, up to :meth:`_there`.
         """
+        if self._found is not None and self._found[0] is arguments:
+            return self._found[1]
         if self.refusal is not None:
             return None
+        self._at = None
         if not self._is_known:  # a reading of another run holds if its values do
             self._is_known = True
-            if not all(self._is_alike(each, arguments) for each in self._own if each.at(arguments)):
+            if not all(map(partial(self._is_alike, arguments=arguments), self._own)):
                 self._own = []
-        if self._own and self._own[0].graph.is_analytic:
-            return self._own[0]
-        if self._at is not None and self._at[0] is arguments:
-            return self._at[1]
         for k, known in enumerate(self._own):
-            if known.at(arguments):
+            if known.holds(arguments):
                 self._own.insert(0, self._own.pop(k))
-                self._at = arguments, known
+                self._found = arguments, known
                 return known
         try:
             found = self._read(arguments)
@@ -108,19 +111,19 @@ class Traced:
             self._refuse(_told(error))
             return None
         self._own.insert(0, found)
-        self._at = arguments, found
+        self._found = arguments, found
         return found
 
     def _there(self, found: Evaluation, arguments: Arguments) -> Evaluation:
-        """Return an evaluation at arguments."""
-        if self._at is None or self._at[0] is not arguments:
+        """Return an evaluation with its values at arguments."""
+        if self._at is not arguments:
             found.at(arguments)
-            self._at = arguments, found
+            self._at = arguments
         return found
 
     def _refuse(self, why: str) -> None:
         self.refusal = self._shared["refusal"] = why
-        self._at, self._own = None, []
+        self._at, self._found, self._own = None, None, []
         if not self._shared["is told"]:
             self._shared["is told"] = True
             warnings.warn(
@@ -161,13 +164,17 @@ class Traced:
         moved = tuple(_moved(each, k) for k, each in enumerate(arguments))
         # A function with a state of its own, or with random numbers, differs from call to call.
         for each in (moved, arguments, arguments):
-            if evaluation.at(each) and not self._is_alike(evaluation, each):
+            if not self._is_alike(evaluation, each):
                 raise RefusedError("values that differ from what was read")
-        if not evaluation.at(arguments):
+        if not evaluation.holds(arguments):
             raise RefusedError("branches on what is not read")
         return evaluation
 
     def _is_alike(self, evaluation: Evaluation, arguments: Arguments) -> bool:
+        """Return whether values are those of the function, if it branches as it was read."""
+        if not evaluation.holds(arguments):
+            return True
+        evaluation.at(arguments)
         expected, found = self.value(arguments), evaluation.results
         with np.errstate(all="ignore"):
             is_alike = np.abs(found - expected) <= _ROUNDINGS * evaluation.rounding()
@@ -212,7 +219,7 @@ class Traced:
     ) -> Vector | None:
         """Return a derivative by complex steps, where they are exact and not many."""
         graph = found.graph
-        if not graph.is_analytic or (coloured is not None and coloured.groups > _MOST_STEPS):
+        if not graph.is_smooth or (coloured is not None and coloured.groups > _MOST_STEPS):
             return None
         values = self._others.by_complex(arguments, where, coloured)
         if values is None or ("complex", where) in graph.kept:
@@ -221,7 +228,7 @@ class Traced:
         exact = _compressed(self._there(found, arguments), where, coloured)
         size = np.max(np.abs(exact), initial=0.0)
         if not np.allclose(values, exact, _SAME, _SAME * size, equal_nan=True):
-            graph.is_analytic = False
+            graph.is_smooth = False
             return None
         graph.kept["complex", where] = True
         return values
@@ -275,7 +282,7 @@ class Traced:
             return
         self._calls += 1
         is_turn = self._calls <= _FIRST or not self._calls % _EVERY
-        if is_turn and not self._is_alike(self._there(found, arguments), arguments):
+        if is_turn and not self._is_alike(found, arguments):
             self._refuse("values that differ from what was read")
             raise RenewedError
 
