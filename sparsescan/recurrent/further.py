@@ -144,10 +144,19 @@ def draw_with(rng: Any, like: Array) -> Draw | None:
         raise InputTypeError(f"rng is {short(rng)}; expected a Generator or a seed") from error
 
     def draw(mask: Mask, p: float, shape: Shape) -> Array:
-        kept = source.random(shape) >= p
-        return np.where(kept, mask.values(p)[0], 0).astype(like.dtype)
+        return _kept(source, p, shape) * like.dtype.type(mask.values(p)[0])
 
     return draw
+
+
+def _kept(source: np.random.Generator, p: float, shape: Shape) -> Array:
+    """Return which numbers are not 0: a byte decides nearly all of them, and a number the rest."""
+    whole, rest = divmod(256 * p, 1)
+    drawn = source.integers(0, 256, shape, np.uint8).astype(np.int16)
+    kept = np.asarray(drawn > whole)
+    open_ = np.flatnonzero(drawn == whole)
+    kept.reshape(-1)[open_] = source.random(len(open_)) >= rest
+    return kept
 
 
 def widened(

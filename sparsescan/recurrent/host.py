@@ -47,7 +47,7 @@ class HostMemory(HostSizes, Memory):
         self._grad_orders = [each.grad_orders for each in directions]
         self._sum_tables = [each.sum_table for each in directions]
         none = np.empty(0, self.dtype)
-        self.no_caller = Caller(none, self.widths[0], False, none, np.empty(0, np.int64))
+        self.no_caller = Caller(none, self.widths[0], none, False, none, np.empty(0, np.int64))
 
     def weights(self, params: list[list[Array]]) -> list[Weights]:
         """Return a copy of the parameters of each direction, which the next call overwrites."""
@@ -220,11 +220,6 @@ class HostMemory(HostSizes, Memory):
             caller = self.no_caller._replace(x=self._x, is_shorter=self._is_shorter)
             about = caller, self._all_samples(0), self._cols, self.states[0]
             self._for_steps(partial(self.calls.launch, callers.turn_in, *about))
-        caller = self.no_caller._replace(x=self._x, is_shorter=self._is_shorter)
-        for column in range(self.inputs, self.widths[0], self.units):
-            plane = self.further[(column - self.inputs) // self.units * self.plane :]
-            about = caller, self._all_samples(0), column, plane
-            self._for_steps(partial(self.calls.launch, callers.further_in, *about))
 
     def _place(self, k: int) -> int:
         """Return which of the caller's initial states are those of a direction."""
@@ -235,9 +230,11 @@ class HostMemory(HostSizes, Memory):
 
         The inputs are where both directions do not share them.
         """
-        caller = self.no_caller
+        caller = self.no_caller._replace(is_shorter=self._is_shorter)
+        if one.further:
+            caller = caller._replace(further=self._x)
         if self.has_sample_lanes and one.layer == 1 and self.per_layer == 1:
-            caller = caller._replace(x=self._x, is_shorter=self._is_shorter)
+            caller = caller._replace(x=self._x)
         if self._writes_output(one):
             caller = caller._replace(output=self._output.reshape(-1))
         return caller

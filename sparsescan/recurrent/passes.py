@@ -105,7 +105,7 @@ class Passes:
             flags = recorder.array(2 + states + has_lengths, (steps, batch), np.uint8)
         params = [recorder.array(count + k, shape, dtype) for k, shape in enumerate(shapes)]
         each = len(params) // len(memory.directions)
-        own = [params[k : k + each] for k in range(0, len(params), each)]
+        own = [params[k * each :][:each] for k in range(len(memory.directions))]
         memory.forward(own, x, state, counts, flags)
         self.forward, self.nbytes = recorder.recording(), kept.nbytes
 

@@ -18,7 +18,7 @@ from some_cells import Driven, Masked
 from sparsescan.errors import InputError, InputTypeError
 from sparsescan.graph.functions import tanh
 from sparsescan.kernels.cpu.lanes import lanes, sample_lanes
-from sparsescan.recurrent import GRU, LSTM, RNN, Cell, GRUCell, Recurrent
+from sparsescan.recurrent import GRU, LSTM, RNN, Cell, GRUCell, Mask, Recurrent
 from sparsescan.recurrent.arguments import Options, OptionsDict
 from sparsescan.recurrent.loops import callers, sequences
 
@@ -391,18 +391,44 @@ def test_options_are_the_same_everywhere() -> None:
 # -- Further inputs -------------------------------------------------------------------------------
 
 
+MEANS = {"once": 1.0, "keep": 0.75}
+
+
+class Shown(Cell):
+    """Its outputs are masks."""
+
+    once = Mask(0.3, per="sequence")
+    each = Mask(0.3)
+
+    def step(self, x: Any, h: Any, other: Any) -> Any:
+        return self.once + 0, self.each + 0
+
+
+@pytest.mark.parametrize("p", [0, 1e-3, 0.25, 0.3, 0.999, 1])
+def test_masks_have_their_probability(p: float) -> None:
+    net = Shown(1, 8, once=p, each=p, dtype=np.float64)
+    step, x = net.training_step(return_states=True), np.zeros((200, 500, 1))
+    once, each = np.split(step.forward(x, rng=7)[0], 2, -1)
+    assert (once == once[:1]).all()
+    for mask in (once[0], each):
+        kept = mask != 0
+        np.testing.assert_allclose(mask[kept], 1 / max(1 - p, 1e-9))
+        assert abs(kept.mean() - (1 - p)) <= 5 * np.sqrt(p * (1 - p) / mask.size)
+    if p == 0.25:  # steps, samples and units are drawn apart
+        kept = each != 0
+        for axis in range(3):
+            a, b = (np.take(kept, range(k, kept.shape[axis] - 1 + k), axis) for k in (0, 1))
+            assert abs((a & b).mean() - 0.75**2) <= 5 / np.sqrt(a.size)
+
+
 def test_masks_are_drawn_by_a_generator() -> None:
     """Once a sequence or a step, the same for a seed; without one they are their expectation."""
     step = Recurrent(Masked, 2, 3, 2, rng=0).training_step()
-    x = np.ones((50, 40, 2), np.float32)
-    first, other, mean = (step.forward(x, rng=rng)[0] for rng in (3, 4, None))
+    x = np.ones((50, 40, 2), F4)
+    first, again, other, mean = (step.forward(x, rng=rng)[0] for rng in (3, 3, 4, None))
+    assert (first == again).all()
     assert not (first == other).all()
-    rng, given = np.random.default_rng(3), {}
-    for end in ("_l0", "_l1"):
-        given[f"once{end}"] = ((rng.random((1, 40, 3)) >= 0.6) / 0.4).astype(F4)
-        given[f"keep{end}"] = (rng.random((50, 40, 3)) >= 0.25).astype(F4)
-    np.testing.assert_array_equal(first, step.forward(x, **given)[0])
-    means = {name: F4.type(1 if name[0] == "o" else 0.75) for name in given}
+    means = {f"{name}_l{k}": F4.type(each) for k in (0, 1) for name, each in MEANS.items()}
     np.testing.assert_array_equal(mean, step.forward(x, **means)[0])
     np.testing.assert_array_equal(mean[:, 0], step.forward(x[:, 0])[0])
     cell = Masked(2, 3, rng=0)

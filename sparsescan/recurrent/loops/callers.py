@@ -89,8 +89,7 @@ def _rows_in(s, x, at, row, first, cols, out, to):
         turn_row_in(x, at, row, s.given - first, cols, out, to, s.pairs)
         return
     for b in range(min(s.samples, s.given - first)):
-        for i in range(cols):
-            out[to + b * cols + i] = x[at + b * row + i]
+        copy_some(x, at + b * row, out, to + b * cols, cols, cols)
 
 
 @_inline
@@ -122,16 +121,17 @@ def turn_steps_in(caller, s, first, cols, out, begin, end):
             _clear_shorter(s, first, t, out, to, cols)
 
 
-@_kernel
-def further_in(caller, s, column, out, begin, end):
-    """Write a further input of some steps of the samples of a sequence, from columns of a row."""
-    for first in range(s.first, s.first + s.count, s.samples):
+@_helper
+def further_in(caller, s, first, begin, end):
+    """Write the further inputs of some steps of a group."""
+    x, width = caller.further, s.further_width
+    for n in range(len(s.further_rows)):
         for t in range(begin, end):
-            to = row_of(s, first, t + 1) * s.units
-            at = (t * s.given + first) * caller.cols + column
-            _rows_in(s, caller.x, at, caller.cols, first, s.units, out, to)
+            to = n * s.cell_plane + row_of(s, first, t + 1) * s.units
+            at = (t * s.given + first) * width + s.further_column + n * s.units
+            _rows_in(s, x, at, width, first, s.units, s.further, to)
             if caller.is_shorter:
-                _clear_shorter(s, first, t, out, to, s.units)
+                _clear_shorter(s, first, t, s.further, to, s.units)
 
 
 @_inline

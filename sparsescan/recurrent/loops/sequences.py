@@ -40,6 +40,7 @@ from ...kernels.compile import njit
 from ...kernels.cpu.lanes import lane_count, less_or, load, number, store_some
 from .callers import (
     copy_some,
+    further_in,
     row_of,
     rows_out,
     turn_row_in,
@@ -261,6 +262,8 @@ class Caller(NamedTuple):
         The inputs; empty where others have taken them over.
     cols : int
         Length of a row of them.
+    further : ndarray
+        All inputs, whose further ones a pass takes over; empty where another one has.
     is_shorter : bool
         Whether some samples have less than all steps.
     output : ndarray
@@ -272,6 +275,7 @@ class Caller(NamedTuple):
 
     x: Array
     cols: int
+    further: Array
     is_shorter: bool
     output: Array
     ends: Array
@@ -283,10 +287,13 @@ class Caller(NamedTuple):
 @_inline
 def _begin_block(s, caller, first, cols, x, k, begin, end):
     """Take over the inputs of a block of steps if the `k`-th in the direction begins it."""
-    if len(caller.x) > 0 and (k == begin or k % STEPS == 0):
+    if len(caller.x) + len(caller.further) > 0 and (k == begin or k % STEPS == 0):
         stop = min((k // STEPS + 1) * STEPS, end)
         t = s.steps - stop if s.back else k
-        turn_steps_in(caller, s, first, cols, x, t, t + stop - k)
+        if len(caller.x) > 0:
+            turn_steps_in(caller, s, first, cols, x, t, t + stop - k)
+        if len(caller.further) > 0:
+            further_in(caller, s, first, t, t + stop - k)
 
 
 @_inline
