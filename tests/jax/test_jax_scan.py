@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loop_bodies import CAPTURED, NOT_CAPTURED, Case, Parameters
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_bodies import BATCH, CAPTURED, INPUTS, NOT_CAPTURED, UNITS, Case, Parameters
+from sampling import examples
 
 from sparsescan.jax import explain, scan
 
@@ -39,7 +42,8 @@ class _Loop:
 
         def loss(params: Any, init: Any, xs: Any) -> Any:
             results = jax.tree.leaves(run(self.bound(params), init, xs, **options))
-            return sum(jnp.sum(jnp.sin((k + 1) * each)) for k, each in enumerate(results))
+            numbers = [each for each in results if jnp.issubdtype(each.dtype, jnp.floating)]
+            return sum(jnp.sum(jnp.sin((k + 1) * each)) for k, each in enumerate(numbers))
 
         return loss
 
@@ -49,10 +53,12 @@ class _Loop:
 
 
 def _assert_same(found: Any, expected: Any, dtype: Any = np.float64, scale: float = 300) -> None:
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(
+        *(map(_data, jax.tree.leaves(each)) for each in (found, expected)), strict=True
+    ):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         if a.dtype != jax.dtypes.float0:
-            size = max(1.0, float(np.abs(b).max(initial=0)))
+            size = max(1.0, float(np.nanmax(np.abs(b), initial=0)))
             np.testing.assert_allclose(a, b, rtol=0, atol=scale * size * np.finfo(dtype).eps)
 
 
@@ -72,7 +78,7 @@ def _compare(case: Case, dtype: Any = np.float64, **options: Any) -> None:
     _assert_same(found, expected, dtype)
 
 
-_QUICK = ("gru of haiku", "counted", "gates in an axis", "spiking")
+_QUICK = ("gru of haiku", "counted", "gates in an axis", "spiking", "masked")
 
 
 @pytest.mark.parametrize("name", CAPTURED)
@@ -110,6 +116,24 @@ def test_what_no_kernel_runs_is_explained_and_runs_as_lax(name: str) -> None:
         for run in (scan, jax.lax.scan)
     ]
     assert text[0] == text[1]
+
+
+@pytest.mark.parametrize("name", ["masked", "many functions"])
+def test_what_is_not_finite_stays_where_it_is(name: str) -> None:
+    """Compare values where inputs are NaN or infinite, and gradients where samples have no step."""
+    loop = _Loop(CAPTURED[name])
+    xs = loop.xs.at[2, 0].set(jnp.nan).at[3:, 1, 0].set(jnp.nan)
+    xs = xs if name == "masked" else xs.at[1, 2, 1].set(jnp.inf)
+    for steps in (xs, loop.xs):
+        _assert_same(
+            *(run(loop.bound(loop.params), loop.init, steps) for run in (scan, jax.lax.scan))
+        )
+    if name == "masked":
+
+        def loss(run: Any) -> Any:
+            return lambda params: jnp.sum(run(loop.bound(params), loop.init, xs)[0] ** 2)
+
+        _assert_same(*(jax.grad(loss(run))(loop.params) for run in (scan, jax.lax.scan)))
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -169,7 +193,7 @@ def test_arguments_are_those_of_lax() -> None:
         found, expected = (
             run(body, init, None, length, unroll=2, reverse=True) for run in (scan, jax.lax.scan)
         )
-        _assert_same(jax.tree.map(_data, found), jax.tree.map(_data, expected))
+        _assert_same(found, expected)
     with pytest.raises(TypeError, match="carry"):
         scan(lambda carry, x: (carry[None], None), jnp.ones(3), None, 4)
     with pytest.raises(ValueError, match="length"):
@@ -179,3 +203,85 @@ def test_arguments_are_those_of_lax() -> None:
 def _data(each: Any) -> Any:
     is_key = jnp.issubdtype(each.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(each) if is_key else each
+
+
+# -- Random bodies ---------------------------------------------------------------------------------
+
+
+_FUNCTIONS = [
+    *(jnp.tanh, jax.nn.sigmoid, jnp.sin, jax.nn.relu, jax.nn.softplus, jax.nn.silu, jnp.negative),
+    *(jax.lax.stop_gradient, jax.nn.softmax, lambda a: jnp.where(a > 0.1, a, 0.5 * a)),
+    *(
+        lambda a: jnp.clip(a, -0.5, 0.4),
+        lambda a: 1 / (1 + a * a),
+        lambda a: a - a.mean(-1)[..., None],
+    ),
+    *(lambda a: jnp.log1p(jnp.abs(a)), lambda a: jnp.flip(a, -1), lambda a: a * (a.sum() > 0)),
+]
+_PAIRS = [jnp.add, jnp.subtract, jnp.multiply, jnp.maximum, jnp.minimum]
+
+
+@st.composite
+def _bodies(draw: Any) -> Any:
+    """Draw a body, of steps that each read some of the values before them."""
+    states = draw(st.integers(1, 3))
+    count = draw(st.integers(1, 8))
+    kinds = ["function", "pair", "product", "gates", "concatenated", "parameter", "given", "row"]
+    plan = [
+        (
+            draw(st.sampled_from(kinds)),
+            draw(st.integers(0, 40)),
+            draw(st.integers(0, 40)),
+            draw(st.integers(0, 40)),
+        )
+        for _ in range(count)
+    ]
+    ends = draw(st.lists(st.integers(0, 40), min_size=states, max_size=states))
+    is_batched = draw(st.booleans())
+    outputs = draw(st.lists(st.integers(0, 40), max_size=2))
+
+    def body(p: Any, carry: Any, x: Any) -> Any:
+        values = [*carry, jnp.tanh(x @ p["x", INPUTS, UNITS])]
+        for k, (kind, a, b, which) in enumerate(plan):
+            first, second = values[-1 - a % len(values)], values[-1 - b % len(values)]
+            if kind == "function":
+                new = _FUNCTIONS[which % len(_FUNCTIONS)](first)
+            elif kind == "pair":
+                new = _PAIRS[which % len(_PAIRS)](first, second)
+            elif kind == "product":
+                new = first @ p[f"w{k}", UNITS, UNITS]
+            elif kind == "gates":
+                gates = jnp.split(
+                    first @ p[f"w{k}", UNITS, 3 * UNITS] + p[f"b{k}", 3 * UNITS], 3, -1
+                )
+                new = gates[which % 3] * jnp.cos(gates[(which + 1) % 3])
+            elif kind == "concatenated":
+                new = (
+                    jnp.concatenate([x, first, second], -1) @ p[f"w{k}", INPUTS + 2 * UNITS, UNITS]
+                )
+            elif kind == "parameter":
+                new = first * p[f"v{k}", UNITS] + p[f"s{k}",]
+            elif kind == "given":
+                new = jnp.where(x[..., :1] > 0, first, x[..., 1:2] * second)
+            else:
+                new = first + p[f"r{k}", 1, UNITS][0] * x[..., which % INPUTS][..., None]
+            values.append(0.7 * new)
+        carry = tuple(values[-1 - end % len(values)] for end in ends)
+        return carry, [values[-1 - end % len(values)] for end in outputs]
+
+    lead = (BATCH,) if is_batched else ()
+    return body, lambda make: tuple(make(*lead, UNITS) for _ in range(states)), (*lead, INPUTS)
+
+
+@pytest.mark.slow
+@given(case=_bodies(), seed=st.integers(0, 1000), is_reverse=st.booleans())
+@settings(max_examples=examples(20), deadline=None)
+def test_random_bodies(case: Case, seed: int, is_reverse: bool) -> None:
+    loop = _Loop(case, steps=3, seed=seed)
+    found, expected = (
+        jax.jit(jax.value_and_grad(loop.loss(run, reverse=is_reverse), (0, 1, 2)))(
+            loop.params, loop.init, loop.xs
+        )
+        for run in (scan, jax.lax.scan)
+    )
+    _assert_same(found, expected, scale=1e4)

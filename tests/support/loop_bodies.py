@@ -249,6 +249,52 @@ def many_functions(p: Any, h: Any, x: Any) -> Any:
     return 0.5 * h, jnp.log(1 + h * h)
 
 
+def masked(p: Any, h: Any, x: Any) -> Any:
+    """Step samples that have a step; inputs of others are no numbers."""
+    is_there = ~jnp.isnan(x[:, :1])
+    new = jnp.tanh(_dense(p, "x", jnp.where(is_there, x, 0)) + _dense(p, "h", h, bias=False))
+    h = jnp.where(is_there, new, h)
+    return h, h * x[:, 1:2]
+
+
+def with_resets(p: Any, carry: Any, inputs: Any) -> Any:
+    """Step a GRU of an agent, whose state episodes begin anew."""
+    is_first = inputs[:, -1:] > 0.5
+    h = jnp.where(is_first, p["begin", UNITS], carry)
+    h, _ = gru_of_haiku(p, h, inputs)
+    return h, jnp.max(h, axis=-1)
+
+
+def with_dropout(p: Any, carry: Any, x: Any) -> Any:
+    """Step an RNN with dropout, whose key is in the carry."""
+    h, key = carry
+    key, own = jax.random.split(key)
+    keep = jax.random.bernoulli(own, 0.7, h.shape)
+    h = jnp.tanh(_dense(p, "x", x) + _dense(p, "h", jnp.where(keep, h / 0.7, 0)))
+    return (h, key), h
+
+
+def with_two_inputs(p: Any, h: Any, x: Any) -> Any:
+    """Step by products of two inputs, a gate of the input alone, and steps of some length."""
+    a, b, dt = x[:, :2], x[:, 2:3] * x[:, 3:], jnp.exp(x[:, :1])
+    gate = jax.nn.sigmoid(_dense(p, "g", a, 2 * UNITS)).reshape(-1, 2, UNITS)
+    f = gate[:, 0] * jnp.tanh(_dense(p, "a", a) + _dense(p, "b", b) + _dense(p, "h", h))
+    return h + 0.1 * dt * (f - gate[:, 1] * h), jnp.linalg.norm(h + 1)
+
+
+def counted_within(p: Any, carry: Any, x: Any) -> Any:
+    """Step with a rate that falls, and a power of it, in the carry."""
+    h, count, power = carry
+    rate = 0.1 / (1 + count)
+    h = h - rate * (h - x) / jnp.sqrt(1 - 0.5 * power)
+    return (h, count + 1, power * 0.9), h
+
+
+def over_samples(p: Any, h: Any, x: Any) -> Any:
+    """Step by means over samples, which are units of kernels."""
+    return jnp.tanh(h - h.mean(0) + _dense(p, "x", x)), h
+
+
 Case = tuple[Body, Callable[[Any], Any], tuple[int, ...]]
 
 
@@ -299,6 +345,16 @@ CAPTURED: dict[str, Case] = {
         (1,),
     ),
     "many functions": (many_functions, _state, _X),
+    "over samples": (over_samples, _state, _X),
+    "masked": (masked, _state, _X),
+    "with resets": (with_resets, _state, _X),
+    "with dropout": (with_dropout, lambda make: (_state(make), jax.random.key(3)), _X),
+    "with two inputs": (with_two_inputs, _state, _X),
+    "counted within": (
+        counted_within,
+        lambda make: (make(UNITS), jnp.int32(0), jnp.asarray(0.9, make().dtype)),
+        (UNITS,),
+    ),
 }
 
 
@@ -325,8 +381,8 @@ def _fast_weights(p: Any, carry: Any, x: Any) -> Any:
     return (h, 0.9 * s + h[:, :, None] * h[:, None, :]), h
 
 
-def _over_samples(p: Any, h: Any, x: Any) -> Any:
-    return jnp.tanh(h - h.mean(0) + _dense(p, "x", x)), h
+def _over_all(p: Any, h: Any, x: Any) -> Any:
+    return jnp.tanh(h - h.mean() + _dense(p, "x", x)), h
 
 
 def _power_of_states(p: Any, h: Any, x: Any) -> Any:
@@ -398,7 +454,7 @@ NOT_CAPTURED: dict[str, tuple[Case, str]] = {
         (_fast_weights, lambda make: (make(BATCH, UNITS), make(BATCH, UNITS, UNITS)), _X),
         r"a carry of float64\[3,5\], which depends on carries of float64\[3,5,5\]",
     ),
-    "over samples": ((_over_samples, _state, _X), "reduce_sum.*line.*h.mean.*samples"),
+    "over all": ((_over_all, _state, _X), "reduce_sum.*line.*h.mean.*samples"),
     "power": ((_power_of_states, _state, _X), "pow .*line"),
     "maximum": ((_maximum_with_gradient, _state, _X), "reduce_max.*gradient"),
     "other product": ((_other_product, _state, _X), "dot_general.*line.*einsum"),

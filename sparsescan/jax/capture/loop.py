@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ...graph.expressions import evaluate, topological, with_arguments
-from ...graph.operations import Node, Reduction, linear_map
-from ...recurrent import Cell, Hidden, Input, Scalar, Vector
+from ...graph.operations import Node, linear_map, symbol
+from ...recurrent import Cell, Given, Hidden, Input, Scalar, Vector
 from ...recurrent.arguments import Options
-from ...recurrent.program import INPUT
 from ...recurrent.step import OneCell
 from ..ffi.calls import together
 from ..ffi.primitives import TracedNetwork, run
@@ -121,8 +119,10 @@ class Plan(NamedTuple):
         The class of the cell.
     sources : dict of str to Source
         What its parameters are made of.
-    parts : list of Part
-        The parts of its input.
+    input : Part or None
+        What matrices multiply in each step.
+    further : dict of Part to list of int
+        What elementwise operations read, and which blocks of units of it.
     axis : int
         The axis of units of its carries.
     """
@@ -130,7 +130,8 @@ class Plan(NamedTuple):
     body: Body
     cell: type[Cell]
     sources: dict[str, Source]
-    parts: list[Part]
+    input: Part | None
+    further: dict[Part, list[int]]
     axis: int
 
     @property
@@ -152,8 +153,8 @@ class Plan(NamedTuple):
     @property
     def network(self) -> TracedNetwork:
         """A network of one cell."""
-        inputs = sum(map(_width, self.parts))
-        return network_of(self.cell, max(inputs, 1), self.units, self.states[0].dtype.name)
+        inputs = 1 if self.input is None else self.input.value.shape[self.input.order[-1] or 0]
+        return network_of(self.cell, inputs, self.units, self.states[0].dtype.name)
 
 
 def plan(body: Body) -> Plan:
@@ -171,13 +172,12 @@ def plan(body: Body) -> Plan:
     raise first
 
 
-def _plan(body: Body, axis: int) -> Plan:
+def _plan(body: Body, axis: int, only: Part | None = None) -> Plan:
     states = [body.carries[k] for k in body.core]
     shape = states[0].shape
     labels: Labels = tuple(UNITS if k == axis else k - (k > axis) for k in range(len(shape)))
     samples, units = _without(shape, axis), shape[axis] if shape else 1
-    core = frozenset(body.core)
-    reader = Reader(samples, units, states[0].aval.dtype, core)
+    reader = Reader(samples, units, states[0].aval.dtype, frozenset(body.core), only)
     for which, each in enumerate(states):
         reader.set_state(each, which, labels)
     new = [body.new[k] for k in body.core]
@@ -185,32 +185,29 @@ def _plan(body: Body, axis: int) -> Plan:
         reader.read(equation)
     outputs = [reader.state(each, labels) for each in new]
     sources = reader.used(outputs)
-    parts = list(dict.fromkeys(each.part for each in sources.values() if each.part is not None))
-    own = [(name, each) for name, each in sources.items() if each.part is not None]
-    if len(own) == 1 and own[0][1].kind == "own" and own[0][1].blocks == 1:
-        ((name, source),) = own
-        assert source.part is not None
-        is_reduced = any(
-            each.operation == "product" and isinstance(each.details[0], Reduction)
-            for each in topological(outputs)
-        )
-        if source.order[1] is not None and not is_reduced:
-            outputs = _with(outputs, {linear_map((name, 0), INPUT): INPUT})
-            sources = {key: each for key, each in sources.items() if key != name}
-    if len(parts) > 1:
-        raise NotCaptured("inputs that are read in several ways")
-    spec = tuple((name, each.kind, each.blocks) for name, each in sources.items())
-    spec = spec or ((_NOTHING, "scalar", 1),)
-    return Plan(body, cell_class(tuple(outputs), spec), sources, parts, axis)
-
-
-def _width(part: Part) -> int:
-    """Return how many numbers a part of the input has."""
-    return math.prod(part.value.shape[axis] for axis in part.order[-2:] if axis is not None)
+    blocks: dict[Part, int] = {}
+    for source in sources.values():
+        if source.kind == "input" and source.part is not None:
+            blocks[source.part] = blocks.get(source.part, 0) + source.blocks
+    if len(blocks) > 1:  # of others, products are made before the loop
+        return _plan(body, axis, max(blocks, key=lambda part: blocks[part]))
+    read = {each for each in topological(outputs) if each.operation == "given"}
+    given = sorted(read, key=lambda each: ([*sources].index(each.details[0]), each.details[1]))
+    places = {each: symbol("further", k) for k, each in enumerate(given)}
+    outputs = _with(outputs, places)
+    own = {name: each for name, each in sources.items() if each.kind != "given"}
+    spec = tuple((name, each.kind, each.blocks) for name, each in own.items())
+    cell = cell_class(tuple(outputs), spec or ((_NOTHING, "scalar", 1),), len(given))
+    further: dict[Part, list[int]] = {}
+    for name, block in (each.details for each in given):
+        part = sources[name].part
+        assert part is not None
+        further.setdefault(part, []).append(block)
+    return Plan(body, cell, own, next(iter(blocks), None), further, axis)
 
 
 def _with(outputs: Sequence[Node], new: Mapping[Node, Node]) -> list[Node]:
-    """Return expressions in which some products are other nodes."""
+    """Return expressions in which some leaves are other nodes."""
 
     def rule(each: Node, arguments: list[Node]) -> Node:
         if each.operation == "product":
@@ -227,18 +224,21 @@ def _without(shape: Sequence[int], axis: int) -> tuple[int, ...]:
 
 # A parameter of cells that have no others.
 _NOTHING = "nothing"
-_KINDS = {"scalar": Scalar, "vector": Vector, "hidden": Hidden, "input": Input, "own": Input}
+_KINDS = {"scalar": Scalar, "vector": Vector, "hidden": Hidden, "input": Input}
 
 
 @functools.lru_cache(maxsize=256)
-def cell_class(outputs: tuple[Node, ...], spec: tuple[tuple[str, str, int], ...]) -> type[Cell]:
-    """Return the class of cells whose new states are these."""
+def cell_class(
+    outputs: tuple[Node, ...], spec: tuple[tuple[str, str, int], ...], further: int
+) -> type[Cell]:
+    """Return the class of cells whose new states are these, with so many further inputs."""
     attributes: dict[str, Any] = {"states": len(outputs), "_trains_all": False}
     for name, kind, count in spec:
         gates = [f"gate_{k}" for k in range(count)] if count > 1 else []
-        about: dict[str, Any] = {"bias": False} if kind in ("hidden", "input", "own") else {}
+        about: dict[str, Any] = {"bias": False} if kind in ("hidden", "input") else {}
         made = Scalar(0.0) if kind == "scalar" else _KINDS[kind](*gates, **about)
         attributes[name] = made
+    attributes |= {f"given_{k}": Given() for k in range(further)}
 
     def step(self: Any, x: Any, *h: Any) -> Any:
         return outputs
@@ -281,13 +281,15 @@ class _Runner:
     def run(self) -> tuple[list[Any], list[Any]]:
         """Return the last carries, and all outputs."""
         body = self.body
-        values = [each.value for each in self.own.parts]
+        parts = [*([] if self.own.input is None else [self.own.input]), *self.own.further]
+        values = [each.value for each in parts]
         last, mapped = self._steps(body.first, values, {})
         before_first = mapped[: len(body.first)]
         final = list(self.begin)
         for k, each in zip(body.first, last, strict=True):
             final[k] = each
-        states, ends = self._cell(mapped[len(body.first) :])
+        rows = dict(zip(parts, mapped[len(body.first) :], strict=True))
+        states, ends = self._cell(rows)
         for k, end in zip(body.core, ends, strict=True):
             final[k] = end
         known = {body.carries[k]: each for k, each in zip(body.first, before_first, strict=True)}
@@ -331,26 +333,31 @@ class _Runner:
         whole = [jnp.asarray(each) for each in one([], [])[1]]
         return [], [jnp.broadcast_to(each, (self.length, *each.shape)) for each in whole]
 
-    def _cell(self, parts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the states after all steps, or the first of them, and the last ones."""
+    def _cell(self, rows: Mapping[Part, Any]) -> tuple[list[Any], list[Any]]:
+        """Return the states after all steps, or the first of them, and the last ones.
+
+        `rows` are the inputs of all steps.
+        """
         own, batch = self.own, math.prod(self.samples)
-        x = [self._part(*pair) for pair in zip(parts, own.parts, strict=True)]
-        if not x:
+        if own.input is None:
             x = [jnp.zeros((self.length, batch, 1), self.dtype)]
-        made_of = {name: each for name, each in own.sources.items() if each.kind != "own"}
-        arrays = compute([each.value for each in made_of.values()], self.fixed)
-        widths, network = [*map(_width, own.parts)], own.network
-        places = dict(zip(own.parts, np.cumsum(widths).tolist(), strict=bool(own.parts)))
-        given = dict(zip(made_of, arrays, strict=True))
+        else:
+            x = [self._part(rows[own.input], own.input)[..., 0, :]]
+        x += [
+            self._part(rows[part], part)[..., k, :]
+            for part, blocks in own.further.items()
+            for k in blocks
+        ]
+        arrays = compute([each.value for each in own.sources.values()], self.fixed)
         made = {
-            name: self._parameter(source, given.get(name), widths, places)
-            for name, source in own.sources.items()
+            name: self._parameter(source, array)
+            for (name, source), array in zip(own.sources.items(), arrays, strict=True)
         }
+        network, nothing = own.network, jnp.zeros((), self.dtype)
         begin = [
             arranged(jnp.asarray(self.begin[k], self.dtype), self._order, 0) for k in self.body.core
         ]
         state = jnp.concatenate([each.reshape(batch, self.units) for each in begin], -1)
-        nothing = jnp.zeros((), self.dtype)
         params = [made.get(name, nothing) for name in network.network.params]
         options = Options(return_states=len(self.body.read) > 1)
         params, whole, state = together((params, jnp.concatenate(x, -1), state[None]))
@@ -375,33 +382,29 @@ class _Runner:
         return jnp.moveaxis(whole, -1, 1 + self.own.axis)
 
     def _part(self, array: Any, part: Part) -> Any:
-        """Return a part of the input of the cell, for all steps and samples."""
+        """Return what the cell reads in all steps, as blocks of numbers of each sample."""
+        batch, units, is_input = math.prod(self.samples), self.units, part == self.own.input
         rows = arranged(array.astype(self.dtype), part.order, 1)
-        whole = jnp.broadcast_to(rows, (self.length, *self.samples, *rows.shape[-2:]))
-        return whole.reshape(self.length, math.prod(self.samples), -1)
+        gates, size = rows.shape[-2:]
+        rows = jnp.broadcast_to(rows, (self.length, *self.samples, gates, size))
+        if is_input:
+            return rows.reshape(self.length, batch, 1, size)
+        if part.order[-1] is None:
+            rows = jnp.broadcast_to(rows, (*rows.shape[:-1], units))
+        return rows.reshape(self.length, batch, -1, units)
 
-    def _parameter(
-        self, source: Source, array: Any, widths: Sequence[int], places: Mapping[Part, int]
-    ) -> Any:
+    def _parameter(self, source: Source, array: Any) -> Any:
         """Return a parameter of the cell."""
-        units, count = self.units, source.blocks
-        if source.part is None:
-            array = arranged(array.astype(self.dtype), source.order, 0)
-            if source.kind == "scalar":
-                return array.reshape(())
-            if source.kind == "vector":
-                rows = array.reshape(count, -1)
-                return jnp.broadcast_to(rows, (count, units)).reshape(-1)
-            blocks = array.reshape(-1, units, array.shape[1] // units, units)
-            return blocks.transpose(0, 2, 1, 3).reshape(-1, units)
-        end = places[source.part]
-        width = widths[list(places).index(source.part)]
+        units, array = self.units, arranged(array.astype(self.dtype), source.order, 0)
+        if source.kind == "scalar":
+            return array.reshape(())
+        if source.kind == "vector":
+            rows = array.reshape(source.blocks, -1)
+            return jnp.broadcast_to(rows, (source.blocks, units)).reshape(-1)
         if source.kind == "input":
-            matrix = arranged(array, source.order, 0)
-        else:
-            ones = np.ones((units, 1)) if source.order[1] is None else np.eye(units)
-            matrix = jnp.asarray(np.kron(np.eye(count), ones), self.dtype)
-        return jnp.pad(matrix, ((0, 0), (end - width, sum(widths) - end)))
+            return array
+        blocks = array.reshape(-1, units, array.shape[1] // units, units)
+        return blocks.transpose(0, 2, 1, 3).reshape(-1, units)
 
 
 def arranged(array: Any, order: Sequence[int | None], lead: int) -> Any:

@@ -24,6 +24,7 @@ from .equations import Equation, NotCaptured, Value, traced
 UNITS, GATES = -1, -2
 Labels = tuple["int | None", ...]
 Order = tuple["int | None", ...]
+Shape = tuple[int, ...]
 
 
 class Vector(NamedTuple):
@@ -42,21 +43,20 @@ class Vector(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What a parameter of the cell is made of.
+    """What a parameter of the cell is made of, or further inputs are.
 
     Attributes
     ----------
     kind : str
-        "scalar", "vector", "hidden" or "input", a matrix; or "own", a matrix that gives units what
-        the input has for them.
+        "scalar", "vector", "hidden" or "input", a matrix; or "given" for further inputs.
     blocks : int
         How many blocks it has.
     value : Value
-        The array; for "own" that of the part.
+        The array; for "given" that of the part.
     order : tuple of int or None
         Its axes in the order in which they are read; None for one of length 1 that is put in.
     part : Part or None
-        The part of the input that an "input" or "own" multiplies.
+        What an "input" multiplies, or what is "given".
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Source(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of the input of the cell.
+    """What the cell reads in each step.
 
     Attributes
     ----------
@@ -94,6 +94,8 @@ class Reader:
         Of all numbers.
     core : set of int
         The carries that are states; what depends on no other carries is known before the loop.
+    only : Part, optional
+        What alone matrices may multiply beside vectors of units.
 
     Attributes
     ----------
@@ -102,10 +104,15 @@ class Reader:
     """
 
     def __init__(
-        self, samples: tuple[int, ...], units: int, dtype: Any, core: frozenset[int]
+        self,
+        samples: tuple[int, ...],
+        units: int,
+        dtype: Any,
+        core: frozenset[int],
+        only: Part | None = None,
     ) -> None:
         self.samples, self.units, self.dtype = samples, units, np.dtype(dtype)
-        self._core = core
+        self._core, self._only = core, only
         self.sources: dict[str, Source] = {}
         self._vectors: dict[Value, Vector] = {}
         self._refused: dict[Value, NotCaptured] = {}
@@ -209,15 +216,16 @@ class Reader:
         for each in equation.inputs:
             if each.aval.dtype not in (self.dtype, np.dtype(bool)):
                 equation.refuse(f"{each.aval.dtype} among {self.dtype}")
-        rank = len(equation.outputs[0].shape)
+        shape = equation.outputs[0].shape
+        rank = len(shape)
         if labels is None:
-            known = [self._vectors[each] for each in equation.inputs if each in self._vectors]
-            labels = _joined([each for each in known if len(each.labels) == rank], rank, equation)
-            labels = self._likely(labels, equation.outputs[0].shape)
+            known = [each for each in equation.inputs if each in self._vectors]
+            spread = [_spread(self._vectors[each], each.shape, shape) for each in known]
+            labels = self._likely(_joined(spread, rank, equation), shape)
         given = []
         for each in equation.inputs:
-            one = self._vector(each, labels if each.shape else ())
-            given.append(one if len(one.labels) == rank else Vector((None,) * rank, one.blocks))
+            own = _spread(Vector(labels, self._blocks([])), shape, each.shape).labels
+            given.append(_spread(self._vector(each, own), each.shape, shape))
         try:
             blocks = np.broadcast_arrays(*(each.blocks for each in given))
         except ValueError:
@@ -298,8 +306,8 @@ class Reader:
         count = gates * (1 if order[1] is None else size // self.units)
         if not value.is_fixed or any(axis is not None for axis in samples):
             part = Part(value, (*samples, *order))
-            name = self._name(Source("own", count, value, order, part))
-            nodes = [linear_map((name, k), INPUT) for k in range(count)]
+            name = self._name(Source("given", count, value, order, part))
+            nodes = [symbol("given", name, k) for k in range(count)]
         elif order == (None, None):
             nodes = [symbol("scalar", self._name(Source("scalar", 1, value, ())), 0)]
         else:
@@ -380,6 +388,8 @@ class Reader:
             equation.refuse("an axis that is none of samples")
         samples = tuple(places.get(k) for k in range(len(self.samples)))
         part = Part(other, (*samples, None, axis))
+        if self._only not in (None, part):
+            equation.refuse("a second input")
         count = weight.shape[1 - inner] // self.units
         name = self._name(Source("input", count, weight, (1 - inner, inner), part))
         return kept, [linear_map((name, k), INPUT) for k in range(count)]
@@ -573,6 +583,14 @@ def _is_maximum(matrix: Any) -> bool:
     return isinstance(matrix, Reduction) and not matrix.is_linear
 
 
+def _spread(vector: Vector, old: Shape, new: Shape) -> Vector:
+    """Return an array as one of another shape, along whose other axes it is constant."""
+    if len(old) != len(new):  # one of them is a number
+        return Vector((None,) * len(new), vector.blocks)
+    pairs = zip(vector.labels, old, new, strict=True)
+    return Vector(tuple(label if a == b else None for label, a, b in pairs), vector.blocks)
+
+
 def _without(labels: Labels, axes: Iterable[int]) -> Labels:
     return tuple(each for k, each in enumerate(labels) if k not in axes)
 
@@ -595,8 +613,6 @@ def _joined(vectors: Sequence[Vector], rank: int, equation: Equation) -> Labels:
 #
 # Each returns the labels of an array of the shape `new` from those of one of the shape `old`, or
 # the other way round if `is_back`: then `old` is the shape of the result.
-
-Shape = tuple[int, ...]
 
 
 def _broadcast(
