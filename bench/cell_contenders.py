@@ -18,7 +18,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsescan.recurrent import Cell, catalogue
+from sparsescan.recurrent import Cell, GRUCell, Hidden, Input, LSTMCell, catalogue, sigmoid
+from sparsescan.recurrent.definition import further_of
 from sparsescan.recurrent.step import TrainingStep
 
 from . import cell_scan, peers
@@ -71,6 +72,11 @@ class Case:
     def as_in_torchrecurrent(self) -> Case:
         """Return the case with what torchrecurrent computes."""
         return replace(self, options={**self.options, **_AS_THERE.get(self.kind, {})})
+
+    def without_zeros(self) -> Case:
+        """Return the case with masks that are drawn, and are never 0."""
+        masks = further_of(getattr(catalogue, self.kind))
+        return replace(self, options=dict.fromkeys(masks, 0.0))
 
     def given(self) -> Given:
         """Return the cell, and what it computes with."""
@@ -128,7 +134,7 @@ def forward(given: Given, variant: str) -> Callable[[], Any]:
 
     def call() -> Any:
         numba.config.NUMBA_NUM_THREADS = threads
-        return step.forward(given.x, given.state[None])
+        return step.forward(given.x, given.state[None], rng=0)
 
     return call
 
@@ -137,9 +143,39 @@ def _ours(
     given: Given, step: TrainingStep, threads: int, grad: Array | None = None
 ) -> dict[str, Any]:
     numba.config.NUMBA_NUM_THREADS = threads
-    output, _ = step.forward(given.x, given.state[None])
+    output, _ = step.forward(given.x, given.state[None], rng=0)  # of masks, if it has any
     grads = step.backward(given.grad if grad is None else grad)
     return {"output": output, "input": grads.input, "state": grads.state[0], **grads.params}
+
+
+class _ResetGRU(Cell):
+    """The GRU of :class:`sparsescan.recurrent.catalogue.RecurrentDropoutGRU`, without dropout."""
+
+    weight_ih = Input("z", "r", "n")
+    weight_hh = Hidden("z", "r", "n")
+
+    def step(self, x: Any, h: Any) -> Any:
+        W, U = self.weight_ih, self.weight_hh
+        z, r = sigmoid(W.z(x) + U.z(h)), sigmoid(W.r(x) + U.r(h))
+        return h + z * (np.tanh(W.n(x) + U.n(r * h)) - h)
+
+
+# Cells with masks, and those that they are without.
+UNMASKED: dict[str, type[Cell]] = {
+    "RecurrentDropoutGRU": _ResetGRU,
+    "RecurrentDropoutLSTM": LSTMCell,
+    "VariationalGRU": GRUCell,
+    "VariationalLSTM": LSTMCell,
+    "ZoneoutLSTM": LSTMCell,
+}
+
+
+def unmasked(given: Given) -> dict[str, Step]:
+    """Return our training step of a cell without its masks."""
+    cell = UNMASKED[given.kind](given.cell.input_size, given.cell.hidden_size)
+    for name, array in given.cell.params.items():
+        setattr(cell, name, array)
+    return ours(replace(given, cell=cell))
 
 
 # -- JAX ------------------------------------------------------------------------------------------
