@@ -645,7 +645,29 @@ class Differences:
         return values
 
 
-class InJax:
+class _Exact:
+    """Derivatives of another library, which need no comparison."""
+
+    def confirm(self, arguments: Arguments, always: bool = False) -> None:
+        """Do nothing: derivatives are exact."""
+
+    def renew(self, where: int) -> bool:
+        return False
+
+    def note(self, arguments: Arguments, where: int, coloured: Coloured, values: Vector) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def fresh(self) -> Any:
+        return self
+
+
+class InJax(_Exact):
     """Derivatives of a function of JAX, compiled.
 
     Parameters
@@ -670,24 +692,6 @@ class InJax:
     def value(self, arguments: Arguments) -> Vector:
         with self._jax.enable_x64(True):
             return returned(self._name, self._value(*arguments), arguments[0])
-
-    def confirm(self, arguments: Arguments, always: bool = False) -> None:
-        """Do nothing: JAX has exact derivatives."""
-
-    def renew(self, where: int) -> bool:
-        return False
-
-    def note(self, arguments: Arguments, where: int, coloured: Coloured, values: Vector) -> None:
-        pass
-
-    def begin(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def fresh(self) -> InJax:
-        return self
 
     def jacobian(
         self, arguments: Arguments, where: int, coloured: Coloured, exact: bool = True
@@ -734,6 +738,67 @@ class InJax:
             self._in_params = jax.jit(products)
         with jax.enable_x64(True):
             return np.asarray(self._in_params(*arguments, above))
+
+
+class InTorch(_Exact):
+    """Derivatives of a function of PyTorch, by forward and reverse mode.
+
+    Parameters
+    ----------
+    function : callable
+        A function of tensors of float64, the last of which is the vector of parameters.
+    name : str
+        What errors call it.
+    """
+
+    origin = "PyTorch"
+
+    def __init__(self, function: Function, name: str) -> None:
+        import torch
+
+        self._torch, self._function, self._name = torch, function, name
+
+    def _tensors(self, arguments: Arguments) -> list[Any]:
+        return [self._torch.tensor(each, dtype=self._torch.float64) for each in arguments]
+
+    def value(self, arguments: Arguments) -> Vector:
+        with self._torch.no_grad():
+            found = self._function(*self._tensors(arguments))
+        return returned(self._name, found, arguments[0])
+
+    def _slope(self, given: list[Any], where: int, direction: Any) -> tuple[Any, Any]:
+        """Return the value, and its derivative in an argument along a direction."""
+        forward = self._torch.autograd.forward_ad
+        with self._torch.no_grad(), forward.dual_level():
+            dual = forward.make_dual(given[where], direction)
+            found = forward.unpack_dual(self._function(*_with(given, where, dual)))
+            value, slope = found.primal, found.tangent
+        slope = self._torch.zeros_like(value) if slope is None else slope
+        return value.numpy(), slope.numpy()
+
+    def jacobian(
+        self, arguments: Arguments, where: int, coloured: Coloured, exact: bool = True
+    ) -> Vector:
+        given = self._tensors(arguments)
+        seeds = self._torch.tensor(coloured.seeds, dtype=self._torch.float64)
+        slopes = [self._slope(given, where, seed)[1] for seed in seeds]
+        return np.concatenate([*slopes, np.empty(0)])[coloured.where]
+
+    def along(self, arguments: Arguments, where: int) -> tuple[Vector, Vector]:
+        given = self._tensors(arguments)
+        return self._slope(given, where, self._torch.ones_like(given[where]))
+
+    def in_params(self, arguments: Arguments, above: Vector) -> Vector:
+        *given, params = self._tensors(arguments)
+        params.requires_grad_()
+        with self._torch.enable_grad():
+            found = self._function(*given, params)
+        grads = np.zeros((len(params), above.shape[1]))
+        if found.requires_grad:
+            for k, column in enumerate(self._torch.tensor(above.T)):
+                (grad,) = self._torch.autograd.grad(found, params, column, retain_graph=True)
+                grads[:, k] = grad.numpy()
+        return grads
 
 
 def returned(name: str, found: Any, state: Vector) -> Vector:

@@ -23,6 +23,7 @@ from .derivatives import (
     Derivative,
     Differences,
     InJax,
+    InTorch,
     Names,
     Source,
     Value,
@@ -37,7 +38,7 @@ from .schemes import BackwardDifferences, ResidualScheme, RungeKutta, Scheme, fr
 from .slopes import scales, slopes
 from .traced import Traced
 
-How = Literal["complex", "forward", "jax"]
+How = Literal["complex", "forward", "jax", "torch"]
 Watch = Callable[[int], object] | None  # called after each step, with their number
 # Called with a state, the time since the last one, and the length of a step.
 Compare = Callable[[Vector, float, float], None]
@@ -202,9 +203,10 @@ class _Simulation:
         for name, each in [*zip(names, jacobians.values(), strict=False), ("vjp", vjp)]:
             if each is not None and not callable(each):
                 raise InputTypeError(f"{name} is {short(each)}; expected a function")
-        if derivatives not in ("complex", "forward", "jax", None):
+        if derivatives not in ("complex", "forward", "jax", "torch", None):
             raise InputError(
-                f"derivatives is {short(derivatives)}; expected 'complex', 'forward' or 'jax'"
+                f"derivatives is {short(derivatives)}; expected 'complex', 'forward', 'jax' or "
+                "'torch'"
             )
         check_form(self._name, function, self._form)
         self._reads, self._made = pattern is None, cast("_Simulation | None", None)
@@ -215,9 +217,9 @@ class _Simulation:
             if self._pattern.shape != (n, n) or n == 0:
                 raise InputError(f"pattern has shape {self._pattern.shape}; expected a square one")
             self._coloured = Coloured(self._pattern)
-        elif derivatives == "jax" or any(jacobians.values()):
+        elif derivatives in ("jax", "torch") or any(jacobians.values()):
             raise InputError(
-                "pattern is None; expected one for a function of JAX, or with a jacobian"
+                "pattern is None; expected one for a function of JAX or PyTorch, or with a jacobian"
             )
         self._schemes: dict[Any, Scheme] = {}
         self._is_known = False  # that the function takes its arguments in their order
@@ -253,6 +255,8 @@ class _Simulation:
         source: Source
         if self.uses_jax:
             source = InJax(partial(self._flat, form), self._name)
+        elif self._derivatives == "torch":
+            source = InTorch(partial(self._flat, form), self._name)
         else:
             source = self._differences(form)
             if self._derivatives is None:
@@ -782,7 +786,7 @@ class ImplicitSteps(_Simulation):
     residual : callable
         ``residual(u, u_old, t, dt, p)`` returns ``F``, an array of the length of ``u``. The time
         `t` is the end of the step. It is a function of NumPy arrays, maybe compiled by Numba, or
-        one of JAX.
+        one of JAX or PyTorch.
     pattern : Pattern, sparse array or mask, shape (n, n), optional
         Where ``∂F/∂u`` may be nonzero. By default the function is read at the first state of each
         run, and this is where it depends on ``u``.
@@ -793,12 +797,13 @@ class ImplicitSteps(_Simulation):
         the pattern, or sparse arrays that have it.
     vjp : callable, optional
         ``vjp(λ, u, u_old, t, dt, p)`` returns ``(∂F/∂p)ᵀ λ`` in the structure of ``p``.
-    derivatives : {"complex", "forward", "jax"}, optional
+    derivatives : {"complex", "forward", "jax", "torch"}, optional
         Where all other derivatives come from: complex steps, exact to rounding, of a function that
         takes complex numbers; "forward", differences of the function, whose steps fit each number;
-        or JAX. By default the function is read: each of its operations has its exact derivative.
-        One that cannot be read is differentiated by complex steps, as long as they agree with
-        differences, which then take their place; `Run.derivatives` and a warning say so.
+        JAX; or PyTorch, of a function of tensors of float64. By default the function is read: each
+        of its operations has its exact derivative. One that cannot be read is differentiated by
+        complex steps, as long as they agree with differences, which then take their place;
+        `Run.derivatives` and a warning say so.
     param_patterns : dict, optional
         For parameters of a function that is not read and that are long arrays, by their names:
         where ``∂F/∂p`` may be nonzero, ``(n, size)``. The derivatives in other parameters are taken
@@ -914,7 +919,7 @@ class TimeSteps(_Simulation):
     ----------
     rate : callable
         ``rate(u, t, p)`` returns ``f``, an array of the length of ``u``: a function of NumPy
-        arrays, maybe compiled by Numba, or one of JAX.
+        arrays, maybe compiled by Numba, or one of JAX or PyTorch.
     pattern : Pattern, sparse array or mask, shape (n, n), optional
         Where ``∂f/∂u`` may be nonzero. By default the function is read at the first state of each
         run, and this is where it depends on ``u``.

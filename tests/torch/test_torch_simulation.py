@@ -43,6 +43,37 @@ def test_gradients_are_differences(kind: str, last: bool) -> None:
     assert torch.autograd.gradcheck(states, (u0, decay, gain, dt), atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # of forward mode
+@pytest.mark.parametrize("batch", [None, 3])
+def test_rates_that_are_networks(batch: int | None) -> None:
+    """Beside the same rate in NumPy, which is read."""
+    net = torch.nn.Sequential(
+        torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)
+    ).double()
+
+    def in_torch(u: Any, t: Any, p: Any) -> Any:
+        return torch.func.functional_call(net, p, (u,)) * torch.cos(t)
+
+    def in_numpy(u: Any, t: Any, p: Any) -> Any:
+        hidden = np.tanh(u @ p["0.weight"].T + p["0.bias"])
+        return (hidden @ p["2.weight"].T + p["2.bias"]) * np.cos(t)
+
+    start = torch.rand((3,) if batch is None else (batch, 3), dtype=torch.float64)
+    weights, found = torch.rand(6, *start.shape, dtype=torch.float64), []
+    for rate, how in ((in_torch, "torch"), (in_numpy, None)):
+        net.zero_grad()
+        sim = TimeSteps(rate, np.ones((3, 3)), "crank_nicolson", derivatives=how)
+        u0, dt = start.clone().requires_grad_(), torch.tensor(0.1, requires_grad=True)
+        states = simulate(sim, u0, dict(net.named_parameters()), dt=dt, steps=5, rtol=1e-12)
+        (states * weights).sum().backward()
+        found.append([states.detach(), u0.grad, dt.grad, *(each.grad for each in net.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+    params = {name: each.detach().numpy() for name, each in net.named_parameters()}
+    sim = TimeSteps(in_torch, np.ones((3, 3)), derivatives="torch")
+    assert sim.forward(start.numpy(), params, steps=1, dt=1.0).derivatives == "PyTorch"
+
+
 def test_in_the_middle_of_a_network() -> None:
     sim = ImplicitSteps(lambda u, old, t, dt, p: u - old + dt * p * u, np.eye(3))
     layer = torch.nn.Linear(2, 3)
