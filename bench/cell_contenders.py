@@ -67,7 +67,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.kind}, H={self.hidden}, B={self.batch}, T={self.steps:,}"
+        heads = f"{self.options['heads']} heads, " if "heads" in self.options else ""
+        return f"{self.kind}, {heads}H={self.hidden}, B={self.batch}, T={self.steps:,}"
 
     def as_in_torchrecurrent(self) -> Case:
         """Return the case with what torchrecurrent computes."""
@@ -260,7 +261,7 @@ def xlstm(given: Given) -> dict[str, Step]:
     torch = peers.load_torch()
     config = module.sLSTMCellConfig(
         hidden_size=given.cell.hidden_size,
-        num_heads=1,
+        num_heads=given.cell.options["heads"],
         backend="vanilla",
         batch_size=given.x.shape[1],
         input_shape="SBGNH",
@@ -270,15 +271,18 @@ def xlstm(given: Given) -> dict[str, Step]:
     )
     cell = module.sLSTMCell_vanilla(config)
     linear = torch.nn.Linear(given.cell.input_size, 4 * given.cell.hidden_size, bias=False)
-    params = {
-        "weight_ih": linear.weight,
-        "weight_hh": cell._recurrent_kernel_,
-        "bias_ih": cell._bias_,
-    }
+    # Its kernel has the gates of a head side by side; here a gate has all heads.
+    shape = cell._recurrent_kernel_.shape
+    heads, size = shape[0], shape[2]
+    del cell._recurrent_kernel_
+    kernel = torch.empty(4 * given.cell.hidden_size, size, requires_grad=True)
+    params = {"weight_ih": linear.weight, "weight_hh": kernel, "bias_ih": cell._bias_}
     _fill(params, given)
     states = torch.zeros((4, *given.state[:, : given.cell.hidden_size].shape), requires_grad=True)
 
     def run(x: Any) -> Any:
+        turned = kernel.reshape(4, heads, size, size).transpose(0, 1)
+        cell._recurrent_kernel_ = turned.reshape(shape)
         return cell(linear(x), states)[0]
 
     return _in_threads(torch, given, run, params)

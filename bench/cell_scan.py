@@ -115,6 +115,7 @@ class _Step:
         self.is_packed = is_packed
         self.jnp, self.params, self.units = jax.numpy, params, cell.hidden_size
         self.declared, self.bias = declared(type(cell)), cell.bias
+        self.program = cell.program
         self.functions = _functions(jax)
         self.outputs = cell.program.traced
         self.order = topological(self.outputs)
@@ -179,7 +180,10 @@ class _Step:
             for each, own in sorted(self.sums.items(), key=self._reads_no_input)
             if any(one.argument is argument for one in own.products)
         }
-        return list(blocks), self.jnp.concatenate([each.T for each in blocks.values()], axis=1)
+        turned = [each.swapaxes(-1, -2) for each in blocks.values()]
+        if turned[0].ndim == 3:  # head, column, gate, row
+            return list(blocks), self.jnp.stack(turned, axis=2)
+        return list(blocks), self.jnp.concatenate(turned, axis=1)
 
     def _reads_no_input(self, item: tuple[Node, _Sum]) -> bool:
         own = item[1]
@@ -188,7 +192,9 @@ class _Step:
 
     def _block(self, product: _Product) -> Any:
         block = self.blocks[product.matrix][product.gate]
-        block = block.T if product.is_transposed else block
+        heads = self.program.heads_of(product.matrix)
+        block = block if heads == 1 else block.reshape(heads, -1, block.shape[1])
+        block = block.swapaxes(-1, -2) if product.is_transposed else block
         return block if product.sign == 1 else -block
 
     def _biases(self, own: _Sum) -> list[tuple[float, Any]]:
@@ -223,7 +229,7 @@ class _Step:
         key = "product", argument
         if key not in values:
             # Split, since gradients of slices are sums of arrays of zeros.
-            product = self._value(argument, values) @ weights
+            product = self._times(self._value(argument, values), weights)
             packed = values.get(("packed", argument))
             ends = [] if packed is None else [packed.shape[-1]]
             parts = [one for one in self.jnp.split(product, ends, axis=-1) if one.shape[-1]]
@@ -235,6 +241,14 @@ class _Step:
                 for one in self.jnp.split(part, part.shape[-1] // self.units, axis=-1)
             ]
         return values[key][sums.index(each)]
+
+    def _times(self, vectors: Any, weights: Any) -> Any:
+        """Return products with all gates, one after the other, by heads if there are several."""
+        if weights.ndim == 2:
+            return vectors @ weights
+        parts = vectors.reshape(*vectors.shape[:-1], *weights.shape[:2])
+        found = self.jnp.einsum("...hi,higo->...gho", parts, weights)
+        return found.reshape(*vectors.shape[:-1], -1)
 
     # -- Values -----------------------------------------------------------------------------------
 

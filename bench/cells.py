@@ -44,6 +44,8 @@ _MAKERS: dict[str, Callable[[Given], dict[str, Step]]] = {
 # Cells that are normalised over units: how much longer loops of PyTorch and JAX are to take.
 _NORMALISED = "LayerNormLSTM", "LayerNormGRU"
 _NORMALISED_SIZES = ((20, 30, 4), (64, 12, 3), (128, 3, 1.5))
+# The sLSTM of forecasters of time series (TiRex).
+_HEADS = Case("sLSTM", 256, steps=256, options={"heads": 4})
 _ROUNDS, _QUICK_ROUNDS, _TURN, _QUICK_TURN = 5, 2, 0.06, 0.01
 _MOST_TRIALS = 20  # calls that tell which variant is fastest
 # Rounds of peers that take about a second, and calls that are so long that none goes before them.
@@ -101,6 +103,7 @@ def _tasks() -> Iterator[Task]:
             yield Task(Case(kind).as_in_torchrecurrent(), TORCHRECURRENT, 100)
         if kind == "sLSTM":
             yield Task(Case(kind), XLSTM, 20)
+            yield from (Task(_HEADS, peer, 3) for peer in (XLSTM, JAX))
     for hidden, wanted in ((20, 3), (64, 1.5)):
         own = {*_NORMALISED, *cell_contenders.UNMASKED}
         kinds = [kind for kind in catalogue.__all__ if kind not in own]
@@ -248,7 +251,7 @@ def _about(quick: bool) -> Results:
         "memory": "glibc keeps what is freed (mallopt), for all contenders",
         TORCHRECURRENT: "0.2.5: its layer of that name with our parameters, eager",
         SNNTORCH: "a loop over steps that calls the neuron; its parameters learn",
-        XLSTM: "sLSTM of one head with its backend vanilla, behind torch.nn.Linear",
+        XLSTM: "sLSTM with its backend vanilla, behind torch.nn.Linear",
         LOOP: "a loop over steps in PyTorch, eager, with torch.nn.functional.layer_norm; what does "
         "not wait for the state is computed before it",
         UNMASKED: "the same cell without masks, ours; masks are drawn by NumPy's generator, and "

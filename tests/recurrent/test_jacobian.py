@@ -419,7 +419,19 @@ def test_some_units_of_a_cell(cls: Any, masked: bool, size: int) -> None:
             close(each, gates.reshape(each.shape))
 
 
-@pytest.mark.parametrize("cls", [catalogue.MGU, catalogue.LEM, catalogue.FastRNN, Twice], ids=repr)
+class Heads(Cell):
+    """A unit reads its own head alone."""
+
+    weight_ih, weight_hh = Input(), Hidden(heads=2)
+
+    def step(self, x: Any, h: Any) -> Any:
+        return tanh(self.weight_ih(x) + self.weight_hh(h))
+
+
+UNDIVIDED = catalogue.MGU, catalogue.LEM, catalogue.FastRNN, Twice, Heads
+
+
+@pytest.mark.parametrize("cls", UNDIVIDED, ids=repr)
 def test_cells_that_are_not_divided(cls: Any) -> None:
     with pytest.raises(InputError, match=r"cannot be restricted; expected a state of hidden units"):
         cls(4, 4).restrict(slice(0, 2))
