@@ -152,10 +152,10 @@ def draw_with(rng: Any, like: Array) -> Draw | None:
 def _kept(source: np.random.Generator, p: float, shape: Shape) -> Array:
     """Return which numbers are not 0: a byte decides nearly all of them, and a number the rest."""
     whole, rest = divmod(256 * p, 1)
-    drawn = source.integers(0, 256, shape, np.uint8).astype(np.int16)
-    kept = np.asarray(drawn > whole)
-    open_ = np.flatnonzero(drawn == whole)
-    kept.reshape(-1)[open_] = source.random(len(open_)) >= rest
+    drawn = source.integers(0, 256, shape, np.uint8)
+    kept = np.asarray(drawn > int(whole))
+    undecided = np.flatnonzero(drawn == int(whole))
+    kept.reshape(-1)[undecided] = source.random(len(undecided)) >= rest
     return kept
 
 

@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from oracles import assert_within, every_schedule, sequential
+from plain_networks import plain_run
 from recurrent_steps import array_in, autograd, gradients_of, memory_of
 from sampling import examples, slow
 from scipy.ndimage import maximum_filter1d
+from some_cells import Faded
 
 import sparsescan
 from sparsescan import MemoryLimitError
@@ -26,6 +28,7 @@ from sparsescan.recurrent import (
     RNN,
     GRUCell,
     LSTMCell,
+    Recurrent,
     RNNCell,
     host,
     host_sizes,
@@ -554,3 +557,32 @@ def test_the_door_of_pytorch_passes_on_that_there_is_no_gradient(
     net(torch.randn(6, 2, 3))[1].sum().backward()
     net(torch.randn(6, 2, 3))[0][-1].sum().backward()
     assert given == [(True, False), (False, True)]
+
+
+@pytest.mark.parametrize(("batch", "units"), [(16, 4), (16, 5), (3, 5)])
+def test_further_inputs_of_steps_that_are_left_out(batch: int, units: int) -> None:
+    """Their gradients are zeros, whatever was there before, and NaN behind a NaN."""
+    rng = np.random.default_rng(0)
+    net = Recurrent(Faded, 2, units, 2, dtype=np.float64, rng=rng)
+    x = rng.standard_normal((400, batch, 2))
+    further = {f"drive_l{k}": rng.standard_normal((400, batch, units)) for k in (0, 1)}
+    step = net.training_step()
+    for bad in (1.0, np.nan):
+        further["drive_l0"][100, 0, 1] = bad
+        for above in (np.full((400, batch, units), 1e3), np.eye(400, 1, -399)[:, :, None]):
+            step.forward(x, **further)
+            found = step.backward(np.broadcast_to(above, (400, batch, units)))
+        assert found.further is not None
+        assert found.input is not None
+        grads = {"x": found.input, **found.further}
+        arrays = {"x": x, **net.params, **further}
+        leaves = {key: torch.tensor(each) for key, each in arrays.items()}
+        own = {key: each for key, each in leaves.items() if key != "x"}
+        for name in grads:
+            leaves[name].requires_grad_()
+        begin = torch.zeros(2, batch, units, dtype=torch.float64)
+        outputs, _ = plain_run(Faded, own, leaves["x"], begin, torch.full((batch,), 400))
+        expected = torch.autograd.grad(outputs[0][-1].sum(), [leaves[name] for name in grads])
+        for name, each in zip(grads, expected, strict=True):
+            np.testing.assert_allclose(grads[name], each.numpy(), 1e-9, 1e-12)
+            assert (grads[name][120:250, 1:] == 0).all()

@@ -152,6 +152,17 @@ class ByHeads(Cell):
         return h + b * (tanh(self.inner(a)) - h)
 
 
+class Faded(Cell):
+    """Gradients die within a few steps."""
+
+    weight_ih = Input()
+    weight_hh = Hidden()
+    drive = Given()
+
+    def step(self, x: Any, h: Any) -> Any:
+        return self.drive * tanh(self.weight_ih(x) + self.weight_hh(h)) * 1e-3
+
+
 class Masked(Cell):
     """Two masks: of each step, and of a sequence."""
 
