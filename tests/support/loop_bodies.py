@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-INPUTS, UNITS, BATCH = 4, 5, 3
+INPUTS, UNITS, BATCH = 4, 5, 4
+# So many that kernels run steps without products.
+MANY = 260
 Body = Callable[[Any, Any, Any], Any]
 
 
@@ -156,7 +158,7 @@ def leaky(p: Any, h: Any, x: Any) -> Any:
 
 def filtered(p: Any, h: Any, x: Any) -> Any:
     """Step a filter of the input of each unit."""
-    decay = jax.nn.sigmoid(p["decay", UNITS])
+    decay = jax.nn.sigmoid(p["decay", MANY])
     return (h := decay * h + (1 - decay) * x), h
 
 
@@ -231,8 +233,8 @@ def gates_in_an_axis(p: Any, h: Any, x: Any) -> Any:
     return h, h
 
 
-def scalars(p: Any, carry: Any, x: Any) -> Any:
-    """Scalars in a dict."""
+def estimates(p: Any, carry: Any, x: Any) -> Any:
+    """Step numbers in a dict."""
     mean = carry["mean"] + jax.nn.sigmoid(p["rate",]) * (x[0] - carry["mean"])
     error = x[0] - carry["mean"]
     precision = 1 / (1 / carry["precision"] + 0.1 * error**2 + 0.1)
@@ -292,7 +294,7 @@ def counted_within(p: Any, carry: Any, x: Any) -> Any:
 
 def over_samples(p: Any, h: Any, x: Any) -> Any:
     """Step by means over samples, which are units of kernels."""
-    return jnp.tanh(h - h.mean(0) + _dense(p, "x", x)), h
+    return jnp.tanh(h - h.mean(0) + _dense(p, "x", x, MANY)), h
 
 
 Case = tuple[Body, Callable[[Any], Any], tuple[int, ...]]
@@ -331,7 +333,7 @@ CAPTURED: dict[str, Case] = {
     "normalised gru": (normalised_gru, _state, _X),
     "independent": (independent, _state, _X),
     "leaky": (leaky, _state, _X),
-    "filtered": (filtered, _state, (BATCH, UNITS)),
+    "filtered": (filtered, lambda make: make(BATCH, MANY), (BATCH, MANY)),
     "spiking": (spiking, _pair, _X),
     "spiking, backwards": (spiking_backwards, _state, _X),
     "counted": (counted, _counts, _X),
@@ -339,21 +341,21 @@ CAPTURED: dict[str, Case] = {
     "two layers": (two_layers, _pair, _X),
     "attended": (attended, _state, _X),
     "gates in an axis": (gates_in_an_axis, _state, _X),
-    "scalars": (
-        scalars,
-        lambda make: {"mean": make(), "precision": 1 + abs(make())},
+    "many estimates": (
+        estimates,
+        lambda make: {"mean": make(MANY), "precision": 1 + abs(make(MANY))},
         (1,),
     ),
     "many functions": (many_functions, _state, _X),
-    "over samples": (over_samples, _state, _X),
+    "over samples": (over_samples, lambda make: make(BATCH, MANY), _X),
     "masked": (masked, _state, _X),
     "with resets": (with_resets, _state, _X),
     "with dropout": (with_dropout, lambda make: (_state(make), jax.random.key(3)), _X),
     "with two inputs": (with_two_inputs, _state, _X),
     "counted within": (
         counted_within,
-        lambda make: (make(UNITS), jnp.int32(0), jnp.asarray(0.9, make().dtype)),
-        (UNITS,),
+        lambda make: (make(MANY), jnp.int32(0), jnp.asarray(0.9, make().dtype)),
+        (MANY,),
     ),
 }
 
@@ -452,7 +454,7 @@ NOT_CAPTURED: dict[str, tuple[Case, str]] = {
     "cumulative": ((_cumulative, _state, _X), "cumsum.*line.*jnp.cumsum"),
     "fast weights": (
         (_fast_weights, lambda make: (make(BATCH, UNITS), make(BATCH, UNITS, UNITS)), _X),
-        r"a carry of float64\[3,5\], which depends on carries of float64\[3,5,5\]",
+        r"a carry of float64\[4,5\], which depends on carries of float64\[4,5,5\]",
     ),
     "over all": ((_over_all, _state, _X), "reduce_sum.*line.*h.mean.*samples"),
     "power": ((_power_of_states, _state, _X), "pow .*line"),
@@ -465,5 +467,9 @@ NOT_CAPTURED: dict[str, tuple[Case, str]] = {
     "integers": ((_integers, lambda make: jnp.int32(0), _X), "no carries of float32 or float64"),
     "clipped gradients": ((_clipped_gradients, _state, _X), "custom_vjp_call.*line.*_clipped"),
     "printing": ((_printing, _state, _X), "effects"),
+    "scalars": (
+        (estimates, lambda make: {"mean": make(), "precision": 1 + abs(make())}, (1,)),
+        r"float64\[\] has so few numbers",
+    ),
     "mixed": ((_mixed, lambda make: (make(BATCH, UNITS), make()), _X), r"a carry of float64\[\]"),
 }

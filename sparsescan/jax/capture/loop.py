@@ -196,6 +196,12 @@ def _plan(body: Body, axis: int, only: Part | None = None) -> Plan:
     places = {each: symbol("further", k) for k, each in enumerate(given)}
     outputs = _with(outputs, places)
     own = {name: each for name, each in sources.items() if each.kind != "given"}
+    kinds = {each.kind for each in own.values()}
+    fewest = min(count for kind, count in _FEWEST.items() if kind in kinds | {""})
+    if units * math.prod(samples) < fewest:
+        raise NotCaptured(
+            f"{states[0].aval.str_short()} has so few numbers that a loop of JAX is as fast"
+        )
     spec = tuple((name, each.kind, each.blocks) for name, each in own.items())
     cell = cell_class(tuple(outputs), spec or ((_NOTHING, "scalar", 1),), len(given))
     further: dict[Part, list[int]] = {}
@@ -222,6 +228,9 @@ def _without(shape: Sequence[int], axis: int) -> tuple[int, ...]:
     return (*shape[:axis], *shape[axis + 1 :])
 
 
+# From how many numbers of a carry on kernels are faster than loops that XLA compiles, with products
+# of states, of inputs, or none.
+_FEWEST = {"hidden": 4, "input": 16, "": 256}
 # A parameter of cells that have no others.
 _NOTHING = "nothing"
 _KINDS = {"scalar": Scalar, "vector": Vector, "hidden": Hidden, "input": Input}
