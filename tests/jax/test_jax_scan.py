@@ -62,7 +62,9 @@ def _assert_same(found: Any, expected: Any, dtype: Any = np.float64, scale: floa
             np.testing.assert_allclose(a, b, rtol=0, atol=scale * size * np.finfo(dtype).eps)
 
 
-def _compare(case: Case, dtype: Any = np.float64, **options: Any) -> None:
+def _compare(
+    case: Case, dtype: Any = np.float64, reference: Any = jax.lax.scan, **options: Any
+) -> None:
     loop = _Loop(case, dtype)
     _assert_same(
         scan(loop.bound(loop.params), loop.init, loop.xs, **options),
@@ -73,7 +75,7 @@ def _compare(case: Case, dtype: Any = np.float64, **options: Any) -> None:
         jax.jit(jax.grad(loop.loss(run, **options), (0, 1, 2), allow_int=True))(
             loop.params, loop.init, loop.xs
         )
-        for run in (scan, jax.lax.scan)
+        for run in (scan, reference)
     )
     _assert_same(found, expected, dtype)
 
@@ -92,7 +94,9 @@ def test_kernels_run_a_body(name: str) -> None:
     [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CAPTURED],
 )
 def test_values_and_gradients_are_those_of_lax(name: str) -> None:
-    _compare(CAPTURED[name])
+    # Gradients of this one by lax.scan of JAX 0.10.2 differ from those of its unrolled loop.
+    reference = _unrolled if name == "gru of equinox" else jax.lax.scan
+    _compare(CAPTURED[name], reference=reference)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-INPUTS, UNITS, BATCH = 4, 5, 4
+INPUTS, UNITS, BATCH = 6, 5, 4
 # So many that kernels run steps without products.
 MANY = 260
 Body = Callable[[Any, Any, Any], Any]
