@@ -158,6 +158,11 @@ class _Loop:
         loops = [each for each in self.program.eqns if each.primitive.name == "scan"]
         if len(loops) != 1:
             raise NotCaptured("no loop is traced")
+        sizes = {n for each in loops[0].invars for n in each.aval.shape} | {
+            loops[0].params["length"]
+        }
+        if not all(isinstance(n, int) for n in sizes):
+            raise NotCaptured("a size that is no number, but a symbol")
         if loops[0].params["length"] == 0:
             raise NotCaptured("no steps")
         if jax.default_backend() != "cpu":
@@ -183,4 +188,15 @@ class _Loop:
             else:
                 found = bind(equation, given)
             arrays.update(zip(equation.outvars, found, strict=True))
-        return jax.tree.unflatten(self.tree, [*map(read, jaxpr.outvars)])
+        leaves = [_typed(read(each), each.aval) for each in jaxpr.outvars]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def _typed(array: Any, aval: Any) -> Any:
+    """Return an array whose type is weak if that of `aval` is."""
+    is_weak = aval.weak_type
+    if jax.typeof(array).weak_type == is_weak:
+        return array
+    return jex.primitives.convert_element_type_p.bind(
+        array, new_dtype=aval.dtype, weak_type=is_weak, sharding=None
+    )

@@ -277,6 +277,45 @@ def _bodies(draw: Any) -> Any:
     return body, lambda make: tuple(make(*lead, UNITS) for _ in range(states)), (*lead, INPUTS)
 
 
+def test_types_are_as_weak_as_those_of_lax() -> None:
+    def body(carry: Any, _: Any) -> Any:
+        wide, number = carry
+        return (jnp.tanh(wide @ weights), 0.5 * number), (number, wide)
+
+    weights, init = jnp.eye(20), (jax.lax.full((9, 20), 1.0), 2.0)
+    assert explain(body, init, None, 5).is_captured
+    found, expected = (run(body, init, None, 5) for run in (scan, jax.lax.scan))
+    _assert_same(found, expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jax.typeof(a).weak_type == jax.typeof(b).weak_type
+
+
+def test_slopes_of_absolute_values_at_zero() -> None:
+    def loss(run: Any, weights: Any, init: Any) -> Any:
+        def body(h: Any, x: Any) -> Any:
+            return jnp.abs(h @ weights), h
+
+        return run(body, init, jnp.zeros(3))[0].sum()
+
+    given = jnp.full((20, 20), 0.1), jnp.zeros((9, 20))
+    found, expected = (
+        jax.grad(lambda *each, run=run: loss(run, *each), (0, 1))(*given)
+        for run in (scan, jax.lax.scan)
+    )
+    assert np.abs(expected[1]).max() > 1
+    _assert_same(found, expected)
+
+
+def test_sizes_may_be_symbols() -> None:
+    def run(x: Any) -> Any:
+        return scan(lambda h, x: (jnp.tanh(h + x @ weights), h), jnp.zeros((9, 20)), x)[0]
+
+    weights, (steps,) = jnp.eye(20), jax.export.symbolic_shape("steps")
+    made = jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct((steps, 9, 20), weights.dtype))
+    x = jnp.ones((4, 9, 20))
+    _assert_same(made.call(x), run(x))
+
+
 @pytest.mark.slow
 @given(case=_bodies(), seed=st.integers(0, 1000), is_reverse=st.booleans())
 @settings(max_examples=examples(20), deadline=None)

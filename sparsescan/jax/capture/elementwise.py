@@ -87,6 +87,11 @@ def _sign(equation: Equation, a: Node) -> Node:
     return apply("stop_gradient", sign)
 
 
+def _absolute(equation: Equation, a: Node) -> Node:
+    """Return absolute values, whose derivative at 0 is 1 in JAX."""
+    return apply("surrogate", apply("absolute", a), a, apply("where", a >= 0, 1, -1))
+
+
 def _clamp(equation: Equation, low: Node, a: Node, high: Node) -> Node:
     if value_of(low) is None or value_of(high) is None:
         equation.refuse("bounds that are no numbers")
@@ -109,7 +114,7 @@ ELEMENTWISE: dict[str, Operation] = {
     "rsqrt": lambda equation, a: 1 / apply("sqrt", a),
     "sin": _named("sin"),
     "cos": _named("cos"),
-    "abs": _named("absolute"),
+    "abs": _absolute,
     "square": lambda equation, a: a * a,
     "integer_pow": _power,
     "sign": _sign,
