@@ -306,6 +306,14 @@ def test_slopes_of_absolute_values_at_zero() -> None:
     _assert_same(found, expected)
 
 
+def test_lower_bounds_above_upper_ones() -> None:
+    def body(h: Any, x: Any) -> Any:
+        return jax.lax.clamp(0.5, h @ jnp.eye(20) + x, -0.5), h
+
+    given = jnp.zeros((9, 20)), jnp.linspace(-1, 1, 4)
+    _assert_same(scan(body, *given), jax.lax.scan(body, *given))
+
+
 def test_sizes_may_be_symbols() -> None:
     def run(x: Any) -> Any:
         return scan(lambda h, x: (jnp.tanh(h + x @ weights), h), jnp.zeros((9, 20)), x)[0]

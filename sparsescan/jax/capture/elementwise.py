@@ -93,8 +93,9 @@ def _absolute(equation: Equation, a: Node) -> Node:
 
 
 def _clamp(equation: Equation, low: Node, a: Node, high: Node) -> Node:
-    if value_of(low) is None or value_of(high) is None:
-        equation.refuse("bounds that are no numbers")
+    least, most = value_of(low), value_of(high)
+    if least is None or most is None or not least <= most:
+        equation.refuse("bounds that are no numbers, or of which the lower is above the upper")
     return apply("where", a <= low, low, apply("where", high <= a, high, a))
 
 
