@@ -109,8 +109,10 @@ class TangentLayer(NamedTuple):
         Those of this layer are `times` 2 as long.
         """
         own = times * self.tangent.further * self.units
+        if not own:  # a view of all has no rule for batches in PyTorch
+            return [x]
         size = x.shape[-1] - self.directions * own
-        ends = [size + k * own for k in range(self.directions + 1)] if own else [size]
+        ends = [size + k * own for k in range(self.directions + 1)]
         return [x[..., a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
     def parted(self, xp: Functions, grads: Sequence[Any]) -> list[Any]:
@@ -171,7 +173,7 @@ def run_layers(
     count, rows = len(params) // layers, len(state) // layers
     lasts, every, own = [], [], directions * further * units
     inputs = x.shape[-1] - layers * own
-    x, columns = x[..., :inputs], x[..., inputs:]
+    x, columns = (x[..., :inputs], x[..., inputs:]) if own else (x, x)
     for k in range(layers):
         x = between(x) if k and between is not None else x
         given = xp.concat([x, columns[..., k * own : (k + 1) * own]], -1) if own else x
