@@ -1115,9 +1115,9 @@ _UFUNCS = {
         "negative reciprocal sign sin sqrt square tanh"
     ),
     2: (
-        "arctan2 bitwise_and bitwise_or bitwise_xor copysign divide equal floor_divide fmax fmin greater "
-        "greater_equal less less_equal logaddexp logical_and logical_or logical_xor maximum "
-        "minimum multiply not_equal power remainder subtract true_divide"
+        "arctan2 bitwise_and bitwise_or bitwise_xor copysign divide equal floor_divide fmax fmin "
+        "greater greater_equal less less_equal logaddexp logical_and logical_or logical_xor "
+        "maximum minimum multiply not_equal power remainder subtract true_divide"
     ),
 }
 _FUNCTIONS = {
