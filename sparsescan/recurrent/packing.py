@@ -5,7 +5,6 @@ All parameters of a cell are one vector, of which orders say where each number g
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from ..kernels.cpu.copies import fill_with
 from ..kernels.cpu.lanes import lanes as lanes_of
 from ..kernels.cpu.lanes import sample_lanes
 from ..kernels.cpu.tiles import SAMPLE_VECTORS, SUM_ROWS, TILE_VECTORS
+from ..locks import cached_property
 from .bounds import pauses_of
 from .compiled import code_of, renderer_of
 from .definition import CellLike, bias_name, declared
@@ -629,7 +629,7 @@ class Direction:
 
     # -- Gradients ----------------------------------------------------------------------------
 
-    @functools.cached_property
+    @cached_property
     def sum_table(self) -> tuple[NDArray[np.int64], int]:
         """Return what dense sums are of, as kernels read it, and how many numbers they have."""
         table, size = list[list[int]](), 0
@@ -648,7 +648,7 @@ class Direction:
                 table.append([first, end, each.source, cols, at, each.first])
         return np.array(table, np.int64).reshape(-1, 6), size
 
-    @functools.cached_property
+    @cached_property
     def grad_orders(self) -> dict[str, list[tuple[str, int, Order]]]:
         """Return where the gradient of each parameter is, in sums that are added up.
 

@@ -125,9 +125,15 @@ def test_rows_of_equal_structure_share_a_list(data: Any) -> None:
 
 @pytest.mark.parametrize("outputs", [2, 40])
 def test_rows_away_from_the_border_have_one_list(outputs: int) -> None:
-    """Aligned where rows are long; equal in every row of a channel but two at each end."""
+    """Aligned where rows are long; equal in every row of a channel but two at each end.
+
+    Each row has entries, of the middle weights: those without have no list.
+    """
     rng, places = np.random.default_rng(), 50
-    a, x = (of_mask(convolution(rng, pair, places)) for pair in ((3, 6), (6, outputs)))
+    a, x = (
+        of_mask(convolution(rng, pair, places) | np.kron(np.eye(*pair) > 0, np.eye(places) > 0))
+        for pair in ((3, 6), (6, outputs))
+    )
     c = product(a, x)
     terms = agree(a, x, c, 4096, a)
     lists = [

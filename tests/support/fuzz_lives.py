@@ -849,11 +849,23 @@ def other_size(model: Model, rng: Rng) -> Tensor:
 
 
 def fork(model: Model, rng: Rng) -> Tensor:
-    """Call a model in a forked child, while another thread makes calls of new shapes."""
+    """Call a model in a forked child, while another thread makes calls of new shapes.
+
+    PyTorch has one thread: its own calls hang in a child of a process with a pool of them.
+    """
     with torch.no_grad():
         model.out()
     if model.handles:
         raise SkippedError
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _forked(model, rng)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _forked(model: Model, rng: Rng) -> Tensor:
     other, end = copy.deepcopy(model.net), threading.Event()
     axis = 0 if model.layers(nn.Linear) else 1
 
