@@ -173,7 +173,11 @@ class Cable:
         old += [[at + k, at + by] for at in first for k in (1, 2, 3) for by in (0, k)]
         pattern, before = (self._pattern(each) for each in (beside + own, old))
         return ImplicitSteps(
-            residual, pattern, before, jacobian=jacobian, jacobian_old=jacobian_old, vjp=vjp
+            *(residual, pattern, before),
+            jacobian=jacobian,
+            jacobian_old=jacobian_old,
+            vjp=vjp,
+            derivatives="complex",  # in lengths of steps; the residual keeps what it computes
         )
 
     def ours(self, steps: int) -> dict[str, Call]:

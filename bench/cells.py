@@ -32,7 +32,8 @@ UNMASKED, _WANTED_UNMASKED = "without masks", 1 / 1.15
 # Our forward pass alone, which shows where the time of a step is.
 FORWARD = "sparsescan, forward"
 _SPIKING = ("Alpha", "Leaky", "Synaptic")
-_ALONE = ("minGRU", "minLSTM", "sLSTM")  # that torchrecurrent does not have
+# Cells that torchrecurrent does not have.
+_ALONE = ("minGRU", "minLSTM", "sLSTM", "BlockDiagonalLSTM", "ProjectedLSTM")
 _MAKERS: dict[str, Callable[[Given], dict[str, Step]]] = {
     JAX: cell_contenders.jax,
     TORCHRECURRENT: cell_contenders.torchrecurrent,

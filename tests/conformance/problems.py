@@ -6,6 +6,7 @@ what any derivative of a call is compared with.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -174,9 +175,15 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
     kind = (
         getattr(sparsescan.torch, name) if name in KINDS else sparsescan.torch.module(OTHERS[name])
     )
-    module = kind(*about, bidirectional=both, dtype=torch.float64)
-    for key, mask in kept.items():
-        prune.custom_from_mask(module, key, mask)
+
+    def module() -> Any:
+        found = kind(*about, bidirectional=both, dtype=torch.float64)
+        for key, mask in kept.items():
+            prune.custom_from_mask(found, key, mask)
+        return found
+
+    # A thread calls its own: `functional_call` exchanges the parameters of a module for a while.
+    modules = {threading.get_ident(): module()}
     states = net.state_size // units
     # Places of rows among all, as they are packed: packing is no part of what is differentiated.
     skeleton: Any = None
@@ -202,7 +209,10 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
                 marks[key] = skeleton._replace(data=rows[skeleton.data])
             if "resets" in marks:
                 marks["resets"] = skeleton._replace(data=flags["resets"].flatten()[skeleton.data])
-        output, last = functional_call(module, own, (x, parts(numbers["state"])), marks)
+        thread = threading.get_ident()
+        if thread not in modules:
+            modules[thread] = module()
+        output, last = functional_call(modules[thread], own, (x, parts(numbers["state"])), marks)
         if skeleton is not None:
             padded = output.data.new_zeros(steps * batch, output.data.shape[-1])
             padded = padded.index_copy(0, skeleton.data, output.data)
