@@ -183,7 +183,13 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
         return found
 
     # A thread calls its own: `functional_call` exchanges the parameters of a module for a while.
-    modules = {threading.get_ident(): module()}
+    first, modules = module(), {}
+
+    def own_module() -> Any:
+        if torch.compiler.is_compiling() or threading.current_thread() is threading.main_thread():
+            return first
+        return modules.setdefault(threading.get_ident(), module())
+
     states = net.state_size // units
     # Places of rows among all, as they are packed: packing is no part of what is differentiated.
     skeleton: Any = None
@@ -209,10 +215,7 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
                 marks[key] = skeleton._replace(data=rows[skeleton.data])
             if "resets" in marks:
                 marks["resets"] = skeleton._replace(data=flags["resets"].flatten()[skeleton.data])
-        thread = threading.get_ident()
-        if thread not in modules:
-            modules[thread] = module()
-        output, last = functional_call(modules[thread], own, (x, parts(numbers["state"])), marks)
+        output, last = functional_call(own_module(), own, (x, parts(numbers["state"])), marks)
         if skeleton is not None:
             padded = output.data.new_zeros(steps * batch, output.data.shape[-1])
             padded = padded.index_copy(0, skeleton.data, output.data)
