@@ -284,8 +284,8 @@ def _backward(
     flat = [none if each is None else each.reshape(-1) for each in results]
     # Gradients in the bonus are summed in float64, over the steps of a sample and then over these.
     batch, own = len(q), calls.zeros(0 if results[6] is None else len(q) * bonus.size, np.float64)
-    places: Any = (*flat[:6], flat[7], own)
-    into = AttentionGradients(*places)
+    dq, dk, dv, dw, da, db, _, dstart = flat
+    into = AttentionGradients(dq, dk, dv, dw, da, db, dstart, own)
     arrays = [*[each.reshape(-1) for each in (*above, kept)], into]
     _share(calls, partial(_run, calls, kernels.backward, scan, arrays, True), given)
     if results[6] is not None:

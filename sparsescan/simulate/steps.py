@@ -286,7 +286,7 @@ class _Simulation:
         """Return this simulation with patterns."""
         raise NotImplementedError
 
-    def _own(self, u0: Any, params: Any, t0: Any, dt: Any) -> _Simulation:
+    def _patterned(self, u0: Any, params: Any, t0: Any, dt: Any) -> _Simulation:
         """Return this simulation, with the pattern of its function at the first state if it reads.
 
         Entries that the runs before had are kept: the function may branch to them again.
@@ -456,13 +456,8 @@ class _Simulation:
         MemoryLimitError
             If `memory_limit` is too low even for segments.
         """
-        own = self._own(u0, params, t0, dt)
-        if own is not self:
-            about: Any = {"steps": steps, "dt": dt, "t0": t0, "until": until, "error": error}
-            about |= {"max_dt": max_dt, "t_eval": t_eval, "rtol": rtol, "atol": atol}
-            about |= {"memory_limit": memory_limit, "check": check, "progress": progress}
-            return own.forward(u0, params, **about)
-        problem = self._problem(u0, params, t0, rtol, atol, memory_limit)
+        patterned = self._patterned(u0, params, t0, dt)
+        problem = patterned._problem(u0, params, t0, rtol, atol, memory_limit)
         end, times = None, None
         if until is not None:
             end, times = self._read_end(problem.t0, until, steps, dt, error, max_dt, t_eval)
@@ -471,7 +466,7 @@ class _Simulation:
             raise InputError(f"{name} is given without until; expected both, or dt for each step")
         lengths, has_one = _read_dt(steps if end is None else 1, dt)
         with _watching(progress, None if end is not None else len(lengths)) as watch:
-            compare = self._comparing(problem) if check and len(lengths) else None
+            compare = patterned._comparing(problem) if check and len(lengths) else None
             if compare is not None:
                 compare(problem.u0, 0.0, float(lengths[0]))
             if end is not None:
@@ -500,8 +495,9 @@ class _Simulation:
         memory_limit: int | None = None,
     ) -> Run:
         """Return a run whose steps are not taken yet; arguments are those of :meth:`forward`."""
-        own = self._own(u0, params, t0, dt)
-        return Run(own._problem(u0, params, t0, rtol, atol, memory_limit), *_read_dt(steps, dt))
+        patterned = self._patterned(u0, params, t0, dt)
+        problem = patterned._problem(u0, params, t0, rtol, atol, memory_limit)
+        return Run(problem, *_read_dt(steps, dt))
 
     def _problem(
         self, u0: Any, params: Any, t0: Any, rtol: Any, atol: Any, memory_limit: Any

@@ -388,7 +388,7 @@ def product(tape: Tape, a: Any, b: Any) -> Any:
     if not has_symbols([a, b]):
         return Symbols(tape, tape.constant(a @ b))
     if sp.issparse(a) or (not isinstance(a, Symbols) and np.ndim(a) == 2):
-        matrix = sp.csr_array(a) if sp.issparse(a) else _structure(np.asarray(a))
+        matrix = sp.csr_array(a)
         given = symbols(tape, b)
         if given.ndim not in (1, 2) or given.shape[0] != matrix.shape[1]:
             raise RefusedError(f"a product of shapes {matrix.shape} and {given.shape}")
@@ -404,11 +404,6 @@ def product(tape: Tape, a: Any, b: Any) -> Any:
         left = left[..., None]
     terms = left * (right if right.ndim == 2 or left.ndim == 1 else right[None, :])
     return _reduced(tape, np.add, terms, axis=-2 if right.ndim == 2 else -1)
-
-
-def _structure(array: Any) -> Any:
-    """Return a sparse matrix with all numbers of a dense one but zeros."""
-    return sp.csr_array(array.astype(np.float64))
 
 
 def select(tape: Tape, condition: Any, *values: Any) -> Any:

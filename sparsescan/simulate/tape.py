@@ -76,14 +76,9 @@ def _power(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
     )
 
 
-def _larger(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
-    is_first = (a >= b) * 1.0
-    return is_first, 1.0 - is_first
-
-
-def _smaller(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
-    is_first = (a <= b) * 1.0
-    return is_first, 1.0 - is_first
+def _either(is_first: Any) -> tuple[Any, Any]:
+    """Return the derivatives in two numbers, of which the result is one."""
+    return is_first * 1.0, ~is_first * 1.0
 
 
 def _angle(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
@@ -95,11 +90,6 @@ def _angle(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
 def _share(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
     share = np.exp(a - y)
     return share, np.exp(b - y)
-
-
-def _chosen(y: Any, condition: Any, a: Any, b: Any) -> tuple[Any, Any, Any]:
-    is_first = (condition != 0) * 1.0
-    return None, is_first, 1.0 - is_first
 
 
 # ``(y, *arguments)`` to the derivative in each argument; None, or no row, for none.
@@ -136,10 +126,10 @@ PARTIALS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     np.float_power: _power,
     np.absolute: lambda y, a: (np.sign(a),),
     np.fabs: lambda y, a: (np.sign(a),),
-    np.maximum: _larger,
-    np.fmax: _larger,
-    np.minimum: _smaller,
-    np.fmin: _smaller,
+    np.maximum: lambda y, a, b: _either(a >= b),
+    np.fmax: lambda y, a, b: _either(a >= b),
+    np.minimum: lambda y, a, b: _either(a <= b),
+    np.fmin: lambda y, a, b: _either(a <= b),
     np.hypot: lambda y, a, b: (np.where(y == 0, 0.0, a / y), np.where(y == 0, 0.0, b / y)),
     np.arctan2: _angle,
     np.logaddexp: _share,
@@ -150,7 +140,7 @@ PARTIALS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     np.degrees: lambda y, a: (180 / np.pi,),
     np.fmod: lambda y, a, b: (1.0, -np.trunc(a / b)),
     np.remainder: lambda y, a, b: (1.0, -np.floor(a / b)),
-    where: _chosen,
+    where: lambda y, condition, a, b: (None, *_either(condition != 0)),
     real_part: lambda y, a: (1.0,),
 }
 # Those of scipy.special, by their names.

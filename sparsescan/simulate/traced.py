@@ -60,7 +60,7 @@ class Traced:
         # What runs have read, and the state of the function then; and why it could not be read.
         self._graphs: list[Graph] = []
         self._shared: dict[str, Any] = {"state": None, "refusal": None, "is told": False}
-        self._own: list[Evaluation] = []
+        self._evaluations: list[Evaluation] = []
         self.refusal: str | None = None
         self._is_known = True
         # What was found for the last arguments, and those that it has its values at.
@@ -72,12 +72,12 @@ class Traced:
     def fresh(self) -> Traced:
         found = copy(self)
         found._others = self._others.fresh()
-        found._own, found._at, found._found = [], None, None
+        found._evaluations, found._at, found._found = [], None, None
         found._calls, found._is_known = 0, True
         state = state_of(self._user)
         found.refusal = self._shared["refusal"]
         if state is not None and state == self._shared["state"]:
-            found._own, found._is_known = [Evaluation(each) for each in self._graphs], False
+            found._evaluations, found._is_known = [Evaluation(each) for each in self._graphs], False
         else:
             self._graphs.clear()
         self._shared["state"] = state
@@ -98,11 +98,11 @@ class Traced:
         self._at = None
         if not self._is_known:  # a reading of another run holds if its values do
             self._is_known = True
-            if not all(map(partial(self._is_alike, arguments=arguments), self._own)):
-                self._own = []
-        for k, known in enumerate(self._own):
+            if not all(map(partial(self._is_alike, arguments=arguments), self._evaluations)):
+                self._evaluations = []
+        for k, known in enumerate(self._evaluations):
             if known.holds(arguments):
-                self._own.insert(0, self._own.pop(k))
+                self._evaluations.insert(0, self._evaluations.pop(k))
                 self._found = arguments, known
                 return known
         try:
@@ -110,7 +110,7 @@ class Traced:
         except Exception as error:  # what the function raises on symbols is its own
             self._refuse(_told(error))
             return None
-        self._own.insert(0, found)
+        self._evaluations.insert(0, found)
         self._found = arguments, found
         return found
 
@@ -123,7 +123,7 @@ class Traced:
 
     def _refuse(self, why: str) -> None:
         self.refusal = self._shared["refusal"] = why
-        self._at, self._found, self._own = None, None, []
+        self._at, self._found, self._evaluations = None, None, []
         if not self._shared["is told"]:
             self._shared["is told"] = True
             warnings.warn(
@@ -140,7 +140,7 @@ class Traced:
 
     def _read(self, arguments: Arguments) -> Evaluation:
         """Read the function at arguments, and compare what was read with it."""
-        if len(self._own) >= _MOST_GRAPHS:
+        if len(self._evaluations) >= _MOST_GRAPHS:
             raise RefusedError(f"more than {_MOST_GRAPHS} outcomes of branches")
         tape = Tape()
         given = []

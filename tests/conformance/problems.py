@@ -364,6 +364,8 @@ def lfilter(rng: np.random.Generator, wish: Wish) -> Problem:
         zi = (
             numbers["zi"].movedim(axis, -1) if has_zi else x.new_zeros(*x.shape[:-1], max(taps) - 1)
         )
+        # All that enters promotes the last delays, without steps, too.
+        zi = zi.to(torch.result_type(b, zi))
         both = [each.movedim(-1, axis) for each in _with_delays(b, a, x, zi)]
         return both if has_zi else both[:1]
 

@@ -382,6 +382,24 @@ def test_functions_that_cannot_be_read_are_told_once(name: str) -> None:
         run()
 
 
+def test_a_function_that_changes_during_a_pass_back_is_noticed() -> None:
+    is_changed = False
+
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        return -1.5 * u if is_changed else -u
+
+    run = TimeSteps(rate, np.eye(1), "euler").forward([1.0], steps=20, dt=0.1)
+
+    def above(k: int) -> Any:
+        nonlocal is_changed
+        is_changed = k <= 16
+        return [1.0] if k == 20 else None
+
+    with pytest.warns(UserWarning, match="rate cannot be read: values that differ"):
+        run.backward(above)
+    assert run.derivatives.endswith("values that differ from what was read")
+
+
 def test_errors_of_functions_stay_as_they_are() -> None:
     def rate(u: Any, t: Any, p: Any) -> Any:
         raise ZeroDivisionError("one of mine")
