@@ -8,13 +8,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 
 from ..ops import operation as ops
 from ..ops.operation import MappedAxis, Operation, Shape
 from .ffi.calls import together, vary, varying
 from .ffi.programs import replay
-from .ffi.rules import alike, differentiated, filled, mapped, primitive, size_of
+from .ffi.rules import (
+    alike,
+    differentiated,
+    filled,
+    mapped,
+    primitive,
+    set_map,
+    shape_of_one,
+    size_of,
+)
 
 
 class Functions:
@@ -168,7 +177,7 @@ def bind(operation: Operation) -> Callable[..., list[Any]]:
 
     def map_run(args: Any, dims: Any, *, form: _Form, keeps: bool) -> Any:
         maps = size_of(args, dims)
-        axes = axes_of(form, _shapes_of_one(args, dims))
+        axes = axes_of(form, [*map(shape_of_one, args, dims)])
         results = run.bind(*_folded(maps, args, dims, axes), form=form, keeps=keeps)
         pairs = zip(results, operation.out_axes, strict=False)
         apart = [ops.parted(FUNCTIONS, maps, each, place) for each, place in pairs]
@@ -189,7 +198,7 @@ def bind(operation: Operation) -> Callable[..., list[Any]]:
         return [alike(each, each.shape) for each, need in pairs if need]
 
     def map_gradients(args: Any, dims: Any, *, form: _Form, needs: Sequence[bool]) -> Any:
-        maps, shapes = size_of(args, dims), _shapes_of_one(args, dims)
+        maps, shapes = size_of(args, dims), [*map(shape_of_one, args, dims)]
         places = operation.out_axes[behind], *operation.out_axes[:count]
         axes = [MappedAxis(k, shape[k]) for k, shape in zip(places, shapes, strict=False)]
         rest = axes_of(form, shapes[1 + count :])
@@ -207,14 +216,14 @@ def bind(operation: Operation) -> Callable[..., list[Any]]:
 
     run.def_abstract_eval(shapes_of_run)
     ad.primitive_jvps[run] = jvp_of_run
-    batching.primitive_batchers[run] = map_run
+    set_map(run, map_run)
     slope.def_abstract_eval(shapes_of_slope)
     ad.primitive_jvps[slope] = differentiated(compute_slope)
     ad.primitive_transposes[slope] = transpose_slope
-    batching.primitive_batchers[slope] = mapped(compute_slope)
+    set_map(slope, mapped(compute_slope))
     gradients.def_abstract_eval(shapes_of_gradients)
     ad.primitive_jvps[gradients] = differentiated(compute_again)
-    batching.primitive_batchers[gradients] = map_gradients
+    set_map(gradients, map_gradients)
 
     def call(form: Any, *given: Any) -> list[Any]:
         if operation.check_values is not None and not any(
@@ -226,14 +235,6 @@ def bind(operation: Operation) -> Callable[..., list[Any]]:
         return results
 
     return call
-
-
-def _shapes_of_one(args: Sequence[Any], dims: Sequence[Any]) -> list[Shape]:
-    """Return the shapes of arguments of one map."""
-    return [
-        each.shape if dim is None else each.shape[:dim] + each.shape[dim + 1 :]
-        for each, dim in zip(args, dims, strict=True)
-    ]
 
 
 def _folded(

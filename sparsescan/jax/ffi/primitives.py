@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 
 from ...errors import MemoryLimitError
 from ...execution.calls import LINE
@@ -37,7 +37,7 @@ from ...recurrent.tangent import TangentLayer, run_layers, tangent_of
 from ..binder import FUNCTIONS
 from .calls import vary, varying
 from .programs import Lengths, add, call, key_of
-from .rules import alike, differentiated, filled, mapped, merge, parted, primitive, size_of
+from .rules import alike, differentiated, filled, mapped, merge, parted, primitive, set_map, size_of
 
 
 class TracedNetwork:
@@ -584,7 +584,7 @@ def _map_run(args: Any, dims: Any, *, form: _Form, keeps: str) -> Any:
 
 _run.def_abstract_eval(_shapes_of_run)
 ad.primitive_jvps[_run] = _jvp_of_run
-batching.primitive_batchers[_run] = _map_run
+set_map(_run, _map_run)
 
 
 def _compute_slope(kept: Any, *given: Any, form: _Form) -> Any:
@@ -610,7 +610,7 @@ def _transpose_slope(above: Any, kept: Any, *given: Any, form: _Form) -> Any:
 _slope.def_abstract_eval(_shapes_of_slope)
 ad.primitive_jvps[_slope] = differentiated(_compute_slope)
 ad.primitive_transposes[_slope] = _transpose_slope
-batching.primitive_batchers[_slope] = mapped(_compute_slope)
+set_map(_slope, mapped(_compute_slope))
 
 _gradients = primitive("gradients", _gradients_of)
 
@@ -700,7 +700,7 @@ def _map_gradients(args: Any, dims: Any, *, form: _Form, maps: int, needs_x: boo
 _gradients.def_abstract_eval(_shapes_of_gradients)
 ad.primitive_jvps[_gradients] = _jvp_of_gradients
 ad.primitive_transposes[_gradients] = _transpose_gradients
-batching.primitive_batchers[_gradients] = _map_gradients
+set_map(_gradients, _map_gradients)
 
 
 def _compute_slope_of_gradients(*given: Any, form: _Form) -> list[Any]:
@@ -733,4 +733,4 @@ def _transpose_slope_of_gradients(slopes: Any, *given: Any, form: _Form) -> Any:
 _slope_of_gradients.def_abstract_eval(_shapes_of_slope_of_gradients)
 ad.primitive_jvps[_slope_of_gradients] = differentiated(_compute_slope_of_gradients)
 ad.primitive_transposes[_slope_of_gradients] = _transpose_slope_of_gradients
-batching.primitive_batchers[_slope_of_gradients] = mapped(_compute_slope_of_gradients)
+set_map(_slope_of_gradients, mapped(_compute_slope_of_gradients))

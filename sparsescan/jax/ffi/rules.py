@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching, mlir
+
+from .calls import vary, varying
 
 
 def primitive(name: str, compute: Callable[..., Any]) -> Any:
@@ -38,6 +40,30 @@ def filled(values: Sequence[Any], slopes: Sequence[Any]) -> list[Any]:
         jnp.zeros_like(value) if type(slope) is ad.Zero else slope
         for value, slope in zip(values, slopes, strict=True)
     ]
+
+
+def set_map(made: Any, rule: Callable[..., Any]) -> None:
+    """Let maps of a primitive follow a rule, but maps along an axis of length 0.
+
+    Nothing is computed for these, and results are empty: no array tells how many samples a map has.
+    """
+
+    def checked(args: Any, dims: Any, **about: Any) -> Any:
+        if size_of(args, dims) != 0:
+            return rule(args, dims, **about)
+        pairs = zip(args, dims, strict=True)
+        one = [alike(jax.typeof(each), shape_of_one(each, dim)) for each, dim in pairs]
+        results = jax.eval_shape(functools.partial(made.bind, **about), *one)
+        empty = [jnp.zeros((0, *each.shape), each.dtype) for each in results]
+        return vary(empty, varying(args)), [0] * len(empty)
+
+    batching.primitive_batchers[made] = checked
+
+
+def shape_of_one(array: Any, dim: int | None) -> tuple[int, ...]:
+    """Return the shape of an argument of one map."""
+    shape: tuple[int, ...] = array.shape
+    return shape if dim is None else shape[:dim] + shape[dim + 1 :]
 
 
 def size_of(args: Sequence[Any], dims: Sequence[Any]) -> Any:
