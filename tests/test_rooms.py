@@ -32,6 +32,7 @@ ROOMS = (
     "__init__",
     "parameters",
     "recurrent",
+    "capture",
     "jacobians",
     "simulate",
     "torch",

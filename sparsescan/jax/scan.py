@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend import core as jex
 
-from .capture.equations import NotCaptured, bind, opened
-from .capture.loop import Body, Plan, execute, plan
-
-
-class Explanation(NamedTuple):
-    """How a loop runs.
-
-    Attributes
-    ----------
-    is_captured : bool
-        Whether kernels run its carries.
-    text : str
-        What they compute; or which equation is in the way, and its line.
-    """
-
-    is_captured: bool
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
+from ..capture.equations import NotCaptured
+from ..capture.loop import Explanation, Plan, plan
+from ..capture.run import execute
+from .capture.equations import bind, opened
+from .capture.run import JaxRunner, body_of
 
 
 def scan(
@@ -133,7 +118,7 @@ def explain(
     if loop.plan is None:
         return Explanation(False, f"jax.lax.scan runs the loop: {loop.obstacle}")
     states = ", ".join(each.str_short() for each in loop.plan.states)
-    return Explanation(True, f"kernels run the carries {states}:\n{loop.plan.network.cells[0]}")
+    return Explanation(True, f"kernels run the carries {states}:\n{loop.plan.one}")
 
 
 class _Loop:
@@ -167,7 +152,7 @@ class _Loop:
             raise NotCaptured("no steps")
         if jax.default_backend() != "cpu":
             raise NotCaptured(f"JAX computes on {jax.default_backend()!r}")
-        return plan(Body(loops[0]))
+        return plan(body_of(loops[0]))
 
     def run(self) -> Any:
         """Return the last carry and the outputs."""
@@ -184,7 +169,8 @@ class _Loop:
             given = [*map(read, equation.invars)]
             if equation.primitive.name == "scan":
                 options = equation.params
-                found = execute(self.plan, given, options["length"], options["reverse"])
+                about = options["length"], options["reverse"]
+                found = execute(JaxRunner, self.plan, given, *about)
             else:
                 found = bind(equation, given)
             arrays.update(zip(equation.outvars, found, strict=True))

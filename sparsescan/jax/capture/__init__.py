@@ -1,1 +1,1 @@
-"""Bodies of loops of JAX, read as cells: what waits for the state, and what runs around it."""
+"""Bodies of loops of JAX: readers of their equations, and what runs them."""

@@ -1,17 +1,27 @@
-"""The equations of a body: which read states and inputs of a step, and what they compute."""
+"""Equations of JAX, which stand in a jaxpr."""
 
 from __future__ import annotations
 
+import functools
 import linecache
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-_FOLDERS = tuple(str(Path(each).parent) for each in (jax.__file__, np.__file__, __file__))
+from ...capture import loop
+from ...capture.elementwise import program
+from ...capture.equations import Equation, Value, identity
+from ...graph import functions
+from ...graph.operations import Node, apply, as_node
+
+_FOLDERS = tuple(
+    str(Path(each).parent) for each in (jax.__file__, np.__file__, __file__, loop.__file__)
+)
 # Calls whose equations stand in their place, and the parameter that has these.
 _CALLS = {
     "jit": "jaxpr",
@@ -22,107 +32,62 @@ _CALLS = {
     "checkpoint": "jaxpr",
 }
 
-# Operations that change no number, but the dtype.
-_COPIES = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"}
-# Operations that are computed where all of their arguments are known numbers.
-_FOLDED = _COPIES | {
-    *("abs", "add", "and", "div", "eq", "exp", "ge", "gt", "integer_pow", "le", "log", "lt", "max"),
-    *("min", "mul", "ne", "neg", "not", "or", "pow", "rsqrt", "select_n", "sqrt", "sub"),
-}
-
 
 class NotCaptured(Exception):  # noqa: N818
     """A body that no kernel runs, and why."""
 
 
-class Value:
-    """A value of a body.
+class Traced(Equation):
+    """An equation of JAX; `callers` are the calls of the program that it stands in."""
 
-    Attributes
-    ----------
-    aval : jax.core.ShapedArray
-        Its shape and dtype.
-    equation : Equation or None
-        What computes it; None for an argument of the body, and for a constant that is known.
-    constant : array_like or None
-        The constant.
-    carries : frozenset of int
-        The carries that it depends on.
-    is_step : bool
-        Whether it depends on what is different in each step, carries apart.
-    """
-
-    __slots__ = ("aval", "carries", "constant", "equation", "is_step")
-
-    def __init__(
-        self,
-        aval: Any,
-        equation: Equation | None = None,
-        constant: Any = None,
-        carries: frozenset[int] = frozenset(),
-        is_step: bool = False,
-    ) -> None:
-        self.aval, self.equation, self.constant = aval, equation, constant
-        self.carries, self.is_step = carries, is_step
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        shape: tuple[int, ...] = self.aval.shape
-        return shape
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether it is the same in all steps."""
-        return not self.carries and not self.is_step
-
-    @property
-    def number(self) -> float | None:
-        """The number that all of it is, if that is known."""
-        if self.constant is not None:
-            return (
-                None if self.shape or self.aval.dtype.kind not in "fiub" else float(self.constant)
-            )
-        equation = self.equation
-        if equation is None or not self.is_fixed or equation.name not in _FOLDED:
-            return None
-        known = [each.number for each in equation.inputs]
-        if None in known:
-            return None
-        if equation.name in _COPIES:
-            return float(np.asarray(known[0]).astype(self.aval.dtype))
-        if self.shape:
-            return None
-        pairs = zip(known, equation.inputs, strict=True)
-        with jax.ensure_compile_time_eval():
-            (found,) = equation.compute([np.asarray(n, each.aval.dtype) for n, each in pairs])
-        return float(found)
-
-
-class Equation:
-    """An equation of a body: an operation of values, and where the caller wrote it."""
-
-    __slots__ = ("callers", "inputs", "name", "options", "outputs", "traced")
+    __slots__ = ("callers", "traced")
 
     def __init__(self, equation: Any, inputs: Sequence[Value], callers: Sequence[Any]) -> None:
-        self.traced, self.inputs, self.callers = equation, tuple(inputs), callers
-        self.name: str = equation.primitive.name
-        self.options: dict[str, Any] = equation.params
-        carries = frozenset[int]().union(*(each.carries for each in inputs))
-        is_step = any(each.is_step for each in inputs)
-        self.outputs = tuple(
-            Value(each.aval, self, None, carries, is_step) for each in equation.outvars
-        )
+        self.traced, self.callers = equation, callers
+        avals = [each.aval for each in equation.outvars]
+        super().__init__(equation.primitive.name, inputs, equation.params, avals)
 
-    def refuse(self, why: str) -> NoReturn:
-        """Raise an error that says why no kernel runs the equation, and where it is."""
+    def line(self) -> str:
+        """Return the line of the caller's text where the equation was made."""
         # Equations of functions of JAX have no lines of the caller's; the calls of these have.
         lines = (_line_of(each.source_info) for each in (self.traced, *reversed(self.callers)))
-        raise NotCaptured(f"{self.name}{next(filter(None, lines), '')}: {why}")
+        return next(filter(None, lines), "")
 
     def compute(self, given: Sequence[Any]) -> list[Any]:
         """Return the results for some arrays."""
         return bind(self.traced, given)
+
+    def folded(self, given: Sequence[Any]) -> float:
+        """Return the result for some numbers."""
+        with jax.ensure_compile_time_eval():
+            return float(self.compute(given)[0])
+
+    def derived(self, name: str, inputs: Sequence[Value], **options: Any) -> Value:
+        """Return the result of another operation, in place of this one."""
+
+        def function(*given: Any) -> Any:
+            return _DERIVED[name](*given, **options)
+
+        shapes = [jax.ShapeDtypeStruct(each.shape, each.aval.dtype) for each in inputs]
+        made = jax.make_jaxpr(function)(*shapes)
+        callers = [*self.callers, self.traced]
+        _, (value,) = read_equations(made.jaxpr, made.consts, inputs, None, callers)
+        return value
+
+    def custom(self) -> Callable[..., Node] | None:
+        """Return a function with derivatives of its own, as an operation of one number a unit."""
+        return custom(self) if self.name in ("custom_jvp_call", "custom_vjp_call") else None
+
+
+# Operations that others are read as.
+_DERIVED: dict[str, Callable[..., Any]] = {
+    "add": jax.lax.add,
+    "concatenate": lambda *given, dimension: jax.lax.concatenate(given, dimension),
+    "dot_general": jax.lax.dot_general,
+    "expand_dims": jax.lax.expand_dims,
+    "slice": jax.lax.slice_in_dim,
+    "squeeze": jax.lax.squeeze,
+}
 
 
 def bind(equation: Any, given: Sequence[Any]) -> list[Any]:
@@ -178,7 +143,7 @@ def read_equations(
         called = each.params.get(_CALLS.get(each.primitive.name, ""))
         if called is None:
             key = _key_of(each, inputs)
-            equation = known.get(key) or Equation(each, inputs, callers)
+            equation = known.get(key) or Traced(each, inputs, callers)
             known[key] = equation
             found.append(equation)
             outputs: Sequence[Value] = equation.outputs
@@ -196,24 +161,7 @@ def _key_of(equation: Any, inputs: Sequence[Value]) -> Any:
         hash(about)
     except TypeError:
         about = (id(equation),)
-    return equation.primitive.name, about, tuple(map(_identity, inputs))
-
-
-def _identity(value: Value) -> Any:
-    if value.constant is None or value.shape:
-        return value
-    return value.aval.dtype, value.aval.weak_type, np.asarray(value.constant).tobytes()
-
-
-def traced(
-    function: Callable[..., Any], given: Sequence[Value], reader: Equation
-) -> tuple[list[Equation], list[Value]]:
-    """Return the equations of a function of values, and its results, in place of another one."""
-    made = jax.make_jaxpr(function)(
-        *(jax.ShapeDtypeStruct(each.shape, each.aval.dtype) for each in given)
-    )
-    callers = [*reader.callers, reader.traced]
-    return read_equations(made.jaxpr, made.consts, given, None, callers)
+    return equation.primitive.name, about, tuple(map(identity, inputs))
 
 
 def opened(program: Any) -> tuple[Any, Sequence[Any]]:
@@ -221,48 +169,83 @@ def opened(program: Any) -> tuple[Any, Sequence[Any]]:
     return (program.jaxpr, program.consts) if hasattr(program, "consts") else (program, ())
 
 
-def before(roots: Iterable[Value], known: Callable[[Value], bool]) -> list[Equation]:
-    """Return the equations that values are computed by, each behind those it reads.
-
-    Those of values that are `known` are left out.
-    """
-    order: dict[Equation, None] = {}
-    stack = [(each.equation, False) for each in roots if not known(each)]
-    stack.reverse()
-    while stack:
-        equation, is_done = stack.pop()
-        if equation is None or equation in order:
-            continue
-        if is_done:
-            order[equation] = None
-            continue
-        stack.append((equation, True))
-        stack += [(each.equation, False) for each in reversed(equation.inputs) if not known(each)]
-    return list(order)
+# -- Functions with derivatives of their own -------------------------------------------------------
 
 
-def compute(roots: Sequence[Value], known: Mapping[Value, Any]) -> list[Any]:
-    """Return the arrays of values, from those of known ones."""
-    arrays = dict(known)
+def custom(equation: Traced) -> Callable[..., Node]:
+    """Return a function whose derivatives are given, as an operation of one number a unit."""
+    if len(equation.outputs) != 1:
+        equation.refuse("a function with several results")
+    if _is_softplus(equation):
+        return lambda a, b: functions.softplus(a)
+    shapes = [jax.ShapeDtypeStruct(each.shape, each.aval.dtype) for each in equation.inputs]
+    value = _program(equation, *opened(equation.options["call_jaxpr"]))
+    places = [
+        k
+        for k, each in enumerate(equation.inputs)
+        if each.number is None and each.aval.dtype != bool
+    ]
+    slopes = [(k, _slope(equation, k, shapes)) for k in places]
 
-    def read(each: Value) -> Any:
-        return each.constant if each.constant is not None else arrays[each]
+    def compute(*given: Node) -> Node:
+        total = value(*given)
+        for index, (k, slope) in enumerate(slopes):
+            own = apply("surrogate", 0 if index else total, given[k], slope(*given))
+            total = total + own if index else own
+        return total
 
-    for equation in before(roots, arrays.__contains__):
-        arrays.update(
-            zip(equation.outputs, equation.compute([*map(read, equation.inputs)]), strict=True)
-        )
-    return [read(each) for each in roots]
+    return compute
 
 
-def depends(outputs: Sequence[Value]) -> Iterator[frozenset[int]]:
-    """Yield, for each carry, all carries that later values of it depend on."""
-    direct = [each.carries for each in outputs]
-    for own in direct:
-        seen = set(own)
-        stack = list(own)
-        while stack:
-            new = direct[stack.pop()] - seen
-            seen |= new
-            stack += new
-        yield frozenset(seen)
+def _is_softplus(equation: Traced) -> bool:
+    """Return whether an equation is JAX's ``logaddexp(a, 0)``."""
+    if equation.name != "custom_jvp_call" or len(equation.inputs) != 2:
+        return False
+    a, b = equation.inputs
+    if b.number != 0 or b.shape or a.aval.dtype not in ("float32", "float64"):
+        return False
+    return str(equation.options["call_jaxpr"]) == _softplus(a.aval.dtype.name, a.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _softplus(dtype: str, shape: tuple[int, ...]) -> str:
+    """Return the text of JAX's ``logaddexp(a, 0)``."""
+    made = jax.make_jaxpr(jax.nn.softplus)(jax.ShapeDtypeStruct(shape, dtype))
+    equations, _ = read_equations(made.jaxpr, made.consts, [Value(each) for each in made.in_avals])
+    return str(equations[0].options.get("call_jaxpr"))
+
+
+def _slope(equation: Traced, k: int, shapes: Sequence[Any]) -> Callable[..., Node]:
+    """Return the derivative of a function in one of its arguments."""
+
+    def along(given: Sequence[Any]) -> Callable[[Any], Any]:
+        return lambda own: equation.compute([*given[:k], own, *given[k + 1 :]])[0]
+
+    if equation.name == "custom_jvp_call":
+
+        def forward(*given: Any) -> Any:
+            own = along(given)
+            return jax.jvp(own, (given[k],), (jnp.ones_like(given[k]),))[1]
+
+        made = jax.make_jaxpr(forward)(*shapes)
+        return _program(equation, made.jaxpr, made.consts)
+
+    def backward(above: Any, *given: Any) -> Any:
+        return jax.vjp(along(given), given[k])[1](above)[0]
+
+    result = equation.outputs[0]
+    if equation.inputs[k].shape != result.shape:
+        equation.refuse("a gradient in a number")
+    above = jax.ShapeDtypeStruct(result.shape, result.aval.dtype)
+    made = jax.make_jaxpr(backward)(above, *shapes)
+    slope = _program(equation, made.jaxpr, made.consts, is_linear=True)
+    return lambda *given: slope(as_node(1), *given)
+
+
+def _program(
+    equation: Traced, jaxpr: Any, consts: Sequence[Any], is_linear: bool = False
+) -> Callable[..., Node]:
+    """Return a program of one number a unit as an operation."""
+    arguments = [Value(each.aval) for each in jaxpr.invars]
+    _, results = read_equations(jaxpr, consts, arguments)
+    return program(equation, arguments, results, is_linear)

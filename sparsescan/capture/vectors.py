@@ -10,15 +10,14 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from ...graph.expressions import topological
-from ...graph.operations import Node, Reduction, apply, linear_map, number, reduce_units, symbol
-from ...recurrent.program import INPUT
-from .elementwise import ELEMENTWISE, custom
-from .equations import Equation, NotCaptured, Value, traced
+from ..graph.expressions import topological
+from ..graph.operations import Node, Reduction, apply, linear_map, number, reduce_units, symbol
+from ..recurrent.program import INPUT
+from .elementwise import ELEMENTWISE
+from .equations import Equation, NotCaptured, Value, before
 
 # Labels of axes beside those of samples, which are 0, 1, …
 UNITS, GATES = -1, -2
@@ -202,8 +201,9 @@ class Reader:
         if equation.name in ELEMENTWISE:
             compute = ELEMENTWISE[equation.name]
             return [self._elementwise(equation, labels, lambda *own: compute(equation, *own))]
-        if equation.name in ("custom_jvp_call", "custom_vjp_call"):
-            return [self._elementwise(equation, labels, custom(equation))]
+        custom = equation.custom()
+        if custom is not None:
+            return [self._elementwise(equation, labels, custom)]
         rule = _RULES.get(equation.name)
         if rule is None:
             equation.refuse("no operation of cells")
@@ -365,7 +365,7 @@ class Reader:
                 total = part if total is None else total + part
             assert total is not None
             nodes.append(total)
-        return _without(given.labels, [axis]), nodes
+        return without(given.labels, [axis]), nodes
 
     def _of_inputs(
         self,
@@ -403,16 +403,15 @@ class Reader:
         sizes = [each.shape[joined.options["dimension"]] for each in joined.inputs]
         ends = np.cumsum(sizes).tolist()
 
-        def total(weight: Any, *pieces: Any) -> Any:
-            products = []
-            for piece, size, end in zip(pieces, sizes, ends, strict=True):
-                own = jax.lax.slice_in_dim(weight, end - size, end, axis=inner)
-                pair = (own, piece) if which == 0 else (piece, own)
-                numbers = equation.options["dimension_numbers"]
-                products.append(jax.lax.dot_general(pair[0], pair[1], dimension_numbers=numbers))
-            return sum(products[1:], products[0])
-
-        return self._again(equation, total, [equation.inputs[which], *joined.inputs], labels)
+        numbers, total = equation.options["dimension_numbers"], None
+        for piece, size, end in zip(joined.inputs, sizes, ends, strict=True):
+            about = {"start_index": end - size, "limit_index": end, "axis": inner}
+            own = equation.derived("slice", [equation.inputs[which]], **about)
+            pair = (own, piece) if which == 0 else (piece, own)
+            one = equation.derived("dot_general", pair, dimension_numbers=numbers)
+            total = one if total is None else equation.derived("add", [total, one])
+        assert total is not None
+        return [self._derived(total, labels)]
 
     def reduced(self, equation: Equation, labels: Labels | None) -> list[Vector]:
         """Return a sum, or a maximum, over axes."""
@@ -435,7 +434,7 @@ class Reader:
                 blocks = self._mapped(blocks, reduce)
             elif label is not None:
                 equation.refuse("a reduction over samples, or over gates")
-        return [Vector(_without(given.labels, axes), blocks)]
+        return [Vector(without(given.labels, axes), blocks)]
 
     def _mapped(
         self, blocks: NDArray[np.int64], change: Callable[[Node], Node]
@@ -510,41 +509,30 @@ class Reader:
 
     def stacked(self, equation: Equation, labels: Labels | None) -> list[Vector]:
         """Return vectors along a new axis, of gates."""
-        axis, inputs = equation.options["axis"], equation.inputs
-
-        def whole(*given: Any) -> Any:
-            return jax.lax.concatenate([jax.numpy.expand_dims(each, axis) for each in given], axis)
-
-        return self._again(equation, whole, inputs, labels)
-
-    def _again(
-        self,
-        equation: Equation,
-        function: Callable[..., Any],
-        given: Sequence[Value],
-        labels: Labels | None,
-    ) -> list[Vector]:
-        """Return what an equation is, by those of a function of some values."""
-        equations, (value,) = traced(function, given, equation)
-        for each in equations:
-            if self.waits(each.outputs[0]):
-                self.read(each)
-        return [self._vector(value, () if labels is None else labels)]
+        axis = equation.options["axis"]
+        rows = [
+            equation.derived("expand_dims", [each], dimensions=(axis,)) for each in equation.inputs
+        ]
+        return [self._derived(equation.derived("concatenate", rows, dimension=axis), labels)]
 
     def unstacked(self, equation: Equation, labels: Labels | None) -> list[Vector]:
         """Return the gates of an axis."""
-        axis = equation.options["axis"]
-
-        def one(k: int, given: Any) -> Any:
-            return jax.lax.squeeze(jax.lax.slice_in_dim(given, k, k + 1, axis=axis), [axis])
-
+        axis, found = equation.options["axis"], []
         if labels is not None:
             equation.refuse("an unstacked input")
-        return [
-            vector
-            for k in range(len(equation.outputs))
-            for vector in self._again(equation, functools.partial(one, k), equation.inputs, None)
-        ]
+        for k in range(len(equation.outputs)):
+            about = {"start_index": k, "limit_index": k + 1, "axis": axis}
+            one = equation.derived("slice", equation.inputs, **about)
+            found.append(
+                self._derived(equation.derived("squeeze", [one], dimensions=(axis,)), None)
+            )
+        return found
+
+    def _derived(self, value: Value, labels: Labels | None) -> Vector:
+        """Return a value that other equations compute."""
+        for each in before([value], lambda each: not self.waits(each) or each in self._vectors):
+            self.read(each)
+        return self._vector(value, () if labels is None else labels)
 
     def joined(self, equation: Equation, labels: Labels | None) -> list[Vector]:
         """Return vectors one after the other."""
@@ -562,7 +550,7 @@ class Reader:
             place = 0 if label == GATES else 1
         else:
             equation.refuse("a concatenation that is none of blocks of units")
-        rest = [Vector(_without(each.labels, [axis]), each.blocks) for each in given]
+        rest = [Vector(without(each.labels, [axis]), each.blocks) for each in given]
         outer = _joined(rest, len(labels) - 1, equation)
         if label in outer:
             equation.refuse("a concatenation along two axes")
@@ -591,7 +579,8 @@ def _spread(vector: Vector, old: Shape, new: Shape) -> Vector:
     return Vector(tuple(label if a == b else None for label, a, b in pairs), vector.blocks)
 
 
-def _without(labels: Labels, axes: Iterable[int]) -> Labels:
+def without(labels: Sequence[Any], axes: Iterable[int]) -> tuple[Any, ...]:
+    """Return what belongs to all axes but these."""
     return tuple(each for k, each in enumerate(labels) if k not in axes)
 
 

@@ -1,18 +1,13 @@
-"""Operations of JAX of one number a unit, by operations of cells."""
+"""Operations of one number a unit, by operations of cells."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ...graph import functions
-from ...graph.operations import Node, apply, as_node, value_of
-from .equations import Equation, Value, before, opened, read_equations
+from ..graph.operations import Node, apply, as_node, value_of
+from .equations import Equation, Value, before
 
 Operation = Callable[..., Node]
 
@@ -140,77 +135,7 @@ ELEMENTWISE: dict[str, Operation] = {
 }
 
 
-# -- Functions with derivatives of their own -------------------------------------------------------
-
-
-def custom(equation: Equation) -> Operation:
-    """Return a function whose derivatives are given, as an operation of one number a unit."""
-    if len(equation.outputs) != 1:
-        equation.refuse("a function with several results")
-    if _is_softplus(equation):
-        return lambda a, b: functions.softplus(a)
-    shapes = [jax.ShapeDtypeStruct(each.shape, each.aval.dtype) for each in equation.inputs]
-    value = _program(equation, *opened(equation.options["call_jaxpr"]))
-    places = [
-        k
-        for k, each in enumerate(equation.inputs)
-        if each.number is None and each.aval.dtype != bool
-    ]
-    slopes = [(k, _slope(equation, k, shapes)) for k in places]
-
-    def compute(*given: Node) -> Node:
-        total = value(*given)
-        for index, (k, slope) in enumerate(slopes):
-            own = apply("surrogate", 0 if index else total, given[k], slope(*given))
-            total = total + own if index else own
-        return total
-
-    return compute
-
-
-def _is_softplus(equation: Equation) -> bool:
-    """Return whether an equation is JAX's ``logaddexp(a, 0)``."""
-    if equation.name != "custom_jvp_call" or len(equation.inputs) != 2:
-        return False
-    a, b = equation.inputs
-    if b.number != 0 or b.shape or a.aval.dtype not in ("float32", "float64"):
-        return False
-    return str(equation.options["call_jaxpr"]) == _softplus(a.aval.dtype.name, a.shape)
-
-
-@functools.lru_cache(maxsize=64)
-def _softplus(dtype: str, shape: tuple[int, ...]) -> str:
-    """Return the text of JAX's ``logaddexp(a, 0)``."""
-    made = jax.make_jaxpr(jax.nn.softplus)(jax.ShapeDtypeStruct(shape, dtype))
-    equations, _ = read_equations(made.jaxpr, made.consts, [Value(each) for each in made.in_avals])
-    return str(equations[0].options.get("call_jaxpr"))
-
-
-def _slope(equation: Equation, k: int, shapes: Sequence[Any]) -> Operation:
-    """Return the derivative of a function in one of its arguments."""
-
-    def along(given: Sequence[Any]) -> Callable[[Any], Any]:
-        return lambda own: equation.compute([*given[:k], own, *given[k + 1 :]])[0]
-
-    if equation.name == "custom_jvp_call":
-
-        def forward(*given: Any) -> Any:
-            own = along(given)
-            return jax.jvp(own, (given[k],), (jnp.ones_like(given[k]),))[1]
-
-        made = jax.make_jaxpr(forward)(*shapes)
-        return _program(equation, made.jaxpr, made.consts)
-
-    def backward(above: Any, *given: Any) -> Any:
-        return jax.vjp(along(given), given[k])[1](above)[0]
-
-    result = equation.outputs[0]
-    if equation.inputs[k].shape != result.shape:
-        equation.refuse("a gradient in a number")
-    above = jax.ShapeDtypeStruct(result.shape, result.aval.dtype)
-    made = jax.make_jaxpr(backward)(above, *shapes)
-    slope = _program(equation, made.jaxpr, made.consts, is_linear=True)
-    return lambda *given: slope(as_node(1), *given)
+# -- Programs of one number a unit ----------------------------------------------------------------
 
 
 def _is_linear(each: Equation, places: Sequence[int]) -> bool:
@@ -227,15 +152,16 @@ def _is_linear(each: Equation, places: Sequence[int]) -> bool:
     return each.name in ("mul", "neg", "convert_element_type", "copy") and len(places) == 1
 
 
-def _program(
-    equation: Equation, jaxpr: Any, consts: Sequence[Any], is_linear: bool = False
+def program(
+    equation: Equation,
+    arguments: Sequence[Value],
+    results: Sequence[Value],
+    is_linear: bool = False,
 ) -> Operation:
     """Return a program of one number a unit as an operation.
 
     If it `is_linear` it has to be linear in its first argument.
     """
-    arguments = [Value(each.aval) for each in jaxpr.invars]
-    _, results = read_equations(jaxpr, consts, arguments)
     equations = before(results, arguments.__contains__)
     scaled = set(arguments[:1]) if is_linear else set()
     for each in equations:
