@@ -13,8 +13,9 @@ from ..arrays.arrays import check_no_mask
 from ..checks import check_has_shape
 from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent, arguments
-from ..recurrent.definition import Mask, width_of
+from ..recurrent.definition import Mask, begins_of, width_of
 from ..recurrent.further import Further, columns_of, of_network
+from ..recurrent.initial import initial_states
 from ..recurrent.memory import beside
 from ..recurrent.passes import RecurrentLike
 from ..recurrent.step import OneCell
@@ -57,7 +58,8 @@ def recurrent(
     x : array_like, shape (T, batch, input_size) or (T, input_size)
         The inputs.
     state : array_like, shape (layers · directions, [batch,] state_size), optional
-        The initial states, by default zeros; those of an LSTM are ``[h, c]``. A cell is one layer.
+        The initial states, by default zeros, or parameters of cells that declare an
+        :class:`.Initial`; those of an LSTM are ``[h, c]``. A cell is one layer.
     lengths : array_like of int, shape (batch,), optional
         How many steps each sample has; by default all have T.
     resets : array_like of bool, shape (T[, batch][, 1]), optional
@@ -65,7 +67,7 @@ def recurrent(
         episode. In a direction that runs backward in time, the state is set to zero on the way from
         such a step to the one before it.
     reset_states : array_like, shape (layers · directions, [batch,] state_size), optional
-        The states that `resets` set in place of zeros, such as learned ones.
+        The states that `resets` set, by default those that a sequence begins with by default.
     key : PRNG key, optional
         Source of the random masks of cells that declare a :class:`.Mask`; by default masks are
         their expectation, as in inference.
@@ -140,6 +142,14 @@ def recurrent(
     if inputs_of:
         given = {name: arrays[name] for name in further}
         inputs = _widened(inputs, inputs_of, net.cells[0][0].hidden_size, given, key)
+    one = net.cells[0][0]
+    if begins := begins_of(type(one), one.program.states):
+        values, cells = iter(own), [cell for cells in net.cells for cell in cells]
+        by_cell = [dict(zip(cell.shapes, values, strict=False)) for cell in cells]
+        shape = *inputs.shape[1:-1], one.hidden_size
+        initial = initial_states(jnp, begins, one.program.states, by_cell, shape)
+        begin = initial if begin is None else begin
+        anew = initial if anew is None and resets is not None else anew
     states = (sum(map(len, net.cells)), *inputs.shape[1:-1], net.state_size)
     begin = jnp.zeros(states, inputs.dtype) if begin is None else begin
     arguments.check_state(begin, states, inputs)

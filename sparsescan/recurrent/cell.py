@@ -26,6 +26,7 @@ from .definition import (
     Hidden,
     _Declared,
     _Matrix,
+    begins_of,
     bias_name,
     check_uses,
     declared,
@@ -37,6 +38,7 @@ from .definition import (
     width_of,
 )
 from .further import filled_up
+from .initial import initial_states
 from .jacobian import Equations, Linearization, place_of, read_arrays, values_room
 from .program import INPUT, CellProgram
 from .render.numpy import ArrayCode
@@ -374,7 +376,7 @@ class Cell(Parametrised, Fixed):
         x : array_like, shape (T, …, input_size)
             The inputs ``x_1, …, x_T``.
         state : array_like, shape (…, state_size), optional
-            The state ``s_0``; by default zeros.
+            The state ``s_0``; by default zeros, or parameters (:class:`.Initial`).
 
         Returns
         -------
@@ -394,7 +396,10 @@ class Cell(Parametrised, Fixed):
         if x.ndim < 2 or x.shape[-1] != width:
             raise InputError(f"x has shape {x.shape}; expected (T, …, {width})")
         steps, lead = x.shape[0], x.shape[1:-1]
-        if state is None:
+        if state is None and (begins := begins_of(type(self), self.program.states)):
+            about = self.program.states, [self.params], (*lead, self.hidden_size)
+            state = initial_states(namespace(x), begins, *about)[0]
+        elif state is None:
             state = namespace(x).zeros((*lead, self.state_size), x.dtype)
         state = read_array("state", state)
         check_state(state, (*lead, self.state_size), x)

@@ -365,6 +365,45 @@ class Vector(_Declared):
         return _Blocks(self, dict.fromkeys(self.gates, zero)) if self.gates else zero
 
 
+class Initial(Vector):
+    """Declare initial states that are trained: parameters ``(states·hidden_size,)``.
+
+    A sequence begins with them in all samples, unless a call is given another state; and so does
+    an episode within it, unless a call with `resets` is given other `reset_states`. Their gradient
+    is that of the states, summed over samples.
+
+    Parameters
+    ----------
+    *states : str
+        Names of states, as the arguments of the step have them: ``Initial("h", "c")``. Others
+        begin with zeros. Without any it is the state of a cell that has one.
+    initial : float, default 0
+        The initial value of all of them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sparsescan.recurrent import Cell, Hidden, Initial, Input
+    >>> class Elman(Cell):
+    ...     weight_ih = Input()
+    ...     weight_hh = Hidden()
+    ...     h0 = Initial()
+    ...     def step(self, x, h):
+    ...         return np.tanh(self.weight_ih(x) + self.weight_hh(h))
+    >>> step = Elman(3, 4, rng=0).training_step()
+    >>> output, _ = step.forward(np.ones((7, 2, 3), np.float32))
+    >>> step.backward(output).params["h0"].shape
+    (4,)
+    """
+
+    def __init__(self, *states: str, initial: float = 0.0) -> None:
+        super().__init__(*states, initial=initial)
+
+    def symbol(self) -> Any:
+        """Refuse to be read in a step."""
+        refuse(f"self.{self.name}, an initial state", "the state, an argument of the step")
+
+
 # A vector of biases, as the last release called it.
 Bias = partial(Vector, is_bias=True)
 
@@ -690,7 +729,7 @@ class _Traced:
         if isinstance(found, Given):
             return found.symbol_at(list(further_of(cls)).index(name))
         if isinstance(found, Parameter):
-            refuse(f"self.{name}, a bias,", "products, which add the biases of their matrices")
+            refuse(f"self.{name}, a bias", "products, which add the biases of their matrices")
         if isinstance(found, _Option):
             return found.symbol(options[name])
         if isinstance(found, property) and found.fget is not None:
@@ -750,6 +789,25 @@ def shapes_of(
         elif isinstance(each, _Matrix) and each.biased:
             shapes[bias_name(name)] = (len(each.biased) * units,)
     return shapes
+
+
+def begins_of(cls: Any, count: int) -> dict[int, tuple[str, int]]:
+    """Return, of `count` states those that begin with parameters, with their names and blocks."""
+    begins: dict[int, tuple[str, int]] = {}
+    for name, each in declared(cls).items():
+        if not isinstance(each, Initial):
+            continue
+        states = list(inspect.signature(cls.step).parameters)[2:]
+        for block, state in enumerate(each.gates or states[:1]):
+            if state not in states or len(states) != count or (not each.gates and count > 1):
+                raise InputError(
+                    f"{cls.__name__}.{name} is Initial({', '.join(map(repr, each.gates))}); "
+                    f"expected names of states of the step, {', '.join(states)}"
+                )
+            if states.index(state) in begins:
+                raise InputError(f"{cls.__name__} has two Initial for {state}; expected one")
+            begins[states.index(state)] = name, block
+    return begins
 
 
 def initial_of(cls: type) -> dict[str, float]:
@@ -858,6 +916,7 @@ def trace(cls: Any, options: Mapping[str, Any], bias: bool = True) -> CellProgra
     _check_names(cls)
     step, traced = cls.step, _Traced(cls, options, bias)
     count = _count_states(cls, traced)
+    begins_of(cls, count)
     states = [symbol("state", k) for k in range(count)]
     with tracing(_FRONT):
         returned, names = _with_names(step, traced, INPUT, *states)
@@ -892,8 +951,8 @@ def check_uses(cls: Any) -> None:
         raise InputError(
             f"{cls.__name__}.step ({_place(cls.step)}) never uses {', '.join(unused)}: the "
             "gradient would always be 0; expected a step that uses all that the class declares "
-            "(name = None takes back what a base class does; an initial state is an argument of "
-            "each call, and its gradient a result)"
+            "(name = None takes back what a base class does; an initial state that is trained is "
+            "an Initial)"
         )
 
 
@@ -909,6 +968,8 @@ def _unused(cls: Any, program: CellProgram) -> list[str]:
     read = {each.details[0] for each in leaves if each.operation == "further"}
     unused = [f"self.{name}" for k, name in enumerate(further_of(cls)) if k not in read]
     for name, each in declared(cls).items():
+        if isinstance(each, Initial):
+            continue
         used = [{(name, k, False), (name, k, True)} & uses for k in range(each.blocks)]
         if not any(used):
             unused.append(f"self.{name}")

@@ -24,9 +24,10 @@ from ..errors import Allocating, InputError, MemoryLimitError
 from ..execution.sharing import quiet
 from ..formatting import exact_bytes, format_bytes
 from . import arguments
-from .definition import CellLike, width_of
+from .definition import CellLike, begins_of, width_of
 from .further import check_known, of_network, parted, widened
 from .host_sizes import Extent
+from .initial import Begins, add_initial_grads, initial_states
 from .memory import Memory, beside
 from .packing import Direction
 from .passes import RecordedMemory, RecurrentLike, directions_of, rows_of_lanes
@@ -152,6 +153,11 @@ class TrainingStep:
             for back, cell in enumerate(cells)
         ]
         self._further = of_network(network) if width_of(network) > network.input_size else []
+        one = network.cells[0][0]
+        self._units, self._states = one.hidden_size, one.program.states
+        self._begins: Begins = begins_of(type(one), self._states)
+        # Whether the parameters were initial states, and those that resets set.
+        self._has_begun = False, False
         # Of further inputs that a call gave by their names; None if they are columns of its input.
         self._given_shapes: dict[str, tuple[int, ...]] | None = None
         self._directions: list[Direction] = []
@@ -206,19 +212,21 @@ class TrainingStep:
         x : array_like of float32 or float64, shape (T, batch, input_size) or (T, input_size)
             The inputs, of NumPy or CuPy.
         state : array_like, shape (layers · directions, [batch,] state_size), optional
-            The initial states, by default zeros: layer by layer, and in each layer the direction
-            forward in time before the other. The state of an LSTM is ``[h, c]``.
+            The initial states, by default zeros, or the parameters of cells that declare an
+            :class:`.Initial`: layer by layer, and in each layer the direction forward in time
+            before the other. The state of an LSTM is ``[h, c]``.
         lengths : array_like of int, shape (batch,), optional
             How many steps each sample has, from 0 to T, in host memory; by default all have T.
         resets : array_like of bool, shape (T[, batch][, 1]), optional
-            True where the state of a sample is set to zero before a step, such as the first of an
-            episode; in host memory, or where the input is. In a direction that runs backward in
-            time, the state is set to zero on the way from such a step to the one before it, so that
-            episodes do not affect each other. ``resets[0]`` replaces the initial state of the
-            direction that runs forward by zeros. Steps that a sample does not have are not reset.
+            True where the state of a sample is set to zero, or to `reset_states`, before a step,
+            such as the first of an episode; in host memory, or where the input is. In a direction
+            that runs backward in time, the state is set on the way from such a step to the one
+            before it, so that episodes do not affect each other. ``resets[0]`` replaces the initial
+            state of the direction that runs forward. Steps that a sample does not have are not
+            reset.
         reset_states : array_like, shape (layers · directions, [batch,] state_size), optional
-            The states that `resets` set in place of zeros, such as learned ones. In all resets of a
-            sample they are the same: its row of each direction.
+            The states that `resets` set, by default those that a sequence begins with by default.
+            In all resets of a sample they are the same: its row of each direction.
         rng : numpy.random.Generator or int, optional
             Source of the random masks of cells that declare a :class:`.Mask`; by default masks are
             their expectation, as in inference.
@@ -250,14 +258,24 @@ class TrainingStep:
             If the states take more memory than `memory_limit`, or than there is.
         """
         check_known(self._further, further)
-        if not self._further:
+        if not self._further and not self._begins:
             return self._forward(self.network.params, x, state, lengths, resets, reset_states)
-        x = read_array("x", x)
-        arguments.check_input("x", x, self.network.input_size, "T, batch", "T")
+        given: Array = read_array("x", x)
+        arguments.check_input("x", given, self.network.input_size, "T, batch", "T")
+        has_begun = False, False
+        if self._begins:
+            has_begun = state is None, resets is not None and reset_states is None
+            params = [cell.params for cells in self.network.cells for cell in cells]
+            about = self._begins, self._states, params, (*given.shape[1:-1], self._units)
+            begin = initial_states(namespace(given), *about)
+            state = begin if has_begun[0] else state
+            reset_states = begin if has_begun[1] else reset_states
         arrays = {name: read_array(name, each) for name, each in further.items()}
-        _check_on_host(self.network, x)
-        x = widened(self._further, x, self.network.cells[0][0].hidden_size, arrays, rng)
-        results = self._forward(self.network.params, x, state, lengths, resets, reset_states)
+        if self._further:
+            _check_on_host(self.network, given)
+            given = widened(self._further, given, self._units, arrays, rng)
+        results = self._forward(self.network.params, given, state, lengths, resets, reset_states)
+        self._has_begun = has_begun
         self._given_shapes = {name: each.shape for name, each in arrays.items()}
         return results
 
@@ -273,7 +291,7 @@ class TrainingStep:
         reset_states: Any = None,
     ) -> tuple[Array, Array]:
         """Compute what :meth:`forward` does, with parameters that may be another network's."""
-        self._is_forward, self._given_shapes = False, None
+        self._is_forward, self._given_shapes, self._has_begun = False, None, (False, False)
         x = read_array("x", x)
         if reset_states is not None:
             arguments.check_has_resets(resets)
@@ -343,7 +361,13 @@ class TrainingStep:
         }
         in_resets = None
         if self._has_reset_states:
-            state_grad, in_resets = state_grad[::2].copy(), self._as_given(state_grad[1::2].copy())
+            state_grad, anew = state_grad[::2].copy(), state_grad[1::2].copy()
+            if self._has_begun[1]:
+                add_initial_grads(self._begins, params, anew, self._units)
+            else:
+                in_resets = self._as_given(anew)
+        if self._has_begun[0]:
+            add_initial_grads(self._begins, params, state_grad, self._units)
         in_x, further = None if input_grad is None else self._as_given(input_grad), None
         if in_x is not None and self._given_shapes is not None:
             about = self.network.input_size, self._given_shapes

@@ -15,7 +15,7 @@ from ..checks import check_flag
 from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
 from ..recurrent.arguments import Options
-from ..recurrent.definition import initial_of
+from ..recurrent.definition import begins_of, initial_of
 from ..recurrent.further import further_inputs
 from .calls.sequences import Sequences
 from .calls.shapes import register
@@ -83,7 +83,7 @@ class CellModule(Sequences, nn.Module):
         self.dropout = float(dropout)
         self.options: dict[str, Any] = one.options
         self._register()
-        self._names: list[list[str]] = []
+        self._names = []
         for layer, cells in enumerate(net.cells):
             for back, cell in enumerate(cells):
                 own = {net.name_of(name, layer, back): each for name, each in cell.shapes.items()}
@@ -98,6 +98,7 @@ class CellModule(Sequences, nn.Module):
         """Find the program of the cells, in this process."""
         self.mode = register(self.cell, self.options, self.bias)
         self.states = self.cell.program_of(self.options, self.bias).states
+        self._begins = begins_of(self.cell, self.states)
         about = self.num_layers, 1 + self.bidirectional
         self._further = further_inputs(self.cell, self.options, Recurrent.name_of, *about)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from plain_attention import plain_attention
 from plain_filters import changing, stacked
 from plain_networks import plain_run
-from some_cells import CELLS, ByHeads, Driven, Elementwise, Leaky, Normalised
+from some_cells import CELLS, Begun, ByHeads, Driven, Elementwise, Leaky, Normalised
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.utils import prune
@@ -93,7 +93,7 @@ def _chosen(rng: np.random.Generator, wish: bool | None) -> bool:
 # -- Recurrent networks ----------------------------------------------------------------------------
 
 KINDS: dict[str, Any] = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
-OTHERS = CELLS | {"Normalised": Normalised, "ByHeads": ByHeads, "Driven": Driven}
+OTHERS = CELLS | {each.__name__: each for each in (Normalised, ByHeads, Driven, Begun)}
 
 
 def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
@@ -123,6 +123,8 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
         "x": rng.standard_normal((steps, batch, inputs)),
         "state": rng.standard_normal(rows),
     }
+    if name == "Begun" and rng.integers(3):
+        del numbers["state"]
     shapes: Any = [(steps, batch, units), (steps, batch, 1), (batch, units), (units,)]
     further = [each.name for each in of_network(net)]
     for key in further:
@@ -142,12 +144,19 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
         own = {key: numbers[key] * kept.get(key, 1) for key in params}
         own |= {key: numbers[key].expand(steps, batch, units) for key in further}
         counts = flags.get("lengths", torch.full((batch,), steps))
+        state, anew = numbers.get("state"), numbers.get("anew")
+        if name == "Begun":
+            begins = [each for key, each in own.items() if key.startswith("begin")]
+            zeros = torch.zeros(rows).to(numbers["x"])
+            begin = zeros + torch.cat([torch.stack(begins) * 0, torch.stack(begins)], -1)[:, None]
+            state, anew = (begin if each is None else each for each in (state, anew))
+        assert state is not None
         if not steps:
-            return numbers["x"].new_zeros(0, batch, units * (1 + both)), numbers["state"].clone()
+            return numbers["x"].new_zeros(0, batch, units * (1 + both)), state.clone()
         kind = name if name in KINDS else OTHERS[name]
         outputs, last = plain_run(
-            *(kind, own, numbers["x"], numbers["state"], counts),
-            *(flags.get("resets"), numbers.get("anew")),
+            *(kind, own, numbers["x"], state, counts),
+            *(flags.get("resets"), anew),
         )
         return outputs[0], last
 
@@ -157,7 +166,7 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
         step = net.training_step()
         marks = flags.get("lengths"), flags.get("resets"), numbers.get("anew")
         given = {key: numbers[key] for key in further}
-        results = step.forward(numbers["x"], numbers["state"], *marks, **given)
+        results = step.forward(numbers["x"], numbers.get("state"), *marks, **given)
 
         def pull(above: Array, carry: Array) -> Numbers:
             grads = step.backward(above, carry)
@@ -170,7 +179,8 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
         own = {key: numbers[key] for key in params}
         given = {key: numbers[key] for key in further}
         marks = flags.get("lengths"), flags.get("resets"), numbers.get("anew")
-        return sparsescan.jax.recurrent(net, own, numbers["x"], numbers["state"], *marks, **given)
+        about = numbers["x"], numbers.get("state")
+        return sparsescan.jax.recurrent(net, own, *about, *marks, **given)
 
     kind = (
         getattr(sparsescan.torch, name) if name in KINDS else sparsescan.torch.module(OTHERS[name])
@@ -198,8 +208,8 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
         lengths = torch.from_numpy(flags["lengths"])
         skeleton = pack_padded_sequence(places, lengths, enforce_sorted=False)
 
-    def parts(state: Tensor) -> Any:
-        return state.chunk(states, -1) if states > 1 else state
+    def parts(state: Tensor | None) -> Any:
+        return state if state is None else state.chunk(states, -1) if states > 1 else state
 
     def by_torch(numbers: Numbers, flags: Numbers) -> Any:
         own = {key + "_orig" * (key in kept): numbers[key] for key in params}
@@ -215,7 +225,7 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
                 marks[key] = skeleton._replace(data=rows[skeleton.data])
             if "resets" in marks:
                 marks["resets"] = skeleton._replace(data=flags["resets"].flatten()[skeleton.data])
-        output, last = functional_call(own_module(), own, (x, parts(numbers["state"])), marks)
+        output, last = functional_call(own_module(), own, (x, parts(numbers.get("state"))), marks)
         if skeleton is not None:
             padded = output.data.new_zeros(steps * batch, output.data.shape[-1])
             padded = padded.index_copy(0, skeleton.data, output.data)

@@ -58,7 +58,7 @@ import functools, math, random
 import numpy as np
 import torch
 from sparsescan.graph.functions import *
-from sparsescan.recurrent import Cell, Choice, Constant, Given, Hidden, Input, Mask, Scalar, Vector
+from sparsescan.recurrent import *
 
 """
 _made = iter(range(1 << 62))
@@ -222,8 +222,8 @@ REFUSED = {
     "return self.weight_hh(2.0)": ("a product of weight_hh with 2.0", "a vector of units"),
     "return self.nothing * h": ("self.nothing, which C does not declare", "Constant(…), Choice"),
     "return self.hidden_size * h": ("self.hidden_size, which C does not", "Constant(…), Choice"),
-    "return self.bias_hh + h": ("self.bias_hh, a bias,", "products, which add the biases"),
-    "return self.bias_ih + h": ("self.bias_ih, a bias,", "products, which add the biases"),
+    "return self.bias_hh + h": ("self.bias_hh, a bias, which", "products, which add the biases"),
+    "return self.bias_ih + h": ("self.bias_ih, a bias, which", "products, which add the biases"),
     "self.cache = h": ("an assignment to self.cache", "a local variable, or another state"),
     "self.u = h": ("an assignment to self.u", "a local variable, or another state"),
 }
@@ -567,6 +567,29 @@ def test_numbers_are_finite(kind: str, value: str) -> None:
 def test_names_that_are_taken(declarations: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         define(f"class C(Cell):\n    {declarations}\n    def step(self, x, h): return h")
+
+
+@pytest.mark.parametrize(
+    ("declarations", "step", "message"),
+    [
+        ("a = Initial('y')", "h, c): return h, c", r"C\.a is Initial\('y'\); .* step, h, c"),
+        ("a = Initial()", "h, c): return h, c", r"C\.a is Initial\(\); .* of the step, h, c"),
+        ("a = Initial()", "*h): return h\n    states = 2", r"C\.a is Initial\(\); expected names"),
+        (
+            "a = Initial(); b = Initial('h')",
+            "h): return h",
+            "C has two Initial for h; expected one",
+        ),
+        (
+            "a = Initial()",
+            "h): return h + self.a",
+            r"self\.a, an initial state, which .* the state, an argument of the step",
+        ),
+    ],
+)
+def test_initial_states_that_cannot_be(declarations: str, step: str, message: str) -> None:
+    with pytest.raises((InputError, InputTypeError), match=f"(?s){message}"):
+        define(f"class C(Cell):\n    {declarations}\n    def step(self, x, {step}")
 
 
 # -- Options --------------------------------------------------------------------------------------

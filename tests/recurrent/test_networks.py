@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from recurrent_steps import arguments_of, autograd, gradients_of, networks
 from sampling import examples
-from some_cells import Driven, Masked
+from some_cells import Begun, Driven, Masked
 
 from sparsescan.errors import InputError, InputTypeError
 from sparsescan.graph.functions import tanh
@@ -436,6 +436,35 @@ def test_masks_are_drawn_by_a_generator() -> None:
     np.testing.assert_allclose(cell.unroll(x)[1:], output, 1e-5)
     with pytest.raises(InputTypeError, match="rng is 'a'; expected a Generator or a seed"):
         step.forward(x, rng="a")  # type: ignore[arg-type]
+
+
+def test_initial_states_are_parameters() -> None:
+    """In calls with and without states by turns, of one sample, and in single cells."""
+    net, rng = Recurrent(Begun, 2, 3, 2, dtype=np.float64, rng=0), np.random.default_rng(0)
+    net.begin_l0, net.begin_l1 = (rng.standard_normal(3) for _ in range(2))
+    x, resets = rng.standard_normal((6, 4, 2)), rng.random((6, 4)) < 0.3
+    zeros = np.zeros((2, 4, 3))
+    state = np.concatenate([zeros, zeros + np.stack([net.begin_l0, net.begin_l1])[:, None]], -1)
+    step = net.training_step()
+    output, last = step.forward(x, state, None, resets, state)
+    given = step.backward(output, last)
+    assert given.reset_states is not None
+    found, _ = step.forward(x, resets=resets)
+    np.testing.assert_array_equal(found, output)
+    grads = step.backward(output, last)
+    assert grads.reset_states is None
+    np.testing.assert_array_equal(grads.state, given.state)
+    total = (given.state + given.reset_states).sum(1)[:, 3:]
+    for name, other in given.params.items():
+        is_begin = name.startswith("begin")
+        own = total[int(name[-1])] if is_begin else other
+        np.testing.assert_allclose(grads.params[name], own, 1e-12)
+        assert not is_begin or not other.any()
+    one, _ = step.forward(x[:, 0], resets=resets[:, 0])
+    np.testing.assert_allclose(one, output[:, 0], 1e-12)
+    cell = net.cells[0][0]
+    np.testing.assert_array_equal(cell.unroll(x)[0], state[0])
+    np.testing.assert_array_equal(cell.unroll(x[:, 0])[0], state[0, 0])
 
 
 def test_gradients_in_further_inputs_have_their_shapes() -> None:

@@ -15,7 +15,16 @@ from sparsescan.graph.functions import (
     tanh,
 )
 from sparsescan.recurrent import Cell, GRUCell, LSTMCell, RNNCell
-from sparsescan.recurrent.definition import Constant, Given, Hidden, Input, Mask, Scalar, Vector
+from sparsescan.recurrent.definition import (
+    Constant,
+    Given,
+    Hidden,
+    Initial,
+    Input,
+    Mask,
+    Scalar,
+    Vector,
+)
 from sparsescan.recurrent.program import CellProgram
 
 
@@ -189,6 +198,19 @@ class Driven(Cell):
         n = tanh(self.weight_ih.n(x) + self.weight_hh.n(self.drive))
         c = c + self.drop * (f * n - c) * self.clock
         return f * tanh(c + self.drive * self.drive), c
+
+
+class Begun(Cell):
+    """The second of two states begins with a parameter."""
+
+    weight_ih = Input("f", "n")
+    weight_hh = Hidden("f", "n")
+    begin = Initial("c")
+
+    def step(self, x: Any, h: Any, c: Any) -> Any:
+        f = sigmoid(self.weight_ih.f(x) + self.weight_hh.f(h))
+        c = f * c + (1 - f) * tanh(self.weight_ih.n(x) + self.weight_hh.n(h))
+        return tanh(c), c
 
 
 CELLS: dict[str, type[Cell]] = {

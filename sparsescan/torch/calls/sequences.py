@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
@@ -23,6 +24,7 @@ from ...recurrent.arguments import (
 )
 from ...recurrent.definition import Mask
 from ...recurrent.further import Further, check_known, columns_of
+from ...recurrent.initial import Begins, initial_states
 from ..binder import FUNCTIONS
 from ..conversion.structure import is_pruning
 from .derivatives import run_differentiable
@@ -75,6 +77,7 @@ class Sequences:
     bidirectional: bool
     training: bool
     all_weights: Any
+    _names: list[list[str]]
     permute_hidden: Any
     _buffers: dict[str, Any]
     _parameters: dict[str, Any]
@@ -90,6 +93,7 @@ class Sequences:
 
     _options = DEFAULTS
     _further: Sequence[Further] = ()
+    _begins: Begins = MappingProxyType({})
 
     def _set_options(self, given: dict[str, Any]) -> None:
         for name, value in given.items():
@@ -125,13 +129,13 @@ class Sequences:
         input : Tensor or PackedSequence
             The inputs, in any form that PyTorch's modules take.
         hx : Tensor or tuple of Tensor, optional
-            The initial states, by default zeros.
+            The initial states, by default zeros, or parameters (:class:`.Initial`).
         resets : Tensor of bool or PackedSequence, optional
             True where states are set to zero before a step: of the shape of `input` but for its
             last axis, which may be 1, or packed like it.
         reset_states : Tensor or tuple of Tensor, optional
-            The states that `resets` set in place of zeros, in the form of `hx`, such as learned
-            ones.
+            The states that `resets` set, in the form of `hx`, by default those that a sequence
+            begins with by default.
         **further : Tensor or PackedSequence
             The further inputs of cells that declare them (:class:`.Given`), by the names that
             parameters have, such as ``drive_l0``. Each has a shape that broadcasts to that of
@@ -165,6 +169,10 @@ class Sequences:
         check_known(self._further, further)
         if reset_states is not None:
             check_has_resets(resets)
+        if self._begins and not isinstance(input, Proxy):
+            begin = self._begun(input)
+            hx = begin if hx is None else hx
+            reset_states = begin if resets is not None and reset_states is None else reset_states
         if (
             resets is None
             and not self._further
@@ -206,6 +214,17 @@ class Sequences:
             if results is not None:
                 return results
         return self._whole(input, hx, weights, self._run, resets, reset_states, further)
+
+    def _begun(self, given: Any) -> Any:
+        """Return the initial states that are parameters, in the form of ``hx``."""
+        self._check(given, None)
+        params = [
+            {name.rpartition("_l")[0]: getattr(self, name) for name in names}
+            for names in self._names
+        ]
+        shape = self._state_shapes(given)[0][1:]
+        states = initial_states(torch, self._begins, self.states, params, shape)
+        return apart(states, self.states) if self.states > 1 else states
 
     def _called(self, call: Any, given: Any, hx: Any, weights: list[Any], left: Any) -> Any:
         """Return what a prepared call, or PyTorch's kernel, does; None if neither is to run."""
