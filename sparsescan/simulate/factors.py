@@ -28,7 +28,7 @@ _FEW = 40_000
 # Matrices of unknowns of very different scales have such entries beside 1. Pivots are chosen by
 # size, so that small numbers of a solution have large errors: a refinement mends these (Skeel,
 # "Iterative refinement implies numerical stability for Gaussian elimination", 1980).
-_WIDE = 2.0**20
+WIDE = 2.0**20
 
 
 class Filled:
@@ -119,7 +119,7 @@ class Matrices:
         if not largest < np.inf:
             return None
         solve = self._factorise(values)
-        if solve is None or largest <= _WIDE:
+        if solve is None or largest <= WIDE:
             return solve
         adjoint = self.adjoint(values)
 

@@ -13,15 +13,15 @@ import scipy.sparse as sp
 from .factors import Matrices, Solve, Vector
 
 # Iterations of a step, halvings of a correction, and refinements of a linear solve, at most.
-_MOST, _HALVINGS, _REFINED = 100, 40, 40
+MOST, _HALVINGS, _REFINED = 100, 40, 40
 # Corrections may shrink by this factor from one to the next, with factors of other matrices; and
 # with those of the same state, before each iteration has its own.
-_SLOW, _OWN = 0.4, 0.1
+SLOW, OWN = 0.4, 0.1
 # The error that is left is to be this share of the tolerance.
-_MARGIN = 0.1
+MARGIN = 0.1
 # A correction of so many tolerances is not the last one, however fast corrections shrink: the first
 # two say little of a rate.
-_FAR = 1000.0
+FAR = 1000.0
 # A rate that was measured in an earlier step is taken for so many times larger, each time.
 _OLDER = 2.0
 # A guess is worth an iteration if its residual is smaller than this share of the right-hand side.
@@ -54,9 +54,9 @@ class Tolerance(NamedTuple):
 
 def is_enough(size: float, rate: float) -> bool:
     """Return whether a correction, in tolerances, and how they shrink leave a small error."""
-    if size < _MARGIN:
+    if size < MARGIN:
         return True
-    return size < _FAR and 0 < rate < 1 and size * rate / (1 - rate) < _MARGIN
+    return size < FAR and 0 < rate < 1 and size * rate / (1 - rate) < MARGIN
 
 
 class NotSolved(Exception):  # noqa: N818
@@ -181,7 +181,7 @@ class Solver:
             if len(wrong):
                 raise NotSolved("the equations have values that are not finite", int(wrong[0]))
         is_own, size, before, sizes_before = False, np.inf, np.inf, None
-        for iteration in range(1, _MOST + 1):
+        for iteration in range(1, MOST + 1):
             is_new = self._solve is None
             if self._solve is None:
                 entries = values(state)
@@ -212,11 +212,11 @@ class Solver:
                 correction, new, new_rest = _shorter(residual, scale, state, rest, correction)
                 sizes = self._tolerance.sizes(correction, new)
                 size = float(sizes.max())
-            elif before < np.inf and size > (_OWN if is_own else _SLOW) * before:
+            elif before < np.inf and size > (OWN if is_own else SLOW) * before:
                 self._solve = None
             state, rest, before, sizes_before = new, new_rest, size, sizes
         raise NotSolved(
-            f"after {_MOST} iterations the correction is {size:.3g} times what the tolerances allow"
+            f"after {MOST} iterations the correction is {size:.3g} times what the tolerances allow"
         )
 
     def solve_near(self, right: Vector, values: Callable[[], Vector]) -> Vector:
@@ -265,7 +265,7 @@ class Solver:
             left = right - adjoint @ guess
             if _norm(left) < _NEAR * _norm(right):
                 solution, rest = guess, left
-        before, wanted = np.inf, _MARGIN * self._tolerance.rtol
+        before, wanted = np.inf, MARGIN * self._tolerance.rtol
         for iteration in range(1, _REFINED + 1):
             correction = self._solve(rest, True)
             solution = solution + correction
@@ -284,7 +284,7 @@ class Solver:
                     self._rate = rate / distance
             if size <= 4 * _EPS * scale or (0 < rate < 1 and size * rate <= wanted * scale):
                 return solution, iteration
-            if before < np.inf and rate > _SLOW:
+            if before < np.inf and rate > SLOW:
                 return (solution, iteration) if size <= wanted * scale else (None, iteration)
             before = size
             rest = right - adjoint @ solution

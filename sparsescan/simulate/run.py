@@ -12,7 +12,9 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import InputError, InputTypeError, MemoryLimitError, NewtonError, short
 from ..formatting import format_bytes, quantity
 from ..locks import new_lock
+from ..kernels.cpu.marching import Trajectory
 from .adapt import March
+from .compiled import Loops
 from .derivatives import RenewedError
 from .factors import Vector
 from .newton import NotSolved, Solver, Tolerance
@@ -128,6 +130,11 @@ class Run:
         self._inner = np.empty((rows, scheme.stages, self._n))
         # The first states of segments, each with the one before it.
         self._marks = np.empty((-(-self._count // self._length) if rows else 1, 2, self._n))
+        self._loops: Loops | None = None
+        if self._length >= self._count:
+            about = self._states, self._inner, self.times, dt, self.newton, self._params.vector
+            samples = u0.size // problem.shape[-1]
+            self._loops = Loops(scheme, samples, Trajectory(*about), problem.tolerance)
         self._begin, self._done, self._last = 0, 0, u0
         self._states[0] = self._states[1] = u0
         self._marks[0] = u0
@@ -220,13 +227,20 @@ class Run:
         else:
             self._last = self._states[-1]
 
-    def march(self, watch: Callable[[int], object] | None) -> None:
-        """Take all steps; after each, `watch` is called with their number."""
+    def march(self, watch: Callable[[int], object] | None, each: bool = False) -> None:
+        """Take all steps; after some, or after each, `watch` is called with their number."""
+        k = 0
         with self._told():
-            for k in range(self._count):
-                self._advance(k)
+            while k < self._count:
+                begin = k
+                if self._loops is not None and not each:
+                    k = self._loops.advance(k, self._count, self._place)
+                    self._done, self._last = k, self._states[k + 1]
+                if k == begin:
+                    self._advance(k)
+                    k += 1
                 if watch is not None:
-                    watch(k + 1)
+                    watch(k)
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -273,7 +287,8 @@ class Run:
     @property
     def factorisations(self) -> int:
         """Matrices that were factorised, in both directions."""
-        return self._solver.factorisations
+        compiled = 0 if self._loops is None else self._loops.factorisations
+        return self._solver.factorisations + compiled
 
     def __repr__(self) -> str:
         kept = "" if self._length >= self._count else f", kept {self._length} at a time"
@@ -333,7 +348,14 @@ class Run:
                     continue
 
     def _backward(self, grad_states: Any, grad_last: Any) -> SimulationGradients:
-        own, losses = self._read_grads(grad_states, grad_last)
+        one, losses = self._read_grads(grad_states, grad_last)
+        given: dict[int, Vector | None] = {}
+
+        def own(k: int) -> Vector | None:
+            if k not in given:
+                given[k] = one(k)
+            return given[k]
+
         if self._begin == max(self._done - 1, 0) // self._length * self._length:
             # Each call begins with the factors that the forward pass has left, for the same bits.
             if self._left is None:
@@ -343,8 +365,17 @@ class Run:
         grads = Grads(self._n, len(self._params.vector), columns)
         in_dt = np.zeros((self._done, columns))
         self._scheme.source.begin()
+        k = self._done
         with self._told():
-            for k in reversed(range(self._done)):
+            while k:
+                begin = k
+                if self._loops is not None:
+                    k = self._loops.pull_back(k, self._place, own, grads, in_dt)
+                for each in [each for each in given if each > k]:
+                    del given[each]
+                if k < begin:
+                    continue
+                k -= 1
                 # The caller's function may call this method, too, which keeps other states.
                 above = _added(grads.old, own(k + 1))
                 self._keep(k)

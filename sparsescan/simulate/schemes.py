@@ -11,6 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
+from ..kernels.cpu.marching import BDF2, RESIDUAL, RUNGE_KUTTA
 from ..symbolic.pattern import Pattern, rows_of
 from .derivatives import Arguments, Coloured, RenewedError, Source
 from .factors import Matrices, Vector
@@ -78,10 +79,40 @@ class Grads:
         self.dt, self.dt_before = self.dt_before, np.zeros_like(self.dt)
 
 
+class Form(NamedTuple):
+    """The equations of a step, as compiled loops read them.
+
+    Attributes
+    ----------
+    kind : int
+        Which ones: of `kernels.cpu.marching`.
+    a, c : ndarray
+        The tableau; that of backward Euler for others.
+    inner : list of int
+        Where the state of each stage is kept within the step; -1 if it is not.
+    mass : csr_array
+        The mass.
+    """
+
+    kind: int
+    a: Vector
+    c: Vector
+    inner: list[int]
+    mass: sp.csr_array
+
+
 class Scheme(Protocol):
     """The equations of a step, and their adjoint."""
 
     source: Source  # where derivatives come from
+    patterns: list[Coloured]  # of Jacobians in states
+
+    @property
+    def form(self) -> Form:
+        """The equations, as compiled loops read them."""
+
+    def arguments(self, place: Place) -> Arguments:
+        """Return the arguments of the user's function at the end of a step."""
 
     @property
     def matrices(self) -> Matrices:
@@ -131,7 +162,15 @@ class ResidualScheme:
 
     def __init__(self, source: Source, new: Coloured, old: Coloured) -> None:
         self.source, self.matrices = source, Matrices(new.pattern)
-        self._new, self._old = new, old
+        self._new, self._old = self.patterns = [new, old]
+
+    @property
+    def form(self) -> Form:
+        none = sp.csr_array(self._new.pattern.shape)
+        return Form(RESIDUAL, np.ones((1, 1)), np.ones(1), [-1], none)
+
+    def arguments(self, place: Place) -> Arguments:
+        return place.states[-1], place.states[-2], place.end, place.dt, place.params
 
     def advance(self, solver: Solver, place: Place) -> tuple[Vector, int]:
         source, rest = self.source, (place.states[-1], place.end, place.dt, place.params)
@@ -167,7 +206,7 @@ class ResidualScheme:
 
     def pull_back(self, solver: Solver, place: Place, above: Vector, grads: Grads) -> None:
         source = self.source
-        arguments = place.states[-1], place.states[-2], place.end, place.dt, place.params
+        arguments = self.arguments(place)
         found = solver.transposed(source.jacobian(arguments, 0, self._new), above)
         old = source.jacobian(arguments, 1, self._old)
         grads.old -= self._old.adjoint(old) @ found
@@ -187,6 +226,7 @@ class _Rated:
     def __init__(self, source: Source, coloured: Coloured, mass: sp.csr_array | None) -> None:
         self.source = source
         self._coloured, self._mass, pattern = coloured, mass, coloured.pattern
+        self.patterns = [coloured]
         n = pattern.shape[0]
         own = sp.eye_array(n, format="csr") if mass is None else mass
         # The matrices M - a J have the entries of both.
@@ -202,6 +242,19 @@ class _Rated:
         self._own = np.zeros(len(keys))
         self._own[np.searchsorted(keys, mass_keys)] = own.data
         self.algebraic = np.flatnonzero(np.bincount(mass_rows, own.data != 0, n) == 0)
+
+    @property
+    def form(self) -> Form:
+        own = self._mass
+        if own is None:
+            own = sp.eye_array(self._coloured.pattern.shape[0], format="csr")
+        return self._form(own)
+
+    def _form(self, mass: sp.csr_array) -> Form:
+        raise NotImplementedError
+
+    def arguments(self, place: Place) -> Arguments:
+        return place.states[-1], place.end, place.params
 
     def equations(self, place: Place, state: Vector, time: float) -> Vector:
         return self.source.value((state, time, place.params))
@@ -261,6 +314,11 @@ class RungeKutta(_Rated):
         self._inner = tableau.inner
         self.stages = len(self._inner)
 
+    def _form(self, mass: sp.csr_array) -> Form:
+        kept = {stage: k for k, stage in enumerate(self._inner)}
+        inner = [kept.get(i, -1) for i in range(len(self._a))]
+        return Form(RUNGE_KUTTA, self._a, self._c, inner, mass)
+
     def error(self, solver: Solver, place: Place) -> Vector:
         estimates = self._tableau.estimates
         if not estimates:
@@ -275,8 +333,7 @@ class RungeKutta(_Rated):
         return super()._filtered(solver, place, error) if self._tableau.is_implicit else error
 
     def _last_matrix(self, place: Place) -> Vector:
-        arguments = place.states[-1], place.end, place.params
-        return self._values(arguments, 1.0, place.dt * self._a[-1, -1])
+        return self._values(self.arguments(place), 1.0, place.dt * self._a[-1, -1])
 
     def _arguments(self, state: Vector, place: Place, stage: int) -> Arguments:
         return state, place.time + float(self._c[stage]) * place.dt, place.params
@@ -350,9 +407,11 @@ class BackwardDifferences(_Rated):
     def _coefficients(self, place: Place) -> Differentiation:
         return Differentiation.of(None if place.before is None else place.dt / place.before)
 
+    def _form(self, mass: sp.csr_array) -> Form:
+        return Form(BDF2, np.ones((1, 1)), np.ones(1), [-1], mass)
+
     def _last_matrix(self, place: Place) -> Vector:
-        arguments = place.states[-1], place.end, place.params
-        return self._values(arguments, self._coefficients(place).values[0], place.dt)
+        return self._values(self.arguments(place), self._coefficients(place).values[0], place.dt)
 
     def _older(self, states: Vector, behind: int) -> Vector:
         return states[-behind] if len(states) >= behind else np.zeros_like(states[-1])
@@ -373,7 +432,7 @@ class BackwardDifferences(_Rated):
 
     def pull_back(self, solver: Solver, place: Place, above: Vector, grads: Grads) -> None:
         (a, b, c), slopes = self._coefficients(place)
-        states, arguments = place.states, (place.states[-1], place.end, place.params)
+        states, arguments = place.states, self.arguments(place)
         found = solver.transposed(self._values(arguments, a, place.dt), above)
         weighed = self._weighed(found, transposed=True)
         grads.old -= b * weighed

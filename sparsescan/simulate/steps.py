@@ -479,7 +479,8 @@ class _Simulation:
                 if watch is not None:
                     watch(k)
 
-            run.march(None if watch is None and compare is None else watch_step)
+            has_watch = watch is not None or compare is not None
+            run.march(watch_step if has_watch else None, each=compare is not None)
         return run
 
     def prepare(
@@ -669,7 +670,7 @@ def _watching(shows: bool, total: int | None) -> Iterator[Watch]:
             f"a bar needs tqdm ({error}): pip install 'sparsescan[demo]', or tqdm alone"
         ) from error
     with tqdm(total=total, unit="step", delay=2, leave=False) as bar:
-        yield lambda _: bar.update()
+        yield lambda k: bar.update(k - bar.n)
 
 
 def _of_one(pattern: Pattern, n: int) -> Pattern:

@@ -161,7 +161,7 @@ FLAT = {
 # Those whose results are true or false.
 LOGICAL = {each for each in FLAT if each(*[0.5] * each.nin).dtype == bool}
 # Functions of which one argument only counts.
-_SELECTIONS = {where, np.maximum, np.minimum, np.fmax, np.fmin}
+SELECTIONS = {where, np.maximum, np.minimum, np.fmax, np.fmin}
 # Functions that complex steps differentiate exactly, and whose derivatives are finite.
 _ANALYTIC = {
     *(np.add, np.subtract, np.multiply, np.divide, np.negative, np.positive, np.reciprocal),
@@ -551,7 +551,7 @@ class Evaluation:
         for place, by in zip(self._places[k], self._slopes(k), strict=True):
             if by is not None:
                 more = _weighed(by, slopes[place])
-                if self.graph.parts[k].function in _SELECTIONS:  # what is not chosen may be any
+                if self.graph.parts[k].function in SELECTIONS:  # what is not chosen may be any
                     more = np.where(np.reshape(by, (-1, 1)) == 0, 0.0, more)
                 found = found + more
         return found

@@ -198,6 +198,27 @@ class Traced:
             ) from error
         return [graph.pattern(where) for where in range(count)]
 
+    # -- Compiled loops ----------------------------------------------------------------------------
+
+    def graph(self, arguments: Arguments, patterns: list[Coloured]) -> Graph | None:
+        """Return what the function was read as where it branches as at arguments.
+
+        None if it cannot be read, or patterns of the user lack entries of its Jacobians.
+        """
+        found = self._evaluation(arguments)
+        if found is None:
+            return None
+        pairs = enumerate(each.pattern for each in patterns)
+        lacks = any(self._lack(found.graph, where, each) is not None for where, each in pairs)
+        return None if lacks else found.graph
+
+    def agrees(self, arguments: Arguments) -> bool:
+        """Return whether the function has the values of what was read; else it is refused."""
+        found = self._evaluation(arguments)
+        if found is not None and not self._is_alike(found, arguments):
+            self._refuse("values that differ from what was read")
+        return self.refusal is None
+
     # -- Derivatives -------------------------------------------------------------------------------
 
     def jacobian(
@@ -282,8 +303,7 @@ class Traced:
             return
         self._calls += 1
         is_turn = self._calls <= _FIRST or not self._calls % _EVERY
-        if is_turn and not self._is_alike(found, arguments):
-            self._refuse("values that differ from what was read")
+        if is_turn and not self.agrees(arguments):
             raise RenewedError
 
     def renew(self, where: int) -> bool:

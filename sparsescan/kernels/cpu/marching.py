@@ -1,0 +1,585 @@
+"""Steps of a simulation in one loop, and their adjoints in another, of a function that was read.
+
+A stage solves ``M (α u + past) - added - κ f(u) = 0`` by Newton's method with dense factors, one
+matrix for each sample. Where that does not converge, or the function branches in another way, the
+loop ends before the step, which its caller takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..compile import njit
+from .tapes import Tables, Values, differentiate, evaluate, holds, pull_back
+
+# Kinds of methods.
+RUNGE_KUTTA, BDF2, RESIDUAL = range(3)
+
+
+class Method(NamedTuple):
+    """The equations of a step.
+
+    Attributes
+    ----------
+    kind : int
+        Which equations.
+    a, c : ndarray
+        The tableau; that of one implicit stage for methods that have none.
+    inner : ndarray of int64
+        Where the state of a stage is kept within the step; -1 if it is not.
+    mass : ndarray of int64, shape (count, 3)
+        A row, a column and a place in the matrices for each entry of the mass.
+    weights : ndarray
+        Values of these entries.
+    """
+
+    kind: int
+    a: NDArray[np.float64]
+    c: NDArray[np.float64]
+    inner: NDArray[np.int64]
+    mass: NDArray[np.int64]
+    weights: NDArray[np.float64]
+
+
+class Work(NamedTuple):
+    """What steps are computed in.
+
+    Attributes
+    ----------
+    matrices, factors : ndarray, shape (samples, size, size)
+        Matrices, and their factors.
+    pivots : ndarray of int64, shape (samples, size)
+        Rows that were exchanged.
+    vectors : ndarray, shape (9, n)
+        Vectors of Newton's method.
+    rates : ndarray, shape (stages, n)
+        Rates in stages; or their adjoints, of one loss after the other.
+    known : ndarray, shape (4,)
+        Whether there are factors; the least iterations with them, how many more others took; and
+        how many factors were made.
+    """
+
+    matrices: NDArray[np.float64]
+    factors: NDArray[np.float64]
+    pivots: NDArray[np.int64]
+    vectors: NDArray[np.float64]
+    rates: NDArray[np.float64]
+    known: NDArray[np.float64]
+
+
+class Trajectory(NamedTuple):
+    """A run: ``states[k + 1]`` is that at the beginning of step `k`, ``states[0]`` the same one.
+
+    Attributes
+    ----------
+    states, inner, times, dt, newton, params : ndarray
+        As a run has them.
+    """
+
+    states: NDArray[np.float64]
+    inner: NDArray[np.float64]
+    times: NDArray[np.float64]
+    dt: NDArray[np.float64]
+    newton: NDArray[np.int64]
+    params: NDArray[np.float64]
+
+
+class Rules(NamedTuple):
+    """When Newton's method ends, and when it takes new factors.
+
+    Attributes
+    ----------
+    rtol, atol, margin, far : float
+        Tolerances, the share of them that may be left, and how far the last correction may be.
+    slow, own : float
+        Rates above which factors are made anew.
+    cost : float
+        How many iterations take as long as factors.
+    most : int
+        The most iterations.
+    wide : float
+        Entries of a matrix beyond which its transposed solutions are refined.
+    """
+
+    rtol: float
+    atol: float
+    margin: float
+    far: float
+    slow: float
+    own: float
+    cost: float
+    most: int
+    wide: float
+
+
+class March(NamedTuple):
+    """All that steps read and write.
+
+    Attributes
+    ----------
+    tables, values : Tables, Values
+        The function that was read, and its numbers.
+    method, work, rules, run : Method, Work, Rules, Trajectory
+        The equations of a step, what they are solved in, how, and for which run.
+    """
+
+    tables: Tables
+    values: Values
+    method: Method
+    work: Work
+    rules: Rules
+    run: Trajectory
+
+
+class Adjoints(NamedTuple):
+    """Gradients that a pass back adds to, with an axis for losses at the end.
+
+    Attributes
+    ----------
+    old, older, params, dt, dt_before, time : ndarray
+        Those in the last two states, in parameters, in the lengths of the step and of the one
+        before, and in the time.
+    """
+
+    old: NDArray[np.float64]
+    older: NDArray[np.float64]
+    params: NDArray[np.float64]
+    dt: NDArray[np.float64]
+    dt_before: NDArray[np.float64]
+    time: NDArray[np.float64]
+
+
+# -- Dense factors ---------------------------------------------------------------------------------
+
+
+@njit(error_model="numpy")
+def _factorise(work: Any) -> bool:
+    """Factorise all matrices, ``P A = L U``; return whether all are regular."""
+    work.factors[:] = work.matrices
+    for b in range(len(work.factors)):
+        a, pivots = work.factors[b], work.pivots[b]
+        size = len(pivots)
+        for k in range(size):
+            best, largest = k, abs(a[k, k])
+            for i in range(k + 1, size):
+                if abs(a[i, k]) > largest:
+                    best, largest = i, abs(a[i, k])
+            pivots[k] = best
+            if not 0.0 < largest < np.inf:
+                return False
+            if best != k:
+                for j in range(size):
+                    a[k, j], a[best, j] = a[best, j], a[k, j]
+            scale = 1.0 / a[k, k]
+            if not abs(scale) < np.inf:
+                return False
+            for i in range(k + 1, size):
+                if a[i, k] != 0.0:
+                    a[i, k] *= scale
+                    for j in range(k + 1, size):
+                        a[i, j] -= a[i, k] * a[k, j]
+    work.known[3] += 1
+    return True
+
+
+@njit(error_model="numpy")
+def _solve(work: Any, right: Any, x: Any) -> None:
+    """Set ``x = A⁻¹ right``."""
+    x[:] = right
+    size = work.pivots.shape[1]
+    for b in range(len(work.factors)):
+        a, pivots, y = work.factors[b], work.pivots[b], x[b * size : (b + 1) * size]
+        for k in range(size):
+            y[k], y[pivots[k]] = y[pivots[k]], y[k]
+        for i in range(1, size):
+            for j in range(i):
+                y[i] -= a[i, j] * y[j]
+        for i in range(size - 1, -1, -1):
+            for j in range(i + 1, size):
+                y[i] -= a[i, j] * y[j]
+            y[i] /= a[i, i]
+
+
+@njit(error_model="numpy")
+def _solve_transposed(work: Any, right: Any, x: Any) -> None:
+    """Set ``x = A⁻ᵀ right``."""
+    x[:] = right
+    size = work.pivots.shape[1]
+    for b in range(len(work.factors)):
+        a, pivots, y = work.factors[b], work.pivots[b], x[b * size : (b + 1) * size]
+        for i in range(size):
+            y[i] /= a[i, i]
+            for j in range(i + 1, size):
+                y[j] -= a[i, j] * y[i]
+        for i in range(size - 1, 0, -1):
+            for j in range(i):
+                y[j] -= a[i, j] * y[i]
+        for k in range(size - 1, -1, -1):
+            y[k], y[pivots[k]] = y[pivots[k]], y[k]
+
+
+@njit(error_model="numpy")
+def _adjoint(work: Any, rules: Any, right: Any, x: Any, rest: Any) -> None:
+    """Set ``x = A⁻ᵀ right``, refined where entries are of very different sizes."""
+    _solve_transposed(work, right, x)
+    if np.max(np.abs(work.matrices)) <= rules.wide:
+        return
+    size = work.pivots.shape[1]
+    rest[:] = right
+    for b in range(len(work.factors)):
+        for i in range(size):
+            for j in range(size):
+                rest[b * size + j] -= work.matrices[b, i, j] * x[b * size + i]
+    more = work.vectors[8]
+    _solve_transposed(work, rest, more)
+    x += more
+
+
+# -- Steps -----------------------------------------------------------------------------------------
+
+
+@njit(error_model="numpy")
+def _begin(tables: Any, values: Any, params: Any) -> None:
+    """Compute what depends on parameters alone."""
+    at, size = tables.leaves[4]
+    values.elements[at : at + size] = params
+    evaluate(tables, values, 0, tables.constant, True)
+
+
+@njit(error_model="numpy")
+def _turn_to(tables: Any, values: Any, old: Any, dt: float) -> None:
+    """Set the old state and the length of a step, where the function reads them."""
+    at, size = tables.leaves[1]
+    if size:
+        values.elements[at : at + size] = old
+        values.elements[tables.leaves[3, 0]] = dt
+
+
+@njit(error_model="numpy")
+def _evaluate_at(tables: Any, values: Any, u: Any, time: float, slopes: bool) -> bool:
+    """Evaluate the function at a state and a time; return whether its guards hold."""
+    at = tables.leaves[0, 0]
+    for i in range(len(u)):
+        values.elements[at + i] = u[i]
+    values.elements[tables.leaves[2, 0]] = time
+    evaluate(tables, values, tables.constant, len(tables.operations), slopes)
+    return holds(tables, values)
+
+
+@njit(error_model="numpy")
+def _residual(tables: Any, values: Any, method: Any, stage: Any, vectors: Any, rest: Any) -> bool:
+    """Set the residual at a state whose values are there; return whether it is finite."""
+    alpha, kappa, _ = stage
+    at, u = tables.leaves[0, 0], values.elements
+    past, added = vectors[6], vectors[7]
+    for i in range(len(rest)):
+        rest[i] = -added[i] - kappa * u[tables.results[i]]
+    for e in range(len(method.mass)):
+        column = method.mass[e, 1]
+        rest[method.mass[e, 0]] += method.weights[e] * (alpha * u[at + column] + past[column])
+    total = 0.0
+    for i in range(len(rest)):
+        total += rest[i] * rest[i]
+    return total < np.inf
+
+
+@njit(error_model="numpy")
+def _linearise(tables: Any, values: Any, method: Any, work: Any, stage: Any) -> bool:
+    """Factorise ``α M - κ J`` at a state whose slopes are there; return whether it is regular."""
+    alpha, kappa, _ = stage
+    differentiate(tables, values)
+    matrix = work.matrices.reshape(-1)
+    matrix[:] = 0.0
+    for e in range(len(method.mass)):
+        matrix[method.mass[e, 2]] = alpha * method.weights[e]
+    for e in range(len(tables.entries)):
+        matrix[tables.entries[e, 1]] -= kappa * values.tangents[tables.entries[e, 0]]
+    return _factorise(work)
+
+
+@njit(error_model="numpy")
+def _is_lower(work: Any, rules: Any) -> bool:
+    """Return whether a correction lowers the residual, each equation in its scale."""
+    state, rest, correction = work.vectors[0], work.vectors[1], work.vectors[2]
+    new_rest = work.vectors[4]
+    size = work.pivots.shape[1]
+    before, after = 0.0, 0.0
+    for b in range(len(work.matrices)):
+        for i in range(size):
+            row, scale = b * size + i, 0.0
+            for j in range(size):
+                at = b * size + j
+                allowed = rules.atol + rules.rtol * (abs(state[at]) + abs(correction[at]))
+                scale += abs(work.matrices[b, i, j]) * allowed
+            one, other = abs(rest[row]) / scale, abs(new_rest[row]) / scale
+            if not (one < np.inf and other < np.inf):
+                return False
+            before, after = max(before, one), max(after, other)
+    return after < before
+
+
+@njit(error_model="numpy")
+def _newton(of: Any, stage: Any) -> int:
+    """Solve a stage from ``vectors[0]``, to there; return iterations, or 0 without a solution.
+
+    After `Solver.newton`, which goes on where this one ends without a solution.
+    """
+    tables, values, method, work, rules, _ = of
+    vectors, known = work.vectors, work.known
+    state, rest, correction, new = vectors[0], vectors[1], vectors[2], vectors[3]
+    new_rest, sizes_before = vectors[4], vectors[5]
+    time = stage[2]
+    has_slopes = known[0] == 0.0
+    if not _evaluate_at(tables, values, state, time, has_slopes):
+        return 0
+    if not _residual(tables, values, method, stage, vectors, rest):
+        return 0
+    is_own, before, has_before = False, np.inf, False
+    for iteration in range(1, rules.most + 1):
+        is_new = known[0] == 0.0
+        if is_new:
+            if not has_slopes and not _evaluate_at(tables, values, state, time, True):
+                return 0
+            known[1], known[2] = np.inf, 0.0
+            if not _linearise(tables, values, method, work, stage):
+                return 0
+            known[0] = 1.0
+            is_own, before, has_before = True, np.inf, False
+        _solve(work, rest, correction)
+        size, where = -1.0, 0
+        for i in range(len(state)):
+            new[i] = state[i] - correction[i]
+            one = abs(correction[i]) / (rules.atol + rules.rtol * abs(new[i]))
+            if not one <= size:
+                size, where = one, i
+        if not size < np.inf:
+            return 0
+        one = sizes_before[where] if has_before else before
+        rate = size / one if one != 0.0 else np.inf
+        if size < rules.margin or (
+            size < rules.far and 0 < rate < 1 and size * rate / (1 - rate) < rules.margin
+        ):
+            known[1] = min(known[1], iteration)
+            known[2] += iteration - known[1]
+            if known[2] > rules.cost:
+                known[0] = 0.0
+            state[:] = new
+            return iteration
+        has_slopes = before < np.inf and size > (rules.own if is_own else rules.slow) * before
+        if not _evaluate_at(tables, values, new, time, has_slopes):
+            return 0
+        is_worse = not _residual(tables, values, method, stage, vectors, new_rest)
+        is_worse = is_worse or not size <= 2 * before
+        if is_own and (is_worse or (is_new and size > 1)):
+            is_worse = is_worse or not _is_lower(work, rules)
+        if is_worse:
+            if is_own:
+                return 0
+            known[0], has_slopes = 0.0, False
+            continue
+        if has_slopes:
+            known[0] = 0.0
+        for i in range(len(state)):
+            sizes_before[i] = abs(correction[i]) / (rules.atol + rules.rtol * abs(new[i]))
+        state[:], rest[:] = new, new_rest
+        before, has_before = size, True
+    return 0
+
+
+@njit(error_model="numpy")
+def _coefficients(kind: int, ratio: float) -> tuple[float, float, float]:
+    """Return ``α``, and what the last two states are multiplied by; without a step before at 0."""
+    if kind == BDF2 and ratio != 0.0:
+        return (1 + 2 * ratio) / (1 + ratio), -(1 + ratio), ratio * ratio / (1 + ratio)
+    if kind == RESIDUAL:
+        return 0.0, 0.0, 0.0
+    return 1.0, -1.0, 0.0
+
+
+@njit(error_model="numpy")
+def _step(of: Any, k: int) -> bool:
+    """Take a step; return whether it was solved."""
+    tables, values, method, work, _, run = of
+    states, dt, a = run.states, run.dt[k], method.a
+    old, older, stages = states[k + 1], states[k], len(a)
+    vectors, rates = work.vectors, work.rates
+    state, past, added = vectors[0], vectors[6], vectors[7]
+    ratio = dt / run.dt[k - 1] if k else 0.0
+    alpha, b, c = _coefficients(method.kind, ratio)
+    kappa = -1.0 if method.kind == RESIDUAL else dt
+    _turn_to(tables, values, old, dt)
+    run.newton[k] = 0
+    for s in range(stages):
+        time = run.times[k] + method.c[s] * dt
+        added[:] = 0.0
+        for j in range(s):
+            if a[s, j] != 0.0:
+                added += a[s, j] * rates[j]
+        added *= dt
+        if a[s, s] != 0.0:
+            for i in range(len(old)):
+                past[i] = b * old[i] + c * older[i]
+                state[i] = old[i] + method.c[s] * ratio * (old[i] - older[i])
+            stage = alpha, kappa * a[s, s], time
+            count = _newton(of, stage)
+            if count == 0:
+                return False
+            run.newton[k] += count
+        else:
+            for i in range(len(old)):
+                state[i] = old[i] + added[i]
+        if method.inner[s] >= 0:
+            run.inner[k, method.inner[s]] = state
+        for j in range(s + 1, stages):
+            if a[j, s] != 0.0:
+                if not _evaluate_at(tables, values, state, time, False):
+                    return False
+                for i in range(len(old)):
+                    rates[s, i] = values.elements[tables.results[i]]
+                break
+    states[k + 2] = state
+    return True
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def take_steps(of: Any, begin: int, end: int) -> int:
+    """Take steps; return the first one that was not solved, or `end`."""
+    _begin(of.tables, of.values, of.run.params)
+    for k in range(begin, end):
+        if not _step(of, k):
+            of.work.known[0] = 0.0
+            return k
+    return end
+
+
+# -- Back ------------------------------------------------------------------------------------------
+
+
+@njit(error_model="numpy")
+def _sweep(tables: Any, values: Any, above: Any) -> None:
+    """Compute gradients of all elements, given those of what the function returns."""
+    values.grads[:] = 0.0
+    for i in range(len(above)):
+        values.grads[tables.results[i]] += above[i]
+    pull_back(tables, values)
+
+
+@njit(error_model="numpy")
+def _weigh(method: Any, factor: float, x: Any, sums: Any) -> None:
+    """Add ``factor Mᵀ x`` to sums."""
+    for e in range(len(method.mass)):
+        sums[method.mass[e, 1]] += factor * method.weights[e] * x[method.mass[e, 0]]
+
+
+@njit(error_model="numpy")
+def _add_grads(
+    tables: Any, values: Any, method: Any, grads: Any, dt: float, c: float, loss: int
+) -> None:
+    """Add gradients of all but the state that the last sweep has found; `dt` divides the rate."""
+    g, leaves = values.grads, tables.leaves
+    in_time = g[leaves[2, 0]]
+    grads.time[loss] += in_time
+    grads.dt[loss] += c * in_time
+    for i in range(leaves[4, 1]):
+        grads.params[i, loss] += g[leaves[4, 0] + i]
+    if method.kind == RESIDUAL:
+        grads.dt[loss] += g[leaves[3, 0]]
+        for i in range(leaves[1, 1]):
+            grads.old[i, loss] += g[leaves[1, 0] + i]
+
+
+@njit(error_model="numpy")
+def _pull_step_back(of: Any, k: int, above: Any, grads: Any) -> bool:
+    """Add gradients of all that a step has read; return whether its matrices are regular."""
+    tables, values, method, work, rules, run = of
+    states, dt, a = run.states, run.dt[k], method.a
+    new, old, older = states[k + 2], states[k + 1], states[k]
+    stages, losses = len(a), above.shape[1]
+    vectors, found = work.vectors, work.rates
+    through, own, rest = vectors[0], vectors[1], vectors[2]
+    ratio = dt / run.dt[k - 1] if k else 0.0
+    alpha, b, c = _coefficients(method.kind, ratio)
+    kappa = -1.0 if method.kind == RESIDUAL else dt
+    leaf = tables.leaves[0, 0]
+    _turn_to(tables, values, old, dt)
+    for s in range(stages - 1, -1, -1):
+        state = new if s == stages - 1 else old
+        if method.inner[s] >= 0:
+            state = run.inner[k, method.inner[s]]
+        is_read = a[s, s] != 0.0
+        for j in range(s + 1, stages):
+            is_read = is_read or a[j, s] != 0.0
+        if is_read:
+            time = run.times[k] + method.c[s] * dt
+            if not _evaluate_at(tables, values, state, time, True):
+                return False
+            stage = alpha, kappa * a[s, s], time
+            if a[s, s] != 0.0 and not _linearise(tables, values, method, work, stage):
+                return False
+        for loss in range(losses):
+            adjoint = found[loss * stages + s]
+            through[:] = 0.0
+            has_later = False
+            for j in range(s + 1, stages):
+                if a[j, s] != 0.0:
+                    through += dt * a[j, s] * found[loss * stages + j]
+                    has_later = True
+            for i in range(len(own)):
+                own[i] = above[i, loss] if s == stages - 1 else 0.0
+            if has_later and a[s, s] != 0.0:
+                _sweep(tables, values, through)
+                for i in range(len(own)):
+                    own[i] += values.grads[leaf + i]
+            if a[s, s] != 0.0:
+                _adjoint(work, rules, own, adjoint, rest)
+                _weigh(method, -b, adjoint, grads.old[:, loss])
+                _weigh(method, -c, adjoint, grads.older[:, loss])
+                through += kappa * a[s, s] * adjoint
+            if is_read:
+                _sweep(tables, values, through)
+                _add_grads(tables, values, method, grads, dt, method.c[s], loss)
+                if method.kind != RESIDUAL:
+                    for i in range(len(own)):
+                        rate = values.elements[tables.results[i]]
+                        grads.dt[loss] += rate * (through[i] / dt)
+            if a[s, s] == 0.0:
+                for i in range(len(own)):
+                    adjoint[i] = own[i] + (values.grads[leaf + i] if has_later else 0.0)
+                    grads.old[i, loss] += adjoint[i]
+            elif method.kind == BDF2 and k:
+                one = 1 + ratio
+                rest[:] = 0.0
+                _weigh(method, 1.0, adjoint, rest)
+                in_ratio = 0.0
+                for i in range(len(own)):
+                    moved = new[i] / (one * one) - old[i]
+                    moved += (ratio * ratio + 2 * ratio) / (one * one) * older[i]
+                    in_ratio += moved * rest[i]
+                grads.dt[loss] -= in_ratio / run.dt[k - 1]
+                grads.dt_before[loss] += in_ratio * dt / run.dt[k - 1] ** 2
+    return True
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def pull_steps_back(of: Any, begin: int, own: Any, grads: Any, in_dt: Any) -> int:
+    """Go back from step ``begin + len(own)`` to `begin`; return the last one that was right.
+
+    Parameters are those of :func:`take_steps`, and gradients of the loss in states after these
+    steps. Where a step is not solved, gradients are of no use.
+    """
+    _begin(of.tables, of.values, of.run.params)
+    above = np.empty_like(grads.old)
+    for k in range(begin + len(own) - 1, begin - 1, -1):
+        above[:] = grads.old + own[k - begin]
+        grads.old[:] = grads.older
+        grads.older[:] = 0.0
+        grads.dt[:] = grads.dt_before
+        grads.dt_before[:] = 0.0
+        in_dt[k] = grads.time
+        if not _pull_step_back(of, k, above, grads):
+            return k + 1
+        in_dt[k] += grads.dt
+    return begin

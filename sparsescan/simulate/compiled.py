@@ -1,0 +1,296 @@
+"""Steps of small systems in one compiled loop, of a function that was read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..kernels.cpu.marching import (
+    Adjoints,
+    March,
+    Method,
+    Rules,
+    Trajectory,
+    Work,
+    pull_steps_back,
+    take_steps,
+)
+from ..kernels.cpu.tapes import CODES, Tables, Values
+from ..symbolic.pattern import Pattern, rows_of
+from .derivatives import RenewedError
+from .factors import WIDE, Vector
+from .newton import FAR, MARGIN, MOST, OWN, SLOW, Tolerance
+from .schemes import Grads, Place, Scheme
+from .tape import FLAT, SELECTIONS, Graph, real_part
+from .traced import Traced
+
+# The most unknowns of a sample, for dense factors, and numbers of all samples.
+_SIZE, _NUMBERS = 32, 100_000
+# A loop takes at first so many steps, and then more, as long as it takes no longer than this.
+_FIRST, _SECONDS = 16, 0.02
+# After a step that a loop has not solved so many are taken without it, at first and at most.
+_APART = 64
+
+
+class _Form(NamedTuple):
+    """What loops need of a function that was read, and numbers that never change."""
+
+    tables: Tables
+    first: Vector
+    slopes: Vector
+    tangents: int
+
+
+def _form_of(graph: Graph, size: int) -> _Form | None:
+    """Return what loops need of a graph, for matrices of a size; None if they cannot run it.
+
+    The size is 0 for methods that solve for nothing.
+    """
+    kept = graph.kept.get(("form", size))
+    if kept is None:
+        kept = graph.kept["form", size] = (_read(graph, size),)
+    form: _Form | None = kept[0]
+    return form
+
+
+def _read(graph: Graph, size: int) -> _Form | None:
+    parts, count = graph.parts, len(graph.first)
+    arguments = {part.function: part for part in parts if isinstance(part.function, int)}
+    places = [0, 1, 2, 3, 4] if len(arguments) == 5 else [0, None, 1, None, 2]
+    leaves = [(0, 0) if k is None else arguments[k][2:] for k in places]
+    depends = np.any([graph.depends(k) for k in arguments], 0)
+    moves = np.zeros(len(parts), bool)
+    operations: list[tuple[list[int], bool]] = []
+    reads, slopes, edges, begin, at = [np.empty(0, np.int64)], [np.empty(0)], [], 0, 0
+    own = [k for k in arguments if k < len(arguments) - 1]
+    # The tangents of elements: where they begin, of how many unknowns, and of which.
+    widths, firsts = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    leaf = arguments[0]
+    widths[leaf.own], firsts[leaf.own] = 1, np.arange(leaf.size)
+    columns, sums, terms, tangents = [np.arange(leaf.size)], [], [], leaf.size
+    for number, part in enumerate(parts):
+        if part.is_leaf:
+            moves[number] = part.function in own
+            continue
+        moves[number] = any(moves[np.unique(graph.owners(ids))].any() for ids in part.inputs)
+        m, inputs, code = part.size, list(part.inputs), CODES["product"]
+        pointers = [begin, begin, begin]
+        if part.is_linear:
+            matrix = part.function
+            rows = np.repeat(np.arange(m), np.diff(matrix.indptr))
+            read = [(rows, inputs[0][matrix.indices], at + np.arange(matrix.nnz))]
+            more = [read[0][1], matrix.indptr]
+            slopes.append(matrix.data)
+        else:
+            name = "positive" if part.function is real_part else getattr(part.function, "__name__", "")
+            if name not in CODES:
+                return None
+            code, more = CODES[name], inputs
+            read = [(np.arange(m), ids, at + c * m + np.arange(m)) for c, ids in enumerate(inputs)]
+            constant = np.ones(3 * m)
+            constant[m : 2 * m] = -1.0 if name == "subtract" else 1.0
+            slopes.append(-constant if name == "negative" else constant)
+        for c, each in enumerate(more):
+            pointers[c] = begin
+            reads.append(each)
+            begin += len(each)
+        operations.append(([code, part.begin, m, *pointers, at], bool(moves[number])))
+        at += len(slopes[-1])
+        if not part.is_linear and part.function in FLAT:
+            continue
+        rows, ids, by = (np.concatenate(each) for each in zip(*read, strict=True))
+        is_read = depends[graph.owners(ids)]
+        rows, ids, by = rows[is_read], ids[is_read], by[is_read]
+        edges.append(np.stack([part.begin + rows, by, ids], 1))
+        if not size:
+            continue
+        repeats = widths[ids]
+        source = np.repeat(firsts[ids], repeats) + _counting(repeats)
+        all_columns = np.concatenate(columns)
+        columns = [all_columns]
+        keys = np.repeat(rows, repeats) * leaf.size + all_columns[source]
+        if not part.is_linear and part.function in SELECTIONS:
+            by = ~by
+        order = np.argsort(keys, kind="stable")
+        found, starts = np.unique(keys[order], return_index=True)
+        terms.append(np.stack([np.repeat(by, repeats), source], 1)[order])
+        sums.append(starts + sum(map(len, terms[:-1])))
+        columns.append(found % leaf.size)
+        widths[part.own] = np.bincount(found // leaf.size, minlength=m)
+        firsts[part.own] = tangents + np.cumsum(widths[part.own]) - widths[part.own]
+        tangents += len(found)
+        if tangents > 50 * _NUMBERS:
+            return None
+    results = graph.results
+    repeats = widths[results]
+    source = np.repeat(firsts[results], repeats) + _counting(repeats)
+    rows, column = np.repeat(np.arange(len(results)), repeats), np.concatenate(columns)[source]
+    to = rows * size + column % max(size, 1)
+    operations.sort(key=lambda each: each[1])
+    ends = [np.array([sum(map(len, terms))])]
+    tables = Tables(
+        np.array([each for each, _ in operations], np.int64).reshape(-1, 7),
+        np.concatenate(reads).astype(np.uint32),
+        np.concatenate([*sums, *ends]).astype(np.int64),
+        np.concatenate([*terms, np.empty((0, 2), np.int64)]).astype(np.int64),
+        np.stack([source, to], 1).astype(np.int64),
+        np.concatenate([*edges, np.empty((0, 3), np.int64)]).astype(np.int64),
+        results.astype(np.int64),
+        graph.guards.astype(np.int64),
+        graph.expected,
+        np.array(leaves, np.int64),
+        sum(not moving for _, moving in operations),
+    )
+    return _Form(tables, graph.first, np.concatenate(slopes), tangents)
+
+
+def _counting(repeats: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return ``0, …, r - 1`` for each `r`."""
+    return np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+
+
+class Loops:
+    """The compiled loops of a run.
+
+    Parameters
+    ----------
+    scheme : Scheme
+        The equations of a step.
+    samples : int
+        How many samples there are.
+    run : Trajectory
+        The arrays of the run.
+    tolerance : Tolerance
+        How exact states are.
+
+    Attributes
+    ----------
+    factorisations : int
+        How many matrices were factorised.
+    """
+
+    def __init__(
+        self, scheme: Scheme, samples: int, run: Trajectory, tolerance: Tolerance
+    ) -> None:
+        equations, n = scheme.form, run.states.shape[1]
+        self._scheme, self._run = scheme, run
+        self._size = size = n // samples if np.diag(equations.a).any() else 0
+        self._can = isinstance(scheme.source, Traced) and size <= _SIZE and n <= _NUMBERS
+        if not self._can:
+            return
+        mass = equations.mass
+        rows, columns = rows_of(Pattern(mass)), mass.indices
+        places = rows * size + columns % max(size, 1)
+        entries = np.stack([rows, columns, places], 1).astype(np.int64)
+        inner = np.array(equations.inner, np.int64)
+        self._method = Method(equations.kind, equations.a, equations.c, inner, entries, mass.data)
+        cost = float(scheme.matrices.cost)
+        self._rules = Rules(*tolerance, MARGIN, FAR, SLOW, OWN, cost, MOST, WIDE)
+        self._work = Work(
+            np.zeros((samples, size, size)),
+            np.zeros((samples, size, size)),
+            np.zeros((samples, size), np.int64),
+            np.zeros((9, n)),
+            np.zeros((len(inner), n)),
+            np.zeros(4),
+        )
+        self._march: tuple[Graph, March | None] | None = None
+        self._waits, self._apart, self._length = 0, 1, _FIRST
+
+    @property
+    def factorisations(self) -> int:
+        """How many matrices were factorised."""
+        return int(self._work.known[3]) if self._can else 0
+
+    def _march_at(self, place: Place) -> March | None:
+        """Return what loops read and write where the function branches as at the end of a step."""
+        if not self._can:
+            return None
+        if self._waits:
+            self._waits -= 1
+            return None
+        source: Traced = self._scheme.source  # type: ignore[assignment]
+        graph = source.graph(self._scheme.arguments(place), self._scheme.patterns)
+        if graph is None:
+            self._can = source.refusal is None
+            return None
+        if self._march is None or self._march[0] is not graph:
+            self._march = graph, self._march_of(graph)
+        return self._march[1]
+
+    def _march_of(self, graph: Graph) -> March | None:
+        form = _form_of(graph, self._size)
+        if form is None:
+            return None
+        count = len(form.first)
+        values = Values(form.first.copy(), form.slopes.copy(), np.ones(form.tangents), np.empty(count))
+        return March(form.tables, values, self._method, self._work, self._rules, self._run)
+
+    def _is_right(self, place: Place) -> bool:
+        """Return whether the function has the values of what was read at the end of a step."""
+        source: Traced = self._scheme.source  # type: ignore[assignment]
+        self._can = source.agrees(self._scheme.arguments(place))
+        return self._can
+
+    def _note(self, seconds: float, steps: int, is_solved: bool) -> None:
+        """Choose how long the next loop is, and how many steps come before it."""
+        if seconds < _SECONDS and steps >= self._length:
+            self._length *= 2
+        self._apart = 1 if steps else min(2 * self._apart, _APART)
+        if not is_solved:
+            self._waits = self._apart
+
+    def advance(self, k: int, end: int, place: Callable[[int, int], Place]) -> int:
+        """Take steps from `k` on; return the first that is left to take.
+
+        `place` is `Run._place`.
+        """
+        at = place(k, 0)
+        march = self._march_at(at._replace(states=at.states[[-1, -1]]))
+        if march is None:
+            return k
+        start, last = time.perf_counter(), min(end, k + self._length)
+        reached = take_steps(march, k, last)
+        self._note(time.perf_counter() - start, reached - k, reached == last)
+        return reached if reached > k and self._is_right(place(reached - 1, 1)) else k
+
+    def pull_back(
+        self,
+        k: int,
+        place: Callable[[int, int], Place],
+        own: Callable[[int], Vector | None],
+        grads: Grads,
+        in_dt: Vector,
+    ) -> int:
+        """Go back from the end of step ``k - 1``; return the step whose end is reached."""
+        march = self._march_at(place(k - 1, 1))
+        if march is None:
+            return k
+        n, losses = grads.old.shape
+        march = march._replace(
+            work=self._work._replace(rates=np.empty((losses * len(self._work.rates), n)))
+        )
+        begin = max(0, k - self._length)
+        given = [own(each) for each in range(k, begin, -1)][::-1]
+        above = np.zeros((len(given), n, losses))
+        for each, one in zip(above, given, strict=True):
+            each[:] = 0.0 if one is None else one
+        start, reached = time.perf_counter(), -1
+        while reached != begin:
+            if reached >= 0:
+                # Gradients are of no use where a step was not solved, and those above are.
+                above, begin = above[reached - begin :], reached
+            trial = Adjoints(*(getattr(grads, name).copy() for name in Adjoints._fields))
+            reached = pull_steps_back(march, begin, above, trial, in_dt)
+        self._note(time.perf_counter() - start, k - reached, len(above) == len(given))
+        if reached == k:
+            return k
+        if not self._is_right(place(reached, 1)):
+            raise RenewedError
+        for name, found in trial._asdict().items():
+            setattr(grads, name, found)
+        return reached
