@@ -86,7 +86,9 @@ def _read(graph: Graph, size: int) -> _Form | None:
             more = [read[0][1], matrix.indptr]
             slopes.append(matrix.data)
         else:
-            name = "positive" if part.function is real_part else getattr(part.function, "__name__", "")
+            name = (
+                "positive" if part.function is real_part else getattr(part.function, "__name__", "")
+            )
             if name not in CODES:
                 return None
             code, more = CODES[name], inputs
@@ -173,9 +175,7 @@ class Loops:
         How many matrices were factorised.
     """
 
-    def __init__(
-        self, scheme: Scheme, samples: int, run: Trajectory, tolerance: Tolerance
-    ) -> None:
+    def __init__(self, scheme: Scheme, samples: int, run: Trajectory, tolerance: Tolerance) -> None:
         equations, n = scheme.form, run.states.shape[1]
         self._scheme, self._run = scheme, run
         self._size = size = n // samples if np.diag(equations.a).any() else 0
@@ -214,7 +214,10 @@ class Loops:
             self._waits -= 1
             return None
         source: Traced = self._scheme.source  # type: ignore[assignment]
-        graph = source.graph(self._scheme.arguments(place), self._scheme.patterns)
+        arguments = self._scheme.arguments(place)
+        if self._march is None:
+            source.value(arguments)  # which raises errors of the user's function as they are
+        graph = source.graph(arguments, self._scheme.patterns)
         if graph is None:
             self._can = source.refusal is None
             return None
@@ -227,7 +230,9 @@ class Loops:
         if form is None:
             return None
         count = len(form.first)
-        values = Values(form.first.copy(), form.slopes.copy(), np.ones(form.tangents), np.empty(count))
+        values = Values(
+            form.first.copy(), form.slopes.copy(), np.ones(form.tangents), np.empty(count)
+        )
         return March(form.tables, values, self._method, self._work, self._rules, self._run)
 
     def _is_right(self, place: Place) -> bool:
@@ -262,7 +267,7 @@ class Loops:
         self,
         k: int,
         place: Callable[[int, int], Place],
-        own: Callable[[int], Vector | None],
+        own: Callable[[int, int], Vector],
         grads: Grads,
         in_dt: Vector,
     ) -> int:
@@ -274,19 +279,16 @@ class Loops:
         march = march._replace(
             work=self._work._replace(rates=np.empty((losses * len(self._work.rates), n)))
         )
-        begin = max(0, k - self._length)
-        given = [own(each) for each in range(k, begin, -1)][::-1]
-        above = np.zeros((len(given), n, losses))
-        for each, one in zip(above, given, strict=True):
-            each[:] = 0.0 if one is None else one
+        first = begin = max(0, k - self._length)
+        above = own(begin + 1, k + 1)
         start, reached = time.perf_counter(), -1
         while reached != begin:
             if reached >= 0:
                 # Gradients are of no use where a step was not solved, and those above are.
                 above, begin = above[reached - begin :], reached
             trial = Adjoints(*(getattr(grads, name).copy() for name in Adjoints._fields))
-            reached = pull_steps_back(march, begin, above, trial, in_dt)
-        self._note(time.perf_counter() - start, k - reached, len(above) == len(given))
+            reached = pull_steps_back(march, begin, above.copy(), trial, in_dt)
+        self._note(time.perf_counter() - start, k - reached, begin == first)
         if reached == k:
             return k
         if not self._is_right(place(reached, 1)):

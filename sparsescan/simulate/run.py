@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, InputTypeError, MemoryLimitError, NewtonError, short
 from ..formatting import format_bytes, quantity
-from ..locks import new_lock
 from ..kernels.cpu.marching import Trajectory
+from ..locks import new_lock
 from .adapt import March
 from .compiled import Loops
 from .derivatives import RenewedError
@@ -348,14 +348,7 @@ class Run:
                     continue
 
     def _backward(self, grad_states: Any, grad_last: Any) -> SimulationGradients:
-        one, losses = self._read_grads(grad_states, grad_last)
-        given: dict[int, Vector | None] = {}
-
-        def own(k: int) -> Vector | None:
-            if k not in given:
-                given[k] = one(k)
-            return given[k]
-
+        own, losses = self._read_grads(grad_states, grad_last)
         if self._begin == max(self._done - 1, 0) // self._length * self._length:
             # Each call begins with the factors that the forward pass has left, for the same bits.
             if self._left is None:
@@ -371,13 +364,11 @@ class Run:
                 begin = k
                 if self._loops is not None:
                     k = self._loops.pull_back(k, self._place, own, grads, in_dt)
-                for each in [each for each in given if each > k]:
-                    del given[each]
                 if k < begin:
                     continue
                 k -= 1
                 # The caller's function may call this method, too, which keeps other states.
-                above = _added(grads.old, own(k + 1))
+                above = grads.old + own(k + 1, k + 2)[0]
                 self._keep(k)
                 grads.begin()
                 later = grads.time.copy()
@@ -389,7 +380,7 @@ class Run:
                 in_dt[k] = later
                 in_dt[k] += grads.dt
             self._scheme.source.settle()
-        u0 = _added(grads.old, own(0))
+        u0 = grads.old + own(0, 1)[0]
         dt = in_dt.sum(0) if self._has_one_dt else in_dt
         if losses is None:
             number = float(dt[0]) if self._has_one_dt else dt[:, 0]
@@ -418,8 +409,11 @@ class Run:
 
     def _read_grads(
         self, grad_states: Any, grad_last: Any
-    ) -> tuple[Callable[[int], Vector | None], int | None]:
-        """Return a function of a state's number, for columns if any, and the number of losses."""
+    ) -> tuple[Callable[[int, int], Vector], int | None]:
+        """Return what returns the gradients in some states, and the number of losses.
+
+        Those in states from one number to before another have the shape ``(states, n, losses)``.
+        """
         if grad_states is None and grad_last is None:
             raise InputError("grad_states and grad_last are None; expected one of them")
         one = self._shape
@@ -444,23 +438,35 @@ class Run:
                     "number of losses"
                 )
             losses = many
-            states = states.reshape(*([] if losses is None else [losses]), -1, self._n)
+        columns = 1 if losses is None else losses
+        known: dict[int, Vector | None] = {}  # what the function has returned: it is called once
 
-        def own(k: int) -> Vector | None:
-            found = None
-            if k == self._done and last is not None:
-                found = last.reshape(-1, self._n).T
-            if states is not None:
-                return _added(states[..., k, :].reshape(-1, self._n).T, found)
-            if grad_states is None or (given := function(k)) is None:
-                return found
+        def of_state(k: int) -> Vector | None:
+            if (given := function(k)) is None:
+                return None
             given = _read(f"grad_states({k})", given, one)
             if (len(given) if given.ndim > len(one) else None) != losses:
                 raise InputError(
                     f"grad_states({k}) has shape {given.shape}; expected "
                     f"{one if losses is None else (losses, *one)}"
                 )
-            return _added(given.reshape(-1, self._n).T, found)
+            return given.reshape(-1, self._n).T
+
+        def own(begin: int, end: int) -> Vector:
+            found = np.zeros((end - begin, self._n, columns))
+            if states is not None:
+                found += np.moveaxis(states.reshape(columns, -1, self._n)[:, begin:end], 0, 2)
+            elif grad_states is not None:
+                for k in [k for k in known if k >= end]:
+                    del known[k]
+                for k in reversed(range(begin, end)):
+                    if k not in known:
+                        known[k] = of_state(k)
+                    if (more := known[k]) is not None:
+                        found[k - begin] += more
+            if last is not None and end > self._done:
+                found[-1] += last.reshape(-1, self._n).T
+            return found
 
         return own, losses
 
@@ -471,10 +477,6 @@ def too_short(dt: float, time: float) -> str:
         f"dt is {dt:.6g} at t={time:.6g}, where numbers are {np.spacing(abs(time)):.3g} apart; "
         "expected one that changes the time"
     )
-
-
-def _added(x: Vector, more: Vector | None) -> Vector:
-    return x if more is None else x + more
 
 
 def _read(name: str, given: Any, shape: tuple[int, ...]) -> Vector:

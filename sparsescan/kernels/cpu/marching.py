@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..compile import njit
-from .tapes import Tables, Values, differentiate, evaluate, holds, pull_back
+from .tapes import PLAIN, Tables, Values, differentiate, evaluate, holds, pull_back
 
 # Kinds of methods.
 RUNGE_KUTTA, BDF2, RESIDUAL = range(3)
@@ -152,13 +152,37 @@ class Adjoints(NamedTuple):
     time: NDArray[np.float64]
 
 
+# -- Vectors ---------------------------------------------------------------------------------------
+
+
+@njit(**PLAIN)
+def _set(x: Any, y: Any) -> None:
+    """Copy numbers of `y` to `x`."""
+    for i in range(len(x)):
+        x[i] = y[i]
+
+
+@njit(**PLAIN)
+def _fill(x: Any, value: float) -> None:
+    """Set all numbers."""
+    for i in range(len(x)):
+        x[i] = value
+
+
+@njit(**PLAIN)
+def _add(x: Any, factor: float, y: Any) -> None:
+    """Add a multiple of `y`."""
+    for i in range(len(x)):
+        x[i] += factor * y[i]
+
+
 # -- Dense factors ---------------------------------------------------------------------------------
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _factorise(work: Any) -> bool:
     """Factorise all matrices, ``P A = L U``; return whether all are regular."""
-    work.factors[:] = work.matrices
+    _set(work.factors.reshape(-1), work.matrices.reshape(-1))
     for b in range(len(work.factors)):
         a, pivots = work.factors[b], work.pivots[b]
         size = len(pivots)
@@ -185,10 +209,10 @@ def _factorise(work: Any) -> bool:
     return True
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _solve(work: Any, right: Any, x: Any) -> None:
     """Set ``x = A⁻¹ right``."""
-    x[:] = right
+    _set(x, right)
     size = work.pivots.shape[1]
     for b in range(len(work.factors)):
         a, pivots, y = work.factors[b], work.pivots[b], x[b * size : (b + 1) * size]
@@ -203,10 +227,10 @@ def _solve(work: Any, right: Any, x: Any) -> None:
             y[i] /= a[i, i]
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _solve_transposed(work: Any, right: Any, x: Any) -> None:
     """Set ``x = A⁻ᵀ right``."""
-    x[:] = right
+    _set(x, right)
     size = work.pivots.shape[1]
     for b in range(len(work.factors)):
         a, pivots, y = work.factors[b], work.pivots[b], x[b * size : (b + 1) * size]
@@ -221,44 +245,49 @@ def _solve_transposed(work: Any, right: Any, x: Any) -> None:
             y[k], y[pivots[k]] = y[pivots[k]], y[k]
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _adjoint(work: Any, rules: Any, right: Any, x: Any, rest: Any) -> None:
     """Set ``x = A⁻ᵀ right``, refined where entries are of very different sizes."""
     _solve_transposed(work, right, x)
-    if np.max(np.abs(work.matrices)) <= rules.wide:
+    largest, matrices = 0.0, work.matrices.reshape(-1)
+    for i in range(len(matrices)):
+        largest = max(largest, abs(matrices[i]))
+    if largest <= rules.wide:
         return
     size = work.pivots.shape[1]
-    rest[:] = right
+    _set(rest, right)
     for b in range(len(work.factors)):
         for i in range(size):
             for j in range(size):
                 rest[b * size + j] -= work.matrices[b, i, j] * x[b * size + i]
     more = work.vectors[8]
     _solve_transposed(work, rest, more)
-    x += more
+    _add(x, 1.0, more)
 
 
 # -- Steps -----------------------------------------------------------------------------------------
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _begin(tables: Any, values: Any, params: Any) -> None:
     """Compute what depends on parameters alone."""
     at, size = tables.leaves[4]
-    values.elements[at : at + size] = params
+    for i in range(size):
+        values.elements[at + i] = params[i]
     evaluate(tables, values, 0, tables.constant, True)
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _turn_to(tables: Any, values: Any, old: Any, dt: float) -> None:
     """Set the old state and the length of a step, where the function reads them."""
     at, size = tables.leaves[1]
     if size:
-        values.elements[at : at + size] = old
+        for i in range(size):
+            values.elements[at + i] = old[i]
         values.elements[tables.leaves[3, 0]] = dt
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _evaluate_at(tables: Any, values: Any, u: Any, time: float, slopes: bool) -> bool:
     """Evaluate the function at a state and a time; return whether its guards hold."""
     at = tables.leaves[0, 0]
@@ -269,7 +298,7 @@ def _evaluate_at(tables: Any, values: Any, u: Any, time: float, slopes: bool) ->
     return holds(tables, values)
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _residual(tables: Any, values: Any, method: Any, stage: Any, vectors: Any, rest: Any) -> bool:
     """Set the residual at a state whose values are there; return whether it is finite."""
     alpha, kappa, _ = stage
@@ -286,13 +315,13 @@ def _residual(tables: Any, values: Any, method: Any, stage: Any, vectors: Any, r
     return total < np.inf
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _linearise(tables: Any, values: Any, method: Any, work: Any, stage: Any) -> bool:
     """Factorise ``α M - κ J`` at a state whose slopes are there; return whether it is regular."""
     alpha, kappa, _ = stage
     differentiate(tables, values)
     matrix = work.matrices.reshape(-1)
-    matrix[:] = 0.0
+    _fill(matrix, 0.0)
     for e in range(len(method.mass)):
         matrix[method.mass[e, 2]] = alpha * method.weights[e]
     for e in range(len(tables.entries)):
@@ -300,7 +329,7 @@ def _linearise(tables: Any, values: Any, method: Any, work: Any, stage: Any) -> 
     return _factorise(work)
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _is_lower(work: Any, rules: Any) -> bool:
     """Return whether a correction lowers the residual, each equation in its scale."""
     state, rest, correction = work.vectors[0], work.vectors[1], work.vectors[2]
@@ -321,7 +350,7 @@ def _is_lower(work: Any, rules: Any) -> bool:
     return after < before
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _newton(of: Any, stage: Any) -> int:
     """Solve a stage from ``vectors[0]``, to there; return iterations, or 0 without a solution.
 
@@ -366,7 +395,7 @@ def _newton(of: Any, stage: Any) -> int:
             known[2] += iteration - known[1]
             if known[2] > rules.cost:
                 known[0] = 0.0
-            state[:] = new
+            _set(state, new)
             return iteration
         has_slopes = before < np.inf and size > (rules.own if is_own else rules.slow) * before
         if not _evaluate_at(tables, values, new, time, has_slopes):
@@ -384,12 +413,13 @@ def _newton(of: Any, stage: Any) -> int:
             known[0] = 0.0
         for i in range(len(state)):
             sizes_before[i] = abs(correction[i]) / (rules.atol + rules.rtol * abs(new[i]))
-        state[:], rest[:] = new, new_rest
+        _set(state, new)
+        _set(rest, new_rest)
         before, has_before = size, True
     return 0
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _coefficients(kind: int, ratio: float) -> tuple[float, float, float]:
     """Return ``α``, and what the last two states are multiplied by; without a step before at 0."""
     if kind == BDF2 and ratio != 0.0:
@@ -399,7 +429,7 @@ def _coefficients(kind: int, ratio: float) -> tuple[float, float, float]:
     return 1.0, -1.0, 0.0
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _step(of: Any, k: int) -> bool:
     """Take a step; return whether it was solved."""
     tables, values, method, work, _, run = of
@@ -414,11 +444,10 @@ def _step(of: Any, k: int) -> bool:
     run.newton[k] = 0
     for s in range(stages):
         time = run.times[k] + method.c[s] * dt
-        added[:] = 0.0
+        _fill(added, 0.0)
         for j in range(s):
             if a[s, j] != 0.0:
-                added += a[s, j] * rates[j]
-        added *= dt
+                _add(added, dt * a[s, j], rates[j])
         if a[s, s] != 0.0:
             for i in range(len(old)):
                 past[i] = b * old[i] + c * older[i]
@@ -432,7 +461,7 @@ def _step(of: Any, k: int) -> bool:
             for i in range(len(old)):
                 state[i] = old[i] + added[i]
         if method.inner[s] >= 0:
-            run.inner[k, method.inner[s]] = state
+            _set(run.inner[k, method.inner[s]], state)
         for j in range(s + 1, stages):
             if a[j, s] != 0.0:
                 if not _evaluate_at(tables, values, state, time, False):
@@ -440,11 +469,11 @@ def _step(of: Any, k: int) -> bool:
                 for i in range(len(old)):
                     rates[s, i] = values.elements[tables.results[i]]
                 break
-    states[k + 2] = state
+    _set(states[k + 2], state)
     return True
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(cache=True, nogil=True, **PLAIN)
 def take_steps(of: Any, begin: int, end: int) -> int:
     """Take steps; return the first one that was not solved, or `end`."""
     _begin(of.tables, of.values, of.run.params)
@@ -458,23 +487,23 @@ def take_steps(of: Any, begin: int, end: int) -> int:
 # -- Back ------------------------------------------------------------------------------------------
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _sweep(tables: Any, values: Any, above: Any) -> None:
     """Compute gradients of all elements, given those of what the function returns."""
-    values.grads[:] = 0.0
+    _fill(values.grads, 0.0)
     for i in range(len(above)):
         values.grads[tables.results[i]] += above[i]
     pull_back(tables, values)
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _weigh(method: Any, factor: float, x: Any, sums: Any) -> None:
     """Add ``factor Mᵀ x`` to sums."""
     for e in range(len(method.mass)):
         sums[method.mass[e, 1]] += factor * method.weights[e] * x[method.mass[e, 0]]
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _add_grads(
     tables: Any, values: Any, method: Any, grads: Any, dt: float, c: float, loss: int
 ) -> None:
@@ -491,7 +520,7 @@ def _add_grads(
             grads.old[i, loss] += g[leaves[1, 0] + i]
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _pull_step_back(of: Any, k: int, above: Any, grads: Any) -> bool:
     """Add gradients of all that a step has read; return whether its matrices are regular."""
     tables, values, method, work, rules, run = of
@@ -521,11 +550,11 @@ def _pull_step_back(of: Any, k: int, above: Any, grads: Any) -> bool:
                 return False
         for loss in range(losses):
             adjoint = found[loss * stages + s]
-            through[:] = 0.0
+            _fill(through, 0.0)
             has_later = False
             for j in range(s + 1, stages):
                 if a[j, s] != 0.0:
-                    through += dt * a[j, s] * found[loss * stages + j]
+                    _add(through, dt * a[j, s], found[loss * stages + j])
                     has_later = True
             for i in range(len(own)):
                 own[i] = above[i, loss] if s == stages - 1 else 0.0
@@ -537,7 +566,7 @@ def _pull_step_back(of: Any, k: int, above: Any, grads: Any) -> bool:
                 _adjoint(work, rules, own, adjoint, rest)
                 _weigh(method, -b, adjoint, grads.old[:, loss])
                 _weigh(method, -c, adjoint, grads.older[:, loss])
-                through += kappa * a[s, s] * adjoint
+                _add(through, kappa * a[s, s], adjoint)
             if is_read:
                 _sweep(tables, values, through)
                 _add_grads(tables, values, method, grads, dt, method.c[s], loss)
@@ -551,7 +580,7 @@ def _pull_step_back(of: Any, k: int, above: Any, grads: Any) -> bool:
                     grads.old[i, loss] += adjoint[i]
             elif method.kind == BDF2 and k:
                 one = 1 + ratio
-                rest[:] = 0.0
+                _fill(rest, 0.0)
                 _weigh(method, 1.0, adjoint, rest)
                 in_ratio = 0.0
                 for i in range(len(own)):
@@ -563,23 +592,26 @@ def _pull_step_back(of: Any, k: int, above: Any, grads: Any) -> bool:
     return True
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def pull_steps_back(of: Any, begin: int, own: Any, grads: Any, in_dt: Any) -> int:
-    """Go back from step ``begin + len(own)`` to `begin`; return the last one that was right.
+@njit(cache=True, nogil=True, **PLAIN)
+def pull_steps_back(of: Any, begin: int, above: Any, grads: Any, in_dt: Any) -> int:
+    """Go back from step ``begin + len(above)`` to `begin`; return the last one that was right.
 
-    Parameters are those of :func:`take_steps`, and gradients of the loss in states after these
-    steps. Where a step is not solved, gradients are of no use.
+    `above` has gradients of the loss in the states after these steps, ``(steps, n, losses)``, to
+    which those of later steps are added. Where a step is not solved, gradients are of no use.
     """
     _begin(of.tables, of.values, of.run.params)
-    above = np.empty_like(grads.old)
-    for k in range(begin + len(own) - 1, begin - 1, -1):
-        above[:] = grads.old + own[k - begin]
-        grads.old[:] = grads.older
-        grads.older[:] = 0.0
-        grads.dt[:] = grads.dt_before
-        grads.dt_before[:] = 0.0
-        in_dt[k] = grads.time
-        if not _pull_step_back(of, k, above, grads):
+    n, losses = grads.old.shape
+    for k in range(begin + len(above) - 1, begin - 1, -1):
+        own = above[k - begin]
+        for i in range(n):
+            for loss in range(losses):
+                own[i, loss] += grads.old[i, loss]
+                grads.old[i, loss] = grads.older[i, loss]
+                grads.older[i, loss] = 0.0
+        _set(grads.dt, grads.dt_before)
+        _fill(grads.dt_before, 0.0)
+        _set(in_dt[k], grads.time)
+        if not _pull_step_back(of, k, own, grads):
             return k + 1
-        in_dt[k] += grads.dt
+        _add(in_dt[k], 1.0, grads.dt)
     return begin

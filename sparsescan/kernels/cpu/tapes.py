@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 
 from ..compile import njit
 
+# Kernels that allocate nothing count no references.
+PLAIN: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
+
 
 class Tables(NamedTuple):
     """A tape, as kernels read it.
@@ -96,12 +99,12 @@ CODES |= {"radians": CODES["deg2rad"], "degrees": CODES["rad2deg"]}
 _RARE, _PRODUCT = CODES["exp"], CODES["product"]
 
 
-@njit
+@njit(**PLAIN)
 def _number(is_true: bool) -> float:
     return 1.0 if is_true else 0.0
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _power(x: float, y: float) -> float:
     if y == 2.0:
         return x * x
@@ -114,7 +117,7 @@ def _power(x: float, y: float) -> float:
     return math.pow(x, y)
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _value(code: int, x: float, y: float, z: float) -> float:
     """Return the value of a rare operation."""
     if code == 8:
@@ -232,7 +235,7 @@ def _value(code: int, x: float, y: float, z: float) -> float:
     return np.nan
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def _derivatives(code: int, v: float, x: float, y: float) -> tuple[float, float, float]:
     """Return the derivatives of a rare operation of value `v` in its arguments."""
     a, b, c = 0.0, 0.0, 0.0
@@ -323,7 +326,7 @@ def _derivatives(code: int, v: float, x: float, y: float) -> tuple[float, float,
     return a, b, c
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def evaluate(tables: Any, values: Any, begin: int, end: int, slopes: bool) -> None:
     """Compute some operations, and with `slopes` their derivatives.
 
@@ -381,7 +384,7 @@ def evaluate(tables: Any, values: Any, begin: int, end: int, slopes: bool) -> No
                     )
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def holds(tables: Any, values: Any) -> bool:
     """Return whether all guards are as expected."""
     for k in range(len(tables.guards)):
@@ -390,7 +393,7 @@ def holds(tables: Any, values: Any) -> bool:
     return True
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def differentiate(tables: Any, values: Any) -> None:
     """Compute tangents from the derivatives of operations."""
     sums, terms, t, d = tables.sums, tables.terms, values.tangents, values.slopes
@@ -408,7 +411,7 @@ def differentiate(tables: Any, values: Any) -> None:
         t[first + i] = total
 
 
-@njit(error_model="numpy")
+@njit(**PLAIN)
 def pull_back(tables: Any, values: Any) -> None:
     """Compute gradients of all elements from those of results, which are there."""
     g, d, edges = values.grads, values.slopes, tables.edges
