@@ -37,6 +37,7 @@ ROOMS = (
     "simulate",
     "torch",
     "jax",
+    "export",
     "parallel",
     "strategies",
     "examples",

@@ -459,7 +459,7 @@ class Operation(NamedTuple):
 
     Attributes
     ----------
-    numpy, cpu, cuda : str
+    numpy, cpu, cuda, c : str
         Its text for each target, with ``{0}``, ``{1}``, … for the arguments; "" if a CPU or CUDA
         has no such function.
     pull : callable
@@ -480,6 +480,7 @@ class Operation(NamedTuple):
     numpy: str
     cpu: str
     cuda: str
+    c: str
     pull: _Pull
     fold: _Fold
     bounds: _Bounds
@@ -491,7 +492,7 @@ def _everywhere(
     text: str, pull: _Pull, fold: _Fold = None, bounds: _Bounds = _anywhere, **others: Any
 ) -> Operation:
     """Return an operation with one text for all targets, unless another text is given."""
-    texts = {"numpy": text, "cpu": text, "cuda": text}
+    texts = dict.fromkeys(("numpy", "cpu", "cuda", "c"), text)
     return Operation(pull=pull, fold=fold, bounds=bounds, **texts | others)
 
 
@@ -504,7 +505,7 @@ def _function(name: str, pull: _Pull, bounds: _Bounds, fold: _Fold = None) -> Op
     text = f"{name}({{0}})"
     # Those that fold have the names of Python's and NumPy's functions.
     numpy = text if fold is None else f"xp.{text}"
-    return _everywhere(text, pull, fold, bounds, numpy=numpy, is_heavy=True)
+    return _everywhere(text, pull, fold, bounds, numpy=numpy, c=f"real_{text}", is_heavy=True)
 
 
 def _none(g: Node, y: Node, *arguments: Node) -> tuple[None, ...]:
@@ -575,7 +576,8 @@ OPERATIONS: dict[str, Operation] = {
     "cos": _function("cos", lambda g, y, a: (-(g * apply("sin", a)),), _within(-1, 1), math.cos),
     "arctan2": Operation(
         "xp.arctan2({0}, {1})",
-        *("", "", _arctan2_pull, math.atan2, _within(-math.pi, math.pi)),
+        *("", "", "real_arctan2({0}, {1})"),
+        *(_arctan2_pull, math.atan2, _within(-math.pi, math.pi)),
         is_heavy=True,
         formula=_arctan2,
     ),
@@ -585,6 +587,7 @@ OPERATIONS: dict[str, Operation] = {
         abs,
         lambda a: (0.0, max(abs(a[0]), a[1])),
         numpy="xp.absolute({0})",
+        c="real_absolute({0})",
     ),
     "relu": _everywhere(
         "relu({0})",
@@ -592,6 +595,7 @@ OPERATIONS: dict[str, Operation] = {
         bounds=_positive,
         numpy="xp.maximum({0}, zero)",
         cpu="keep_positive({0}, {0})",
+        c="real_relu({0})",
     ),
     "minimum": _everywhere(
         "minimum({0}, {1})",
@@ -599,6 +603,7 @@ OPERATIONS: dict[str, Operation] = {
         min,
         _rising(min),
         numpy="xp.minimum({0}, {1})",
+        c="real_minimum({0}, {1})",
     ),
     "maximum": _everywhere(
         "maximum({0}, {1})",
@@ -606,9 +611,15 @@ OPERATIONS: dict[str, Operation] = {
         max,
         _rising(max),
         numpy="xp.maximum({0}, {1})",
+        c="real_maximum({0}, {1})",
     ),
     "less": _everywhere(
-        "less({0}, {1})", _none, lambda a, b: float(a < b), _within(0, 1), numpy="({0} < {1})"
+        "less({0}, {1})",
+        _none,
+        lambda a, b: float(a < b),
+        _within(0, 1),
+        numpy="({0} < {1})",
+        c="(real)({0} < {1})",
     ),
     "less_equal": _everywhere(
         "less_equal({0}, {1})",
@@ -616,12 +627,14 @@ OPERATIONS: dict[str, Operation] = {
         lambda a, b: float(a <= b),
         _within(0, 1),
         numpy="({0} <= {1})",
+        c="(real)({0} <= {1})",
     ),
     "where": _everywhere(
         "where({0}, {1}, {2})",
         lambda g, y, c, a, b: (None, _where(c, g, 0), _where(c, 0, g)),
         bounds=lambda c, a, b: (min(a[0], b[0]), max(a[1], b[1])),
         numpy="xp.where({0}, {1}, {2})",
+        c="({0} != 0 ? {1} : {2})",
     ),
     # A value, and what it is differentiated as: nothing, or a vector and the slope in it.
     "stop_gradient": _everywhere("{0}", _none, bounds=lambda a: a),

@@ -26,7 +26,9 @@ class Renderer:
         Names that the traced function has for some nodes.
     """
 
-    target: ClassVar[Literal["numpy", "cpu", "cuda"]]
+    target: ClassVar[Literal["numpy", "cpu", "cuda", "c"]]
+    # How a name is given to a text.
+    assignment: ClassVar[str] = "{} = {}"
     # Names that mean something else in the text, beside those that operations have there.
     words: ClassVar[tuple[str, ...]] = ()
 
@@ -110,7 +112,7 @@ class Renderer:
             is_named = vector in self.traced_names or uses[vector] > 1 or vector in roots
             if is_loaded or is_named or len(text) > LONG:
                 name = self.name_of(vector)
-                lines.append(f"{name} = {without_brackets(text)}")
+                lines.append(self.assignment.format(name, without_brackets(text)))
                 text = name
             texts[vector] = text
         return lines, texts

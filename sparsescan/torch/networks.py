@@ -1,0 +1,46 @@
+"""Recurrent modules as networks of NumPy, with copies of their parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..recurrent import Recurrent
+from .calls.sequences import Sequences
+from .calls.shapes import kind_of
+
+
+def as_network(module: nn.Module) -> Any:
+    """Return a network that computes what a recurrent module does; other modules as they are.
+
+    Parameters that :mod:`torch.nn.utils.prune` has pruned are those that are kept.
+    """
+    if not isinstance(module, nn.RNNBase | Sequences):
+        return module
+    if module.proj_size:
+        raise InputError(f"proj_size of {module} is {module.proj_size}; expected 0")
+    kind = kind_of(module.mode)
+    network = Recurrent(
+        *(kind.cell, module.input_size, module.hidden_size, module.num_layers, bool(module.bias)),
+        bidirectional=module.bidirectional,
+        rng=0,
+        **kind.options,
+    )
+    for name in network.params:
+        setattr(network, name, array_of(module, name))
+    return network
+
+
+def array_of(module: nn.Module, name: str) -> Any:
+    """Return a copy of a parameter in float32 or float64, as the next call would read it."""
+    value: Tensor | None = getattr(module, name)
+    mask = getattr(module, f"{name}_mask", None)
+    if mask is not None:
+        value = getattr(module, f"{name}_orig") * mask
+    if value is None:
+        return None
+    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+    return value.detach().to("cpu", dtype, copy=True).numpy()
