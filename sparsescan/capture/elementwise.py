@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ..graph import functions
 from ..graph.operations import Node, apply, as_node, value_of
 from .equations import Equation, Value, before
 
@@ -63,10 +65,19 @@ def _select(equation: Equation, which: Node, *cases: Node) -> Node:
     return apply("where", which, cases[1], cases[0])
 
 
+def is_truth(value: Value) -> bool:
+    """Return whether a value is a truth value, maybe as an integer."""
+    dtype, equation = value.aval.dtype, value.equation
+    if dtype.kind == "i" and equation is not None and equation.name == "convert_element_type":
+        return is_truth(equation.inputs[0])
+    return bool(dtype.kind == "b")
+
+
 def _converted(equation: Equation, a: Node) -> Node:
-    old, new = equation.inputs[0].aval.dtype, equation.outputs[0].aval.dtype
-    if old not in (new, np.dtype(bool)) or new not in ("float32", "float64"):
-        equation.refuse(f"a conversion of {old} to {new}")
+    (given,), new = equation.inputs, equation.outputs[0].aval.dtype
+    is_same = given.aval.dtype == new or is_truth(given)
+    if not is_same or (new not in ("float32", "float64") and new.kind != "i"):
+        equation.refuse(f"a conversion of {given.aval.dtype} to {new}")
     return a
 
 
@@ -75,6 +86,64 @@ def _power(equation: Equation, a: Node) -> Node:
         equation.refuse("a large power")
     power: Node = a ** equation.options["y"]
     return power
+
+
+def _real_power(equation: Equation, a: Node, exponent: Node) -> Node:
+    """Return a power that is no integer: exp(p·log(a)), whose derivative is p·a^(p - 1)."""
+    power = value_of(exponent)
+    if power is None or power.is_integer():
+        equation.refuse("an exponent that is no number, or is an integer")
+
+    def raised(power: float) -> Node:
+        return apply("exp", power * apply("log", a))
+
+    return apply("surrogate", raised(power), a, power * raised(power - 1))
+
+
+def _finite(equation: Equation, a: Node) -> Node:
+    return apply("absolute", a) <= float(np.finfo(equation.inputs[0].aval.dtype).max)
+
+
+def _rounded(shift: Callable[[Node, Node], Node], is_even: bool = True) -> Operation:
+    """Return a rounding, from the nearest integer: the even one of two."""
+
+    def compute(equation: Equation, a: Node) -> Node:
+        if is_even and int(equation.options.get("rounding_method", 1)) != 1:
+            equation.refuse("a rounding away from zero")
+        # Numbers from this one on are integers; those below it lose their fractions beside it.
+        large = float(2 ** np.finfo(equation.inputs[0].aval.dtype).nmant)
+        size = apply("absolute", a)
+        near = (size + large) - large
+        near = apply("where", size < large, apply("where", a < 0, -near, near), a)
+        return apply("stop_gradient", shift(a, near))
+
+    return compute
+
+
+def _sinh(equation: Equation, a: Node) -> Node:
+    u = apply("expm1", apply("absolute", a))
+    size = apply("where", u < 1e8, 0.5 * (u + u / (u + 1)), 0.5 * u)
+    return apply("surrogate", apply("where", a < 0, -size, size), a, _cosh(equation, a))
+
+
+def _cosh(equation: Equation, a: Node) -> Node:
+    return 0.5 * (apply("exp", a) + apply("exp", -a))
+
+
+def _tan(equation: Equation, a: Node) -> Node:
+    return apply("sin", a) / apply("cos", a)
+
+
+def _angle(equation: Equation, a: Node, b: Node) -> Node:
+    """Return an angle, whose derivative at the origin is NaN in JAX."""
+    square = a * a + b * b
+    angle = apply("surrogate", apply("arctan2", a, b), a, b / square)
+    return angle + apply("surrogate", 0, b, -a / square)
+
+
+def _stopped(equation: Equation, a: Node) -> Node:
+    is_value = a.operation in ("surrogate", "stop_gradient")
+    return apply("stop_gradient", a.arguments[0] if is_value else a)
 
 
 def _sign(equation: Equation, a: Node) -> Node:
@@ -106,6 +175,21 @@ ELEMENTWISE: dict[str, Operation] = {
     "exp": _named("exp"),
     "expm1": _named("expm1"),
     "log": _named("log"),
+    "log1p": _named("log1p"),
+    "exp2": lambda equation, a: apply("exp", a * math.log(2)),
+    "erf": lambda equation, a: functions.erf(a),
+    "erfc": lambda equation, a: functions.erfc(a),
+    "atan2": _angle,
+    "atan": lambda equation, a: apply("arctan2", a, 1),
+    "tan": _tan,
+    "sinh": _sinh,
+    "cosh": _cosh,
+    "atanh": lambda equation, a: 0.5 * (apply("log1p", a) - apply("log1p", -a)),
+    "pow": _real_power,
+    "is_finite": _finite,
+    "round": _rounded(lambda a, near: near),
+    "floor": _rounded(lambda a, near: near - (a < near), False),
+    "ceil": _rounded(lambda a, near: near + (near < a), False),
     "sqrt": _named("sqrt"),
     "rsqrt": lambda equation, a: 1 / apply("sqrt", a),
     "sin": _named("sin"),
@@ -129,7 +213,7 @@ ELEMENTWISE: dict[str, Operation] = {
     "not": _truth(lambda a: 1 - a),
     "select_n": _select,
     "convert_element_type": _converted,
-    "stop_gradient": _named("stop_gradient"),
+    "stop_gradient": _stopped,
     "copy": lambda equation, a: a,
     "copy_p": lambda equation, a: a,
 }

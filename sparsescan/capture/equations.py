@@ -121,6 +121,14 @@ class Equation:
         """Return the result of another operation, in place of this one."""
         raise NotImplementedError
 
+    def again(self, inputs: Sequence[Value]) -> Value:
+        """Return the result of the same operation of other arguments."""
+        raise NotImplementedError
+
+    def strided(self, value: Value, begin: int, end: int, step: int, axis: int) -> Value:
+        """Return each so many-th number along an axis of a value."""
+        self.refuse("a slice with strides, or of a part of the units")
+
     def custom(self) -> Callable[..., Node] | None:
         """Return a function with derivatives of its own, as an operation of one number a unit."""
         return None

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph.expressions import topological
-from ..graph.operations import Node, Reduction, apply, linear_map, number, reduce_units, symbol
+from ..graph.operations import Node, apply, linear_map, number, reduce_units, symbol
 from ..recurrent.program import INPUT
-from .elementwise import ELEMENTWISE
+from .elementwise import ELEMENTWISE, is_truth
 from .equations import Equation, NotCaptured, Value, before
 
 # Labels of axes beside those of samples, which are 0, 1, …
@@ -140,20 +140,16 @@ class Reader:
         try:
             outputs = self._apply(equation, None)
         except NotCaptured as error:
-            if equation.name != "concatenate":  # which a product may read piece by piece
+            # A product may read a concatenation piece by piece, and a slice a part of a reshape.
+            if equation.name not in ("concatenate", "reshape"):
                 raise
             self._refused[equation.outputs[0]] = error
             return
         self._vectors.update(zip(equation.outputs, outputs, strict=True))
 
     def used(self, outputs: Sequence[Node]) -> dict[str, Source]:
-        """Return the sources of new states; raise if these have no derivatives."""
+        """Return the sources of new states."""
         order = topological(outputs)
-        if any(each.operation == "number" and not np.isfinite(each.details[0]) for each in order):
-            raise NotCaptured("an infinite number, or NaN, in the body")
-        smooth = topological(outputs, (), lambda each: each.operation == "stop_gradient")
-        if any(each.operation == "product" and _is_maximum(each.details[0]) for each in smooth):
-            raise NotCaptured("reduce_max: the gradient of a maximum over units")
         names = {each.details[0] for each in order if each.details}
         return {name: each for name, each in self.sources.items() if name in names}
 
@@ -214,7 +210,7 @@ class Reader:
     ) -> Vector:
         """Return an elementwise operation."""
         for each in equation.inputs:
-            if each.aval.dtype not in (self.dtype, np.dtype(bool)):
+            if each.aval.dtype != self.dtype and not is_truth(each):
                 equation.refuse(f"{each.aval.dtype} among {self.dtype}")
         shape = equation.outputs[0].shape
         rank = len(shape)
@@ -329,6 +325,9 @@ class Reader:
         weight, other = inputs[which], inputs[1 - which]
         (inner,), (axis,) = contracted[which], contracted[1 - which]
         kinds = {each.aval.dtype for each in (*inputs, *equation.outputs)}
+        is_column = len(weight.shape) == 1 or weight.shape[1 - inner] == 1 != self.units
+        if is_column and kinds == {self.dtype} and self.waits(other):
+            return [self._derived(_column(equation, weight, which, other, axis), labels)]
         if len(weight.shape) != 2 or kinds != {self.dtype}:
             equation.refuse(f"a product with {weight.aval.str_short()}; expected a matrix")
         joined = other.equation
@@ -414,26 +413,30 @@ class Reader:
         return [self._derived(total, labels)]
 
     def reduced(self, equation: Equation, labels: Labels | None) -> list[Vector]:
-        """Return a sum, or a maximum, over axes."""
+        """Return a sum over axes, or an extreme, of which all numbers share the gradient."""
         axes = equation.options["axes"]
         if labels is not None:
             equation.refuse("a reduction of inputs")
         (value,) = equation.inputs
         given = self._vector(value, ())
         blocks, is_sum = given.blocks, equation.name == "reduce_sum"
+        turn, back = _TURNS.get(equation.name, (None, None))
+        if turn is not None:
+            blocks = self._mapped(blocks, turn)
         for axis in axes:
             label, size = given.labels[axis], value.shape[axis]
             if label is None and is_sum and size > 1:
                 blocks = self._mapped(blocks, functools.partial(apply, "multiply", number(size)))
-            elif label == GATES and is_sum:
-                blocks = self._summed(blocks)
-            elif label == UNITS and (is_sum or blocks.shape[1] == 1):
-                kind = "sum" if is_sum else "maximum"
-                blocks = self._summed(blocks.T).T
-                reduce = functools.partial(reduce_units, kind, heads=1)
-                blocks = self._mapped(blocks, reduce)
+            elif label == GATES:
+                blocks = self._joined(blocks, is_sum)
+            elif label == UNITS:
+                blocks = self._joined(blocks.T, is_sum).T
+                kind = functools.partial(reduce_units, "sum", heads=1) if is_sum else _largest
+                blocks = self._mapped(blocks, kind)
             elif label is not None:
-                equation.refuse("a reduction over samples, or over gates")
+                equation.refuse("a reduction over samples")
+        if back is not None:
+            blocks = self._mapped(blocks, back)
         return [Vector(without(given.labels, axes), blocks)]
 
     def _mapped(
@@ -442,15 +445,15 @@ class Reader:
         nodes = [change(self._nodes[k]) for k in blocks.reshape(-1).tolist()]
         return self._blocks(nodes, blocks.shape[0])
 
-    def _summed(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the sums of columns."""
-        sums = []
+    def _joined(self, blocks: NDArray[np.int64], is_sum: bool) -> NDArray[np.int64]:
+        """Return the sums, or the largest numbers, of columns."""
+        joined = []
         for column in blocks.T.tolist():
             total = self._nodes[column[0]]
             for k in column[1:]:
-                total = total + self._nodes[k]
-            sums.append(total)
-        return self._blocks(sums)
+                total = apply("add" if is_sum else "maximum", total, self._nodes[k])
+            joined.append(total)
+        return self._blocks(joined)
 
     def shaped(self, equation: Equation, labels: Labels | None) -> list[Vector]:
         """Return an array with other axes."""
@@ -477,6 +480,10 @@ class Reader:
     def cut(self, equation: Equation, labels: Labels | None) -> list[Vector]:
         """Return slices."""
         (value,), options = equation.inputs, equation.options
+        if equation.name == "slice" and self.waits(value):
+            part = self._part_of(equation, value)
+            if part is not None:
+                return [self._derived(part, labels)]
         given = self._vector(value, () if labels is None else labels)
         if equation.name == "slice":
             if any(step != 1 for step in options["strides"] or ()):
@@ -506,6 +513,66 @@ class Reader:
             else:
                 equation.refuse("a slice of samples, or of a part of the units")
         return Vector(given.labels, blocks)
+
+    def _part_of(self, equation: Equation, value: Value) -> Value | None:
+        """Return a slice that no blocks of units are, by equations of parts of their arguments."""
+        options = equation.options
+        steps = options["strides"] or (1,) * len(value.shape)
+        whole = zip(options["start_indices"], options["limit_indices"], steps, strict=True)
+        cuts = [
+            (k, *cut)
+            for k, (cut, size) in enumerate(zip(whole, value.shape, strict=True))
+            if cut != (0, size, 1)
+        ]
+        if len(cuts) != 1:
+            return None
+        axis, begin, end, step = cuts[0]
+        last, before = len(value.shape) - 1, value.equation
+        if value in self._refused:  # gates that are an axis behind that of units
+            assert before is not None
+            (flat,) = before.inputs
+            *lead, units, gates = value.shape
+            if before.name != "reshape" or axis != last or end - begin != 1:
+                return None
+            if flat.shape != (*lead, units * gates):
+                return None
+            part = self._strided(equation, flat, begin, units * gates, gates, last - 1)
+            return equation.derived("expand_dims", [part], dimensions=(last,))
+        is_block = begin % self.units == end % self.units == 0
+        label = self._vector(value, ()).labels[axis]
+        if label != UNITS or (step == 1 and is_block):
+            return None
+        if len(range(begin, end, step)) % self.units:
+            equation.refuse("a slice of a part of the units")
+        return self._strided(equation, value, begin, end, step, axis)
+
+    def _strided(
+        self, equation: Equation, value: Value, begin: int, end: int, step: int, axis: int
+    ) -> Value:
+        """Return some columns of a value, from those of what it is computed from."""
+        cut, before = (begin, end, step), value.equation
+        if not self.waits(value):
+            return equation.strided(value, *cut, axis)
+        assert before is not None
+        if before.name in ELEMENTWISE:
+            size = value.shape[axis]
+            return before.again(
+                [
+                    self._strided(equation, each, *cut, axis)
+                    if each.shape and each.shape[axis] == size
+                    else each
+                    for each in before.inputs
+                ]
+            )
+        if before.name != "dot_general":
+            equation.refuse("a slice of a part of the units")
+        (contracted, batched), pair = before.options["dimension_numbers"], list(before.inputs)
+        which = 0 if pair[0].is_fixed else 1
+        is_its = axis == (0 if which == 0 else len(value.shape) - 1)
+        if batched[0] or len(pair[which].shape) != 2 or not pair[which].is_fixed or not is_its:
+            equation.refuse("a slice of a part of the units")
+        pair[which] = equation.strided(pair[which], *cut, 1 - contracted[which][0])
+        return before.again(pair)
 
     def stacked(self, equation: Equation, labels: Labels | None) -> list[Vector]:
         """Return vectors along a new axis, of gates."""
@@ -561,14 +628,37 @@ class Reader:
         return [Vector((*outer[:axis], label, *outer[axis:]), blocks)]
 
 
+def _column(equation: Equation, weight: Value, which: int, other: Value, axis: int) -> Value:
+    """Return a product with a matrix of one column, or a vector, as a sum over units."""
+    shape = [1] * len(other.shape)
+    shape[axis] = other.shape[axis]
+    row = equation.derived("reshape", [weight], new_sizes=tuple(shape))
+    total = equation.derived("reduce_sum", [equation.derived("mul", [other, row])], axes=(axis,))
+    if len(weight.shape) == 1:
+        return total
+    place = 0 if which == 0 else len(total.shape)
+    return equation.derived("expand_dims", [total], dimensions=(place,))
+
+
+def _largest(vector: Node) -> Node:
+    """Return the largest of all units; those that are as large share its gradient."""
+    largest = apply("stop_gradient", reduce_units("maximum", vector, 1))
+    is_largest = largest <= vector
+    share = apply("stop_gradient", is_largest / is_largest.sum())
+    return apply("surrogate", largest, (vector * share).sum(), 1)
+
+
+# What extremes over units are the largest numbers of, and what is done with these.
+_TURNS: dict[str, tuple[Callable[[Node], Node], Callable[[Node], Node]]] = {
+    "reduce_min": (lambda a: -a, lambda a: -a),
+    "reduce_and": (lambda a: 1 - a, lambda a: 1 - a),
+}
+
+
 def _refuse(value: Value, why: str) -> NoReturn:
     if value.equation is not None:
         value.equation.refuse(why)
     raise NotCaptured(f"{value.aval.str_short()}, an argument: {why}")
-
-
-def _is_maximum(matrix: Any) -> bool:
-    return isinstance(matrix, Reduction) and not matrix.is_linear
 
 
 def _spread(vector: Vector, old: Shape, new: Shape) -> Vector:
@@ -668,7 +758,7 @@ _RULES: dict[str, Callable[[Reader, Equation, Labels | None], list[Vector]]] = {
     **dict.fromkeys(_SHAPES, Reader.shaped),
     "dot_general": Reader.product,
     "reduce_sum": Reader.reduced,
-    "reduce_max": Reader.reduced,
+    **dict.fromkeys(("reduce_max", "reduce_min", "reduce_or", "reduce_and"), Reader.reduced),
     "slice": Reader.cut,
     "split": Reader.cut,
     "concatenate": Reader.joined,

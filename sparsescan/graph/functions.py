@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import InputError, short
-from .operations import Node, apply, as_node, reduce_units
+from .operations import Node, apply, as_node, number, reduce_units
 
 __all__ = [
     "absolute",
@@ -133,6 +134,60 @@ def softsign(a: Any) -> Node:
 def leaky_relu(a: Any, slope: float = 0.01) -> Node:
     """Return ``a`` where it is positive, and ``slope·a`` elsewhere."""
     return where(as_node(a) <= 0, slope * a, a)
+
+
+# Polynomials through Chebyshev's points: erf(a) / a in 2a² - 1 for |a| ≤ 1, and beyond that
+# (a + 1/2)·exp(a²)·erfc(a) in 1 - 8 / (a + 3).
+_NEAR = (
+    *(0.9654687386698674, -0.1405360890227174, 0.019852496688977195, -0.002285485561133443),
+    *(
+        0.000217517156095344,
+        -1.7537169518297e-05,
+        1.223382541556e-06,
+        -7.5115451166e-08,
+    ),
+    *(4.116165382e-09, -2.03907805e-10, 8.838307e-12, -7.9225e-14),
+    *(1.28909e-13, -9.131e-14),
+)
+_FAR = (
+    *(0.6088755075318772, -0.053005647787808606, 0.00401830320914567, 0.009717548970670424),
+    *(-0.008601920258806638, 0.004417301254256998, -0.001521109291246879, 0.00030112859822135),
+    *(7.30683443937e-06, -2.4365434798552e-05, 4.974967692774e-06, 1.179118782666e-06),
+    *(-6.54031911227e-07, -3.3917398441e-08, 7.2208170486e-08, -1.48136383e-09),
+    *(
+        -8.075327351e-09,
+        3.64247485e-10,
+        8.5704465e-10,
+        -2.778694e-11,
+    ),
+    -6.0345374e-11,
+)
+
+
+def _erf_and_rest(a: Any) -> tuple[Node, Node, Node]:
+    """Return whether ``|a| <= 1``, erf there, and ``erfc(|a|)`` elsewhere."""
+    large = abs(as_node(a))
+    near, far = number(0), number(0)
+    place, other = 2 * a * a - 1, 1 - 8 / (large + 3)
+    for coefficient in reversed(_NEAR):
+        near = near * place + coefficient
+    for coefficient in reversed(_FAR):
+        far = far * other + coefficient
+    return large <= 1, a * near, exp(-(large * large)) * far / (large + 0.5)
+
+
+def erf(a: Any) -> Node:
+    """Return the error function ``2/√π·∫exp(-t²)dt``, from 0 to ``a``."""
+    is_near, near, rest = _erf_and_rest(a)
+    value = where(is_near, near, where(as_node(a) < 0, rest - 1, 1 - rest))
+    return apply("surrogate", value, a, 2 / math.sqrt(math.pi) * exp(-(as_node(a) * a)))
+
+
+def erfc(a: Any) -> Node:
+    """Return ``1 - erf(a)``, also where that is small."""
+    is_near, near, rest = _erf_and_rest(a)
+    value = where(is_near, 1 - near, where(as_node(a) < 0, 2 - rest, rest))
+    return apply("surrogate", value, a, -2 / math.sqrt(math.pi) * exp(-(as_node(a) * a)))
 
 
 def elu(a: Any, alpha: float = 1.0) -> Node:

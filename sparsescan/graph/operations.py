@@ -169,8 +169,8 @@ class Node:
 _DEPTH = 8
 # Operations that NumPy has by the same name, elementwise.
 NUMPYS = (
-    *("absolute", "arctan2", "cos", "exp", "expm1", "log", "maximum", "minimum", "sin", "sqrt"),
-    "tanh",
+    *("absolute", "arctan2", "cos", "exp", "expm1", "log", "log1p", "maximum", "minimum", "sin"),
+    *("sqrt", "tanh"),
 )
 # The functions that NumPy calls for an operator with one of its numbers on the left.
 _OPERATORS = {
@@ -566,6 +566,7 @@ OPERATIONS: dict[str, Operation] = {
         "expm1", lambda g, y, a: (g * (y + 1),), lambda a: (-1.0, _exp(a[1])), math.expm1
     ),
     "log": _function("log", lambda g, y, a: (g / a,), _anywhere, math.log),
+    "log1p": _function("log1p", lambda g, y, a: (g / (1 + a),), _anywhere, math.log1p),
     "softplus": _function(
         "softplus",
         lambda g, y, a: (-(g * apply("expm1", -y)),),

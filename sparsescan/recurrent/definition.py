@@ -37,7 +37,7 @@ _FUNCTIONS: dict[str, Callable[..., Node]] = {
 }
 # What a step calls in place of functions that had names in :mod:`sparsescan.recurrent`.
 FORMER_FUNCTIONS = {
-    **{name: f"np.{name}" for name in (*NUMPYS, "where")},
+    **{name: f"np.{name}" for name in (*NUMPYS, "where") if name in functions.__all__},
     "elu": "np.where(a <= 0, np.expm1(np.where(a <= 0, a, 0)), a)",
     "hardsigmoid": "np.clip(a / 6 + 0.5, 0, 1)",
     "hardtanh": "np.clip(a, -1, 1)",

@@ -7,10 +7,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
+import scipy.special
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsescan.graph import functions
 from sparsescan.graph.derivatives import WithSlope, gradients, with_slopes
 from sparsescan.graph.expressions import evaluate, topological
 from sparsescan.graph.kept import least_kept
@@ -34,7 +37,9 @@ def expressions(draw: st.DrawFn) -> list[Node]:
     nodes = list(INPUTS)
     for _ in range(draw(st.integers(1, 14))):
         a, b, c = (draw(st.sampled_from(nodes)) for _ in range(3))
-        kind = draw(st.sampled_from([*UNARY, *BINARY, "product", "exp", "divide", "where"]))
+        kind = draw(
+            st.sampled_from([*UNARY, *BINARY, "product", "exp", "log1p", "divide", "where"])
+        )
         if kind == "product":
             nodes.append(linear_map(("W",), a, draw(st.booleans())))
         elif kind == "where":
@@ -43,6 +48,8 @@ def expressions(draw: st.DrawFn) -> list[Node]:
             arguments = (a, b) if kind in BINARY else (a,)
             if kind == "exp":  # it does not overflow
                 arguments = (apply("tanh", a),)
+            elif kind == "log1p":
+                arguments = (0.5 * apply("sin", a),)
             elif kind == "divide":
                 arguments = a, apply("exp", apply("sin", b))
             nodes.append(apply(kind, *arguments))
@@ -116,3 +123,16 @@ def test_derivatives_are_those_of_autograd(roots: list[Node], seed: int, scale: 
     there = {node: value(node, arrays) for node in (*kept, *roots)}
     for grad, whole in zip(grads, found, strict=True):
         np.testing.assert_allclose(value(grad, there | cotangents), whole, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", ["erf", "erfc"])
+@settings(max_examples=60)
+@given(st.floats(-27, 27))
+def test_error_functions_are_those_of_scipy(name: str, a: float) -> None:
+    """By relative errors, which grow with the exponent of small numbers."""
+    leaf = symbol("input", 0)
+    value = getattr(functions, name)(leaf)
+    rule = rule_of(None, float, function_of)
+    found = evaluate([value], rule, {leaf: a})[value]
+    expected = getattr(scipy.special, name)(a)
+    assert abs(found - expected) <= 32 * np.finfo(float).eps * (1 + a * a) * abs(expected)

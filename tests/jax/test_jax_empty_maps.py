@@ -24,6 +24,7 @@ from sparsescan.jax import (
 from sparsescan.recurrent import GRU
 from sparsescan.simulate import TimeSteps
 
+_ONES = np.ones((2, 2, 7))
 _NET = GRU(3, 4, rng=0, dtype=np.float64)
 _SIMULATION = TimeSteps(lambda u, t, p: -u * p, sp.eye_array(5, format="csr"))
 
@@ -39,7 +40,7 @@ _CALLS: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
     "lfilter": (lambda x: lfilter([1.0, 0.5], [1.0, 0.2], x), (2, 9)),
     "sosfilt": (lambda x: sosfilt([[1.0, 0.5, 0.1, 1.0, 0.2, 0.1]], x), (2, 9)),
     "selective_scan": (
-        lambda u: selective_scan(u, u, -jnp.ones((3, 2)), *2 * [jnp.ones((2, 2, 7))]),
+        lambda u: selective_scan(u, u, -jnp.ones((3, 2)), _ONES, _ONES),
         (2, 3, 7),
     ),
     "linear_attention": (lambda q: linear_attention(q, q, q)[0], (2, 3, 2, 2)),

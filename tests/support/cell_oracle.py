@@ -175,7 +175,7 @@ def _rms_norm(a: Any, weight: Any = 1, *, eps: float = 1e-5) -> torch.Tensor:
     return torch.nn.functional.rms_norm(a, a.shape[-1:], eps=eps) * weight
 
 
-_SMOOTH = "tanh", "sigmoid", "exp", "expm1", "log", "sqrt", "sin", "cos"
+_SMOOTH = "tanh", "sigmoid", "exp", "expm1", "log", "log1p", "sqrt", "sin", "cos"
 _FUNCTIONS: dict[str, Callable[..., Value]] = {
     **{name: _smooth(getattr(torch, name)) for name in _SMOOTH},
     "silu": _smooth(torch.nn.functional.silu),

@@ -251,6 +251,38 @@ def many_functions(p: Any, h: Any, x: Any) -> Any:
     return 0.5 * h, jnp.log(1 + h * h)
 
 
+def more_functions(p: Any, h: Any, x: Any) -> Any:
+    """Functions that are seldom in loops."""
+    a = _dense(p, "x", x) + _dense(p, "h", h)
+    b = jnp.logaddexp(a, h) + jnp.log1p(a * a) + jnp.exp2(-jnp.abs(a)) + jnp.arctan2(a, 1 + h * h)
+    b = b + jax.nn.gelu(a, approximate=False) + jax.scipy.special.erf(h) + jnp.sinc(h)
+    b = b + jnp.abs(a) ** 1.7 + jnp.sinh(0.3 * a) - jnp.cosh(0.2 * a) + jnp.tan(0.1 * a)
+    b = b + jnp.arctan(a) + jnp.arctanh(0.5 * jnp.sin(a)) + jnp.nan_to_num(h)
+    b = b + 0.1 * jnp.round(4 * a) + 0.2 * jnp.floor(3 * h) - 0.1 * jnp.ceil(5 * a)
+    h = jnp.tanh(0.1 * b) * (h > 0.1).astype(jnp.int32) + 0.3 * a
+    return jnp.where(jnp.isfinite(h), h, 0), h
+
+
+def extremes(p: Any, h: Any, x: Any) -> Any:
+    """Extremes over units, some of them masked, and what is true of all units or any."""
+    a = _dense(p, "x", x) + _dense(p, "h", h)
+    masked = jnp.where(p["mask", UNITS] > 0, a, -jnp.inf)
+    a = a - 0.3 * h.max(-1, keepdims=True) + 0.2 * a.min(-1)[:, None] + jax.nn.softmax(masked)
+    a = a - 0.1 * jax.nn.logsumexp(h, -1, keepdims=True)
+    is_out = jnp.any(a > 1.2, -1, keepdims=True) | jnp.all(h < 0, -1, keepdims=True)
+    return jnp.tanh(jnp.where(is_out, 0.5 * a, a)), h
+
+
+def interleaved(p: Any, h: Any, x: Any) -> Any:
+    """Gates that are every other number, or an axis behind the units; products of one column."""
+    gates = _dense(p, "h", h, 2 * UNITS) + _dense(p, "x", x, 2 * UNITS)
+    a = jnp.tanh(gates[:, ::2]) * jax.nn.sigmoid(gates[:, 1::2])
+    pairs = (h @ p["w", UNITS, 3 * UNITS]).reshape(*h.shape, 3)
+    a = a + jnp.sin(pairs[..., 0]) * pairs[..., 2]
+    h = a + 0.3 * jax.nn.sigmoid(_dense(p, "one", h, 1)) * h + 0.1 * (a @ p["v", UNITS])[:, None]
+    return h, h
+
+
 def masked(p: Any, h: Any, x: Any) -> Any:
     """Step samples that have a step; inputs of others are no numbers."""
     is_there = ~jnp.isnan(x[:, :1])
@@ -347,6 +379,9 @@ CAPTURED: dict[str, Case] = {
         (1,),
     ),
     "many functions": (many_functions, _state, _X),
+    "more functions": (more_functions, _state, _X),
+    "extremes": (extremes, _state, _X),
+    "interleaved": (interleaved, _state, _X),
     "over samples": (over_samples, lambda make: make(BATCH, MANY), _X),
     "masked": (masked, _state, _X),
     "with resets": (with_resets, _state, _X),
@@ -389,10 +424,6 @@ def _over_all(p: Any, h: Any, x: Any) -> Any:
 
 def _power_of_states(p: Any, h: Any, x: Any) -> Any:
     return jnp.abs(h) ** (1 + jnp.abs(_dense(p, "x", x))), h
-
-
-def _maximum_with_gradient(p: Any, h: Any, x: Any) -> Any:
-    return jnp.tanh(_dense(p, "x", x) - h.max(-1, keepdims=True)), h
 
 
 def _other_product(p: Any, h: Any, x: Any) -> Any:
@@ -458,7 +489,6 @@ NOT_CAPTURED: dict[str, tuple[Case, str]] = {
     ),
     "over all": ((_over_all, _state, _X), "reduce_sum.*line.*h.mean.*samples"),
     "power": ((_power_of_states, _state, _X), "pow .*line"),
-    "maximum": ((_maximum_with_gradient, _state, _X), "reduce_max.*gradient"),
     "other product": ((_other_product, _state, _X), "dot_general.*line.*einsum"),
     "changed weights": ((_changed_weights, _state, _X), "dot_general.*same in all steps"),
     "rolled": ((_rolled, _state, _X), "slice.*part of the units|concatenate"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import linecache
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,8 @@ _CALLS = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }
-
-
-class NotCaptured(Exception):  # noqa: N818
-    """A body that no kernel runs, and why."""
+# Within functions that have derivatives of their own, those of others are not read.
+_WITHIN = _CALLS | {"custom_jvp_call": "call_jaxpr"}
 
 
 class Traced(Equation):
@@ -64,10 +62,18 @@ class Traced(Equation):
 
     def derived(self, name: str, inputs: Sequence[Value], **options: Any) -> Value:
         """Return the result of another operation, in place of this one."""
+        return self._read(lambda *given: _DERIVED[name](*given, **options), inputs)
 
-        def function(*given: Any) -> Any:
-            return _DERIVED[name](*given, **options)
+    def again(self, inputs: Sequence[Value]) -> Value:
+        """Return the result of the same operation of other arguments."""
+        return self._read(lambda *given: self.compute(given)[0], inputs)
 
+    def strided(self, value: Value, begin: int, end: int, step: int, axis: int) -> Value:
+        """Return each so many-th number along an axis of a value."""
+        return self._read(lambda a: jax.lax.slice_in_dim(a, begin, end, step, axis), [value])
+
+    def _read(self, function: Callable[..., Any], inputs: Sequence[Value]) -> Value:
+        """Return the result of a function, in place of this equation's."""
         shapes = [jax.ShapeDtypeStruct(each.shape, each.aval.dtype) for each in inputs]
         made = jax.make_jaxpr(function)(*shapes)
         callers = [*self.callers, self.traced]
@@ -85,6 +91,9 @@ _DERIVED: dict[str, Callable[..., Any]] = {
     "concatenate": lambda *given, dimension: jax.lax.concatenate(given, dimension),
     "dot_general": jax.lax.dot_general,
     "expand_dims": jax.lax.expand_dims,
+    "mul": jnp.multiply,
+    "reduce_sum": lambda each, axes: jnp.sum(each, axes),
+    "reshape": jax.lax.reshape,
     "slice": jax.lax.slice_in_dim,
     "squeeze": jax.lax.squeeze,
 }
@@ -122,11 +131,12 @@ def read_equations(
     arguments: Sequence[Value],
     known: dict[Any, Equation] | None = None,
     callers: Sequence[Any] = (),
+    calls: Mapping[str, str] = _CALLS,
 ) -> tuple[list[Equation], list[Value]]:
     """Return the equations of a program, those that it calls among them, and its results.
 
-    Equal ones are one; `known` are those that were read before, and `callers` the calls of the
-    program.
+    Equal ones are one; `known` are those that were read before, `callers` the calls of the program,
+    and `calls` the names of calls that are read, with the parameters that have their equations.
     """
     found: list[Equation] = []
     known = {} if known is None else known
@@ -140,7 +150,7 @@ def read_equations(
 
     for each in jaxpr.eqns:
         inputs = [read(one) for one in each.invars]
-        called = each.params.get(_CALLS.get(each.primitive.name, ""))
+        called = each.params.get(calls.get(each.primitive.name, ""))
         if called is None:
             key = _key_of(each, inputs)
             equation = known.get(key) or Traced(each, inputs, callers)
@@ -148,7 +158,7 @@ def read_equations(
             found.append(equation)
             outputs: Sequence[Value] = equation.outputs
         else:
-            more, outputs = read_equations(*opened(called), inputs, known, [*callers, each])
+            more, outputs = read_equations(*opened(called), inputs, known, [*callers, each], calls)
             found += more
         values.update(zip(each.outvars, outputs, strict=True))
     return found, [read(each) for each in jaxpr.outvars]
@@ -247,5 +257,5 @@ def _program(
 ) -> Callable[..., Node]:
     """Return a program of one number a unit as an operation."""
     arguments = [Value(each.aval) for each in jaxpr.invars]
-    _, results = read_equations(jaxpr, consts, arguments)
+    _, results = read_equations(jaxpr, consts, arguments, calls=_WITHIN)
     return program(equation, arguments, results, is_linear)

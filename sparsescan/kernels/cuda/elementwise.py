@@ -42,6 +42,10 @@ def elementwise(dtype: np.dtype[Any]) -> dict[str, Any]:
         return real(library_log(a))
 
     @cuda.jit(device=True)
+    def log1p(a):
+        return real(library_log1p(a))
+
+    @cuda.jit(device=True)
     def sqrt(a):
         return real(library_sqrt(a))
 
@@ -86,7 +90,7 @@ def elementwise(dtype: np.dtype[Any]) -> dict[str, Any]:
         return a if condition != zero else b
 
     functions = (
-        *(sigmoid, tanh, exp, expm1, log, sqrt, sin, cos, absolute, relu, softplus),
+        *(sigmoid, tanh, exp, expm1, log, log1p, sqrt, sin, cos, absolute, relu, softplus),
         *(minimum, maximum, less, less_equal, where),
     )
     named = {each.py_func.__name__ if not SIMULATED else each.__name__: each for each in functions}
