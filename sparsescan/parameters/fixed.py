@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 from abc import ABCMeta
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import Allocating, InputError
 from .parametrised import Parameter
+
+_T = TypeVar("_T")
 
 
 class _Closing(ABCMeta):
     """Metaclass that marks an object once its construction, subclasses' included, is over."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    # With this type, checkers look up the arguments of `__init__`.
+    def __call__(cls: type[_T], *args: Any, **kwargs: Any) -> _T:  # type: ignore[misc]
         with Allocating(f"a {cls.__name__}"):
-            layer = super().__call__(*args, **kwargs)
+            layer: _T = super().__call__(*args, **kwargs)
         vars(layer)["_made"] = True
         return layer
 

@@ -12,6 +12,7 @@ from ..graph.functions import (
     stop_gradient,
     surrogate,
 )
+from ..graph.operations import Node as Symbol
 from .cell import Cell
 from .cells import GRUCell, LSTMCell, RNNCell
 from .definition import (
@@ -45,6 +46,7 @@ __all__ = [
     "RNNCell",
     "Recurrent",
     "Scalar",
+    "Symbol",
     "Vector",
     "layer_norm",
     "logsumexp",

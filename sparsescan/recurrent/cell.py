@@ -206,8 +206,8 @@ class Cell(Parametrised, Fixed):
             for name, mask in masks.items()
         }
 
-    def step(self, x: Any, *states: Any) -> Any:
-        """Return the new states: defined by each class, in plain arithmetic on vectors."""
+    def step(self, *vectors: Any, **further: Any) -> Any:
+        """Return the new states: defined by each class as ``step(self, x, *states)``."""
         raise NotImplementedError
 
     @classmethod
