@@ -247,3 +247,34 @@ def test_the_options_reach_the_demo(monkeypatch):
         "output": "x.png",
         "seed": 5,
     }
+
+
+def test_export_writes_a_model(capsys, tmp_path):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.LSTM(1, 3), torch.nn.Linear(3, 1))
+    torch.save(model, tmp_path / "model.pt")
+    output = tmp_path / "net.c"
+    options = ["--name", "amp", "--batch", "2", "--dtype", "float64", "--functions", "series"]
+    assert main(["export", str(tmp_path / "model.pt"), str(output), *options]) == 0
+    files = sparsescan.export.c(
+        model, tmp_path / "again.c", name="amp", batch=2, dtype="float64", functions="series"
+    )
+    assert capsys.readouterr().out == f"{files}\n".replace("again", "net")
+    assert output.read_text().replace("net.h", "again.h") == files.source.read_text()
+    assert output.with_suffix(".h").read_text() == files.header.read_text()
+
+
+def test_export_says_what_is_wrong_with_a_file(capsys, tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.save(torch.nn.LSTM(1, 3).state_dict(), tmp_path / "dict.pt")
+    (tmp_path / "text.pt").write_text("no model")
+    torch.save(torch.nn.LSTM(1, 3), tmp_path / "model.pt")
+    for name, output, words in (
+        ("dict.pt", "net.c", ["dict.pt has a OrderedDict; expected a module"]),
+        ("text.pt", "net.c", ["text.pt: ", "expected a file of torch.save(model, path)"]),
+        ("none.pt", "net.c", ["none.pt: No such file"]),
+        ("model.pt", "net.h", ["expected a name that ends in .c"]),
+        ("model.pt", "no/net.c", ["No such file"]),
+    ):
+        assert_one_line(capsys, ["export", tmp_path / name, tmp_path / output], *words)
+    assert not [*tmp_path.glob("net*")]

@@ -47,7 +47,8 @@ def test_program(block: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES, ids=[path.relative_to(DOCS).as_posix() for path in PAGES])
-def test_programs_of_a_page(path: Path) -> None:
+def test_programs_of_a_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for block in programs(path):
         exec(compile(block, str(path), "exec"), {})
 

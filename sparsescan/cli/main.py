@@ -166,7 +166,30 @@ def _parser() -> argparse.ArgumentParser:
     scan.add_argument("--mpi", action="store_true", help="share the chain among mpiexec's ranks")
     scan.set_defaults(command=_scan)
     _add_strategies(commands)
+    _add_export(commands)
     return parser
+
+
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write a trained model of PyTorch as a C file",
+        description="Write a model that torch.save(model, path) has written as a header and a "
+        "source file in C99, which allocate nothing and need math.h alone, and print the memory "
+        "that they take. Only for files that you trust: to load a model runs code of the file.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("file", metavar="MODEL.pt", help="a recurrent module, or a Sequential")
+    parser.add_argument("output", metavar="MODEL.c", help="file to write, beside MODEL.h")
+    parser.add_argument("--name", help="how names in C begin, if not as that of the file")
+    parser.add_argument("--batch", type=int, default=1, help="samples of a step")
+    parser.add_argument("--dtype", help="float32 or float64, if not that of the parameters")
+    parser.add_argument(
+        "--functions",
+        default="libm",
+        help="libm, or series, which compilers compute in vectors: sooner, with a larger error",
+    )
+    parser.set_defaults(command=_export)
 
 
 def _add_strategies(commands: Any) -> None:
@@ -235,6 +258,16 @@ def _demo(arguments: argparse.Namespace) -> None:
         output=arguments.output,
         seed=arguments.seed,
     )
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    check_packages("an export", "test", {"torch": "torch"})
+    from .. import export
+    from ..torch.networks import load
+
+    options = ("name", "batch", "dtype", "functions")
+    given = {name: getattr(arguments, name) for name in options}
+    print(export.c(load(arguments.file), arguments.output, **given))
 
 
 def _info(arguments: argparse.Namespace) -> None:

@@ -91,8 +91,8 @@ def c(
         Type of all numbers; by default that of the parameters.
     functions : {"libm", "series"}, default "libm"
         Whether ``tanh``, ``sigmoid``, ``exp`` and ``expm1`` are those of ``math.h``, or series
-        of this file, which compilers compute in vectors. These differ from the exact values by at
-        most 4 units in the last place.
+        of this file, which compilers compute in vectors. Those are within 4 units in the last place
+        of the exact values, where these are normal numbers.
 
     Returns
     -------

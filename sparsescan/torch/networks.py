@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
+from ..errors import FileError, InputError
 from ..recurrent import Recurrent
 from .calls.sequences import Sequences
 from .calls.shapes import kind_of
@@ -32,6 +33,22 @@ def as_network(module: nn.Module) -> Any:
     for name in network.params:
         setattr(network, name, array_of(module, name))
     return network
+
+
+def load(path: str | os.PathLike[str]) -> nn.Module:
+    """Return the module in a file that ``torch.save`` has written; it runs code of the file."""
+    try:
+        module = torch.load(path, map_location="cpu", weights_only=False)
+    except OSError:
+        raise
+    except Exception as error:  # whatever the file's code, or what is damaged, raises
+        raise FileError(f"{path}: {error}; expected a file of torch.save(model, path)") from None
+    if not isinstance(module, nn.Module):
+        raise FileError(
+            f"{path} has a {type(module).__name__}; expected a module, as torch.save(model, path) "
+            "writes it, and not its parameters alone"
+        )
+    return module
 
 
 def array_of(module: nn.Module, name: str) -> Any:

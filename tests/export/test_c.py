@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from some_cells import SCRN, ByHeads, Normalised, Tied
 from sparsescan import export
 from sparsescan.errors import InputError, InputTypeError
 from sparsescan.graph.functions import sigmoid, tanh
+from sparsescan.graph.render.c import functions_for
 from sparsescan.recurrent import GRU, LSTM, RNN, Cell, Recurrent, catalogue
 from sparsescan.recurrent.definition import Hidden, Initial, Input, declared
 
@@ -28,6 +30,9 @@ COMPILERS: dict[str, tuple[list[str], list[str]]] = {
     "clang": (SANITIZED, []),
     "aarch64-linux-gnu-gcc": (["-O2", "-static"], ["qemu-aarch64"]),
 }
+EACH = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name != "gcc"), id=name) for name in COMPILERS
+]
 LENGTHS = 0, 1, 7
 # Runs a model on sequences, whole, in two parts and step by step, which have to return equal bits.
 DRIVER = r"""
@@ -231,12 +236,12 @@ def networks(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return folder
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("compiler", EACH)
 def test_each_cell_computes_what_it_does_in_numpy(compiler: str, cells: Folder) -> None:
     cells.check(compiler)
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("compiler", EACH)
 def test_networks_compute_what_they_do_in_numpy(compiler: str, networks: Folder) -> None:
     networks.check(compiler)
     if compiler == "gcc":
@@ -281,6 +286,78 @@ def test_modules_of_pytorch_with_layers_behind_them(tmp_path: Path) -> None:
         read = export.parts.read(model)
         folder.add(model, read.inputs, read.parts[-1].outputs, expected, batch=1 + place % 2)
     folder.check("gcc")
+
+
+def test_the_program_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    page = Path(__file__).parents[2] / "docs" / "how" / "c.md"
+    blocks = dict(re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.DOTALL | re.M))
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {}
+    exec(compile(blocks["python"], str(page), "exec"), space)
+    Path("main.c").write_text(blocks["c"])
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc is not here")
+    command = re.search(r"`cc (-std.*?)`", page.read_text())
+    assert command
+    subprocess.run(["gcc", *CLEAN, *command[1].split()], check=True)
+    x = torch.randn(20, 1)
+    text = " ".join(f"{float(each):.9g}" for each in x)
+    done = subprocess.run(["./a.out"], input=text, capture_output=True, text=True, check=True)
+    lstm, linear = space["model"]
+    expected = linear(lstm(x)[0]).detach().numpy()[:, 0]
+    np.testing.assert_allclose(np.array(done.stdout.split(), float), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_series_have_the_error_that_is_stated(dtype: Any, tmp_path: Path) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc is not here")
+    names = "exp", "expm1", "tanh", "sigmoid"
+    calls = "".join(f"        y[{k}] = real_{name}(x);\n" for k, name in enumerate(names))
+    real, suffix = ("float", "##f") if dtype == np.float32 else ("double", "")
+    functions = "\n".join(functions_for(calls, np.dtype(dtype), True))
+    text = f"""
+#include <math.h>
+#include <stdio.h>
+typedef {real} real;
+#define REAL(name) name{suffix}
+{functions}
+int main(void)
+{{
+    real x, y[4];
+    while (fread(&x, sizeof x, 1, stdin)) {{
+{calls}
+        fwrite(y, sizeof *y, 4, stdout);
+    }}
+    return 0;
+}}
+"""
+    (tmp_path / "main.c").write_text(text)
+    command = ["gcc", *CLEAN, "-O3", "-march=native", "main.c", "-lm"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    rng, most = np.random.default_rng(0), np.log(np.finfo(dtype).max)
+    x = np.concatenate(
+        [
+            rng.uniform(-1.1 * most, 1.1 * most, 50_000),
+            np.exp(rng.uniform(-most, 2, 50_000)) * rng.choice([-1, 1], 50_000),
+            [0, -0.0, np.inf, -np.inf, np.nan],
+        ]
+    ).astype(dtype)
+    done = subprocess.run([tmp_path / "a.out"], input=x.tobytes(), capture_output=True, check=True)
+    found = np.frombuffer(done.stdout, dtype).reshape(-1, 4).T
+    a = x.astype(np.longdouble)
+    with np.errstate(all="ignore"):
+        exact = np.exp(a), np.expm1(a), np.tanh(a), 1 / (1 + np.exp(-a))
+        every = [each.astype(dtype) for each in exact]
+    for name, y, expected, rounded in zip(names, found, exact, every, strict=True):
+        unit = np.spacing(np.abs(rounded))
+        is_normal = np.isfinite(rounded) & (np.abs(rounded) >= 2 * np.finfo(dtype).tiny)
+        error = np.abs(y[is_normal] - expected[is_normal]) / unit[is_normal]
+        assert error.max() < 4, name
+        is_small = np.isfinite(rounded) & ~is_normal
+        assert np.all(np.abs(y[is_small] - rounded[is_small]) <= 2 * np.finfo(dtype).tiny)
+        np.testing.assert_array_equal(y[~np.isfinite(rounded)], rounded[~np.isfinite(rounded)])
 
 
 def test_a_program_in_cpp_calls_a_model(tmp_path: Path) -> None:
