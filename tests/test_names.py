@@ -50,8 +50,8 @@ def test_there_are_at_most_150_names_and_the_page_has_each() -> None:
     names = [name for room in ("", *ROOMS, *NEW, "torch", "jax") for name in public(room)]
     over_units = {"softmax", "logsumexp", "layer_norm", "rms_norm"}
     matrices = {name for name in names if "linear_attention" in name}
-    later = {"recurrent.Given", "recurrent.Mask", "recurrent.Initial", "jax.scan", "jax.explain"}
-    later |= {"export.c", "recurrent.Symbol"}
+    later = {f"recurrent.{name}" for name in ("Given", "Mask", "Initial", "State", "StepNumber")}
+    later |= {"jax.scan", "jax.explain", "export.c", "recurrent.Symbol"}
     own = {name for name in names if not name.startswith("recurrent.catalogue.")}
     assert len(own - {f"recurrent.{name}" for name in over_units} - matrices - later) <= 150 - 47
     assert sorted(names) == sorted(lines())

@@ -102,7 +102,8 @@ def c(
     Raises
     ------
     InputError, InputTypeError
-        If an argument is wrong, or the network has a part that is not listed here.
+        If an argument is wrong, or the network has a part that is not listed here, or states of
+        fewer numbers than units (:class:`.State`).
 
     Examples
     --------

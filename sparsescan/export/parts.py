@@ -19,6 +19,7 @@ from ..recurrent.heads import parts_of
 from ..recurrent.initial import initial_states
 from ..recurrent.jacobian import Equations
 from ..recurrent.program import CellProgram, analyse
+from ..recurrent.short import short_of
 from ..recurrent.step import OneCell
 
 Array: TypeAlias = NDArray[np.float64]
@@ -196,6 +197,11 @@ def _array(layer: Any, name: str) -> Any:
 def _network_parts(network: Any) -> tuple[int, list[Part], Iterable[Any]]:
     """Return the width, the layers and the parameters of a network or a cell."""
     net = OneCell(network) if isinstance(network, Cell) else network
+    if short_of(net) is not None:
+        raise InputError(
+            f"network has {short(network)}, of which a State has fewer numbers than there are "
+            "units; expected states of all units"
+        )
     given = iter(
         each.declared.values(each.p)[1] if isinstance(each.declared, Mask) else None
         for each in of_network(net)

@@ -116,7 +116,7 @@ class Node:
     def __array_function__(self, function: Any, _: Any, given: Any, options: Any) -> Node:
         """Return what ``np.where`` and some others are of vectors; refuse other functions."""
         name, is_whole = getattr(function, "__name__", ""), len(given) == 3 and not options
-        if name in ("sum", "mean", "norm"):
+        if name in ("sum", "mean", "norm", "max", "amax"):
             return _reduced(name, *given, **options)
         if name == "where" and is_whole:
             return apply("where", *given)
@@ -136,6 +136,13 @@ class Node:
     def mean(self, axis: int | None = None, **options: Any) -> Node:
         """Return the mean over all units, or over those of each of `heads`; each unit gets it."""
         return _reduced("mean", self, axis, **options)
+
+    def max(self, axis: int | None = None, **options: Any) -> Node:
+        """Return the largest of all units, or of those of each of `heads`; each unit gets it.
+
+        Where several are the largest, each has as much of the gradient.
+        """
+        return _reduced("max", self, axis, **options)
 
     def __matmul__(self, other: Any) -> Any:
         if isinstance(other, Node):
@@ -185,8 +192,19 @@ _OPERATORS = {
 }
 # Names of functions of NumPy and PyTorch that reduce all units to one number.
 _REDUCTIONS = {
-    *("all", "any", "argmax", "argmin", "cumprod", "cumsum", "dot", "layer_norm", "logsumexp"),
-    *("max", "mean", "median", "min", "norm", "prod", "softmax", "std", "sum", "var"),
+    *(
+        "all",
+        "amin",
+        "any",
+        "argmax",
+        "argmin",
+        "cumprod",
+        "cumsum",
+        "dot",
+        "layer_norm",
+        "logsumexp",
+    ),
+    *("logsumexp", "max", "mean", "median", "min", "norm", "prod", "softmax", "std", "sum", "var"),
 }
 # For each method that symbols refuse: what in a traced function calls it, and what to write
 # instead, as a text or as the name of a text of :class:`Front`.
@@ -299,6 +317,11 @@ def _reduced(operation: str, vector: Any, axis: Any = None, **options: Any) -> N
     heads, _ = options.pop("heads", 1), options.pop("keepdims", True)
     if options or axis not in (None, -1):
         refuse(f"{operation} with arguments other than axis=-1 and heads", f"{operation}(a)")
+    if operation in ("max", "amax"):
+        largest = apply("stop_gradient", reduce_units("maximum", vector, heads))
+        is_largest = apply("less_equal", largest, vector)
+        chosen = reduce_units("sum", apply("where", is_largest, vector, 0), heads)
+        return chosen / reduce_units("sum", is_largest, heads)
     if operation != "norm":
         return reduce_units(operation, vector, heads)
     squares = reduce_units("sum", as_node(vector) * vector, heads)

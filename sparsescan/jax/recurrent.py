@@ -18,6 +18,7 @@ from ..recurrent.further import Further, columns_of, of_network
 from ..recurrent.initial import initial_states
 from ..recurrent.memory import beside
 from ..recurrent.passes import RecurrentLike
+from ..recurrent.short import cut, filled, short_of
 from ..recurrent.step import OneCell
 from .binder import FUNCTIONS
 from .ffi.calls import FLOATS, as_arrays, check_platform, together
@@ -142,7 +143,18 @@ def recurrent(
     if inputs_of:
         given = {name: arrays[name] for name in further}
         inputs = _widened(inputs, inputs_of, net.cells[0][0].hidden_size, given, key)
-    one = net.cells[0][0]
+    one, narrow = net.cells[0][0], short_of(net)
+    state_size, inner = one.state_size, net
+    if narrow is not None:
+        shape = (sum(map(len, net.cells)), *inputs.shape[1:-1], sum(narrow.sizes))
+        for name, each in (("state", begin), ("reset_states", anew)):
+            if each is not None:
+                arguments.check_state(each, shape, inputs, name)
+        about_states = narrow.sizes, narrow.units
+        begin = None if begin is None else filled(jnp, begin, *about_states)
+        anew = None if anew is None else filled(jnp, anew, *about_states)
+        own = [*narrow.params(jnp, dict(zip(known, own, strict=True))).values()]
+        inner = narrow.network
     if begins := begins_of(type(one), one.program.states):
         values, cells = iter(own), [cell for cells in net.cells for cell in cells]
         by_cell = [dict(zip(cell.shapes, values, strict=False)) for cell in cells]
@@ -150,7 +162,7 @@ def recurrent(
         initial = initial_states(jnp, begins, one.program.states, by_cell, shape)
         begin = initial if begin is None else begin
         anew = initial if anew is None and resets is not None else anew
-    states = (sum(map(len, net.cells)), *inputs.shape[1:-1], net.state_size)
+    states = (sum(map(len, net.cells)), *inputs.shape[1:-1], state_size)
     begin = jnp.zeros(states, inputs.dtype) if begin is None else begin
     arguments.check_state(begin, states, inputs)
     if anew is not None:
@@ -168,9 +180,12 @@ def recurrent(
     numbers = together((own, inputs, begin, lengths, resets))
     truncate = own_options.truncate
     is_cut = truncate is not None and len(inputs) > 2 * truncate and inputs.size > 0
-    output, last = (run_truncated if is_cut else run)(TracedNetwork(net), own_options, *numbers)
+    output, last = (run_truncated if is_cut else run)(TracedNetwork(inner), own_options, *numbers)
     if own_options.return_states == "layers":
-        output = output.reshape(*output.shape[:2], len(last), net.state_size)
+        output = output.reshape(*output.shape[:2], len(last), state_size)
+    if narrow is not None:
+        output = cut(jnp, output, narrow.outputs(own_options.return_states), narrow.units)
+        last = cut(jnp, last, *about_states)
     return (output, last) if is_batched else (output[:, 0], last[:, 0])
 
 

@@ -25,6 +25,8 @@ from .definition import (
     Input,
     Mask,
     Scalar,
+    State,
+    StepNumber,
     Vector,
 )
 from .networks import GRU, LSTM, RNN, Recurrent
@@ -46,6 +48,8 @@ __all__ = [
     "RNNCell",
     "Recurrent",
     "Scalar",
+    "State",
+    "StepNumber",
     "Symbol",
     "Vector",
     "layer_norm",

@@ -34,6 +34,7 @@ from .definition import (
     initial_of,
     read_options,
     shapes_of,
+    sizes_of,
     trace,
     width_of,
 )
@@ -69,7 +70,7 @@ class Cell(Parametrised, Fixed):
     (:class:`Mask`). Calls of :meth:`training_step` and of modules take them by name. Other methods
     of a cell take an `x` of ``input_size + further·hidden_size`` columns, with those behind the
     input in the order in which the class declares them. Masks may be left out there: they are
-    their expectation.
+    their expectation; and in :meth:`unroll` numbers of steps (:class:`StepNumber`).
 
     :meth:`unroll` runs a sequence step by step, and :meth:`training_step` forward and backward.
     Other methods compute steps whose previous states are known. Their arrays may have any number of
@@ -191,6 +192,12 @@ class Cell(Parametrised, Fixed):
                     f"hidden_size is {hidden_size}; expected at least {max(sides)}, which {name} "
                     f"has of rows or columns in {type(self).__name__}"
                 )
+        sizes = sizes_of(type(self), self.options, self.hidden_size)
+        if self.hidden_size < max(sizes):
+            raise InputError(
+                f"hidden_size is {hidden_size}; expected at least {max(sizes)}, the numbers of a "
+                f"State of {type(self).__name__}"
+            )
         if self._reads_units and self.input_size != self.hidden_size:
             raise InputError(
                 f"input_size is {input_size} and hidden_size {hidden_size}; expected equal ones, "
@@ -392,7 +399,7 @@ class Cell(Parametrised, Fixed):
             If the states would take more memory than there is.
         """
         x = read_array("x", x)
-        x, width = filled_up(self, x), width_of(OneCell(self))
+        x, width = filled_up(self, x, 0), width_of(OneCell(self))
         if x.ndim < 2 or x.shape[-1] != width:
             raise InputError(f"x has shape {x.shape}; expected (T, …, {width})")
         steps, lead = x.shape[0], x.shape[1:-1]

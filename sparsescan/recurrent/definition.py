@@ -9,10 +9,12 @@ import inspect
 import keyword
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
+
+import numpy as np
 
 from ..arrays.arrays import Mirrored
 from ..checks import check_choice, check_count, check_flag
@@ -20,12 +22,14 @@ from ..errors import InputError, InputTypeError, short
 from ..graph import functions
 from ..graph.expressions import topological
 from ..graph.functions import stop_gradient
+from ..graph.known import Known, is_zero, known_of
 from ..graph.operations import NUMPYS, Node, Reduction, as_node, linear_map, number, symbol
 from ..graph.tracing import Front, refuse, tracing
 from ..parameters.parametrised import Parameter
 from .program import INPUT, CellProgram, analyse
 
 Shape = tuple[int, ...]
+_MOST = 1 << 62  # units that no cell has
 # Elementwise functions of one vector, which a Choice may name.
 _FUNCTIONS: dict[str, Callable[..., Node]] = {
     name: function
@@ -56,8 +60,9 @@ _FRONT = Front(
     matrix="a matrix that the class declares, such as W = Hidden(), and calls: self.W(a)",
     product="a product, a * b, or a matrix of the class, which is called",
     sums=(
-        "np.sum(a), np.mean(a), np.linalg.norm(a), or softmax, logsumexp, layer_norm, rms_norm of "
-        "sparsescan.recurrent; a matrix weighs all units for each, W = Hidden() and self.W(a)"
+        "np.sum(a), np.mean(a), np.max(a), np.linalg.norm(a), or softmax, logsumexp, layer_norm, "
+        "rms_norm of sparsescan.recurrent; a matrix weighs all units for each, W = Hidden() and "
+        "self.W(a)"
     ),
 )
 
@@ -316,15 +321,8 @@ class Hidden(_Matrix):
         """Return how many heads, rows and columns a gate has, in a cell with some options."""
         found = []
         for which, size in self._sizes.items():
-            if isinstance(size, Constant):
-                name = vars(size).get("_name", "")
-                if name not in options:
-                    raise InputError(
-                        f"{which} of {self.name} is a Constant that the class does not declare; "
-                        f"expected one of its own, such as n = Constant(4) and Hidden({which}=n)"
-                    )
-                size = check_count(name, options[name], int(which == "heads"))
-            found.append(size)
+            about = f"{which} of {self.name}", f"Hidden({which}=n)", int(which == "heads")
+            found.append(_size(size, options, *about))
         heads, rows, cols = found
         return heads, rows, cols
 
@@ -337,6 +335,66 @@ class Hidden(_Matrix):
         if not isinstance(vector, Node):
             refuse(f"a product of {self.name} with {short(vector)}", "a vector of units")
         return linear_map((self.name, block), vector, is_transposed)
+
+
+def _size(size: Any, options: Mapping[str, Any], what: str, example: str, least: int = 0) -> int:
+    """Return a size, which may be an option of a cell."""
+    if not isinstance(size, Constant):
+        return check_count(what, size, least)
+    name = vars(size).get("_name", "")
+    if name not in options:
+        raise InputError(
+            f"{what} is a Constant that the class does not declare; expected one of its own, such "
+            f"as n = Constant(4) and {example}"
+        )
+    return check_count(name, options[name], least)
+
+
+class State:
+    """Declare that a state has fewer numbers than there are units.
+
+    It has the name of an argument of the step: in a class with ``h = State(size)``, ``step(self, x,
+    h, c)`` reads an ``h`` of all units, which is 0 behind the first `size`, and returns such a one:
+    a product with a ``Hidden(rows=size)``, or what is computed from it so that it stays 0 there.
+    Calls of networks, modules and :meth:`~.Cell.training_step` take and return the first `size`
+    numbers alone; a layer above reads as many. Other methods of a cell have all of them.
+
+    Parameters
+    ----------
+    size : int or Constant
+        How many numbers: 0 for as many as there are units, or fewer. With a :class:`Constant` of
+        the class each cell has its own size.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sparsescan.recurrent import Cell, Hidden, Input, State
+    >>> class Narrow(Cell):
+    ...     h = State(2)
+    ...     weight_ih, weight_hh = Input(), Hidden(cols=2)
+    ...     weight_hr = Hidden(rows=2, bias=False)
+    ...     def step(self, x, h, c):
+    ...         c = 0.9 * c + np.tanh(self.weight_ih(x) + self.weight_hh(h))
+    ...         return self.weight_hr(c), c
+    >>> output, state = Narrow(3, 20).training_step().forward(np.ones((7, 4, 3), np.float32))
+    >>> output.shape, state.shape
+    ((7, 4, 2), (1, 4, 22))
+    """
+
+    def __init__(self, size: int | Constant) -> None:
+        self._size = size if isinstance(size, Constant) else check_count("size", size, 0)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """Its name in the class."""
+        return self._name
+
+    def size_of(self, options: Mapping[str, Any]) -> int:
+        """Return how many numbers it has in a cell with some options; 0 for all."""
+        return _size(self._size, options, f"size of {self.name}", "State(n)")
 
 
 class Vector(_Declared):
@@ -398,10 +456,6 @@ class Initial(Vector):
 
     def __init__(self, *states: str, initial: float = 0.0) -> None:
         super().__init__(*states, initial=initial)
-
-    def symbol(self) -> Any:
-        """Refuse to be read in a step."""
-        refuse(f"self.{self.name}, an initial state", "the state, an argument of the step")
 
 
 # A vector of biases, as the last release called it.
@@ -578,6 +632,33 @@ class Mask(Given, _Option):
         return (1 / (1 - p) if p < 1 else 0.0, 1.0) if self.scaled else (1.0, 1 - p)
 
 
+class StepNumber(Given):
+    """Declare the number of the step, from 0 on, as a further input of the step.
+
+    In a class with ``t = StepNumber()`` the step reads ``self.t``, a float, the same in all units
+    and samples: the place of the input in the sequence, in both directions. There is no gradient in
+    it. A call may give other numbers by its name, as for :class:`Given`: in time that goes on from
+    an earlier call, or anew with each episode.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sparsescan.recurrent import Cell, Hidden, Input, StepNumber
+    >>> class Clocked(Cell):
+    ...     weight_ih = Input()
+    ...     weight_hh = Hidden()
+    ...     t = StepNumber()
+    ...     def step(self, x, h):
+    ...         is_on = np.sin(2 * np.pi / 8 * self.t) >= 0
+    ...         return np.where(is_on, np.tanh(self.weight_ih(x) + self.weight_hh(h)), h)
+    >>> output, _ = Clocked(3, 4).training_step().forward(np.ones((16, 2, 3), np.float32))
+    """
+
+    def symbol_at(self, place: int) -> Node:
+        """Return what stands for it in a step, by its number; it has no gradient."""
+        return stop_gradient(symbol("further", place))
+
+
 class Choice(_Option):
     """Declare an option that is one of some names: of elementwise functions, or any others.
 
@@ -724,6 +805,8 @@ class _Traced:
             )
         if _is_bias(found) and not vars(self)["_bias"]:
             return found.without()
+        if isinstance(found, (Initial, State)):
+            refuse(f"self.{name}, a declaration of states", "the state, an argument of the step")
         if isinstance(found, _Declared):
             return found.symbol()
         if isinstance(found, Given):
@@ -810,6 +893,59 @@ def begins_of(cls: Any, count: int) -> dict[int, tuple[str, int]]:
     return begins
 
 
+def states_of(cls: Any) -> dict[int, State]:
+    """Return the states whose sizes a class declares, by their places."""
+    found = {name: each for name, each in _attributes(cls) if isinstance(each, State)}
+    if not found:
+        return {}
+    states = list(inspect.signature(cls.step).parameters)[2:]
+    if unknown := [name for name in found if name not in states]:
+        raise InputError(
+            f"{cls.__name__}.{unknown[0]} is a State; expected the name of an argument of the step "
+            f"among: {', '.join(states)}"
+        )
+    if both := [states[k] for k in begins_of(cls, len(states)) if states[k] in found]:
+        raise InputError(
+            f"{cls.__name__}.{both[0]} is a State, and begins with a parameter; expected an "
+            "Initial of states that have as many numbers as units"
+        )
+    return {states.index(name): each for name, each in found.items()}
+
+
+def sizes_of(cls: Any, options: Mapping[str, Any], units: int) -> list[int]:
+    """Return how many numbers each state of a cell has."""
+    count, sizes = cls.program_of(dict(options)).states, states_of(cls)
+    return [(sizes[k].size_of(options) if k in sizes else 0) or units for k in range(count)]
+
+
+def _check_sizes(cls: Any, options: Mapping[str, Any], outputs: Sequence[Node]) -> None:
+    """Raise unless new states are 0 behind the numbers that they have."""
+    sizes = {k: each.size_of(options) or _MOST for k, each in states_of(cls).items()}
+    if not sizes:
+        return
+    partial = partial_of(cls, options)
+    ends = sorted({*sizes.values(), *(each or _MOST for own in partial.values() for each in own)})
+    places = np.array(ends)  # between which all numbers are alike
+
+    def zeros(size: int) -> Known:
+        return Known(places >= size, np.zeros(len(places)))
+
+    known = {symbol("state", k): zeros(size) for k, size in sizes.items() if size < _MOST}
+    for each in topological(outputs):
+        if each.operation == "product" and each.details[0] in partial:
+            name, _, is_transposed = each.details
+            known[each] = zeros(partial[name][2 if is_transposed else 1] or _MOST)
+    found = known_of(outputs, known, len(places))
+    names = list(inspect.signature(cls.step).parameters)[2:]
+    for k, size in sizes.items():
+        if not is_zero(found[outputs[k]])[(places >= size) & (places < _MOST)].all():
+            raise InputError(
+                f"{cls.__name__}.{names[k]} is a State of {size} numbers, and the step "
+                f"({_place(cls.step)}) may return others behind them; expected a product of a "
+                f"Hidden(rows=…), or what stays 0 where that is"
+            )
+
+
 def initial_of(cls: type) -> dict[str, float]:
     """Return what all numbers of some parameters begin with; others are drawn."""
     return {
@@ -856,7 +992,7 @@ def _check_names(cls: type) -> None:
     taken = {"options", "state_size", *dir(base), *inspect.signature(base).parameters}
     matrices = {name: each for name, each in known.items() if isinstance(each, _Matrix)}
     for name, each in known.items():
-        if not isinstance(each, (_Declared, _Option, Given)):
+        if not isinstance(each, (_Declared, _Option, Given, State)):
             continue
         title = f"{cls.__name__}.{name}"
         if each.name != name:
@@ -932,8 +1068,9 @@ def trace(cls: Any, options: Mapping[str, Any], bias: bool = True) -> CellProgra
                 f"{cls.__name__}.step ({_place(step)}) returns {short(each)}; expected vectors of "
                 "units"
             )
-    about = partial_of(cls, options), len(further_of(cls))
-    return analyse([as_node(each) for each in outputs], names, *about)
+    nodes = [as_node(each) for each in outputs]
+    _check_sizes(cls, options, nodes)
+    return analyse(nodes, names, partial_of(cls, options), len(further_of(cls)))
 
 
 def check_uses(cls: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import InputError, InputTypeError, short
-from .definition import Given, Mask, further_of
+from .definition import Given, Mask, StepNumber, further_of
 
 Array = Any
 Shape = tuple[int, ...]
@@ -103,6 +103,8 @@ def columns_of(
                     f"{name} has shape {tuple(array.shape)}; expected one that broadcasts to "
                     f"{tuple(shape)}"
                 )
+        elif isinstance(declared, StepNumber) and time >= 0:
+            array = xp.filled(like, shape, 1.0).cumsum(time) - 1
         elif not isinstance(declared, Mask):
             raise InputError(
                 f"{name} is not given; expected an array that broadcasts to {tuple(shape)}, since "
@@ -160,21 +162,29 @@ def _kept(source: np.random.Generator, p: float, shape: Shape) -> Array:
 
 
 def widened(
-    inputs: Sequence[Further], x: Array, units: int, given: Mapping[str, Array], rng: Any
+    inputs: Sequence[Further],
+    x: Array,
+    units: int,
+    given: Mapping[str, Array],
+    rng: Any,
+    time: int = 0,
 ) -> Array:
     """Return an input of NumPy with further inputs behind it."""
     shape = *x.shape[:-1], units
-    columns = columns_of(_Functions, x, inputs, given, shape, draw_with(rng, x))
+    columns = columns_of(_Functions, x, inputs, given, shape, draw_with(rng, x), time)
     return np.concatenate([x, *columns], -1)
 
 
-def filled_up(cell: Any, x: Array) -> Array:
-    """Return an input of one cell with all columns: masks that are not there are expectations."""
+def filled_up(cell: Any, x: Array, time: int = -1) -> Array:
+    """Return an input of one cell with all columns: masks that are not there are expectations.
+
+    Steps have numbers only along an axis of time.
+    """
     names = further_of(type(cell))
     if not names or x.ndim == 0 or x.shape[-1] != cell.input_size:
         return x
     inputs = further_inputs(type(cell), cell.options, lambda name, *_: name)
-    return widened(inputs, x, cell.hidden_size, {}, None)
+    return widened(inputs, x, cell.hidden_size, {}, None, time)
 
 
 def parted(

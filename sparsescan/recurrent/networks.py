@@ -15,7 +15,7 @@ from ..locks import cached_property
 from ..parameters.fixed import Fixed
 from .cell import Cell
 from .cells import GRUCell, LSTMCell, RNNCell
-from .definition import matrices_of
+from .definition import matrices_of, sizes_of
 from .step import TrainingStep
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class Recurrent(Fixed):
     cells : tuple of tuple of Cell
         The cells of each layer, the one that runs forward in time before the other.
     state_size : int
-        Length of a cell's state: `hidden_size` for each of its states, such as ``[h, c]``.
+        Length of a cell's state: `hidden_size` for each of its states, such as ``[h, c]``, or fewer
+        for a :class:`.State`.
 
     Raises
     ------
@@ -117,9 +118,9 @@ class Recurrent(Fixed):
                 f"masks has the key {short(min(unknown, key=str))}; expected names of weights{such}"
             )
         seeds = _seeds(rng, self.num_layers * len(directions))
-        layers = []
+        layers, sizes = [], [0]
         for layer in range(self.num_layers):
-            width = self.input_size if layer == 0 else self.hidden_size * len(directions)
+            width = self.input_size if layer == 0 else sizes[0] * len(directions)
             own = []
             for back in directions:
                 given = {
@@ -128,8 +129,9 @@ class Recurrent(Fixed):
                 about = {**options, **given, "dtype": dtype, "rng": next(seeds)}
                 own.append(cell(width, self.hidden_size, bias, **about))
             layers.append(tuple(own))
+            sizes = sizes_of(cell, own[0].options, self.hidden_size)
         self.cells: tuple[tuple[Cell, ...], ...] = tuple(layers)
-        self.state_size = self.cells[0][0].state_size
+        self.state_size = sum(sizes)
         for name, (one, parameter) in self._places.items():
             vars(one).setdefault("_titles", {})[parameter] = f"{type(self).__name__}.{name}"
 

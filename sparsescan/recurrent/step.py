@@ -31,6 +31,7 @@ from .initial import Begins, add_initial_grads, initial_states
 from .memory import Memory, beside
 from .packing import Direction
 from .passes import RecordedMemory, RecurrentLike, directions_of, rows_of_lanes
+from .short import cut, filled, short_of
 from .truncated import TruncatedMemory
 
 if TYPE_CHECKING:
@@ -144,12 +145,14 @@ class TrainingStep:
     """
 
     def __init__(self, network: RecurrentLike, **options: Unpack[arguments.OptionsDict]) -> None:
-        self.network = network
+        self.network, self._short = network, short_of(network)
+        # What kernels run.
+        self._inner: RecurrentLike = network if self._short is None else self._short.network
         self.options = arguments.Options.read(network, options)
         self._count = len(network.cells) * len(network.cells[0])
         self._shapes = [
             {network.name_of(own, layer, back): shape for own, shape in cell.shapes.items()}
-            for layer, cells in enumerate(network.cells)
+            for layer, cells in enumerate(self._inner.cells)
             for back, cell in enumerate(cells)
         ]
         self._further = of_network(network) if width_of(network) > network.input_size else []
@@ -258,15 +261,20 @@ class TrainingStep:
             If the states take more memory than `memory_limit`, or than there is.
         """
         check_known(self._further, further)
-        if not self._further and not self._begins:
+        if not self._further and not self._begins and self._short is None:
             return self._forward(self.network.params, x, state, lengths, resets, reset_states)
         given: Array = read_array("x", x)
         arguments.check_input("x", given, self.network.input_size, "T, batch", "T")
-        has_begun = False, False
+        has_begun, short, params = (False, False), self._short, self.network.params
+        if short is not None:
+            xp, shape = namespace(given), (self._count, *given.shape[1:-1], sum(short.sizes))
+            state = self._filled("state", state, shape, short.sizes)
+            reset_states = self._filled("reset_states", reset_states, shape, short.sizes)
+            params = short.params(xp, params)
         if self._begins:
             has_begun = state is None, resets is not None and reset_states is None
-            params = [cell.params for cells in self.network.cells for cell in cells]
-            about = self._begins, self._states, params, (*given.shape[1:-1], self._units)
+            by_cell = [cell.params for cells in self.network.cells for cell in cells]
+            about = self._begins, self._states, by_cell, (*given.shape[1:-1], self._units)
             begin = initial_states(namespace(given), *about)
             state = begin if has_begun[0] else state
             reset_states = begin if has_begun[1] else reset_states
@@ -274,10 +282,22 @@ class TrainingStep:
         if self._further:
             _check_on_host(self.network, given)
             given = widened(self._further, given, self._units, arrays, rng)
-        results = self._forward(self.network.params, given, state, lengths, resets, reset_states)
+        output, last = self._forward(params, given, state, lengths, resets, reset_states)
+        if short is not None:
+            parts = short.outputs(self.options.return_states)
+            output = cut(xp, output, parts, self._units)
+            last = cut(xp, last, short.sizes, self._units)
         self._has_begun = has_begun
         self._given_shapes = {name: each.shape for name, each in arrays.items()}
-        return results
+        return output, last
+
+    def _filled(self, name: str, array: Any, shape: tuple[int, ...], sizes: list[int]) -> Any:
+        """Return what a call has of shorter states, of some shape, with zeros behind them."""
+        if array is None:
+            return None
+        array = read_array(name, array)
+        check_has_shape(name, array, shape)
+        return filled(namespace(array), array, sizes, self._units)
 
     @Allocating("a training step")
     @quiet
@@ -349,6 +369,15 @@ class TrainingStep:
         memory = self._memory
         if memory is None or not self._is_forward:
             raise InputError("backward was called without a forward pass before it")
+        short = self._short
+        if short is not None:
+            parts = short.outputs(self.options.return_states)
+            layers = (self._count,) if self.options.return_states == "layers" else ()
+            batch = (memory.batch,) if self._is_batched else ()
+            shape = memory.steps, *batch, *layers, sum(parts)
+            grad_output = self._filled("grad_output", grad_output, shape, parts)
+            shape = self._count, *batch, sum(short.sizes)
+            grad_state = self._filled("grad_state", grad_state, shape, short.sizes)
         with memory.here():
             above, carry = self._read_grads(memory, grad_output, grad_state)
             self._is_forward = False
@@ -372,6 +401,10 @@ class TrainingStep:
         if in_x is not None and self._given_shapes is not None:
             about = self.network.input_size, self._given_shapes
             in_x, further = parted(self._further, in_x, *about)
+        if short is not None:
+            xp, sizes = namespace(state_grad), (short.sizes, self._units)
+            named, state_grad = short.params(xp, named, back=True), cut(xp, state_grad, *sizes)
+            in_resets = None if in_resets is None else cut(xp, in_resets, *sizes)
         return Gradients(in_x, self._as_given(state_grad), named, in_resets, further)
 
     # -- Input ------------------------------------------------------------------------------------
@@ -391,7 +424,7 @@ class TrainingStep:
         def make(steps: int, batch: int, segment: int) -> RecordedMemory:
             extent = Extent(steps, batch, segment, False, has_resets, options)
             return RecordedMemory(
-                self.network, x.dtype, extent, self._directions_for(x.dtype, batch)
+                self._inner, x.dtype, extent, self._directions_for(x.dtype, batch)
             )
 
         if truncate is not None and steps > 2 * truncate:
@@ -402,7 +435,7 @@ class TrainingStep:
             return memory
         for segment in segments(steps):
             if is_on_device:
-                memory = _on_device(self.network, x, segment, has_resets)
+                memory = _on_device(self._inner, x, segment, has_resets)
             else:
                 memory = make(steps, batch, segment)
             if limit is None or memory.nbytes <= limit:
@@ -414,9 +447,9 @@ class TrainingStep:
 
     def _directions_for(self, dtype: np.dtype[Any], batch: int) -> list[Direction]:
         """Return all directions on the host, with their weights packed for so many samples."""
-        key = dtype, rows_of_lanes(self.network, dtype, batch)
+        key = dtype, rows_of_lanes(self._inner, dtype, batch)
         if self._made_for != key:
-            self._made_for, self._directions = key, directions_of(self.network, *key)
+            self._made_for, self._directions = key, directions_of(self._inner, *key)
         return self._directions
 
     def _read(
@@ -428,7 +461,7 @@ class TrainingStep:
         not given are None, and so are lengths if each sample has all steps. Those that resets set
         are :func:`~sparsescan.recurrent.memory.beside` the initial ones.
         """
-        net = self.network
+        net = self._inner
         arguments.check_input("x", x, width_of(net), "T, batch", "T")
         self._is_batched = x.ndim == 3
         steps, batch = x.shape[0], x.shape[1] if x.ndim == 3 else 1
@@ -452,7 +485,7 @@ class TrainingStep:
         """Return the gradients in both results of the forward pass, with an axis of samples."""
         xp, checked = np if memory.device is None else load_cupy(), []
         whole = memory.steps, memory.batch, memory.widths[-1]
-        rows = self._count, memory.batch, self.network.state_size
+        rows = self._count, memory.batch, self._inner.state_size
         for name, grad, shape, expected in (
             ("grad_output", output, whole, self._output_shape(whole)),
             ("grad_state", state, rows, rows),
@@ -472,7 +505,7 @@ class TrainingStep:
         """Return the shape of outputs: with an axis of directions if they are of all layers."""
         if self.options.return_states != "layers":
             return shape
-        return *shape[:2], self._count, self.network.state_size
+        return *shape[:2], self._count, self._inner.state_size
 
     def _as_given(self, array: Array) -> Array:
         """Return a result with an axis of samples if the input had one."""

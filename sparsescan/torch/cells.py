@@ -15,7 +15,7 @@ from ..checks import check_flag
 from ..errors import InputError, InputTypeError, short
 from ..recurrent import Cell, Recurrent
 from ..recurrent.arguments import Options
-from ..recurrent.definition import begins_of, initial_of
+from ..recurrent.definition import begins_of, initial_of, sizes_of
 from ..recurrent.further import further_inputs
 from .calls.sequences import Sequences
 from .calls.shapes import register
@@ -98,7 +98,8 @@ class CellModule(Sequences, nn.Module):
         """Find the program of the cells, in this process."""
         self.mode = register(self.cell, self.options, self.bias)
         self.states = self.cell.program_of(self.options, self.bias).states
-        self._begins = begins_of(self.cell, self.states)
+        self._own_sizes = sizes_of(self.cell, self.options, self.hidden_size)
+        self._begins = begins_of(self.cell, self.states) or None
         about = self.num_layers, 1 + self.bidirectional
         self._further = further_inputs(self.cell, self.options, Recurrent.name_of, *about)
 
@@ -117,6 +118,11 @@ class CellModule(Sequences, nn.Module):
         for names in self._names:
             for name in names:
                 yield name.rpartition("_l")[0], getattr(self, name)
+
+    @property
+    def _sizes(self) -> list[int]:
+        """How many numbers each state has."""
+        return self._own_sizes
 
     @property
     def all_weights(self) -> list[list[Tensor]]:

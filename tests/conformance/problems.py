@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from plain_attention import plain_attention
 from plain_filters import changing, stacked
 from plain_networks import plain_run
-from some_cells import CELLS, Begun, ByHeads, Driven, Elementwise, Leaky, Normalised
+from some_cells import CELLS, Begun, ByHeads, Driven, Elementwise, Leaky, Narrow, Normalised
 from torch import Tensor
 from torch.func import functional_call
+from torch.nn.functional import pad
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -93,7 +94,12 @@ def _chosen(rng: np.random.Generator, wish: bool | None) -> bool:
 # -- Recurrent networks ----------------------------------------------------------------------------
 
 KINDS: dict[str, Any] = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
-OTHERS = CELLS | {each.__name__: each for each in (Normalised, ByHeads, Driven, Begun)}
+OTHERS = CELLS | {each.__name__: each for each in (Normalised, ByHeads, Driven, Begun, Narrow)}
+
+
+def _behind(state: Tensor) -> Tensor:
+    """Return states of 2 and 3 numbers as two of 3."""
+    return torch.cat([pad(state[..., :2], (0, 1)), state[..., 2:]], -1)
 
 
 def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
@@ -126,7 +132,8 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
     if name == "Begun" and rng.integers(3):
         del numbers["state"]
     shapes: Any = [(steps, batch, units), (steps, batch, 1), (batch, units), (units,)]
-    further = [each.name for each in of_network(net)]
+    is_counted = name == "Begun"
+    further = [] if is_counted else [each.name for each in of_network(net)]
     for key in further:
         numbers[key] = rng.standard_normal(shapes[rng.integers(len(shapes))])
     flags: Numbers = {}
@@ -145,19 +152,29 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
         own |= {key: numbers[key].expand(steps, batch, units) for key in further}
         counts = flags.get("lengths", torch.full((batch,), steps))
         state, anew = numbers.get("state"), numbers.get("anew")
-        if name == "Begun":
+        if is_counted:
+            count = torch.arange(steps)[:, None, None].expand(steps, batch, units)
+            own |= {each.name: count.to(numbers["x"]) for each in of_network(net)}
             begins = [each for key, each in own.items() if key.startswith("begin")]
             zeros = torch.zeros(rows).to(numbers["x"])
             begin = zeros + torch.cat([torch.stack(begins) * 0, torch.stack(begins)], -1)[:, None]
             state, anew = (begin if each is None else each for each in (state, anew))
         assert state is not None
         if not steps:
-            return numbers["x"].new_zeros(0, batch, units * (1 + both)), state.clone()
+            return numbers["x"].new_zeros(0, batch, sizes[0] * (1 + both)), state.clone()
+        if name == "Narrow":
+            state, anew = (each if each is None else _behind(each) for each in (state, anew))
+            for key in own:
+                if key.startswith("weight_ih_l1"):
+                    own[key] = pad(own[key].unflatten(-1, (-1, 2)), (0, 1)).flatten(-2)
         kind = name if name in KINDS else OTHERS[name]
         outputs, last = plain_run(
             *(kind, own, numbers["x"], state, counts),
             *(flags.get("resets"), anew),
         )
+        if name == "Narrow":
+            outputs[0] = outputs[0].unflatten(-1, (-1, 3))[..., :2].flatten(-2)
+            last = torch.cat([last[..., :2], last[..., 3:]], -1)
         return outputs[0], last
 
     def by_numpy(numbers: Numbers, flags: Numbers) -> Any:
@@ -200,7 +217,7 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
             return first
         return modules.setdefault(threading.get_ident(), module())
 
-    states = net.state_size // units
+    sizes = [2, units] if name == "Narrow" else [units] * net.cells[0][0].program.states
     # Places of rows among all, as they are packed: packing is no part of what is differentiated.
     skeleton: Any = None
     if "lengths" in flags and wish.shortest:
@@ -209,7 +226,7 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
         skeleton = pack_padded_sequence(places, lengths, enforce_sorted=False)
 
     def parts(state: Tensor | None) -> Any:
-        return state if state is None else state.chunk(states, -1) if states > 1 else state
+        return state if state is None or len(sizes) == 1 else state.split(sizes, -1)
 
     def by_torch(numbers: Numbers, flags: Numbers) -> Any:
         own = {key + "_orig" * (key in kept): numbers[key] for key in params}
@@ -230,7 +247,7 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
             padded = output.data.new_zeros(steps * batch, output.data.shape[-1])
             padded = padded.index_copy(0, skeleton.data, output.data)
             output = padded.reshape(steps, batch, -1)
-        return output, torch.cat(last, -1) if states > 1 else last
+        return output, torch.cat(last, -1) if len(sizes) > 1 else last
 
     doors = {"NumPy": by_numpy, "PyTorch": by_torch, "JAX": by_jax}
     return Problem(numbers, flags, plain, doors)
@@ -323,7 +340,6 @@ def affine_scan(rng: np.random.Generator, wish: Wish) -> Problem:
 def _with_delays(b: Tensor, a: Tensor, x: Tensor, zi: Tensor) -> tuple[Tensor, Tensor]:
     """Filter along the last axis by the transposed direct form II, whose delays are returned."""
     order = zi.shape[-1]
-    pad = torch.nn.functional.pad
     b, a = (pad(each / a[0], (0, order + 1 - len(each))) for each in (b, a))
     delays, y = list(zi.unbind(-1)), []
     for t in range(x.shape[-1]):

@@ -19,7 +19,7 @@ from sparsescan.errors import InputError, InputTypeError
 from sparsescan.graph.functions import sigmoid, tanh
 from sparsescan.graph.render.c import functions_for
 from sparsescan.recurrent import GRU, LSTM, RNN, Cell, Recurrent, catalogue
-from sparsescan.recurrent.definition import Hidden, Initial, Input, declared
+from sparsescan.recurrent.definition import Hidden, Initial, Input, declared, states_of
 
 Array = np.ndarray[Any, Any]
 CLEAN = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-Wpedantic"]
@@ -195,7 +195,12 @@ class Folder:
 
 
 def options_of(cell: type[Cell]) -> dict[str, Any]:
-    """Return an option that makes a cell's matrices smaller than its units, if it has one."""
+    """Return an option that makes a cell's matrices smaller than its units, if it has one.
+
+    States that are shorter are refused.
+    """
+    if states_of(cell):
+        return {}
     names = {
         vars(size)["_name"]
         for each in declared(cell).values()
@@ -409,6 +414,11 @@ def test_files_say_what_memory_is_needed(tmp_path: Path) -> None:
         ({"dtype": "float16"}, InputTypeError, "dtype is 'float16'; expected float32 or float64"),
         ({"functions": "fast"}, InputError, "functions is 'fast'; expected 'libm' or 'series'"),
         ({"network": 3}, InputTypeError, "network has 3; expected a cell, a network of cells"),
+        (
+            {"network": catalogue.ProjectedLSTM(2, 3, proj_size=1)},
+            InputError,
+            "network has ProjectedLSTM.*; expected states of all units",
+        ),
         ({"network": []}, InputError, "network is \\[\\]; expected at least one layer"),
         ({"network": [GRU(1, 2), RNN(3, 2)]}, InputError, "behind 2 outputs; expected 3"),
     ],

@@ -17,6 +17,7 @@ from sampling import examples
 
 from sparsescan.errors import InputError, InputTypeError
 from sparsescan.recurrent import Cell, Mask, Vector, catalogue
+from sparsescan.recurrent.definition import sizes_of
 from sparsescan.recurrent.further import of_network
 from sparsescan.recurrent.step import OneCell
 
@@ -93,19 +94,23 @@ def case_of(
 @given(data=st.data())
 def test_a_training_step_is_the_autograd_of_a_peer(name: str, data: Any) -> None:
     cell, _, x, state, grads, masks = case = case_of(data.draw, name)
-    units = cell.hidden_size
-    above, carry = grads[..., :units], grads[-1]
+    sizes = sizes_of(type(cell), cell.options, cell.hidden_size)
+    places = [k * cell.hidden_size + np.arange(size) for k, size in enumerate(sizes)]
+    kept = np.concatenate(places)
+    grads[..., np.setdiff1d(np.arange(cell.state_size), kept)] = 0
+    state[:, np.setdiff1d(np.arange(cell.state_size), kept)] = 0
+    above, carry = grads[..., places[0]], grads[-1]
     whole = np.zeros_like(grads)
-    whole[..., :units] += above
+    whole[..., places[0]] += above
     whole[-1] += carry
     expected = case.expected(whole)
     step = cell.training_step()
-    output, last = step.forward(x, state[None], **masks)
-    close(output, expected["states"][..., :units])
-    close(last, expected["states"][-1:])
-    found = step.backward(above, carry[None])
+    output, last = step.forward(x, state[None, :, kept], **masks)
+    close(output, expected["states"][..., places[0]])
+    close(last, expected["states"][-1:, :, kept])
+    found = step.backward(above, carry[None, :, kept])
     close(found.input, expected["input"], 1e5)
-    close(found.state, expected["state"][None], 1e5)
+    close(found.state, expected["state"][None, :, kept], 1e5)
     assert list(found.params) == list(cell.params)
     for key, grad in found.params.items():
         close(grad, expected[key], 1e5)

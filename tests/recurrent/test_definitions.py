@@ -155,6 +155,8 @@ REFUSED = {
     "return complex(h)": CONVERSION,
     "return [h, x][h > 0]": CONVERSION,
     "return range(h)": CONVERSION,
+    "return np.take(h, 0)": NUMPY,
+    "return h[np.argmax(h)]": UNITS,
     "return h[0]": INDEX,
     "return h[1:]": INDEX,
     "return x[..., None]": INDEX,
@@ -222,8 +224,8 @@ REFUSED = {
     "return self.weight_hh(2.0)": ("a product of weight_hh with 2.0", "a vector of units"),
     "return self.nothing * h": ("self.nothing, which C does not declare", "Constant(…), Choice"),
     "return self.hidden_size * h": ("self.hidden_size, which C does not", "Constant(…), Choice"),
-    "return self.bias_hh + h": ("self.bias_hh, a bias, which", "products, which add the biases"),
-    "return self.bias_ih + h": ("self.bias_ih, a bias, which", "products, which add the biases"),
+    "return self.bias_hh + h": ("self.bias_hh, a bias", "products, which add the biases"),
+    "return self.bias_ih + h": ("self.bias_ih, a bias", "products, which add the biases"),
     "self.cache = h": ("an assignment to self.cache", "a local variable, or another state"),
     "self.u = h": ("an assignment to self.u", "a local variable, or another state"),
 }
@@ -583,13 +585,61 @@ def test_names_that_are_taken(declarations: str, message: str) -> None:
         (
             "a = Initial()",
             "h): return h + self.a",
-            r"self\.a, an initial state, which .* the state, an argument of the step",
+            r"self\.a, a declaration of states, which .* the state, an argument of the step",
         ),
     ],
 )
 def test_initial_states_that_cannot_be(declarations: str, step: str, message: str) -> None:
     with pytest.raises((InputError, InputTypeError), match=f"(?s){message}"):
         define(f"class C(Cell):\n    {declarations}\n    def step(self, x, {step}")
+
+
+@pytest.mark.parametrize(
+    ("declarations", "step", "message"),
+    [
+        ("h = State(2)", "h): return 0.5 * h + self.w(x)", "C.h is a State of 2 .* behind them; "),
+        ("h = State(2)", "h): return self.r(self.w(x)) + 1", "C.h is a State of 2 .* behind them"),
+        ("h = State(1)", "h): return self.r(self.w(x))", "C.h is a State of 1 .* behind them"),
+        ("a = State(2)", "h): return self.r(self.w(x))", "C.a is a State; .* of the step among: h"),
+        ("h = State(-1)", "h): return self.r(self.w(x))", "size is -1; expected"),
+        (
+            "h = State(2); b = Initial('h')",
+            "h): return self.r(self.w(x))",
+            "C.h is a State, and begins with a parameter",
+        ),
+        ("h = State(2)", "h): return self.r(self.w(x)) + 0 * self.h", "self.h, a declaration of"),
+        ("h = State(k)", "h): return h", "size of h is a Constant that the class does not declare"),
+    ],
+)
+def test_states_that_cannot_be_shorter(declarations: str, step: str, message: str) -> None:
+    source = f"""\
+k = Constant(2)
+class C(Cell):
+    w, r = Input(), Hidden(rows=2, bias=False)
+    {declarations}
+    def step(self, x, {step}
+"""
+    with pytest.raises((InputError, InputTypeError), match=f"(?s){message}"):
+        define(source)
+
+
+def test_a_state_is_shorter_if_what_is_returned_is() -> None:
+    source = """\
+class C(Cell):
+    _trains_all = False
+    size = Constant(3)
+    h, c = State(size), State(2)
+    w, v, r = Input(), Vector(), Hidden(rows=size, bias=False)
+    up = Hidden(cols=2)
+    def step(self, x, h, c, n):
+        h = np.where(x > 0.3, h, np.tanh(self.r(self.w(x))) * self.v) - abs(0.5 * h)
+        return h / (1 + n * n), 2 * self.up.T(n) + c * h, n + h
+"""
+    cell = define(source)(8, 8, size=4)
+    output, state = cell.training_step().forward(np.ones((3, 5, 8), np.float32))
+    assert (output.shape, state.shape) == ((3, 5, 4), (1, 5, 14))
+    with pytest.raises(InputError, match="hidden_size is 1; expected at least"):
+        define(source)(1, 1)
 
 
 # -- Options --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from some_cells import Begun, Driven, Masked
 from sparsescan.errors import InputError, InputTypeError
 from sparsescan.graph.functions import tanh
 from sparsescan.kernels.cpu.lanes import lanes, sample_lanes
-from sparsescan.recurrent import GRU, LSTM, RNN, Cell, GRUCell, Mask, Recurrent
+from sparsescan.recurrent import GRU, LSTM, RNN, Cell, GRUCell, Mask, Recurrent, StepNumber
 from sparsescan.recurrent.arguments import Options, OptionsDict
 from sparsescan.recurrent.loops import callers, sequences
 
@@ -436,6 +436,31 @@ def test_masks_are_drawn_by_a_generator() -> None:
     np.testing.assert_allclose(cell.unroll(x)[1:], output, 1e-5)
     with pytest.raises(InputTypeError, match="rng is 'a'; expected a Generator or a seed"):
         step.forward(x, rng="a")  # type: ignore[arg-type]
+
+
+class Counted(Cell):
+    """Its outputs are numbers of steps."""
+
+    t = StepNumber()
+
+    def step(self, x: Any, h: Any) -> Any:
+        return self.t + 0
+
+
+def test_steps_have_numbers() -> None:
+    """In both directions; others may be given."""
+    net, x = Recurrent(Counted, 1, 2, 2, bidirectional=True), np.zeros((5, 3, 1), F4)
+    step, numbers = net.training_step(), np.arange(5)[:, None, None]
+    output, _ = step.forward(x, lengths=[5, 3, 0])
+    has = numbers < np.array([5, 3, 0])[:, None]
+    np.testing.assert_array_equal(output, numbers * has * np.ones(4))
+    given = {name: 7 + numbers[:, 0].astype(F4) for name in ("t_l1", "t_l1_reverse")}
+    output, _ = step.forward(x[:, 0], **given)
+    np.testing.assert_array_equal(output, 7 + numbers[:, 0].repeat(4, 1))
+    cell = Counted(1, 2)
+    np.testing.assert_array_equal(cell.unroll(x)[1:], output[:, None, :2].repeat(3, 1) - 7)
+    with pytest.raises(InputError, match="t is not given"):
+        cell.forward(x[0], np.zeros((3, 2), F4))
 
 
 def test_initial_states_are_parameters() -> None:

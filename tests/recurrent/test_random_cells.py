@@ -244,7 +244,7 @@ def test_networks_are_back_propagation(
 
 @settings(max_examples=long_run(60, 4), phases=[Phase.generate])
 @given(
-    st.sampled_from(["sum", "mean", "softmax", "logsumexp", "layer_norm", "rms_norm"]),
+    st.sampled_from(["sum", "mean", "max", "softmax", "logsumexp", "layer_norm", "rms_norm"]),
     st.integers(1, 6),
     st.integers(1, 24),
     st.sampled_from([1, 3, 14, 32]),
@@ -258,7 +258,7 @@ def test_reductions_over_units(
     eps = {"layer_norm": ", eps=0.1", "rms_norm": ", eps=0.1"}.get(name, "")
     vector = f"({scale} * (self.weight_ih(x) + self.u * h))"
     a = f"{vector}.{name}(heads={heads})"
-    if name not in ("sum", "mean"):
+    if name not in ("sum", "mean", "max"):
         a = f"{name}({vector}, heads={heads}{eps})"
     source = f"""\
 class Drawn(Cell):
@@ -270,6 +270,21 @@ class Drawn(Cell):
         return tanh(self.weight_hh(h) + 0.3 * {a})
 """
     check_compiled(RandomCell(source, 3, heads * size, True), seed, batch, None, seed % 2 == 0)
+
+
+@pytest.mark.parametrize("batch", [1, 14])
+def test_the_largest_units_share_a_gradient(batch: int) -> None:
+    """Among many that are equal, as those that a bound holds."""
+    source = """\
+class Drawn(Cell):
+    weight_ih = Input()
+    weight_hh = Hidden()
+
+    def step(self, x, h):
+        a = hardtanh(3 * self.weight_ih(x), -0.5, 0.2) + 0 * h
+        return tanh(self.weight_hh(h) + np.max(a) * h - 0.5 * (a * h).max(heads=2))
+"""
+    check_compiled(RandomCell(source, 3, 6, True), 0, batch, None, False)
 
 
 @settings(max_examples=long_run(60, 6), phases=[Phase.generate])

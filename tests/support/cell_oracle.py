@@ -72,6 +72,9 @@ class Value:
     def mean(self, heads: int = 1) -> Value:
         return _FUNCTIONS["mean"](self, heads=heads)
 
+    def max(self, heads: int = 1) -> Value:
+        return _FUNCTIONS["max"](self, heads=heads)
+
     def __array_function__(self, function: Any, _: Any, given: Any, options: Any) -> Value:
         return _FUNCTIONS[function.__name__](*given, **options)
 
@@ -167,6 +170,13 @@ def _over_units(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     return call
 
 
+def _amax(a: torch.Tensor) -> torch.Tensor:
+    """Return the largest, and note how near another one is that is not as large."""
+    largest = a.amax(-1, keepdim=True)
+    _note(0, Value((largest - a).where(largest != a, math.inf)))
+    return largest
+
+
 def _layer_norm(a: Any, weight: Any = 1, bias: Any = 0, *, eps: float = 1e-5) -> torch.Tensor:
     return torch.nn.functional.layer_norm(a, a.shape[-1:], eps=eps) * weight + bias
 
@@ -195,6 +205,7 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "arctan2": _arctan2,
     "sum": _over_units(lambda a: a.sum(-1, keepdim=True)),
     "mean": _over_units(lambda a: a.mean(-1, keepdim=True)),
+    "max": _over_units(_amax),
     "norm": _over_units(lambda a: torch.linalg.vector_norm(a, dim=-1, keepdim=True)),
     "softmax": _over_units(lambda a: a.softmax(-1)),
     "logsumexp": _over_units(lambda a: a.logsumexp(-1, keepdim=True)),
@@ -263,7 +274,8 @@ class _Self:
             return _Matrix(self._tensors, name, found, heads)
         if isinstance(found, definition.Given):
             further = self._tensors[name][self.t]
-            return Value(further.detach() if isinstance(found, definition.Mask) else further)
+            has_none = isinstance(found, (definition.Mask, definition.StepNumber))
+            return Value(further.detach() if has_none else further)
         if isinstance(found, definition.Scalar):
             return Value(self._tensors[name])
         if isinstance(found, definition.Vector):

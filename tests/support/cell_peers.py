@@ -433,6 +433,17 @@ def _lstm(p: Tensors, x: Any, h: Any, c: Any) -> tuple[Any, Any]:
     return torch._VF.lstm_cell(x[:, : weight.shape[1]], (h, c), *own)
 
 
+def mogrifier_lstm(_: None, p: Tensors, x: Any, states: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Compute equations 1 and 2 of Melis, Kočiský and Blunsom."""
+    (h, c), q, r = states, p["weight_q"].chunk(3), p["weight_r"].chunk(2)
+    for k in range(5):
+        if k % 2:
+            h = 2 * (x @ r[k // 2].T).sigmoid() * h
+        else:
+            x = 2 * (h @ q[k // 2].T).sigmoid() * x
+    return _lstm(p, x, h, c)
+
+
 def zoneout_lstm(_: None, p: Tensors, x: Any, states: tuple[Any, ...]) -> tuple[Any, ...]:
     h, c = states
     new_h, new_c = _lstm(p, x, h, c)
@@ -535,6 +546,7 @@ PEERS = {
         Peer(catalogue.BlockDiagonalLSTM, nothing, block_diagonal_lstm, {"heads": (2, 3)}),
         Peer(catalogue.LayerNormGRU, nothing, layer_norm_gru),
         Peer(catalogue.LayerNormLSTM, nothing, layer_norm_lstm),
+        Peer(catalogue.MogrifierLSTM, nothing, mogrifier_lstm, same_sizes=True),
         Peer(catalogue.RecurrentDropoutGRU, nothing, dropout_gru),
         Peer(catalogue.RecurrentDropoutLSTM, nothing, dropout_lstm),
         Peer(catalogue.VariationalGRU, nothing, variational_gru),

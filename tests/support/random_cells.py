@@ -138,6 +138,7 @@ _BINARY = (
 _REDUCTIONS = (
     "({}).mean({heads_alone})",
     "(0.4 * ({}).sum({heads_alone}))",
+    "({}).max({heads_alone})",
     "softmax({}{heads})",
     "logsumexp({}{heads})",
     "np.linalg.norm({})",
@@ -176,7 +177,7 @@ class _Writer:
         self, integer: Callable[[int, int], int], size: int, has_maxima: bool, has_further: bool
     ) -> None:
         self.integer, self.size, self.has_further = integer, size, has_further
-        maxima = () if has_maxima else ("softmax", "logsumexp")
+        maxima = () if has_maxima else ("softmax", "logsumexp", "({}).max")
         self.reductions = [each for each in _REDUCTIONS if not each.startswith(maxima)]
         self.hidden = self.pick((2, 3, 1, 4))
         self.declarations: list[str] = []

@@ -23,6 +23,8 @@ from sparsescan.recurrent.definition import (
     Input,
     Mask,
     Scalar,
+    State,
+    StepNumber,
     Vector,
 )
 from sparsescan.recurrent.program import CellProgram
@@ -201,16 +203,31 @@ class Driven(Cell):
 
 
 class Begun(Cell):
-    """The second of two states begins with a parameter."""
+    """The second of two states begins with a parameter; steps read their number."""
 
     weight_ih = Input("f", "n")
     weight_hh = Hidden("f", "n")
     begin = Initial("c")
+    place = StepNumber()
 
     def step(self, x: Any, h: Any, c: Any) -> Any:
         f = sigmoid(self.weight_ih.f(x) + self.weight_hh.f(h))
         c = f * c + (1 - f) * tanh(self.weight_ih.n(x) + self.weight_hh.n(h))
-        return tanh(c), c
+        return tanh(c + 0.3 * self.place), c
+
+
+class Narrow(Cell):
+    """The first of two states has two numbers."""
+
+    h = State(2)
+    weight_ih = Input("f", "n")
+    weight_hh = Hidden("f", "n", cols=2)
+    weight_hr = Hidden(rows=2, bias=False)
+
+    def step(self, x: Any, h: Any, c: Any) -> Any:
+        f = sigmoid(self.weight_ih.f(x) + self.weight_hh.f(h))
+        c = f * c + (1 - f) * tanh(self.weight_ih.n(x) + self.weight_hh.n(h))
+        return tanh(self.weight_hr(c)) + 0.5 * h, c
 
 
 CELLS: dict[str, type[Cell]] = {

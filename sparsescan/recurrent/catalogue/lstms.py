@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...graph.functions import sigmoid, tanh
 from ..cell import Cell
-from ..definition import Constant, Hidden, Input, Vector
+from ..definition import Constant, Hidden, Input, State, Vector
 from .activations import activation
 
 
@@ -133,6 +133,39 @@ class MCLSTM(Cell):
         return o * tanh(c), m * tanh(c), c
 
 
+class MogrifierLSTM(Cell):
+    """Mogrifier LSTM of five rounds (Melis, Kočiský and Blunsom, 2020, arXiv 1909.01792).
+
+    ::
+
+        x_1 = 2 σ(Q_1 h) ∘ x
+        h_2 = 2 σ(R_2 x_1) ∘ h
+        x_3 = 2 σ(Q_3 h_2) ∘ x_1
+        h_4 = 2 σ(R_4 x_3) ∘ h_2
+        x_5 = 2 σ(Q_5 h_4) ∘ x_3
+        c'  = σ(W_f x_5 + U_f h_4) ∘ c + σ(W_i x_5 + U_i h_4) ∘ tanh(W_g x_5 + U_g h_4)
+        h'  = σ(W_o x_5 + U_o h_4) ∘ tanh(c')
+
+    ``Q`` and ``R`` have no biases, and there are as many inputs as units.
+    """
+
+    weight_ih = Hidden("i", "f", "g", "o")
+    weight_hh = Hidden("i", "f", "g", "o")
+    weight_q = Hidden("q1", "q3", "q5", bias=False)
+    weight_r = Hidden("r2", "r4", bias=False)
+
+    def step(self, x, h, c):
+        W, U, Q, R = self.weight_ih, self.weight_hh, self.weight_q, self.weight_r
+        x = 2 * sigmoid(Q.q1(h)) * x
+        h = 2 * sigmoid(R.r2(x)) * h
+        x = 2 * sigmoid(Q.q3(h)) * x
+        h = 2 * sigmoid(R.r4(x)) * h
+        x = 2 * sigmoid(Q.q5(h)) * x
+        i, f, o = (sigmoid(getattr(W, gate)(x) + getattr(U, gate)(h)) for gate in "ifo")
+        c = f * c + i * tanh(W.g(x) + U.g(h))
+        return o * tanh(c), c
+
+
 class MultiplicativeLSTM(Cell):
     """Multiplicative LSTM (Krause, Lu, Murray and Renals, 2016, arXiv 1609.07959).
 
@@ -164,11 +197,12 @@ class ProjectedLSTM(Cell):
         c' = σ(W_f x + U_f h) ∘ c + σ(W_i x + U_i h) ∘ tanh(W_g x + U_g h)
         h' = P (σ(W_o x + U_o h) ∘ tanh(c'))
 
-    The first ``proj_size`` numbers of ``h`` are those of :class:`torch.nn.LSTM` with that argument,
-    and ``U`` reads no others, which are 0. By default, 0, there are as many as units.
+    ``h`` has ``proj_size`` numbers, as in :class:`torch.nn.LSTM` with that argument; by default, 0,
+    as many as there are units.
     """
 
     proj_size = Constant(0)
+    h = State(proj_size)
     weight_ih = Input("i", "f", "g", "o")
     weight_hh = Hidden("i", "f", "g", "o", cols=proj_size)
     weight_hr = Hidden(bias=False, rows=proj_size)

@@ -80,7 +80,7 @@ def key_of(module: Any, given: Any, hx: Any, weights: list[Any]) -> tuple[Any, .
 def _is_plain(module: Any) -> bool:
     """Return whether a module is what its sizes say: not pruned, no dropout, no projections."""
     return not (
-        module._forward_pre_hooks or module.proj_size or (module.dropout > 0 and module.training)
+        module._forward_pre_hooks or module._is_short or (module.dropout > 0 and module.training)
     )
 
 

@@ -1,6 +1,6 @@
-"""LSTMs with projections, as PyTorch's modules have them, by cells of as many numbers as units.
+"""States of fewer numbers than units, by cells that have all: behind them there are zeros.
 
-Behind the numbers of a state that is shorter than others there are zeros.
+Among them are those of LSTMs with projections, as PyTorch's modules have them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ...recurrent.catalogue import ProjectedLSTM
-from .shapes import register
+from ...recurrent.definition import Input, declared
+from ...recurrent.short import filled
+from .shapes import kind_of, names_of, register
 
 
 @functools.cache
@@ -23,29 +24,32 @@ def mode_of(size: int, has_bias: bool) -> str:
     return register(ProjectedLSTM, {"proj_size": size}, has_bias)
 
 
-def projected(run: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """Return a function of PyTorch's states and parameters from one of those of our cells."""
-    size, units, directions = module.proj_size, module.hidden_size, 1 + module.bidirectional
-    more = units - size
-
-    def filled(layer: int, own: list[Tensor]) -> list[Tensor]:
-        """Return the parameters of a direction in our order, with columns that read zeros."""
-        weight_ih, weight_hh, *biases, weight_hr = own
-        if layer:
-            weight_ih = pad(weight_ih.unflatten(1, (directions, size)), (0, more)).flatten(1)
-        return [weight_ih, weight_hh, weight_hr, *biases]
+def projected(run: Callable[..., tuple[Tensor, Tensor]], module: Any) -> Callable[..., Any]:
+    """Return a function of a module's states and parameters from one of those of kernels."""
+    sizes, units, mode = module._sizes, module.hidden_size, module._mode_of_cells()
+    columns = [sizes[0]] * (1 + module.bidirectional)
+    names = names_of(mode, module.num_layers, bool(module.bias), bool(module.bidirectional))
+    inputs = {
+        name for name, each in declared(kind_of(mode).cell).items() if isinstance(each, Input)
+    }
+    wide = [
+        name.rpartition("_l")[0] in inputs and not name.removesuffix("_reverse").endswith("_l0")
+        for name in names
+    ]
+    count = len(names) // (module.num_layers * len(columns))
 
     def call(
         x: Tensor, state: Tensor | None, lengths: Any, weights: list[Tensor], resets: Any
     ) -> tuple[Tensor, Tensor]:
         if state is not None:
-            h, c = state.split([size, units], -1)
-            state = torch.cat([pad(h, (0, more)), c], -1)
-        count, filled_up = len(weights) // (module.num_layers * directions), list[Tensor]()
-        for k in range(0, len(weights), count):
-            filled_up += filled(k // (count * directions), weights[k : k + count])
-        output, last = run(x, state, lengths, filled_up, resets)
-        output = output.unflatten(-1, (directions, units))[..., :size].flatten(-2)
-        return output.contiguous(), torch.cat([last[..., :size], last[..., units:]], -1)
+            state = filled(torch, state, sizes, units)
+        if module.proj_size:  # the last matrix of PyTorch's is our third
+            rows = [weights[k : k + count] for k in range(0, len(weights), count)]
+            weights = [each for row in rows for each in (*row[:2], row[-1], *row[2:-1])]
+        weights = [
+            filled(torch, each, columns, units) if is_wide else each
+            for each, is_wide in zip(weights, wide, strict=True)
+        ]
+        return run(x, state, lengths, weights, resets)
 
     return call

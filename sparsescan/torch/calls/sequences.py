@@ -22,7 +22,7 @@ from ...recurrent.arguments import (
     check_input,
     check_option,
 )
-from ...recurrent.definition import Mask
+from ...recurrent.definition import Mask, StepNumber
 from ...recurrent.further import Further, check_known, columns_of
 from ...recurrent.initial import Begins, initial_states
 from ..binder import FUNCTIONS
@@ -93,7 +93,7 @@ class Sequences:
 
     _options = DEFAULTS
     _further: Sequence[Further] = ()
-    _begins: Begins = MappingProxyType({})
+    _begins: Begins | None = None
 
     def _set_options(self, given: dict[str, Any]) -> None:
         for name, value in given.items():
@@ -169,7 +169,7 @@ class Sequences:
         check_known(self._further, further)
         if reset_states is not None:
             check_has_resets(resets)
-        if self._begins and not isinstance(input, Proxy):
+        if self._begins is not None and not isinstance(input, Proxy):
             begin = self._begun(input)
             hx = begin if hx is None else hx
             reset_states = begin if resets is not None and reset_states is None else reset_states
@@ -217,6 +217,7 @@ class Sequences:
 
     def _begun(self, given: Any) -> Any:
         """Return the initial states that are parameters, in the form of ``hx``."""
+        assert self._begins is not None
         self._check(given, None)
         params = [
             {name.rpartition("_l")[0]: getattr(self, name) for name in names}
@@ -256,7 +257,7 @@ class Sequences:
         """Return the results for any form of input, from those for a batch of samples."""
         if self._further:
             given = self._widened(given, further)
-        if self.proj_size:
+        if self._is_short:
             run = projected(run, self)
         if reset_states is not None:
             hx = beside(hx, reset_states)
@@ -292,6 +293,10 @@ class Sequences:
                 )
         time = self.batch_first and given.dim() == 3 if not is_packed else 0
         samples = _samples_of(given) if is_packed else None
+        for name, declared, _ in self._further if is_packed else ():
+            if isinstance(declared, StepNumber):
+                numbers = torch.arange(len(given.batch_sizes)).repeat_interleave(given.batch_sizes)
+                arrays.setdefault(name, numbers.to(x)[:, None])
 
         def draw(mask: Mask, p: float, shape: Any) -> Tensor:
             once = samples is not None and mask.per == "sequence"
@@ -313,6 +318,12 @@ class Sequences:
         """
         returns = self._options.of_cells(self.states).return_states
         states = list(apart(output, self.states)) if returns else [output]
+        if self._is_short:
+            columns = -1 if returns == "layers" else 1 + self.bidirectional
+            states = [
+                each.unflatten(-1, (columns, self.hidden_size))[..., :size].flatten(-2).contiguous()
+                for each, size in zip(states, self._sizes, strict=False)
+            ]
         if returns == "layers":
             last = states[0][..., -1 - self.bidirectional :, :].flatten(-2)
             states.insert(0, last.clone(memory_format=torch.contiguous_format))
@@ -388,15 +399,28 @@ class Sequences:
             batch = (int(given.batch_sizes[0]),)
         elif given.dim() == 3:
             batch = (given.shape[0 if self.batch_first else 1],)
-        rows, units = self.num_layers * (1 + self.bidirectional), self.hidden_size
-        sizes = [self.proj_size or units, *[units] * (self.states - 1)]
-        return [(rows, *batch, size) for size in sizes]
+        rows = self.num_layers * (1 + self.bidirectional)
+        return [(rows, *batch, size) for size in self._sizes]
+
+    @property
+    def _sizes(self) -> list[int]:
+        """How many numbers each state has."""
+        return [self.proj_size or self.hidden_size, *[self.hidden_size] * (self.states - 1)]
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether a state has fewer numbers than there are units."""
+        return min(self._sizes) < self.hidden_size
 
     def _parted(self, last: Tensor) -> Any:
         """Return the last states as PyTorch does: several as a tuple."""
-        if self.proj_size:
-            parts = last.split([self.proj_size, self.hidden_size], -1)
-            return tuple(each.clone(memory_format=torch.contiguous_format) for each in parts)
+        if self._is_short:
+            parts = last.split(self.hidden_size, -1)
+            found = tuple(
+                each[..., :size].clone(memory_format=torch.contiguous_format)
+                for each, size in zip(parts, self._sizes, strict=True)
+            )
+            return found if self.states > 1 else found[0]
         return apart(last, self.states) if self.states > 1 else last
 
     def _packed(
@@ -426,7 +450,7 @@ class Sequences:
         anything.
         """
         hooks: Any = self._forward_pre_hooks.values()
-        if self.proj_size or not hooks or not all(map(is_pruning, hooks)):
+        if self._is_short or not hooks or not all(map(is_pruning, hooks)):
             return []
         pruned, buffers = {hook._tensor_name for hook in hooks}, self._buffers
         names = names_of(self.mode, self.num_layers, bool(self.bias), bool(self.bidirectional))

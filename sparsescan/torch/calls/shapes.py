@@ -16,6 +16,7 @@ from ...recurrent.arguments import DEFAULTS, Options
 from ...recurrent.definition import read_options, shapes_of
 from ...recurrent.program import CellProgram
 from ...recurrent.recorded import program_text
+from ...recurrent.short import whole_class
 
 
 class CellKind(NamedTuple):
@@ -41,7 +42,7 @@ _kinds: dict[str, CellKind] = {
 
 def register(cell: type[Cell], options: dict[str, Any], has_bias: bool) -> str:
     """Return the mode of a class of cells: a name that the operators know it by from now on."""
-    kind = CellKind(cell, read_options(cell, options))
+    kind = CellKind(whole_class(cell), read_options(cell, options))
     mode = f"{cell.__name__}.{program_text(cell, kind.program(has_bias))[:32]}"
     _kinds.setdefault(mode, kind)
     return mode
