@@ -129,6 +129,10 @@ class Equation:
         """Return each so many-th number along an axis of a value."""
         self.refuse("a slice with strides, or of a part of the units")
 
+    def opened(self) -> list[Value] | None:
+        """Return results by other operations that compute the same, if there are any."""
+        return None
+
     def custom(self) -> Callable[..., Node] | None:
         """Return a function with derivatives of its own, as an operation of one number a unit."""
         return None

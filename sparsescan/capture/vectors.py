@@ -200,6 +200,9 @@ class Reader:
         custom = equation.custom()
         if custom is not None:
             return [self._elementwise(equation, labels, custom)]
+        opened = equation.opened()
+        if opened is not None:
+            return [self._derived(each, labels) for each in opened]
         rule = _RULES.get(equation.name)
         if rule is None:
             equation.refuse("no operation of cells")
@@ -273,7 +276,10 @@ class Reader:
             equation = value.equation
             known = False
             if equation is not None and not value.is_fixed and not self.waits(value):
-                if equation.name == "dot_general":
+                opened = equation.opened()
+                if opened is not None:
+                    known = self._is_product(opened[equation.outputs.index(value)])
+                elif equation.name == "dot_general":
                     known = any(each.is_fixed for each in equation.inputs)
                 elif equation.name in ELEMENTWISE or equation.name in _RULES:
                     known = any(map(self._is_product, equation.inputs))

@@ -18,6 +18,7 @@ from .conversion.conversion import convert, revert
 from .conversion.explain import explain
 from .filters import lfilter, sosfilt
 from .recurrent import GRU, LSTM, RNN
+from .scan import scan
 from .selective import selective_scan
 from .simulation import simulate
 
@@ -32,6 +33,7 @@ __all__ = [
     "linear_attention",
     "module",
     "revert",
+    "scan",
     "selective_scan",
     "simulate",
     "sosfilt",

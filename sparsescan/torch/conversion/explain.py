@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, overload
 
 from torch import nn
 
+from ...capture import loop
 from ...errors import InputTypeError, short
 from ...formatting import format_time, quantity
 from ..calls.direct import is_recorded
 from ..calls.prepared import key_of
 from ..calls.sequences import Sequences
 from ..calls.times import MARGIN, CallPrediction, Key, predict
+from ..scan import explained
 from . import torchrecurrent
 from .conversion import Conversion, is_replaced, plan_of
 
@@ -44,8 +47,13 @@ class Explanation(NamedTuple):
 def explain(module: nn.Module) -> Conversion: ...
 @overload
 def explain(module: nn.Module, input: Any, hx: Any = None) -> Explanation: ...
-def explain(module: nn.Module, input: Any = None, hx: Any = None) -> Any:  # noqa: A002
+@overload
+def explain(module: Callable[..., Any], input: Any, hx: Any) -> loop.Explanation: ...
+def explain(module: Any, input: Any = None, hx: Any = None) -> Any:  # noqa: A002
     """Say which kernel a call of a recurrent module runs, how long it may take, and why.
+
+    ``explain(combine_fn, init, xs)`` says whether kernels run a loop of :func:`scan`, and if not,
+    which operator is in the way, with its line.
 
     Without an input, say which modules of a model are of this package, and which are not, though
     :func:`convert` would replace them or has a reason not to: a model that a library has loaded,
@@ -61,7 +69,7 @@ def explain(module: nn.Module, input: Any = None, hx: Any = None) -> Any:  # noq
     ----------
     module : torch.nn.Module
         A module of :mod:`sparsescan.torch`, or one that :func:`convert` has replaced; without an
-        input any model.
+        input any model. Or a step of :func:`scan`, whose `init` and `xs` follow.
     input, hx : optional
         What the module would be called with. Whether there will be gradients follows from them,
         the parameters and ``torch.is_grad_enabled()``, as in a call.
@@ -70,7 +78,8 @@ def explain(module: nn.Module, input: Any = None, hx: Any = None) -> Any:  # noq
     -------
     Explanation or Conversion
         The kernel, predicted seconds of both, and the reason. Without an input: the modules that
-        are replaced and those that are not, and why, as :func:`convert` returns them.
+        are replaced and those that are not, and why, as :func:`convert` returns them. For a step,
+        `is_captured` says whether kernels run it, and `text` why not.
 
     Raises
     ------
@@ -94,6 +103,8 @@ def explain(module: nn.Module, input: Any = None, hx: Any = None) -> Any:  # noq
         return Conversion(names, unseen | plan.left)
     if isinstance(module, nn.Module) and torchrecurrent.is_replacement(module):
         return _ours("torchrecurrent would run a loop in Python")
+    if not isinstance(module, Sequences) and callable(module) and hx is not None:
+        return explained(module, input, hx)
     if not isinstance(module, Sequences) or not isinstance(module, nn.Module):
         raise InputTypeError(
             f"module is {short(module)}; expected a recurrent module of sparsescan.torch, such as "

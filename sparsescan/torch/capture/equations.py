@@ -1,0 +1,355 @@
+"""Equations of PyTorch, which stand in a graph of its operators."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ...capture.elementwise import ELEMENTWISE
+from ...capture.equations import Equation, NotCaptured, Value
+from ...graph.operations import Node
+from .operators import COPIES, CUSTOM, NAMED, OPENED
+from .trace import FOLDERS
+
+_DTYPES = {
+    getattr(torch, name): np.dtype(name)
+    for name in ("bool", "float32", "float64", "int32", "int64", "uint8", "int8", "int16")
+}
+
+
+class Kind(NamedTuple):
+    """The shape and the dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def str_short(self) -> str:
+        """Return both as a text."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def kind_of(tensor: Any) -> Kind:
+    """Return the kind of a tensor."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        raise NotCaptured(f"a tensor of {tensor.dtype} on {tensor.device}, {tensor.layout}")
+    return Kind(tuple(tensor.shape), dtype)
+
+
+class Slot(NamedTuple):
+    """The place of an input among arguments."""
+
+    place: int
+
+
+class Called(Equation):
+    """A call of an operator of PyTorch.
+
+    Attributes
+    ----------
+    call : callable
+        The operator.
+    arguments : tuple
+        Its arguments and those by name, with a :class:`Slot` in place of inputs.
+    """
+
+    __slots__ = ("_opened", "arguments", "call", "where")
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        arguments: tuple[Any, dict[str, Any]],
+        name: str,
+        inputs: Sequence[Value],
+        kinds: Sequence[Kind],
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self.call, self.arguments, self.where = call, arguments, ""
+        self._opened: list[Value] | None = None
+        super().__init__(name, inputs, options or {}, kinds)
+
+    def line(self) -> str:
+        """Return the line of the caller's text where the operator was called."""
+        return self.where
+
+    def compute(self, given: Sequence[Any]) -> list[Any]:
+        """Return the results for some tensors."""
+        args, kwargs = _filled(self.arguments, given)
+        found = self.call(*args, **kwargs)
+        return list(found) if isinstance(found, (tuple, list)) else [found]
+
+    def folded(self, given: Sequence[Any]) -> float:
+        """Return the result for some numbers."""
+        return float(self.compute([torch.from_numpy(np.asarray(each)) for each in given])[0])
+
+    def derived(self, name: str, inputs: Sequence[Value], **options: Any) -> Value:
+        """Return the result of another operation, in place of this one."""
+        return EquationMaker(self)(name, *inputs, **options)
+
+    def opened(self) -> list[Value] | None:
+        """Return results by other operations that compute the same, if there are any."""
+        rule = OPENED.get(self.name)
+        if rule is None:
+            return None
+        if self._opened is None:
+            args, kwargs = _filled(self.arguments, self.inputs)
+            found = rule(EquationMaker(self), *args, **kwargs)
+            self._opened = list(found) if isinstance(found, (tuple, list)) else [found]
+        return self._opened
+
+    def custom(self) -> Callable[..., Node] | None:
+        """Return a function with derivatives of its own, as an operation of one number a unit."""
+        rule = CUSTOM.get(self.name)
+        return None if rule is None else lambda *given: rule(*given, **self.arguments[1])
+
+
+def _filled(tree: Any, given: Sequence[Any]) -> Any:
+    if isinstance(tree, Slot):
+        return given[tree.place]
+    if isinstance(tree, (tuple, list)):
+        return type(tree)([_filled(each, given) for each in tree])
+    if isinstance(tree, dict):
+        return {name: _filled(each, given) for name, each in tree.items()}
+    return tree
+
+
+# -- Operations that others are read as, by their names and options in JAX ------------------------
+
+
+class EquationMaker:
+    """Makes equations in place of another one."""
+
+    def __init__(self, reader: Called) -> None:
+        self.reader = reader
+
+    def __call__(self, name: str, *inputs: Value, **options: Any) -> Value:
+        """Return the result of an operation."""
+        if name == "slice" and "axis" in options:
+            axis, shape = options["axis"], inputs[0].shape
+            starts, ends = [0] * len(shape), list(shape)
+            starts[axis], ends[axis] = options["start_index"], options["limit_index"]
+            options = {"start_indices": starts, "limit_indices": ends, "strides": None}
+        if name == "reshape":
+            options.setdefault("dimensions", None)
+        call = _CALLS[name]
+        shapes = [
+            torch.empty(each.shape, dtype=_torch_dtype(each.aval.dtype), device="meta")
+            for each in inputs
+        ]
+        about = tuple(Slot(k) for k in range(len(inputs)))
+        made = Called(
+            *(call, (about, options), name, inputs, [_kind(call(*shapes, **options))], options)
+        )
+        made.where = self.reader.where
+        return made.outputs[0]
+
+    def number(self, number: float, like: Value) -> Value:
+        """Return a number."""
+        return Value(Kind((), like.aval.dtype), constant=number)
+
+    def spread(self, value: Value, shape: Sequence[int]) -> Value:
+        """Return a value that is broadcast to a shape, behind new axes."""
+        if value.shape == tuple(shape):
+            return value
+        axes = tuple(range(len(shape) - len(value.shape), len(shape)))
+        return self("broadcast_in_dim", value, shape=tuple(shape), broadcast_dimensions=axes)
+
+    def both(self, name: str, a: Value, b: Value) -> Value:
+        """Return an operation of two values, which are broadcast."""
+        shape = np.broadcast_shapes(a.shape, b.shape)
+        return self(
+            name, *(each if not each.shape else self.spread(each, shape) for each in (a, b))
+        )
+
+    def linear(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
+        """Return ``x @ weight.T + bias``."""
+        numbers = ((len(x.shape) - 1,), (1,)), ((), ())
+        product = self("dot_general", x, weight, dimension_numbers=numbers)
+        return product if bias is None else self.both("add", product, bias)
+
+    def cut(self, value: Value, axis: int, begin: int, end: int) -> Value:
+        """Return a slice."""
+        return self("slice", value, start_index=begin, limit_index=end, axis=axis)
+
+    def parts(self, value: Value, sizes: Sequence[int], axis: int) -> list[Value]:
+        """Return slices one after the other."""
+        ends = np.cumsum(sizes).tolist()
+        return [
+            self.cut(value, axis, end - size, end) for size, end in zip(sizes, ends, strict=True)
+        ]
+
+
+def _kind(tensor: Tensor) -> Kind:
+    return Kind(tuple(tensor.shape), _DTYPES[tensor.dtype])
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    found: torch.dtype = getattr(torch, np.dtype(dtype).name)
+    return found
+
+
+def _dot(a: Tensor, b: Tensor, dimension_numbers: Any) -> Tensor:
+    (in_a, in_b), _ = dimension_numbers
+    product: Tensor = torch.tensordot(a, b, dims=(list(in_a), list(in_b)))
+    return product
+
+
+def _broadcast(x: Tensor, shape: Any, broadcast_dimensions: Any) -> Tensor:
+    whole = [1] * len(shape)
+    for axis, size in zip(broadcast_dimensions, x.shape, strict=True):
+        whole[axis] = size
+    return x.reshape(whole).expand(shape)
+
+
+def _slice(x: Tensor, start_indices: Any, limit_indices: Any, strides: Any) -> Tensor:
+    part: Tensor = x[tuple(map(slice, start_indices, limit_indices))]
+    return part
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "exp": torch.exp,
+    "log": torch.log,
+    "tanh": torch.tanh,
+    "logistic": torch.sigmoid,
+    "rsqrt": torch.rsqrt,
+    "square": torch.square,
+    "aten.relu": torch.relu,
+    "stop_gradient": torch.detach,
+    "dot_general": _dot,
+    "broadcast_in_dim": _broadcast,
+    "reshape": lambda x, new_sizes, dimensions: x.reshape(new_sizes),
+    "transpose": lambda x, permutation: x.permute(permutation),
+    "expand_dims": lambda x, dimensions: x.unsqueeze(*dimensions),
+    "squeeze": lambda x, dimensions: x.squeeze(dimensions),
+    "slice": _slice,
+    "concatenate": lambda *given, dimension: torch.cat(given, dimension),
+    "reduce_sum": lambda x, axes: x.sum(axes) if axes else x,
+    "reduce_max": lambda x, axes: x.amax(axes),
+}
+
+
+# -- Graphs ----------------------------------------------------------------------------------------
+
+
+def read_graph(
+    module: Any, arguments: Sequence[Value], outside: dict[int, Value]
+) -> list[Value | None]:
+    """Return the results of a graph of operators; None stays None.
+
+    `outside` are values of tensors that the step closes over, by their identity.
+    """
+    values: dict[Any, Any] = {}
+    given = iter(arguments)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "get_attr":
+            tensor = getattr(module, node.target)
+            if not isinstance(tensor, Tensor):
+                raise NotCaptured(f"{node.target}, a function among operators")
+            values[node] = outside.get(id(tensor)) or Value(kind_of(tensor), constant=tensor)
+        elif node.op == "output":
+            leaves = node.args[0]
+            return [None if each is None else values[each] for each in leaves]
+        elif getattr(node.target, "__name__", "") == "getitem":
+            values[node] = values[node.args[0]][node.args[1]]
+        else:
+            values[node] = _call(node, values)
+    raise NotCaptured("no results")
+
+
+_COPY = "convert_element_type", "copy"
+
+
+def _call(node: Any, values: dict[Any, Any]) -> Any:
+    """Return what a call in a graph returns."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        raise NotCaptured(f"{getattr(target, '__name__', target)}: no operator of tensors")
+    found = node.meta["val"]
+    is_many = isinstance(found, (tuple, list))
+    kinds = [kind_of(each) for each in (found if is_many else [found])]
+    short = str(target).removeprefix("aten.").removesuffix(".default")
+    short = short if short in NAMED or "aten." + short in CUSTOM else short.partition(".")[0]
+    name = NAMED.get(short, f"aten.{short}")
+    is_elementwise = name in ELEMENTWISE or name in CUSTOM
+    if short in COPIES and COPIES[short](node):
+        own = _kind(node.args[0].meta["val"])
+        if own.shape == kinds[0].shape:
+            given, dtype = values[node.args[0]], _torch_dtype(kinds[0].dtype)
+            is_copy = own.dtype == kinds[0].dtype
+            call: Callable[..., Any] = torch.clone if is_copy else torch.Tensor.to
+            about: tuple[Any, ...] = (Slot(0),) if is_copy else (Slot(0), dtype)
+            made = Called(call, (about, {}), _COPY[is_copy], [given], kinds)
+            made.where = _line(node)
+            return made.outputs[0]
+    if name in ELEMENTWISE and (node.kwargs or _is_logical(name, node, kinds)):
+        name, is_elementwise = f"aten.{short}", False
+    inputs: list[Value] = []
+    dtypes = [each.meta["val"].dtype for each in node.all_input_nodes]
+    number = _DTYPES[dtypes[0]] if dtypes else kinds[0].dtype
+    number = kinds[0].dtype if kinds[0].dtype != bool else number
+    rank = len(kinds[0].shape)
+
+    def slot(each: Any, is_top: bool) -> Any:
+        if isinstance(each, torch.fx.Node):
+            inputs.append(_of_rank(values[each], rank) if is_elementwise else values[each])
+        elif is_elementwise and is_top and isinstance(each, (bool, int, float)):
+            inputs.append(Value(Kind((), number), constant=each))
+        elif isinstance(each, (tuple, list)):
+            return type(each)([slot(one, False) for one in each])
+        else:
+            return each
+        return Slot(len(inputs) - 1)
+
+    args = tuple(slot(each, True) for each in node.args)
+    kwargs = {key: slot(each, False) for key, each in node.kwargs.items()}
+    options: dict[str, Any] = {"y": node.args[1]} if name == "integer_pow" else {}
+    if short in ("cat", "concat", "concatenate"):
+        axis = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % rank
+        name, options = "concatenate", {"dimension": axis}
+    made = Called(target, (args, kwargs), name, inputs, kinds, options)
+    made.where = _line(node)
+    return list(made.outputs) if is_many else made.outputs[0]
+
+
+def _is_logical(name: str, node: Any, kinds: Sequence[Kind]) -> bool:
+    """Return whether an operation of numbers is one of truth values, or a power no integer."""
+    if name == "integer_pow":
+        return not isinstance(node.args[1], int)
+    arithmetic = name in ("add", "sub", "mul", "max", "min")
+    return arithmetic and kinds[0].dtype == bool
+
+
+def _of_rank(value: Value, rank: int) -> Value:
+    """Return a value with as many axes as a result, before its own."""
+    if not value.shape or len(value.shape) == rank:
+        return value
+    shape = (1,) * (rank - len(value.shape)) + value.shape
+    reader = value.equation if isinstance(value.equation, Called) else None
+    return EquationMaker(reader or Called(torch.reshape, ((), {}), "", [], []))(
+        "reshape", value, new_sizes=shape
+    )
+
+
+def _line(node: Any) -> str:
+    """Return the line of the caller's text where a call was traced."""
+    found = ""
+    lines = (node.stack_trace or "").splitlines()
+    for place, text in itertools.pairwise(lines):
+        parts = place.strip().split('"')
+        if len(parts) == 3 and parts[0] == "File " and not parts[1].startswith(FOLDERS):
+            number = parts[2].split(",")[1].strip()
+            found = f" ({Path(parts[1]).name}, {number}: {text.strip()!r})"
+    return found
