@@ -93,6 +93,14 @@ class Called(Equation):
         """Return the result of another operation, in place of this one."""
         return EquationMaker(self)(name, *inputs, **options)
 
+    def again(self, inputs: Sequence[Value]) -> Value:
+        """Return the result of the same operation of other arguments."""
+        args, kwargs = _filled(self.arguments, [*map(_meta, inputs)])
+        kinds = [_kind(self.call(*args, **kwargs))]
+        made = Called(self.call, self.arguments, self.name, inputs, kinds, self.options)
+        made.where = self.where
+        return made.outputs[0]
+
     def opened(self) -> list[Value] | None:
         """Return results by other operations that compute the same, if there are any."""
         rule = OPENED.get(self.name)
@@ -139,10 +147,7 @@ class EquationMaker:
         if name == "reshape":
             options.setdefault("dimensions", None)
         call = _CALLS[name]
-        shapes = [
-            torch.empty(each.shape, dtype=_torch_dtype(each.aval.dtype), device="meta")
-            for each in inputs
-        ]
+        shapes = [*map(_meta, inputs)]
         about = tuple(Slot(k) for k in range(len(inputs)))
         made = Called(
             *(call, (about, options), name, inputs, [_kind(call(*shapes, **options))], options)
@@ -184,6 +189,11 @@ class EquationMaker:
         return [
             self.cut(value, axis, end - size, end) for size, end in zip(sizes, ends, strict=True)
         ]
+
+
+def _meta(value: Value) -> Tensor:
+    """Return a tensor without numbers."""
+    return torch.empty(value.shape, dtype=_torch_dtype(value.aval.dtype), device="meta")
 
 
 def _kind(tensor: Tensor) -> Kind:
