@@ -35,6 +35,7 @@ ROOMS = (
     "capture",
     "jacobians",
     "simulate",
+    "statespace",
     "torch",
     "jax",
     "export",

@@ -36,6 +36,10 @@ class Functions:
     broadcast_to = staticmethod(jnp.broadcast_to)
     matmul = staticmethod(functools.partial(jnp.matmul, precision="highest"))
     exp = staticmethod(jnp.exp)
+    log = staticmethod(jnp.log)
+    isnan = staticmethod(jnp.isnan)
+    where = staticmethod(jnp.where)
+    linalg = jnp.linalg
     sigmoid = staticmethod(jax.nn.sigmoid)
     repeat = staticmethod(jnp.repeat)
     take = staticmethod(jnp.take)

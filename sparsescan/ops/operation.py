@@ -51,6 +51,10 @@ class Functions(Protocol):
     broadcast_to: Callable[..., Any]
     matmul: Callable[..., Any]
     exp: Callable[..., Any]
+    log: Callable[..., Any]
+    isnan: Callable[..., Any]
+    where: Callable[..., Any]
+    linalg: Any
     sigmoid: Callable[..., Any]
 
     def filled(self, like: Any, shape: Shape, value: float) -> Any:

@@ -38,6 +38,10 @@ class Functions:
     broadcast_to = staticmethod(torch.broadcast_to)
     matmul = staticmethod(torch.matmul)
     exp = staticmethod(torch.exp)
+    log = staticmethod(torch.log)
+    isnan = staticmethod(torch.isnan)
+    where = staticmethod(torch.where)
+    linalg = torch.linalg
     sigmoid = staticmethod(torch.sigmoid)
     softplus = staticmethod(torch.nn.functional.softplus)
     is_complex = staticmethod(torch.is_complex)

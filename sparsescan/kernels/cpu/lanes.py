@@ -160,6 +160,19 @@ def prefetch(typingctx, array, index):
 
 
 @intrinsic
+def stay_apart(typingctx):
+    """Keep LLVM from copying the function in which this is to each of its many callers."""
+
+    def codegen(context, builder, signature, args):
+        # Numba may have asked for the opposite, as it does for whatever such a function calls.
+        builder.function.attributes.discard("alwaysinline")
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def put_four(typingctx, out, index, array, places):
     """Write the numbers at four places, none of them negative, from ``out[index]`` on."""
 

@@ -1,0 +1,92 @@
+"""Linear Gaussian state spaces for JAX: the log-likelihood of series."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..ops import kalman as ops
+from .binder import FUNCTIONS
+from .ffi.calls import FLOATS, as_arrays, check_platform
+
+__all__ = ["log_likelihood"]
+
+
+def log_likelihood(
+    observations: Any,
+    *,
+    transition: Any,
+    observation: Any,
+    transition_covariance: Any,
+    observation_covariance: Any,
+    initial_covariance: Any,
+    initial_mean: Any = None,
+    transition_offset: Any = None,
+    observation_offset: Any = None,
+) -> Any:
+    """Return the log-likelihood of series of a linear Gaussian state space.
+
+    As :func:`sparsescan.statespace.log_likelihood`, for arrays of JAX, under ``jax.jit``,
+    ``jax.vmap``, by which series become more series, and all derivatives, of any order. First
+    gradients are an adjoint of the filter's recursion in closed form; gradients of gradients and
+    forward mode are a ``jax.lax.scan``.
+
+    Parameters
+    ----------
+    observations : array_like, shape (steps, observed) or (steps, series, observed)
+        The series. NaN is missing, entry by entry.
+    transition, transition_covariance : array_like, shape (..., states, states)
+        The matrices that lead from a state to the next, and the covariance of what is added.
+    observation : array_like, shape (..., observed, states)
+        The matrices that lead from a state to what is observed.
+    observation_covariance : array_like, shape (..., observed, observed)
+        The covariance of what is added to that.
+    initial_covariance : array_like, shape (states, states) or (series, states, states)
+        The covariance of the first states, before the first observation.
+    initial_mean : array_like, shape (states,) or (series, states), optional
+        Their mean; zeros by default.
+    transition_offset, observation_offset : array_like, optional
+        What is added to states and to observations, of shape (..., states) and (..., observed).
+
+    Returns
+    -------
+    jax.Array, shape () or (series,)
+        The log-likelihood of all that is there, of each series.
+
+    Raises
+    ------
+    InputError
+        If a shape is wrong.
+    InputTypeError
+        If a type is not supported.
+    DeviceError
+        If JAX computes elsewhere than on the CPU.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from sparsescan.jax.statespace import log_likelihood
+    >>> one = jnp.ones((1, 1))
+    >>> model = dict(
+    ...     transition=one,
+    ...     observation=one,
+    ...     transition_covariance=one,
+    ...     observation_covariance=one,
+    ... )
+    >>> loss = lambda p: log_likelihood(jnp.array([[2.0]]), initial_covariance=p, **model)
+    >>> jax.grad(loss)(one).tolist()
+    [[0.25]]
+    """
+    check_platform()
+    values = {
+        "observations": observations,
+        "transition": transition,
+        "observation": observation,
+        "transition_covariance": transition_covariance,
+        "observation_covariance": observation_covariance,
+        "initial_covariance": initial_covariance,
+        "initial_mean": initial_mean,
+        "transition_offset": transition_offset,
+        "observation_offset": observation_offset,
+    }
+    given = as_arrays(FLOATS, ops.OPTIONAL, **values)
+    return ops.likelihood(FUNCTIONS, dict(zip(values, given, strict=True)))
