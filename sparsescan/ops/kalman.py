@@ -306,7 +306,11 @@ def _shapes(form: tuple[()], shapes: Shapes) -> list[Shape]:
 def _axes(shapes: Shapes) -> list[MappedAxis]:
     """Return the axes of series."""
     y: Any = shapes[0]
-    return [MappedAxis(int(name not in _INITIAL), y[1], name != "observations") for name in NAMES]
+    places = [int(name not in _INITIAL) for name in NAMES]
+    return [
+        MappedAxis(k, y[1], n > 0 and shape is not None and shape[k] == 1)
+        for n, (k, shape) in enumerate(zip(places, shapes, strict=True))
+    ]
 
 
 def _check(form: tuple[()], shapes: Shapes) -> None:
