@@ -198,7 +198,7 @@ def log_likelihood_vjp(
             needs = [each is not None for each in given]
             found = ops.backward(calls, (), kept, [above], given, needs, False)
         rest = iter(found)
-        grads_of = {
+        grads_of: dict[str, Any] = {
             name: None if each is None else next(rest).reshape(np.shape(each))
             for name, each in named.items()
         }
