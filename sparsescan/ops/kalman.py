@@ -163,7 +163,7 @@ def _run(
     ends: tuple[int, int],
     *arrays: Any,
 ) -> None:
-    room = layout(model.states, model.observed, kept, lanes(np.dtype(np.float64)))
+    room: Any = layout(model.states, model.observed, kept, lanes(np.dtype(np.float64)))
     scratch = calls.borrow(room.size, np.float64)
     calls.launch(kernel, model, room, *ends, *arrays, scratch)
     calls.give_back(scratch)
