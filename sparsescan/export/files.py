@@ -77,8 +77,9 @@ def c(
     ----------
     network : Cell, Recurrent, torch.nn.Module or sequence of these
         A cell or a network of cells; a recurrent module of PyTorch or :mod:`sparsescan.torch`; or a
-        sequence, such as a :class:`torch.nn.Sequential`, of these, ``Linear`` layers and functions
-        of their outputs: each reads the outputs of the one before. Dropout is left out, and a
+        sequence, such as a :class:`torch.nn.Sequential`, of these and of ``Linear`` layers and
+        functions of PyTorch or :mod:`sparsescan.jacobians`: each reads the outputs of the one
+        before. Dropout is left out, and a
         random mask of a step is its expectation. Inputs of a step that are given behind `x`
         (:class:`.Given`) are columns of it, ``hidden_size`` for each.
     path : path

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..errors import InputError, InputTypeError, short
 from ..graph import functions
 from ..graph.operations import Node, symbol
+from ..jacobians import Sequential
 from ..recurrent import Cell, Recurrent
 from ..recurrent.definition import Mask, begins_of
 from ..recurrent.further import of_network
@@ -135,7 +136,7 @@ def read(model: Any) -> Model:
     dtypes: list[Any] = []
     inputs = width = 0
     for each in _flat(model):
-        title = type(each).__name__
+        title = _title(each)
         if isinstance(each, Cell | Recurrent):
             own_width, own, params = _network_parts(each)
         elif title == "Linear":
@@ -166,6 +167,13 @@ def read(model: Any) -> Model:
     return Model(inputs, parts, np.result_type(*dtypes))
 
 
+def _title(layer: Any) -> str:
+    """Return the name of the class of PyTorch or ours that a layer is of."""
+    known = {"Linear", *_IGNORED, *_FUNCTIONS}
+    kinds = [kind.__name__ for kind in type(layer).__mro__ if kind.__module__.startswith(_ROOMS)]
+    return next((name for name in kinds if name in known), "")
+
+
 def _flat(model: Any) -> Iterable[Any]:
     """Yield the networks and layers of a model, those of PyTorch as ours."""
     torch = sys.modules.get("torch")
@@ -173,9 +181,9 @@ def _flat(model: Any) -> Iterable[Any]:
     if torch is not None and isinstance(model, torch.nn.Module):
         from ..torch.networks import as_network
 
+        model = as_network(model)
         is_sequence = isinstance(model, torch.nn.Sequential)
-        model = model if is_sequence else as_network(model)
-    elif type(model).__name__ == "Sequential":
+    elif isinstance(model, Sequential):
         model, is_sequence = model.ops, True
     if not is_sequence:
         yield model
@@ -262,6 +270,7 @@ def _joined(products: Sequence[Product], units: int) -> list[Product]:
 # -- Functions ------------------------------------------------------------------------------------
 
 # What has no effect in inference, and functions, by the names of classes of PyTorch's and ours.
+_ROOMS = "torch.nn.", "sparsescan."
 _IGNORED = ("Dropout", "AlphaDropout", "Identity")
 _FUNCTIONS: dict[str, Callable[[Any, Node], Any]] = {
     "ELU": lambda m, a: functions.elu(a, m.alpha),
@@ -292,8 +301,8 @@ def _affine(module: Any) -> list[Any]:
 
 def _function(module: Any, units: int) -> Function:
     """Return a function of PyTorch or ours, of so many numbers."""
-    title, axis = type(module).__name__, getattr(module, "dim", -1)
-    if title in ("Softmax", "LogSoftmax") and axis not in (-1, 2, None):
+    title, axis = _title(module), getattr(module, "dim", -1)
+    if title in ("Softmax", "LogSoftmax") and axis != -1:
         raise InputError(f"dim of {title} is {short(axis)}; expected -1, the axis of outputs")
     if getattr(module, "normalized_shape", (units,)) != (units,):
         raise InputError(f"{short(module)} is behind {units} outputs; expected {(units,)}")

@@ -8,17 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import FileError, InputError
+from ..errors import FileError, InputError, InputTypeError, short
 from ..recurrent import Recurrent
 from .calls.sequences import Sequences
 from .calls.shapes import kind_of
+from .conversion.structure import is_seen
 
 
 def as_network(module: nn.Module) -> Any:
     """Return a network that computes what a recurrent module does; other modules as they are.
 
     Parameters that :mod:`torch.nn.utils.prune` has pruned are those that are kept.
+
+    Raises
+    ------
+    InputTypeError
+        If calls of the module do more than those of PyTorch's or ours: a class with a ``forward``
+        of its own, and hooks.
+    InputError
+        If it has projections.
     """
+    forward = type(module).forward
+    if not forward.__module__.startswith(("torch.nn.", "sparsescan.torch.")) or is_seen(module):
+        raise InputTypeError(
+            f"network has {short(module)}, which has a forward or hooks of its own; expected the "
+            "recurrent modules and layers in it, one after the other"
+        )
     if not isinstance(module, nn.RNNBase | Sequences):
         return module
     if module.proj_size:

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from some_cells import SCRN, ByHeads, Normalised, Tied
+from some_cells import SCRN, ByHeads, Driven, Normalised, Tied
 
-from sparsescan import export
+from sparsescan import export, jacobians
 from sparsescan.errors import InputError, InputTypeError
 from sparsescan.graph.functions import sigmoid, tanh
 from sparsescan.graph.render.c import functions_for
-from sparsescan.recurrent import GRU, LSTM, RNN, Cell, Recurrent, catalogue
+from sparsescan.recurrent import GRU, LSTM, RNN, Cell, GRUCell, Recurrent, catalogue
 from sparsescan.recurrent.definition import Hidden, Initial, Input, declared, states_of
 
 Array = np.ndarray[Any, Any]
@@ -290,6 +290,56 @@ def test_modules_of_pytorch_with_layers_behind_them(tmp_path: Path) -> None:
 
         read = export.parts.read(model)
         folder.add(model, read.inputs, read.parts[-1].outputs, expected, batch=1 + place % 2)
+    folder.check("gcc")
+
+
+def test_modules_whose_calls_do_more_are_refused(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+
+    class Doubled(torch.nn.LSTM):
+        def forward(self, *given: Any) -> Any:
+            return super().forward(*given)[0] * 2
+
+    hooked = torch.nn.Sequential(torch.nn.GRU(1, 2), torch.nn.Linear(2, 1))
+    hooked[1].register_forward_hook(lambda *_: None)
+    for model, error, message in (
+        (Doubled(1, 2), InputTypeError, "Doubled.*has a forward or hooks of its own"),
+        (hooked, InputTypeError, "Linear.*has a forward or hooks of its own"),
+        (torch.nn.LSTM(2, 3, proj_size=1), InputError, "proj_size of .* is 1; expected 0"),
+        ([GRU(1, 2), torch.nn.Softmax(0)], InputError, "dim of Softmax is 0; expected -1"),
+        ([GRU(1, 2), torch.nn.LayerNorm(3)], InputError, "is behind 2 outputs; expected"),
+        ([GRU(1, 2), torch.nn.Conv1d(2, 2, 1)], InputTypeError, "network has Conv1d"),
+        (torch.nn.Linear(1, 2), InputError, "expected a recurrent layer in it"),
+        (torch.nn.Sequential(torch.nn.Tanh(), torch.nn.GRU(1, 2)), InputError, "a layer before it"),
+    ):
+        with pytest.raises(error, match=message):
+            export.c(model, tmp_path / "model.c")
+    assert not list(tmp_path.iterdir())
+
+
+def test_layers_of_numpy_and_inputs_that_are_given(tmp_path: Path) -> None:
+    rng, folder = np.random.default_rng(3), Folder(tmp_path)
+    layers = jacobians.Sequential(
+        [
+            jacobians.Linear(6, 4, weight_mask=rng.random((4, 6)) < 0.5, dtype=np.float64, rng=rng),
+            jacobians.LeakyReLU(0.3, input_shape=(4,)),
+            jacobians.Softmax(-1, input_shape=(4,)),
+        ]
+    )
+    gru = random_network(GRUCell, rng, 2, 6)
+
+    def head(x: Array) -> Array:
+        return np.asarray(layers.forward(plain(gru, x).reshape(-1, 6))).reshape(*x.shape[:2], 4)
+
+    folder.add([gru, layers], 2, 4, head, batch=3)
+    driven = random_network(Driven, rng, 2, 5)
+
+    def given(x: Array) -> Array:
+        mask = np.full((*x.shape[:2], 5), 0.6)  # the expectation
+        return plain(driven, np.concatenate([x, mask], -1))
+
+    folder.add(driven, 2 + 2 * 5, 5, given)
+    folder.add(driven.cells[0][0], 2 + 2 * 5, 5, given)
     folder.check("gcc")
 
 
