@@ -79,9 +79,9 @@ def c(
         A cell or a network of cells; a recurrent module of PyTorch or :mod:`sparsescan.torch`; or a
         sequence, such as a :class:`torch.nn.Sequential`, of these and of ``Linear`` layers and
         functions of PyTorch or :mod:`sparsescan.jacobians`: each reads the outputs of the one
-        before. Dropout is left out, and a
-        random mask of a step is its expectation. Inputs of a step that are given behind `x`
-        (:class:`.Given`) are columns of it, ``hidden_size`` for each.
+        before. Dropout is left out, and a random mask of a step is its expectation. Further
+        inputs of a step (:class:`.Given`, :class:`.StepNumber`) are columns behind those of `x`,
+        ``hidden_size`` for each.
     path : path
         The source file, such as ``model.c``; the header is ``model.h`` beside it.
     name : str, optional

@@ -17,6 +17,7 @@ from some_cells import SCRN, ByHeads, Driven, Normalised, Tied
 from sparsescan import export, jacobians
 from sparsescan.errors import InputError, InputTypeError
 from sparsescan.graph.functions import sigmoid, tanh
+from sparsescan.graph.operations import OPERATIONS
 from sparsescan.graph.render.c import functions_for
 from sparsescan.recurrent import GRU, LSTM, RNN, Cell, GRUCell, Recurrent, catalogue
 from sparsescan.recurrent.definition import Hidden, Initial, Input, declared, states_of
@@ -291,6 +292,15 @@ def test_modules_of_pytorch_with_layers_behind_them(tmp_path: Path) -> None:
         read = export.parts.read(model)
         folder.add(model, read.inputs, read.parts[-1].outputs, expected, batch=1 + place % 2)
     folder.check("gcc")
+
+
+def test_each_operation_has_a_function_in_c() -> None:
+    for name, operation in OPERATIONS.items():
+        text = operation.c.format("a", "b", "c")
+        called = set(re.findall(r"(real_\w+)\(", text))
+        defined = "\n".join(functions_for(text, np.dtype(np.float32), False))
+        assert all(f"real {each}(" in defined for each in called), name
+        assert text
 
 
 def test_modules_whose_calls_do_more_are_refused(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ static inline real series(real a, int n)
     "real_sigmoid": "1 / (1 + real_exp(-a))",
     "real_softplus": "(a > 0 ? a : 0) + REAL(log1p)(real_exp(-REAL(fabs)(a)))",
     "real_log": "REAL(log)(a)",
+    "real_log1p": "REAL(log1p)(a)",
     "real_sqrt": "REAL(sqrt)(a)",
     "real_sin": "REAL(sin)(a)",
     "real_cos": "REAL(cos)(a)",
