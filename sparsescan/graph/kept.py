@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
 from .expressions import topological
 from .operations import Node
 
+# What a vector costs of which one number is kept, beside 1 for others; sums of it are exact.
+_UNIFORM = 1 / 64
 _Place: TypeAlias = "tuple[Node | None, int]"
 
 
@@ -17,6 +19,7 @@ def least_kept(
     needed_back: Sequence[Node],
     outputs: Sequence[Node],
     sources: Collection[Node],
+    uniform: Collection[Node] = (),
 ) -> list[Node]:
     """Return the fewest vectors that a forward pass has to keep for a backward pass.
 
@@ -34,6 +37,8 @@ def least_kept(
         Vectors that are kept in any case.
     sources : collection of Node
         Leaves that the backward pass cannot read. It can read all other leaves.
+    uniform : collection of Node
+        Vectors of which all numbers are the same, so that keeping them takes next to nothing.
     """
     free = {vector for vector in forward if not vector.arguments and vector not in sources}
     free.update(outputs)
@@ -45,15 +50,22 @@ def least_kept(
         for argument in vector.arguments:
             if argument in members:
                 users[argument].append(vector)
-    cut = _least_cut(users, [vector for vector in inside if vector in sources], needed)
+    read = [vector for vector in inside if vector in sources]
+    cut = _least_cut(users, read, needed, dict.fromkeys(uniform, _UNIFORM))
     return [vector for vector in inside if vector in cut]
 
 
-def _least_cut(users: dict[Node, list[Node]], sources: list[Node], needed: set[Node]) -> set[Node]:
+def _least_cut(
+    users: dict[Node, list[Node]],
+    sources: list[Node],
+    needed: set[Node],
+    costs: Mapping[Node, float],
+) -> set[Node]:
     """Return the fewest nodes that all ways from sources to needed nodes lead through.
 
     This is a maximum flow (Ford and Fulkerson, 1956). Each node is two places, before and behind
-    it, with a capacity of 1 between them. Of all least cuts it returns the last one on the ways.
+    it, with a capacity between them, of 1 or what it costs. Of all least cuts it returns the last
+    one on the ways.
     """
     begin: _Place = (None, 0)
     end: _Place = (None, 1)
@@ -65,7 +77,7 @@ def _least_cut(users: dict[Node, list[Node]], sources: list[Node], needed: set[N
         room.setdefault(b, {}).setdefault(a, 0)
 
     for vector, readers in users.items():
-        connect((vector, 0), (vector, 1), 1)
+        connect((vector, 0), (vector, 1), costs.get(vector, 1))
         for user in readers:
             connect((vector, 1), (user, 0), math.inf)
     for vector in sources:
@@ -82,11 +94,14 @@ def _least_cut(users: dict[Node, list[Node]], sources: list[Node], needed: set[N
                     queue.append(step)
         if end not in way:
             break
-        at = end
+        steps, at = list[tuple[_Place, _Place]](), end
         while at != begin:
-            room[way[at]][at] -= 1
-            room[at][way[at]] += 1
+            steps.append((way[at], at))
             at = way[at]
+        flow = min(room[a][b] for a, b in steps)
+        for a, b in steps:
+            room[a][b] -= flow
+            room[b][a] += flow
     # The places from which the end can still be reached.
     reach, stack = {end}, [end]
     while stack:

@@ -409,7 +409,8 @@ class HostMemory(HostSizes, Memory):
         row_sums = self.calls.zeros(lots * one.sum_stride, float)
         entries = [self.calls.zeros(each.forward.size, float) for each in one.sparse]
         rows = 0 if self._keeps_samples else one.products
-        about = rows, one.sum_stride, table, self.lot, out, size
+        biased = min(rows, one.biased)
+        about = rows, one.sum_stride, biased, table, self.lot, out, size
         return _SumsOf(Sums(*about, row_sums, self._ones, begins), entries)
 
     def _param_grads(self, k: int, sums_of: _SumsOf, lots: int) -> dict[str, Array]:
@@ -478,10 +479,10 @@ class HostMemory(HostSizes, Memory):
         tasks: list[Callable[[], None]] = []
         for k in ks:
             one, lanes = self.directions[k], self.lanes
-            vectors = -(-one.products // lanes)
+            vectors = -(-one.summed // lanes)
             parts = even_slices(vectors, min(vectors, 2 * self.threads)) if vectors else []
             for part in () if self.has_sample_lanes else parts:
-                rows = part.start * lanes, min(part.stop * lanes, one.products)
+                rows = part.start * lanes, min(part.stop * lanes, one.summed)
                 tasks.append(partial(self.add_grads, k, sums_of[k].dense, rows, span))
             for each, entries in zip(one.sparse, sums_of[k].entries, strict=True):
                 for row in range(0, each.forward.rows, _TASK_ROWS):
@@ -637,9 +638,11 @@ class _Group:
             backward=one.code.backward,
             stages=one.program.stages,
             slots=one.slots,
+            begun=one.program.begun,
             multiplied=one.multiplied,
             state_row=min(renderer.state_rows.values(), default=0),
             kept_count=one.kept,
+            kept_whole=sum(each not in one.program.uniform for each in one.program.kept),
             record=one.record,
             input_row=-1 if renderer.input_row is None else renderer.input_row,
             has_derived=any(each.grads for each in one.program.derived),

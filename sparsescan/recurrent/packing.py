@@ -286,7 +286,10 @@ class Direction:
         whole = -(-max(self.products, self.units, self.inputs) // self.lanes) + 1
         self.spare = whole * self.lanes
         self.stride = self.spare + (-(-widest // self.lanes) + 1) * self.lanes
-        # Rows of the sums of gradients.
+        # Rows of the sums of gradients: of slots with biases, and of all with any.
+        self.biased = max([1 + k for k, _, _ in self._bias_places()], default=0) * self.units
+        ends = [(each.slot + each.slots) * self.units for each in self.runs]
+        self.summed = max([self.biased, *ends])
         self.sum_stride = -(-self.products // self.lanes) * self.lanes
         if sample_rows:
             self.sum_stride = -(-self.sum_stride // SUM_ROWS) * SUM_ROWS
@@ -444,8 +447,13 @@ class Direction:
                     # The gradient in a maximum, of which there is none, is 0.
                     kind = SUM if which and each.kind == MAXIMUM else each.kind
                     matrix = [self.units, self.units, 0, 1, each.size, 0, values, indices, indices]
-                    about = [stage, source, each.slot, to, begins, False, kind, 0, True, False]
-                    tables[which].append(about + matrix)
+                    begins = begins if which else each.slot >= self.program.begun
+                    result = (
+                        symbol("back", -1 - each.source) if which else symbol("slot", each.slot)
+                    )
+                    uniform = each.source < 0 and result in self.program.uniform
+                    about = [stage, source, each.slot, to, begins, False, kind, 0, True, uniform]
+                    tables[which].append([*about, False, *matrix])
                     continue
                 packing = each.back if which else each.forward
                 heads = self._heads_of(each.terms[0])[0]
@@ -466,7 +474,7 @@ class Direction:
                 tables[which].append(
                     [
                         *(stage, source, each.slot, to, begins, spills, 0, each.first),
-                        each.first + each.height == heads * each.height,
+                        *(each.first + each.height == heads * each.height, False),
                         *(packing.is_sparse, packing.rows, packing.cols, packing.vectors),
                         *(packing.cols // packing.block, packing.block, packing.tile),
                         *(values, indices, indices + len(packing.indices)),

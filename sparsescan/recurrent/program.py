@@ -14,6 +14,7 @@ leaves: gradients in the states after a step (``gradient``), and gradients that 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 from ..graph.derivatives import gradients, quotients_of
 from ..graph.expressions import bare, evaluate, replaced, topological, with_arguments
 from ..graph.kept import least_kept
-from ..graph.operations import Node, Reduction, node, symbol
+from ..graph.operations import Node, Reduction, node, symbol, value_of
 from ..locks import cached_property
 
 INPUT = node("input")
@@ -180,6 +181,18 @@ class CellProgram:
         return _weighed(self.slots)
 
     @cached_property
+    def uniform(self) -> set[Node]:
+        """What is the same for all units of a sample: reductions, and what only they make."""
+        roots = *self.outputs, *self.arguments, *self.grads
+        return _uniform(roots, self.slots, self.arguments)
+
+    @cached_property
+    def begun(self) -> int:
+        """How many slots begin with their biases: behind them, reductions are written whole."""
+        alone = itertools.takewhile(_is_reduction, reversed(self.slots))
+        return len(self.slots) - len(list(alone))
+
+    @cached_property
     def reductions(self) -> set[Reduction]:
         """The reductions over units."""
         terms = [term for slot in self.slots for term in slot.terms]
@@ -250,6 +263,7 @@ def analyse(
     step = _ordered(_with_slots(outputs, names or {}))
     hoisted, rows, derived = _hoisted(step.roots)
     step = step.changed(lambda roots: replaced(roots, hoisted))
+    step = step.changed(lambda roots: _without_quotients(roots, _uniform(roots, step.slots)))
     arguments = list(
         dict.fromkeys(
             term.argument
@@ -274,6 +288,8 @@ def analyse(
         backs = {each: back for each, back in backs.items() if each in read}
     found = [leaf for leaf in (*slots, *states, *rows, *inputs) if leaf in adjoints]
     backward = bare([adjoints[leaf] for leaf in found])
+    uniform = _uniform([*backward, *step.roots, *arguments], step.slots, arguments)
+    backward = _without_quotients(backward, uniform)
     grads = dict(zip(found, backward, strict=True))
     apart = dict(zip(arguments, _told_apart(bare(arguments)), strict=True))
     step = step.changed(bare, apart)
@@ -283,6 +299,8 @@ def analyse(
     # Slopes of surrogates may read other sums.
     read_back = set(topological(needed)).difference(forward)
     forward += [each for each in slots if each in read_back]
+    uniform = _uniform(forward, step.slots)
+    kept = least_kept(forward, needed, step.outputs, slots, uniform)
     return CellProgram(
         states=len(outputs),
         stages=1 + max([each.stage for each in step.slots], default=0),
@@ -291,7 +309,7 @@ def analyse(
         arguments=tuple(apart.values()),
         rows=tuple(rows),
         derived=tuple(derived),
-        kept=tuple(least_kept(forward, needed, step.outputs, slots)),
+        kept=tuple(sorted(kept, key=uniform.__contains__)),
         slot_grads=tuple(map(grads.get, slots)),
         state_grads=tuple(map(grads.get, states)),
         row_grads=tuple(map(grads.get, rows)),
@@ -302,6 +320,67 @@ def analyse(
         traced=tuple(outputs),
         partial=partial or {},
     )
+
+
+def _is_reduction(slot: Slot) -> bool:
+    """Return whether a sum is one reduction, and nothing else."""
+    (first, *others) = slot.terms
+    return isinstance(first.matrix, Reduction) and not others and not slot.vectors
+
+
+def _is_of_all(term: Term) -> bool:
+    """Return whether a product is a reduction over all units, which then have one number."""
+    return isinstance(term.matrix, Reduction) and term.matrix.heads == 1
+
+
+def _uniform(
+    roots: Iterable[Node], slots: Sequence[Slot], arguments: Sequence[Node] = ()
+) -> set[Node]:
+    """Return what has one number for all units, of some nodes and what they are computed from.
+
+    Of `arguments` the gradients that products return are told apart, too.
+    """
+
+    def is_leaf_uniform(each: Node) -> bool:
+        if each.operation == "slot":
+            slot = slots[each.details[0]]
+            return not slot.vectors and all(map(_is_of_all, slot.terms))
+        if each.operation == "back" and arguments:
+            argument = arguments[each.details[0]]
+            terms = [term for slot in slots for term in slot.terms]
+            return all(_is_of_all(term) for term in terms if term.argument is argument)
+        return False
+
+    def rule(each: Node, given: list[bool | None]) -> bool | None:
+        if each.operation == "number":
+            return None
+        if not each.arguments:
+            return is_leaf_uniform(each)
+        return False if False in given else True in given or None
+
+    return {each for each, is_uniform in evaluate(roots, rule).items() if is_uniform}
+
+
+def _without_quotients(roots: list[Node], uniform: set[Node]) -> list[Node]:
+    """Return expressions that multiply by the inverses of what is the same for all units.
+
+    These are computed once for all units. If there are any, divisors that are powers of two become
+    factors, too, which changes no bit.
+    """
+    if not uniform:
+        return roots
+
+    def rule(each: Node, given: list[Node]) -> Node:
+        if each.operation == "divide":
+            value = value_of(each.arguments[1])
+            if value and abs(math.frexp(value)[0]) == 0.5:
+                return given[0] * (1 / value)
+            if each.arguments[1] in uniform and value_of(each.arguments[0]) is None:
+                return given[0] * (1 / given[1])
+        return with_arguments(each, given)
+
+    made = evaluate(roots, rule)
+    return [made[root] for root in roots]
 
 
 def _weighed(slots: Sequence[Slot]) -> set[Node]:
@@ -423,6 +502,10 @@ def _order(slots: Sequence[Slot]) -> list[int]:
     declared = sorted(range(len(slots)), key=lambda k: slots[k].terms[0][1])
     first = [k for k in declared if k in of_input]
     later = [k for k in declared if k not in of_input]
+    if any(isinstance(each.terms[0].matrix, Reduction) for each in slots):
+        # Products of one vector are neighbours, and reductions behind all others.
+        places = list(readers)
+        later.sort(key=lambda k: _group_of(slots[k], places))
     members = list(readers.values())
     best, fewest = [*first, *later], _runs([*first, *later], members)
     if fewest > len(members) and len(slots) <= _MOST_ORDERS:
@@ -431,6 +514,12 @@ def _order(slots: Sequence[Slot]) -> list[int]:
             if runs < fewest:
                 best, fewest = [*a, *b], runs
     return best
+
+
+def _group_of(slot: Slot, arguments: list[Node]) -> tuple[bool, int, int]:
+    """Return what orders slots: whether it is of a reduction, and which vector is multiplied."""
+    first = slot.terms[0]
+    return isinstance(first.matrix, Reduction), slot.stage, arguments.index(first.argument)
 
 
 def _told_apart(values: Iterable[Node]) -> list[Node]:

@@ -136,3 +136,12 @@ def test_error_functions_are_those_of_scipy(name: str, a: float) -> None:
     found = evaluate([value], rule, {leaf: a})[value]
     expected = getattr(scipy.special, name)(a)
     assert abs(found - expected) <= 32 * np.finfo(float).eps * (1 + a * a) * abs(expected)
+
+
+def test_what_takes_next_to_nothing_is_kept_instead_of_a_vector() -> None:
+    """The output is kept in any case, and what is the same for all units is one number."""
+    output, same = apply("exp", INPUTS[0]), apply("exp", INPUTS[1])
+    late = apply("tanh", output - same)
+    forward = topological([late])
+    assert least_kept(forward, [late], [output], INPUTS) == [late]
+    assert least_kept(forward, [late], [output], INPUTS, [same]) == [same]

@@ -22,7 +22,9 @@ from sparsescan.graph.expressions import topological
 from sparsescan.graph.functions import arctan2
 from sparsescan.graph.operations import Node
 from sparsescan.recurrent import Cell, Vector, catalogue
+from sparsescan.recurrent.compiled import renderer_of
 from sparsescan.recurrent.definition import Hidden, Input, declared, further_of
+from sparsescan.recurrent.packing import Direction
 from sparsescan.recurrent.program import CellProgram, Slot
 
 STEPS, BATCH = 3, 2
@@ -409,6 +411,43 @@ class Drawn(Cell):
         assert str(cell).startswith("Drawn(2, 5")
         results.append([each.tobytes() for each in arrays])
     assert all(each == results[0] for each in results)
+
+
+class Normalised(Cell):
+    """A state that is normalised over units, by variables with names that functions have, too."""
+
+    weight_ih, weight_hh = Input(), Hidden()
+
+    def step(self, x: Any, h: Any) -> Any:
+        size = self.weight_ih(x) + self.weight_hh(h)
+        shared = size - size.mean()
+        once = (shared * shared).mean() + 1e-3
+        return np.tanh(shared / np.sqrt(once))
+
+
+def test_what_is_the_same_for_all_units_is_computed_once() -> None:
+    cell = Normalised(3, 5, rng=0)
+    program = cell.program
+    loops = renderer_of(program).forward.split("for j in range(")
+    assert [loop.startswith("0, once, lanes)") for loop in loops if "sqrt" in loop] == [True]
+    # The state tells of what is normalised.
+    assert sum(each not in program.uniform for each in program.kept) <= 1
+    x = np.random.default_rng(0).standard_normal((4, 16, 3))
+    found, h = cell.training_step().forward(x)[0], np.zeros((16, 5))
+    for t, own in enumerate(x):
+        h = cell.forward(own, h)
+        np.testing.assert_allclose(found[t], h, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["LayerNormLSTM", "LayerNormGRU"])
+def test_reductions_have_no_sums_of_gradients(name: str) -> None:
+    """All gates of a matrix are one product, and slots behind them are left out of the sums."""
+    cell = getattr(catalogue, name)(3, 5)
+    one = Direction(cell, 1, 0, np.dtype(np.float32), sample_rows=0)
+    gates = len(cell.params["weight_ih"]) // 5
+    assert [each.slots for each in one.runs] == [gates, gates]
+    assert one.summed == 2 * gates * 5 < one.products
+    assert one.biased == 0
 
 
 class Phase(Cell):

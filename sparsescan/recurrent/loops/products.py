@@ -71,13 +71,15 @@ class Matrix(NamedTuple):
 # Columns of the table of products: the stage whose slots they are; what is multiplied (0 the input,
 # 1 + k the state k, -1 - r the row r of the parts); the first slot; the row of the parts that gets
 # a product back; whether it is the first one there; whether rows that fill up a tile would meet
-# numbers that others need; which of the reductions it is, of heads of as many units as a block; and
-# the first unit of the head that a matrix is of, and whether it is the last head. Then those of
-# `Matrix` but for arrays.
+# numbers that others need; which of the reductions it is, of heads of as many units as a block; the
+# first unit of the head that a matrix is of, and whether it is the last head; and whether all units
+# get the same, which where samples are lanes only the first ones need. Then those of `Matrix` but
+# for arrays.
 COLUMNS = ("stage", "source", "slot", "to", "begins", "spills", "reduces", "unit", "ends")
+COLUMNS += ("uniform",)
 COLUMNS += ("is_sparse", "rows", "cols", "vectors", "blocks", "block", "tile", "value_at")
 COLUMNS += ("index_at", "indptr_at")
-_STAGE, _SOURCE, _SLOT, _TO, _BEGINS, _SPILLS, _REDUCES, _UNIT, _ENDS, _MATRIX = range(10)
+_STAGE, _SOURCE, _SLOT, _TO, _BEGINS, _SPILLS, _REDUCES, _UNIT, _ENDS, _UNIFORM, _MATRIX = range(11)
 _COUNT = len(COLUMNS)
 REDUCTIONS = ("", "sum", "mean", "maximum")
 SUM, MEAN, MAXIMUM = range(1, 4)
@@ -142,7 +144,7 @@ def forward_products(s, products, p, stage, x, states, cells):
     """
     bias, lanes = s.bias, lane_count(s.bias)
     if stage == 0:
-        rows = s.slots * s.units
+        rows = s.begun * s.units
         done = 0
         # Products with the input come first, and may begin the sums.
         if has_product(products, p) and _about(products, p, _SOURCE) == 0:
@@ -179,7 +181,8 @@ def forward_products(s, products, p, stage, x, states, cells):
         kind, spills = _about(products, p, _REDUCES), _about(products, p, _SPILLS) != 0
         unit = _about(products, p, _UNIT)
         if kind > 0:
-            _reduce(s, kind, m.block, read, step, slot, kind == MAXIMUM)
+            begins, uniform = _about(products, p, _BEGINS) != 0, _about(products, p, _UNIFORM) != 0
+            _reduce(s, kind, m.block, read, step, slot, begins, uniform)
         else:
             read = pointer(read, unit * (s.samples if s.sample_lanes else 1))
             _add_product(s, m, read, step, jump, slot * s.units + unit, False, spills)
@@ -187,7 +190,7 @@ def forward_products(s, products, p, stage, x, states, cells):
         p += 1
     if not s.sample_lanes:
         if stage == 0:
-            first, end = 0, s.slots
+            first, end = 0, max(end, s.begun)
         take_apart(s, first, end, first)
     return p
 
@@ -206,7 +209,8 @@ def back_products(s, products, p, stage, grads):
         begins, spills = _about(products, p, _BEGINS) != 0, _about(products, p, _SPILLS) != 0
         kind, unit = _about(products, p, _REDUCES), _about(products, p, _UNIT)
         if kind > 0:
-            _reduce(s, kind, m.block, read, s.units, to if s.sample_lanes else 0, begins)
+            uniform = _about(products, p, _UNIFORM) != 0
+            _reduce(s, kind, m.block, read, s.units, to if s.sample_lanes else 0, begins, uniform)
         elif s.sample_lanes:
             read = pointer(read, unit * s.samples)
             _add_product(s, m, read, s.units, 0, to * s.units + unit, begins, spills)
@@ -261,11 +265,11 @@ def _clear_units(s, row, unit):
 
 
 @_helper
-def _reduce(s, kind, size, x, step, row, begins):
+def _reduce(s, kind, size, x, step, row, begins, uniform):
     """Write a reduction over each head of `size` units to a vector, as a product, or add it.
 
     `x` is a pointer to the units of the first sample, and `step` how far those of the next are
-    where units are lanes.
+    where units are lanes. If it is `uniform`, only the first units get it where samples are lanes.
     """
     samples = s.samples
     if not s.sample_lanes:
@@ -281,11 +285,13 @@ def _reduce(s, kind, size, x, step, row, begins):
             for u in range(g + 1, g + size):
                 v = _with(kind, v, load_samples(x, u * samples))
             v = v * share
-            for u in range(g, g + size):
+            # Whole vectors of the functions of a cell, which may have several units.
+            some = min(size, lane_count(s.parts) // samples) if uniform else size
+            for u in range(g, g + some):
                 place = (row * s.units + u) * samples
                 store(s.parts, place, v if begins else v + load_samples(s.parts, place))
         else:
-            _reduce_pairs(s, kind, size, x, g, row, begins)
+            _reduce_pairs(s, kind, size, x, g, row, begins, uniform)
 
 
 @_inline
@@ -320,16 +326,28 @@ def _reduce_units(s, kind, size, x, first, place, begins):
 
 
 @_inline
-def _reduce_pairs(s, kind, size, x, g, row, begins):
+def _reduce_pairs(s, kind, size, x, g, row, begins, uniform):
     """Reduce a head where the samples of two units are the lanes of a vector."""
     samples = s.samples
     share = 1.0 / size if kind == MEAN else 1.0
     if size % 2 == 0:
-        v = load(x, g * samples)
-        for u in range(g + 2, g + size, 2):
+        v, end, u = load(x, g * samples), g + size, g + 2
+        if size >= 8:
+            # Four results, none of which waits for another.
+            a, b, c = load(x, u * samples), load(x, (g + 4) * samples), load(x, (g + 6) * samples)
+            u = g + 8
+            while u + 8 <= end:
+                v = _with(kind, v, load(x, u * samples))
+                a = _with(kind, a, load(x, (u + 2) * samples))
+                b = _with(kind, b, load(x, (u + 4) * samples))
+                c = _with(kind, c, load(x, (u + 6) * samples))
+                u += 8
+            v = _with(kind, _with(kind, v, a), _with(kind, b, c))
+        while u < end:
             v = _with(kind, v, load(x, u * samples))
+            u += 2
         v = _with(kind, v, neighbours(v)) * number(v, share)
-        for u in range(g, g + size, 2):
+        for u in range(g, g + 2 if uniform else end, 2):
             place = (row * s.units + u) * samples
             store(s.parts, place, v if begins else v + load(s.parts, place))
         return

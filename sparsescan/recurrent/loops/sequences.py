@@ -169,13 +169,14 @@ class Sequence(NamedTuple):
         the next; with resets those in the states that these set follow.
     forward, backward : int
         The addresses of the functions of the cell.
-    stages, slots : int
-        How many stages a step has, and slots.
+    stages, slots, begun : int
+        How many stages a step has, and slots, and how many of these begin with `bias`.
     multiplied, state_row : ndarray of int64, int
         The states that products multiply, and the row of the parts that gets the first of these
         products back; those of the others follow.
-    kept_count, record : int
-        How many vectors of a step the backward pass needs, and how many it writes of a step.
+    kept_count, kept_whole, record : int
+        How many vectors of a step the backward pass needs, how many of these are not the same for
+        all units, and how many it writes of a step.
     input_row : int
         The row of the parts with the gradient in the input of each unit; negative without one.
     has_derived : bool
@@ -242,9 +243,11 @@ class Sequence(NamedTuple):
     backward: int
     stages: int
     slots: int
+    begun: int
     multiplied: Array
     state_row: int
     kept_count: int
+    kept_whole: int
     record: int
     input_row: int
     has_derived: bool
@@ -531,7 +534,10 @@ def _pauses(s, first, products, x, above, k, bound, has_kept):
             pauses = pauses and zero_times(s.before_cells, at + before, count, bound)
         if s.kept_count > 0:
             pauses = pauses and has_kept
-            pauses = pauses and zero_times(s.gates, kept, s.kept_count * count, bound)
+            pauses = pauses and zero_times(s.gates, kept, s.kept_whole * count, bound)
+            own = min(count, lane_count(s.gates)) if s.sample_lanes else count
+            for row in range(s.kept_whole, s.kept_count):
+                pauses = pauses and zero_times(s.gates, kept + row * count, own, bound)
     at, size = row_of(s, first, t + 1) * s.block, s.samples * s.block
     for b in range(s.cols // s.block):
         pauses = pauses and zero_times(x, at + b * s.jump, size, 1.0)
@@ -730,16 +736,17 @@ def _add_rows(s, first):
     size, none = s.samples * s.units, pointer(s.zeros, 0)
     if s.has_derived:
         _call(s, s.backward, -1, none, none, none, none, none, none, none, 0, first)
-    per = 2 if s.pairs else 1
+    # Units that are neighbours.
+    per, own = s.units if not s.sample_lanes else 2 if s.pairs else 1, s.row_count * s.units
     for row in range(s.row_count):
-        for i in range(size):
-            if s.sample_lanes:
-                b, unit = i // per % s.samples, i // (per * s.samples) * per + i % per
-            else:
-                b, unit = i // s.units, i % s.units
-            at = row * s.row_step + i
-            s.row_sums[((first + b) * s.row_count + row) * s.units + unit] += s.row_grads[at]
-            s.row_grads[at] = 0
+        at = row * s.row_step
+        for unit in range(0, s.units, per):
+            for b in range(s.samples):
+                to = (first + b) * own + row * s.units + unit
+                for n in range(per):
+                    s.row_sums[to + n] += s.row_grads[at + n]
+                at += per
+        clear(s.row_grads, row * s.row_step, size)
 
 
 @_helper

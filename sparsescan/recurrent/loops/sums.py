@@ -78,6 +78,8 @@ class Sums(NamedTuple):
     rows, stride : int
         How many rows the slots of a step have, 0 if nothing is summed up, and how many numbers
         there are for them.
+    biased : int
+        Of how many rows, the first ones, there are sums of them alone.
     table : ndarray of int64
         What they are of, a row for each.
     lot : int
@@ -94,6 +96,7 @@ class Sums(NamedTuple):
 
     rows: int
     stride: int
+    biased: int
     table: Array
     lot: int
     out: Array
@@ -150,7 +153,8 @@ def sum_products(
             size = _tile_width(-(-(end - i) // lanes)) * lanes
             some = min(size, end - i)
             _take_together(gates, batch, start, count, i, some, room, together, most)
-            _add_rows(room, together, terms, size, sums.row_sums, i)
+            if i < sums.biased:
+                _add_rows(room, together, terms, size, sums.row_sums, i)
             for p in range(len(sums.table)):
                 t = sums.table
                 # Whole vectors of rows that have no sums with a factor are left out.
@@ -200,7 +204,7 @@ def add_steps(s, sums, x, first, place, step, x_at, before, ahead, count):
     a, pairs, t = s.grads, s.pairs, sums.table
     columns = 2 * SUM_COLUMNS if pairs else SUM_COLUMNS
     whole = lot * sums.size
-    for i in range(0, sums.rows, SUM_ROWS):
+    for i in range(0, sums.biased, SUM_ROWS):
         at, out = place + i * samples, lot * stride + i
         _add_products(pairs, sums.row_sums, out, 0, a, at, step, sums.ones, 0, 0, count, 1)
     for p in range(len(t)):

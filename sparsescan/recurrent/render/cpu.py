@@ -7,6 +7,8 @@ loop of its own: iterations of a short one do not wait for each other.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 from ...graph.expressions import evaluate, topological
 from ...graph.operations import OPERATIONS, Node, symbol
 from ...graph.render.cpu import LaneRenderer, heavy_first
@@ -32,6 +34,8 @@ ARGUMENTS = (
     *("grads", "row_grads", "carry", "t", "size", "part", "row_step", "plane", "carry_step"),
 )
 _INDENT = " " * 4
+# The first line of a loop over what is the same for all units.
+_SHARED = "shared = j"
 
 
 class CPURenderer(LaneRenderer):
@@ -40,7 +44,8 @@ class CPURenderer(LaneRenderer):
     A vector of one number for each unit and sample of a group is ``size`` numbers. In ``parts``
     they are ``part`` apart: forward slots, then arguments, then others; backward what products
     return for arguments, then for states, then others. In ``grads`` there are the gradients in
-    slots, then arguments.
+    slots, then arguments. What is the same for all units of a sample stands where ``shared`` is:
+    where samples are lanes it is computed and stored for the first vector of a row alone.
 
     Attributes
     ----------
@@ -57,6 +62,7 @@ class CPURenderer(LaneRenderer):
     words = (
         *(*LaneRenderer.words, *ARGUMENTS, "lanes", "lane_count", "at", "j", "left", "length"),
         *("range", "load", "load_either", "store_some", "store_both", "less_or"),
+        *("shared", "once", "min"),
         # Gradients in states.
         *(r"later_\d+", "g_0"),
     )
@@ -111,12 +117,18 @@ class CPURenderer(LaneRenderer):
             _INDENT + "at = number(parts, t)",
         ]
         body += [_INDENT + line for line in self.constants("parts")]
+        if self.program.uniform:
+            # There is more room where units are lanes.
+            body.append(_INDENT + "once = size if part > size else min(size, lanes)")
         for stage, loops in stages:
             if not loops:
                 continue
             body.append(f"{_INDENT}if stage == {stage}:")
             for lines in loops:
-                body.append(f"{2 * _INDENT}for j in range(0, size, lanes):")
+                count = "once" if lines[0] == _SHARED else "size"
+                body.append(f"{2 * _INDENT}for j in range(0, {count}, lanes):")
+                if count == "size" and any("shared" in line for line in lines):
+                    body.append(f"{3 * _INDENT}shared = j if part > size else 0")
                 if any("left" in line for line in lines):
                     body.append(f"{3 * _INDENT}left = size - j")
                 if any("length" in line for line in lines):
@@ -134,12 +146,49 @@ class CPURenderer(LaneRenderer):
         if each.operation == "further":
             return f"load(further, {_at(which, 'plane')})"
         if each.operation == "slot":
-            return f"load(parts, {_at(which, 'part')})"
+            return f"load(parts, {_at(which, 'part', self._index(each))})"
         if each.operation == "state":
             return "load(h, j)" if which == 0 else f"load(c, {_at(which - 1, 'plane')})"
         if each in self.program.rows:
             return f"load(rows, {_at(self.program.rows.index(each), 'row_step')})"
         return ""
+
+    def _index(self, each: Node) -> str:
+        """Return the text of where a vector begins in a row."""
+        return "shared" if each in self.program.uniform else "j"
+
+    def _once(
+        self,
+        roots: Iterable[Node],
+        where: dict[Node, str],
+        leaf: Callable[[Node], str],
+        first: int,
+        kept: Sequence[Node] = (),
+    ) -> list[str]:
+        """Return the loop that computes what is the same for all units, if others read it.
+
+        It is stored in rows of ``parts`` from the first on, of which `where` is told, and what is
+        `kept` there, too.
+        """
+        uniform, roots = self.program.uniform, list(roots)
+        if not uniform:
+            return []
+
+        def load(each: Node) -> str:
+            return where.get(each) or leaf(each)
+
+        order = topological(roots, where, load)
+        read = {a for each in order if each not in uniform for a in each.arguments}.union(roots)
+        own = [each for each in order if each in uniform and each in read and not load(each)]
+        kept_here = [each for each in roots if each in kept and each in uniform]
+        lines, texts = self.assignments(dict.fromkeys([*own, *kept_here]), {}, load)
+        for row, each in enumerate(own, start=first):
+            lines.append(f"store_some(parts, {_at(row, 'part')}, {texts[each]}, part - j)")
+            where[each] = f"load(parts, {_at(row, 'part', 'shared')})"
+        for each in kept_here:
+            at = _at(kept.index(each), "size")
+            lines.append(f"store_some(kept, {at}, {texts[each]}, left)")
+        return [_SHARED, *lines] if lines else []
 
     # -- Forward ------------------------------------------------------------------------------
 
@@ -147,6 +196,13 @@ class CPURenderer(LaneRenderer):
         """Return the loops of a stage; `where` are texts that load what others have stored."""
         stores = self._stores(stage)
         later = self._crossing(stage)
+        about = [*stores, *later], where, self._leaf, self._rows_forward, self.program.kept
+        once = self._once(*about)
+        self._rows_forward += sum("store_some(parts" in line for line in once)
+        for each in self.program.uniform.intersection(stores):
+            stores[each] = [at for at in stores[each] if at[0] != "kept"]
+        stores = {each: places for each, places in stores.items() if places}
+        later = [each for each in later if each not in where]
         roots = list(dict.fromkeys([*stores, *later]))
         heavy = heavy_first(roots, where, lambda each: where.get(each) or self._leaf(each))
         # One alone may as well wait in the loop that needs it.
@@ -154,7 +210,7 @@ class CPURenderer(LaneRenderer):
         for each in (*heavy, *later):
             if each not in stores:
                 stores[each] = [("parts", self._temporary(each, stage))]
-        loops, stored = [], dict[Node, str]()
+        loops, stored = [once] if once else [], dict[Node, str]()
         for target in [*([each] for each in heavy), roots]:
             left = [each for each in target if each not in stored]
             if not left:
@@ -286,6 +342,11 @@ class CPURenderer(LaneRenderer):
                 added = f"load({at}) + less_or(at, length, {{}}, zero)"
                 stores.append((f"{at}, {added}", grad))
         crossing = self._crossing_back(stage)
+        seen = [each for _, each in stores if each is not None]
+        states = [each for each in program.state_grads if each is not None] if stage == 0 else []
+        once = self._once([*seen, *crossing, *states], where, self._load, self._rows_back)
+        self._rows_back += sum("store_some(parts" in line for line in once)
+        crossing = [each for each in crossing if each not in where]
         for each in crossing:
             stores.append((f"parts, {_at(self._rows_back, 'part')}, {{}}", each))
             self._rows_back += 1
@@ -293,7 +354,6 @@ class CPURenderer(LaneRenderer):
         known: dict[Node, str] = {}
         later: dict[int, str] = {}
         seeds = [symbol("gradient", k) for k in range(program.states)]
-        states = [each for each in program.state_grads if each is not None] if stage == 0 else []
         roots = [each for _, each in stores if each is not None] + states
         read = set(topological(roots, where, lambda each: where.get(each) or self._load(each)))
         for k, seed in enumerate(seeds):
@@ -330,15 +390,15 @@ class CPURenderer(LaneRenderer):
                 lines.append(f"store_some({carry}, {name}, left)")
         first = self._rows_back - len(crossing)
         where |= {each: f"load(parts, {_at(first + k, 'part')})" for k, each in enumerate(crossing)}
-        return [lines] if lines else []
+        return [loop for loop in (once, lines) if loop]
 
     def _load(self, each: Node) -> str:
         """Return the text that loads what the backward pass does not compute; else ""."""
         program = self.program
         if each in program.kept:
-            return f"load(kept, {_at(program.kept.index(each), 'size')})"
+            return f"load(kept, {_at(program.kept.index(each), 'size', self._index(each))})"
         if each.operation == "back":
-            return f"load(parts, {_at(each.details[0], 'part')})"
+            return f"load(parts, {_at(each.details[0], 'part', self._index(each))})"
         if each in program.outputs and each.operation not in ("state", "input", "number"):
             k = program.outputs.index(each)
             return "load(new_h, j)" if k == 0 else f"load(new_c, {_at(k - 1, 'plane')})"
@@ -384,6 +444,6 @@ class CPURenderer(LaneRenderer):
         return [lines]
 
 
-def _at(row: int, step: str) -> str:
+def _at(row: int, step: str, index: str = "j") -> str:
     """Return the text of a place in a row of vectors."""
-    return "j" if row == 0 else f"{step} + j" if row == 1 else f"{row} * {step} + j"
+    return index if row == 0 else f"{step} + {index}" if row == 1 else f"{row} * {step} + {index}"
