@@ -359,3 +359,27 @@ def test_sums_of_one_vector_are_one_product_in_jax() -> None:
     cell = catalogue.AntisymmetricRNN(3, 5, rng=0)
     made = cell_scan._Step(jax, cell, dict(cell.params), False)
     assert sorted(weights.shape for _, weights in made.weights.values()) == [(3, 5), (5, 5)]
+
+
+def test_first_steps_of_all_cells_are_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With no more than other cells compiled, and then again; of inputs that the cell takes."""
+    called: list[int] = []
+
+    def start(kinds: Any, folder: str, name: str = "New", inputs: int = 12) -> tuple[float, float]:
+        called.append(inputs)
+        return 0.5, float(len(called))
+
+    monkeypatch.setattr(cells, "_start", start)
+    monkeypatch.setattr(cells, "_library", lambda: str(tmp_path))
+    found = cells.measure_start("IndRNN", 1, has_empty=False)
+    assert found["seconds"] == {cells.LIBRARY: [1.0], cells.KEPT: [2.0], cells.IMPORT: [0.5, 0.5]}
+    keys = {piece.key for piece in cells.EXPERIMENT.pieces(False)}
+    assert keys.issuperset(f"first step of {kind}" for kind in catalogue.__all__)
+    (table,) = [
+        each
+        for each in cells.EXPERIMENT.tables({"pieces": {"first step of IndRNN": found}})
+        if each.rows
+    ]
+    assert [row[2:] for row in table.rows] == [["8", "1.00"], ["0.2", "2.00"], ["", "0.50"]]
