@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from random_cells import RandomCell, random_cells
 from sampling import long_run
 
-from sparsescan.recurrent import Recurrent
+from sparsescan.recurrent import Recurrent, catalogue
 from sparsescan.recurrent import step as step_module
 from sparsescan.recurrent.definition import further_of, width_of
 from sparsescan.recurrent.step import OneCell
@@ -285,6 +285,31 @@ class Drawn(Cell):
         return tanh(self.weight_hh(h) + np.max(a) * h - 0.5 * (a * h).max(heads=2))
 """
     check_compiled(RandomCell(source, 3, 6, True), 0, batch, None, False)
+
+
+@pytest.mark.parametrize("units", [5, 6, 20])
+@pytest.mark.parametrize("name", ["LayerNormLSTM", "LayerNormGRU"])
+def test_normalised_samples_have_nothing_to_do_with_each_other(name: str, units: int) -> None:
+    """Sixteen samples are lanes where there are registers for it, and one sample is not."""
+    cell, rng = getattr(catalogue, name)(3, units, rng=0), np.random.default_rng(units)
+    x, lengths = rng.standard_normal((9, 16, 3)), rng.integers(1, 10, 16)
+    above = rng.standard_normal((9, 16, units))
+    whole, one = cell.training_step(), cell.training_step()
+    output, last = whole.forward(x, lengths=lengths)
+    grads = whole.backward(above)
+    sums = {key: np.zeros_like(each) for key, each in grads.params.items()}
+    for b in range(16):
+        own = slice(b, b + 1)
+        alone, state = one.forward(x[:, own], lengths=lengths[own])
+        found = one.backward(above[:, own])
+        pairs = [(alone, output[:, own]), (state, last[:, own])]
+        pairs += [(found.input, grads.input[:, own]), (found.state, grads.state[:, own])]
+        for a, other in pairs:
+            np.testing.assert_allclose(a, other, rtol=0, atol=1e-12)
+        for key, each in found.params.items():
+            sums[key] += each
+    for key, each in grads.params.items():
+        np.testing.assert_allclose(each, sums[key], rtol=0, atol=1e-11)
 
 
 @settings(max_examples=long_run(60, 6), phases=[Phase.generate])
