@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -192,7 +193,7 @@ def test_kernels_run_a_body(body: Any, reverse: bool) -> None:
 def refused() -> dict[str, tuple[Step, str]]:
     """Return steps that no kernel runs, and what is in the way."""
     cell, norm = nn.GRUCell(INPUTS, UNITS), nn.BatchNorm1d(UNITS)
-    counts = torch.zeros(())
+    counts, calls = torch.zeros(()), [0]
 
     def after(change: Callable[[Tensor], Tensor]) -> Step:
         def step(h: Any, x: Any) -> Any:
@@ -204,6 +205,10 @@ def refused() -> dict[str, tuple[Step, str]]:
     def counted(h: Tensor) -> Tensor:
         counts.add_(1)
         return h * counts
+
+    def alternating(h: Any) -> Any:
+        calls.append(0)
+        return h * (len(calls) % 2)
 
     def hooked(h: Any) -> Any:
         h.register_hook(lambda g: 2 * g)
@@ -223,6 +228,8 @@ def refused() -> dict[str, tuple[Step, str]]:
         "item": (after(lambda h: h * float(h.sum() > 0)), "float"),
         "branch": (after(lambda h: h if h.sum() > 0 else 2 * h), "bool"),
         "no_grad": (after(switched), "grad_enabled"),
+        "random branch": (after(lambda h: h if random.random() < 2 else -h), "random"),
+        "counter": (after(alternating), "Python"),
         "sorted": (after(lambda h: h.sort(-1)[0]), "sort"),
         "numpy": (after(lambda h: h + torch.from_numpy(h.detach().numpy())), "numpy"),
         "hooked": (after(hooked), "function"),
@@ -239,6 +246,8 @@ def test_other_bodies_run_as_a_loop_and_say_why(name: str) -> None:
         how = explain(step, init, xs)
         assert not how.is_captured
         assert why in how.text.lower() or why in how.text
+    if name == "counter":  # each run is another one
+        return
     results = []
     for function in (scan, loop):
         torch.manual_seed(3)

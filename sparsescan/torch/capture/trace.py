@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -338,24 +340,32 @@ def find(
         ``make(trace, spec)`` returns what is kept with a trace.
     """
     key = tuple(map(str, trees)), tuple(likes), torch.get_default_dtype()
-    root = _roots.get(key)
-    if root is not None:
-        mode = _Replay(root, root.found)
-        try:
-            with temporarily_clear_interpreter_stack(), _Silence(mode):
-                leaves, spec = pytree.tree_flatten(mode.run(step, trees, root.found))
-            made = mode.place.next.get((spec, tuple(map(mode.code, leaves))))
-            if made is not None:
-                return Found(made, spec, mode.outside)
-        except Unknown:
-            pass
+    found = _known(key, step, trees)
+    if found is not None:
+        return found
     with _lock:
         return _traced(key, step, trees, likes, make)
+
+
+def _known(key: Any, step: Callable[..., Any], trees: Sequence[Any]) -> Found | None:
+    """Return what was made of a trace that is that of a step; None if there is none."""
+    root = _roots.get(key)
+    if root is None:
+        return None
+    mode = _Replay(root, root.found)
+    try:
+        with temporarily_clear_interpreter_stack(), _Silence(mode):
+            leaves, spec = pytree.tree_flatten(mode.run(step, trees, root.found))
+    except Unknown:
+        return None
+    made = mode.place.next.get((spec, tuple(map(mode.code, leaves))))
+    return None if made is None else Found(made, spec, mode.outside)
 
 
 def _traced(key: Any, step: Any, trees: Sequence[Any], likes: Sequence[Like], make: Any) -> Found:
     """Trace a step, and keep that."""
     kept: list[Any] = []
+    begun = _random_states()
 
     def run(*samples: Tensor) -> Any:
         root = _roots.get(key)
@@ -383,10 +393,21 @@ def _traced(key: Any, step: Any, trees: Sequence[Any], likes: Sequence[Like], ma
         graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True, **about)(*samples)
         mode, terminal = kept
         obstacle = _impurity(graph, samples)
+        if begun != _random_states():
+            obstacle = "random numbers of Python or NumPy"
         trace = Trace(graph, mode.stands, obstacle)
-        made = make(trace, terminal[0])
-    mode.place.next[terminal] = made
+        made = mode.place.next[terminal] = make(trace, terminal[0])
+    again = _known(key, step, trees)
+    if again is None or again.made is not made:
+        trace = trace._replace(obstacle="Python, which does something else when it runs again")
+        made = mode.place.next[terminal] = make(trace, terminal[0])
     return Found(made, terminal[0], mode.outside)
+
+
+def _random_states() -> Any:
+    """Return the states of the generators of random numbers that Python and NumPy have."""
+    state: Any = np.random.get_state()  # noqa: NPY002, that of code that uses it
+    return random.getstate(), state[1].tobytes(), state[2:]
 
 
 def _impurity(graph: Any, samples: Sequence[Tensor]) -> str:
