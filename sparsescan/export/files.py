@@ -103,8 +103,7 @@ def c(
     Raises
     ------
     InputError, InputTypeError
-        If an argument is wrong, or the network has a part that is not listed here, or states of
-        fewer numbers than units (:class:`.State`).
+        If an argument is wrong, or the network has a part that is not listed here.
 
     Examples
     --------

@@ -76,14 +76,23 @@ class Step(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer of cells: a step for each direction, the one that runs forward in time first."""
+    """A layer of cells.
+
+    Attributes
+    ----------
+    steps : tuple of Step
+        A step for each direction, the one that runs forward in time first.
+    size : int
+        How many numbers the outputs of a direction have, the first ones of its states.
+    """
 
     steps: tuple[Step, ...]
+    size: int
 
     @property
     def outputs(self) -> int:
         """How many numbers it returns."""
-        return sum(each.units for each in self.steps)
+        return self.size * len(self.steps)
 
 
 class Dense(NamedTuple):
@@ -205,11 +214,13 @@ def _array(layer: Any, name: str) -> Any:
 def _network_parts(network: Any) -> tuple[int, list[Part], Iterable[Any]]:
     """Return the width, the layers and the parameters of a network or a cell."""
     net = OneCell(network) if isinstance(network, Cell) else network
-    if short_of(net) is not None:
-        raise InputError(
-            f"network has {short(network)}, of which a State has fewer numbers than there are "
-            "units; expected states of all units"
-        )
+    short, size = short_of(net), net.cells[0][0].hidden_size
+    if short is not None:
+        params, net, size = short.params(np, network.params), short.network, short.sizes[0]
+        for layer, cells in enumerate(net.cells):
+            for back, cell in enumerate(cells):
+                for name in cell.params:
+                    setattr(cell, name, params[net.name_of(name, layer, back)])
     given = iter(
         each.declared.values(each.p)[1] if isinstance(each.declared, Mask) else None
         for each in of_network(net)
@@ -223,7 +234,8 @@ def _network_parts(network: Any) -> tuple[int, list[Part], Iterable[Any]]:
                 further.append(width if value is None else float(value))
                 width += cell.hidden_size * (value is None)
             steps.append(_step(cell, tuple(further)))
-        layers.append(Layer(tuple(steps)))
+        layers.append(Layer(tuple(steps), cell.hidden_size))
+    layers[-1] = Layer(tuple(steps), size)
     return width, layers, network.params.values()
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import FileError, InputError, InputTypeError, short
+from ..errors import FileError, InputTypeError, short
 from ..recurrent import Recurrent
+from ..recurrent.catalogue import ProjectedLSTM
 from .calls.sequences import Sequences
 from .calls.shapes import kind_of
 from .conversion.structure import is_seen
@@ -25,8 +26,6 @@ def as_network(module: nn.Module) -> Any:
     InputTypeError
         If calls of the module do more than those of PyTorch's or ours: a class with a ``forward``
         of its own, and hooks.
-    InputError
-        If it has projections.
     """
     forward = type(module).forward
     if not forward.__module__.startswith(("torch.nn.", "sparsescan.torch.")) or is_seen(module):
@@ -36,14 +35,14 @@ def as_network(module: nn.Module) -> Any:
         )
     if not isinstance(module, nn.RNNBase | Sequences):
         return module
+    cell, options = kind_of(module.mode)
     if module.proj_size:
-        raise InputError(f"proj_size of {module} is {module.proj_size}; expected 0")
-    kind = kind_of(module.mode)
+        cell, options = ProjectedLSTM, {"proj_size": module.proj_size}
     network = Recurrent(
-        *(kind.cell, module.input_size, module.hidden_size, module.num_layers, bool(module.bias)),
+        *(cell, module.input_size, module.hidden_size, module.num_layers, bool(module.bias)),
         bidirectional=module.bidirectional,
         rng=0,
-        **kind.options,
+        **options,
     )
     for name in network.params:
         setattr(network, name, array_of(module, name))

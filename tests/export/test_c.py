@@ -20,7 +20,7 @@ from sparsescan.graph.functions import sigmoid, tanh
 from sparsescan.graph.operations import OPERATIONS
 from sparsescan.graph.render.c import functions_for
 from sparsescan.recurrent import GRU, LSTM, RNN, Cell, GRUCell, Recurrent, catalogue
-from sparsescan.recurrent.definition import Hidden, Initial, Input, declared, states_of
+from sparsescan.recurrent.definition import Hidden, Initial, Input, declared, sizes_of
 
 Array = np.ndarray[Any, Any]
 CLEAN = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-Wpedantic"]
@@ -105,10 +105,11 @@ def plain(network: Recurrent, x: Array) -> Array:
             state = np.zeros((x.shape[1], cell.state_size))
             if isinstance(cell, Begun):
                 state[:, cell.hidden_size :] = cell.params["begin"]
-            found = np.empty((*x.shape[:2], cell.hidden_size))
+            size, *_ = sizes_of(type(cell), cell.options, cell.hidden_size)
+            found = np.empty((*x.shape[:2], size))
             for t in reversed(range(len(x))) if back else range(len(x)):
                 state = cell.forward(given[t], state)
-                found[t] = state[:, : cell.hidden_size]
+                found[t] = state[:, :size]
             outputs.append(found)
         given = np.concatenate(outputs, -1)
     return given
@@ -196,12 +197,7 @@ class Folder:
 
 
 def options_of(cell: type[Cell]) -> dict[str, Any]:
-    """Return an option that makes a cell's matrices smaller than its units, if it has one.
-
-    States that are shorter are refused.
-    """
-    if states_of(cell):
-        return {}
+    """Return options that make a cell's matrices and states smaller, if it has some."""
     names = {
         vars(size)["_name"]
         for each in declared(cell).values()
@@ -224,7 +220,8 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Folder:
         except InputError:  # the cell reads the input of each unit
             net = random_network(cell, rng, units, units, **options)
         kind = "series" if place % 2 else "libm"
-        folder.add(net, net.input_size, units, batch=1 + place % 2, functions=kind)
+        outputs, *_ = sizes_of(cell, net.cells[0][0].options, units)
+        folder.add(net, net.input_size, outputs, batch=1 + place % 2, functions=kind)
     for cell in (Tied, SCRN, Normalised, ByHeads, Begun):
         net = random_network(cell, rng, 5, 10, num_layers=2)
         folder.add(net, 5, 10)
@@ -239,6 +236,10 @@ def networks(tmp_path_factory: pytest.TempPathFactory) -> Folder:
         folder.add(net, 1, 34, batch=2, functions=kind, dtype=dtype)
         net = random_network(catalogue.PeepholeLSTM, rng, 1, 41, num_layers=2)
         folder.add(net, 1, 41, functions=kind, dtype=dtype)
+    net = random_network(
+        catalogue.ProjectedLSTM, rng, 3, 7, num_layers=2, bidirectional=True, proj_size=3
+    )
+    folder.add(net, 3, 6)
     return folder
 
 
@@ -270,10 +271,11 @@ def test_modules_of_pytorch_with_layers_behind_them(tmp_path: Path) -> None:
     models += [
         nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LSTM(4, 6, 2), nn.Dropout(), nn.Linear(6, 2)),
         nn.Sequential(nn.RNN(3, 6, nonlinearity="relu", bias=False), nn.Tanh()),
+        nn.Sequential(nn.LSTM(3, 6, 2, proj_size=2), nn.Linear(2, 2), nn.LSTM(2, 4, proj_size=3)),
         nn.Sequential(nn.GRU(3, 6, 2, bidirectional=True), nn.Linear(12, 3), nn.Softmax(-1)),
         nn.Sequential(module(catalogue.MGU)(3, 4), nn.Sequential(nn.LSTM(4, 2), nn.Identity())),
     ]
-    torch.nn.utils.prune.random_unstructured(models[-4][2], "weight_hh_l1", 0.5)
+    torch.nn.utils.prune.random_unstructured(models[-5][2], "weight_hh_l1", 0.5)
     convert(models[-3])
     folder = Folder(tmp_path)
     for place, model in enumerate(models):
@@ -315,7 +317,6 @@ def test_modules_whose_calls_do_more_are_refused(tmp_path: Path) -> None:
     for model, error, message in (
         (Doubled(1, 2), InputTypeError, "Doubled.*has a forward or hooks of its own"),
         (hooked, InputTypeError, "Linear.*has a forward or hooks of its own"),
-        (torch.nn.LSTM(2, 3, proj_size=1), InputError, "proj_size of .* is 1; expected 0"),
         ([GRU(1, 2), torch.nn.Softmax(0)], InputError, "dim of Softmax is 0; expected -1"),
         ([GRU(1, 2), torch.nn.LayerNorm(3)], InputError, "is behind 2 outputs; expected"),
         ([GRU(1, 2), torch.nn.Conv1d(2, 2, 1)], InputTypeError, "network has Conv1d"),
@@ -474,11 +475,6 @@ def test_files_say_what_memory_is_needed(tmp_path: Path) -> None:
         ({"dtype": "float16"}, InputTypeError, "dtype is 'float16'; expected float32 or float64"),
         ({"functions": "fast"}, InputError, "functions is 'fast'; expected 'libm' or 'series'"),
         ({"network": 3}, InputTypeError, "network has 3; expected a cell, a network of cells"),
-        (
-            {"network": catalogue.ProjectedLSTM(2, 3, proj_size=1)},
-            InputError,
-            "network has ProjectedLSTM.*; expected states of all units",
-        ),
         ({"network": []}, InputError, "network is \\[\\]; expected at least one layer"),
         ({"network": [GRU(1, 2), RNN(3, 2)]}, InputError, "behind 2 outputs; expected 3"),
     ],
