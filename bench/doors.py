@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import sparsescan.torch
 from sparsescan import Pattern, affine_scan, affine_scan_vjp
 
-from . import networks, peers, races, step
+from . import networks, peers, races, statespace, step
 from .experiment import Experiment, Piece, Results
 from .many import MANY
 from .peers import PYTORCH
@@ -519,7 +519,7 @@ def _pieces(quick: bool) -> Iterable[Piece]:
         name = f"{case.kind}({case.inputs}, {case.hidden}) in JAX, B={case.batch}"
         every[f"{name}, T={case.steps:,}{last}"] = partial(measure_jitted, case)
     every |= {each.name: each.measure for each in RECURRENCES} | MANY
-    every |= {each.name: each.measure for each in (*SELECTIVE, *FILTERS)}
+    every |= {each.name: each.measure for each in (*SELECTIVE, *FILTERS, *statespace.MODELS)}
     few = [each.name for each in (*MODULES[:2], RECURRENCES[0], *SELECTIVE, FILTERS[0])]
     for name, measure in every.items():
         if name in few or not quick:
@@ -537,7 +537,10 @@ def _about(quick: bool) -> Results:
         "filters": "of direct form I: forward and backward pass, for gradients in all coefficients "
         "and samples, a_0 being 1; for all the faster of 2 threads or 1, of philtorch that of its "
         "backends, too; sums of samples before torchlpc by PyTorch's convolution or products",
-        "JAX": "jitted value_and_grad; of lax.scan the fastest of the unrolls 1, 4 and 16",
+        "Kalman filters": "the log-likelihood, and gradients in five matrices; float64; alone, and "
+        "of statsmodels, there are no gradients",
+        "JAX": "jitted value_and_grad; of lax.scan the fastest of the unrolls 1, 4 and 16; of "
+        "Kalman filters of 1 and 4",
     }
 
 

@@ -42,6 +42,7 @@ from . import (
     rnn,
     scaling,
     simulate,
+    statespace,
     step,
     vgg11,
 )
@@ -243,6 +244,7 @@ DOORS = [
     doors.Selective(2, 3, 2, 5, {}),
     *(doors.Recurrence(9, 3, 2, is_diagonal, {}) for is_diagonal in (True, False)),
     *(attention.Model(each.kind, each.trains, 2, 2, 3, 9) for each in attention.MODELS[:3]),
+    statespace.Model(3, 2, 9, 2),
 ]
 
 
