@@ -108,6 +108,9 @@ class Model:
 
         def call(unroll: int) -> Call:
             def total(model: dict[str, Any]) -> Any:
+                # As ours, gradients are those in symmetric parts.
+                halves = {name: each / 2 for name, each in model.items() if "covariance" in name}
+                model = model | {name: each + each.T for name, each in halves.items()}
                 return jax.vmap(lambda y: one(y, model, unroll), 1)(y).sum()
 
             compiled = jax.jit(jax.value_and_grad(total))
