@@ -32,6 +32,7 @@ from .timing import PAUSE, Call, fastest, take_rounds
 Array = NDArray[Any]
 
 ALONE, FREE = "sparsescan, the function alone", "sparsescan, no limit"
+IN_PYTHON = "sparsescan, steps in Python"
 SCIPY, KLU = "SciPy, splu in each iteration", "jax.lax.scan, KLU"
 DIFFRAX, JAXLEY = "diffrax, ImplicitEuler", "Jaxley"
 KLU_ALONE, UMFPACK, PARDISO = "KLU", "UMFPACK", "Pardiso of MKL"
@@ -178,6 +179,47 @@ def burgers(n: int) -> Problem:
 
     u0 = np.exp(-(((np.arange(n) * h - 0.3) / 0.1) ** 2))
     return Problem(u0, {"nu": 2e-3}, 5e-4, pattern, rate, jacobian, vjp)
+
+
+_DENSE = sp.csr_array(np.ones((3, 3)))
+
+
+def lorenz(_: int) -> Problem:
+    """Return the three unknowns of Lorenz."""
+
+    def rate(u: Any, t: Any, p: Any, xp: Any = np) -> Any:
+        x, y, z = u
+        return xp.stack([p["s"] * (y - x), x * (p["r"] - z) - y, x * y - p["b"] * z])
+
+    def jacobian(u: Any, t: Any, p: Any, xp: Any = np) -> Any:
+        (x, y, z), s = u, p["s"]
+        return xp.asarray([-s, s, 0.0, p["r"] - z, -1.0, -x, y, x, -p["b"]])
+
+    def vjp(above: Array, u: Array, t: Any, p: Any) -> dict[str, Any]:
+        return {"s": above[0] * (u[1] - u[0]), "r": above[1] * u[0], "b": -above[2] * u[2]}
+
+    params = {"s": 10.0, "r": 28.0, "b": 8 / 3}
+    return Problem(np.array([1.0, 2.0, 20.0]), params, 0.001, _DENSE, rate, jacobian, vjp)
+
+
+def robertson(_: int) -> Problem:
+    """Return Robertson's reaction, of three species."""
+
+    def rate(u: Any, t: Any, p: Any, xp: Any = np) -> Any:
+        first, second, third = p["a"] * u[0], p["b"] * u[1] * u[1], p["c"] * u[1] * u[2]
+        return xp.stack([third - first, first - second - third, second])
+
+    def jacobian(u: Any, t: Any, p: Any, xp: Any = np) -> Any:
+        a, double, y, z = p["a"], 2 * p["b"] * u[1], p["c"] * u[2], p["c"] * u[1]
+        return xp.asarray([-a, y, z, a, -double - y, -z, 0.0, double, 0.0])
+
+    def vjp(above: Array, u: Array, t: Any, p: Any) -> dict[str, Any]:
+        first, second = above[1] - above[0], above[2] - above[1]
+        products = first * u[0], second * u[1] * u[1], -first * u[1] * u[2]
+        return dict(zip("abc", products, strict=True))
+
+    params = {"a": 0.04, "b": 3e7, "c": 1e4}
+    return Problem(np.array([1.0, 0.0, 0.0]), params, 0.002, _DENSE, rate, jacobian, vjp)
 
 
 # -- Ours -----------------------------------------------------------------------------------------
@@ -512,6 +554,13 @@ class Race:
 _OURS = {OURS: ours, ALONE: partial(ours, alone=True)}
 _GRID = {**_OURS, SCIPY: scipy_loop, KLU: klu_scans}, {SCIPY: 3.0, KLU: 2.0}
 _LINE = {**_OURS, DIFFRAX: diffrax_solves}, {DIFFRAX: 10.0}
+# Functions alone are read, and steps compiled; those of users' derivatives are not.
+_SMALL = {
+    OURS: partial(ours, alone=True),
+    IN_PYTHON: ours,
+    SCIPY: scipy_loop,
+    DIFFRAX: diffrax_solves,
+}
 _CABLE = {OURS: Cable.ours, JAXLEY: Cable.jaxley}, {JAXLEY: 5.0}
 _SOLVERS = {
     OURS: Solves.ours,
@@ -525,6 +574,10 @@ RACES = (
     *(
         Race(title, (100, 1000), (10, 20), make, *_GRID, rounds)
         for title, (make, rounds) in _PROBLEMS.items()
+    ),
+    *(
+        Race(title, (3, 20_000), (3, 40), make, _SMALL, {IN_PYTHON: 50.0, DIFFRAX: 10.0}, 3)
+        for title, make in {"Lorenz, {0} unknowns": lorenz, "Robertson, {0}": robertson}.items()
     ),
     Race("Burgers, {0:,} unknowns", (1000, 50), (50, 20), burgers, *_LINE, 2),
     Race("Cable, {0} compartments", (500, 4000), (12, 40), Cable, *_CABLE),
@@ -592,7 +645,9 @@ def _about(quick: bool) -> Results:
         "the work": "all steps of backward Euler, and gradients of a loss of the last state in the "
         "first one and in parameters; float64; compiled before",
         OURS: "with functions of Jacobians and of products with their transposes in parameters; "
-        "or with the function alone, by complex steps",
+        "or with the function alone, by complex steps; of three unknowns the function alone, "
+        "by compiled steps",
+        IN_PYTHON: "with these functions of derivatives, so that no step is compiled",
         SCIPY: "the faster of two orders, and of two guesses; the adjoint has factors of each step",
         KLU: "the faster of klujax and sparsax; Newton's method in a while_loop, the adjoint by "
         "hand",

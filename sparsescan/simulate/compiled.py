@@ -115,11 +115,11 @@ def _read(graph: Graph, size: int) -> _Form | None:
         all_columns = np.concatenate(columns)
         columns = [all_columns]
         keys = np.repeat(rows, repeats) * leaf.size + all_columns[source]
-        if not part.is_linear and part.function in SELECTIONS:
-            by = ~by
+        is_choice = not part.is_linear and part.function in SELECTIONS
         order = np.argsort(keys, kind="stable")
         found, starts = np.unique(keys[order], return_index=True)
-        terms.append(np.stack([np.repeat(by, repeats), source], 1)[order])
+        choices = np.full(len(source), is_choice)
+        terms.append(np.stack([np.repeat(by, repeats), source, choices], 1)[order])
         sums.append(starts + sum(map(len, terms[:-1])))
         columns.append(found % leaf.size)
         widths[part.own] = np.bincount(found // leaf.size, minlength=m)
@@ -135,14 +135,14 @@ def _read(graph: Graph, size: int) -> _Form | None:
     operations.sort(key=lambda each: each[1])
     ends = [np.array([sum(map(len, terms))])]
     tables = Tables(
-        np.array([each for each, _ in operations], np.int64).reshape(-1, 7),
+        np.array([each for each, _ in operations], np.uint64).reshape(-1, 7),
         np.concatenate(reads).astype(np.uint32),
-        np.concatenate([*sums, *ends]).astype(np.int64),
-        np.concatenate([*terms, np.empty((0, 2), np.int64)]).astype(np.int64),
-        np.stack([source, to], 1).astype(np.int64),
-        np.concatenate([*edges, np.empty((0, 3), np.int64)]).astype(np.int64),
-        results.astype(np.int64),
-        graph.guards.astype(np.int64),
+        np.concatenate([*sums, *ends]).astype(np.uint64),
+        np.concatenate([*terms, np.empty((0, 3), np.int64)]).astype(np.uint64),
+        np.stack([source, to], 1).astype(np.uint64),
+        np.concatenate([*edges, np.empty((0, 3), np.int64)]).astype(np.uint64),
+        results.astype(np.uint64),
+        graph.guards.astype(np.uint64),
         graph.expected,
         np.array(leaves, np.int64),
         sum(not moving for _, moving in operations),
@@ -185,7 +185,7 @@ class Loops:
         mass = equations.mass
         rows, columns = rows_of(Pattern(mass)), mass.indices
         places = rows * size + columns % max(size, 1)
-        entries = np.stack([rows, columns, places], 1).astype(np.int64)
+        entries = np.stack([rows, columns, places], 1).astype(np.uint64)
         inner = np.array(equations.inner, np.int64)
         self._method = Method(equations.kind, equations.a, equations.c, inner, entries, mass.data)
         cost = float(scheme.matrices.cost)
@@ -193,7 +193,7 @@ class Loops:
         self._work = Work(
             np.zeros((samples, size, size)),
             np.zeros((samples, size, size)),
-            np.zeros((samples, size), np.int64),
+            np.zeros((samples, size), np.uint64),
             np.zeros((9, n)),
             np.zeros((len(inner), n)),
             np.zeros(4),

@@ -28,22 +28,22 @@ class Tables(NamedTuple):
 
     Attributes
     ----------
-    operations : ndarray of int64, shape (count, 7)
+    operations : ndarray of uint64, shape (count, 7)
         A code, where its values begin, how many they are, where the places of each of three
         arguments begin in `reads` (of a product with a matrix: of its columns, of where its rows
         begin), and where its derivatives begin.
     reads : ndarray of uint32
         Places of elements.
-    sums : ndarray of int64
+    sums : ndarray of uint64
         Where the terms of each tangent begin; the first ones, which are 1, have none.
-    terms : ndarray of int64, shape (count, 2)
-        A derivative and a tangent for each term. A derivative ``k`` of a choice is ``~k``: where it
-        is 0 the other one may be any.
-    entries : ndarray of int64, shape (count, 2)
+    terms : ndarray of uint64, shape (count, 3)
+        A derivative and a tangent for each term, and whether it is one of a choice: where its
+        derivative is 0 the tangent may be any.
+    entries : ndarray of uint64, shape (count, 2)
         Tangents that are entries of the Jacobian, and where these are in a matrix.
-    edges : ndarray of int64, shape (count, 3)
+    edges : ndarray of uint64, shape (count, 3)
         Elements, derivatives, and elements that are read.
-    results, guards : ndarray of int64
+    results, guards : ndarray of uint64
         What the function returns, and what must be as expected.
     expected : ndarray
         What is expected.
@@ -54,14 +54,14 @@ class Tables(NamedTuple):
         How many of the operations, the first ones, depend on parameters alone.
     """
 
-    operations: NDArray[np.int64]
+    operations: NDArray[np.uint64]
     reads: NDArray[np.uint32]
-    sums: NDArray[np.int64]
-    terms: NDArray[np.int64]
-    entries: NDArray[np.int64]
-    edges: NDArray[np.int64]
-    results: NDArray[np.int64]
-    guards: NDArray[np.int64]
+    sums: NDArray[np.uint64]
+    terms: NDArray[np.uint64]
+    entries: NDArray[np.uint64]
+    edges: NDArray[np.uint64]
+    results: NDArray[np.uint64]
+    guards: NDArray[np.uint64]
     expected: NDArray[np.float64]
     leaves: NDArray[np.int64]
     constant: int
@@ -327,12 +327,11 @@ def _derivatives(code: int, v: float, x: float, y: float) -> tuple[float, float,
 
 
 @njit(**PLAIN)
-def evaluate(tables: Any, values: Any, begin: int, end: int, slopes: bool) -> None:
-    """Compute some operations, and with `slopes` their derivatives.
-
-    Those of sums and of products with a matrix are constant, and there from the beginning.
-    """
-    v, d, reads, operations = values.elements, values.slopes, tables.reads, tables.operations
+def _compute(
+    operations: Any, reads: Any, v: Any, d: Any, begin: int, end: int, slopes: bool
+) -> None:
+    # Arguments are few, and indices have no signs, whose wrapping around would take longer than
+    # most operations.
     for k in range(begin, end):
         code, out, size = operations[k, 0], operations[k, 1], operations[k, 2]
         p, q, at = operations[k, 3], operations[k, 4], operations[k, 6]
@@ -373,15 +372,25 @@ def evaluate(tables: Any, values: Any, begin: int, end: int, slopes: bool) -> No
                     total += d[at + j] * v[reads[p + j]]
                 v[out + i] = total
         else:
-            r = operations[k, 5]
+            r, other = operations[k, 5], np.int64(code)
             for i in range(size):
                 x, y, z = v[reads[p + i]], v[reads[q + i]], v[reads[r + i]]
-                found = _value(code, x, y, z)
+                found = _value(other, x, y, z)
                 v[out + i] = found
                 if slopes:
-                    d[at + i], d[at + size + i], d[at + 2 * size + i] = _derivatives(
-                        code, found, x, y
+                    d[at + i], d[at + size + i], d[at + size + size + i] = _derivatives(
+                        other, found, x, y
                     )
+
+
+@njit(**PLAIN)
+def evaluate(tables: Any, values: Any, begin: int, end: int, slopes: bool) -> None:
+    """Compute some operations, and with `slopes` their derivatives.
+
+    Those of sums and of products with a matrix are constant, and there from the beginning.
+    """
+    operations, reads = tables.operations, tables.reads
+    _compute(operations, reads, values.elements, values.slopes, begin, end, slopes)
 
 
 @njit(**PLAIN)
@@ -401,13 +410,9 @@ def differentiate(tables: Any, values: Any) -> None:
     for i in range(len(sums) - 1):
         total = 0.0
         for j in range(sums[i], sums[i + 1]):
-            k, slope = terms[j, 0], t[terms[j, 1]]
-            if k < 0:
-                k = ~k
-                if d[k] == 0.0:
-                    continue
-            if slope != 0.0:
-                total += d[k] * slope
+            by, slope = d[terms[j, 0]], t[terms[j, 1]]
+            if slope != 0.0 and (by != 0.0 or terms[j, 2] == 0):
+                total += by * slope
         t[first + i] = total
 
 
