@@ -179,6 +179,7 @@ class Loops:
         equations, n = scheme.form, run.states.shape[1]
         self._scheme, self._run = scheme, run
         self._size = size = n // samples if np.diag(equations.a).any() else 0
+        self._waits, self._apart, self._length, self._known = 0, 1, _FIRST, np.zeros(4)
         self._can = isinstance(scheme.source, Traced) and size <= _SIZE and n <= _NUMBERS
         if not self._can:
             return
@@ -196,34 +197,36 @@ class Loops:
             np.zeros((samples, size), np.uint64),
             np.zeros((9, n)),
             np.zeros((len(inner), n)),
-            np.zeros(4),
+            self._known,
         )
         self._march: tuple[Graph, March | None] | None = None
-        self._waits, self._apart, self._length = 0, 1, _FIRST
 
     @property
     def factorisations(self) -> int:
         """How many matrices were factorised."""
-        return int(self._work.known[3]) if self._can else 0
+        return int(self._known[3])
+
+    def _waits_on(self) -> bool:
+        """Return whether the next step is to be taken without a loop."""
+        if not self._waits:
+            return not self._can
+        self._waits -= 1
+        return True
 
     def _march_at(self, place: Place) -> March | None:
         """Return what loops read and write where the function branches as at the end of a step."""
-        if not self._can:
-            return None
-        if self._waits:
-            self._waits -= 1
-            return None
         source: Traced = self._scheme.source  # type: ignore[assignment]
         arguments = self._scheme.arguments(place)
         if self._march is None:
             source.value(arguments)  # which raises errors of the user's function as they are
         graph = source.graph(arguments, self._scheme.patterns)
-        if graph is None:
-            self._can = source.refusal is None
-            return None
-        if self._march is None or self._march[0] is not graph:
+        self._can = source.refusal is None
+        if graph is not None and (self._march is None or self._march[0] is not graph):
             self._march = graph, self._march_of(graph)
-        return self._march[1]
+        march = None if graph is None or self._march is None else self._march[1]
+        if march is None:
+            self._note(0.0, 0, is_solved=False)
+        return march
 
     def _march_of(self, graph: Graph) -> March | None:
         form = _form_of(graph, self._size)
@@ -254,6 +257,8 @@ class Loops:
 
         `place` is `Run._place`.
         """
+        if self._waits_on():
+            return k
         at = place(k, 0)
         march = self._march_at(at._replace(states=at.states[[-1, -1]]))
         if march is None:
@@ -272,7 +277,7 @@ class Loops:
         in_dt: Vector,
     ) -> int:
         """Go back from the end of step ``k - 1``; return the step whose end is reached."""
-        march = self._march_at(place(k - 1, 1))
+        march = None if self._waits_on() else self._march_at(place(k - 1, 1))
         if march is None:
             return k
         n, losses = grads.old.shape

@@ -51,7 +51,7 @@ TERMS: list[Any] = [
     lambda m, u, v, t, p: m.exp(-u * u) * p - v,
     lambda m, u, v, t, p: m.sin(p * t) * v - u**3,
     lambda m, u, v, t, p: m.tanh(p * u) - m.sqrt(1 + v * v),
-    lambda m, u, v, t, p: m.where(u > v, -p * u, v - u),
+    lambda m, u, v, t, p: m.where(u > v, p * (v - u), (v - u) ** 2),
     lambda m, u, v, t, p: m.maximum(u, p) - m.abs(v),
     lambda m, u, v, t, p: m.log(2 + u * u) * p - m.hypot(v, 1 + u),
     lambda m, u, v, t, p: m.arctan2(u, 2 + v * v) + 0 * p,
