@@ -39,7 +39,7 @@ class Functions:
     log = staticmethod(jnp.log)
     isnan = staticmethod(jnp.isnan)
     where = staticmethod(jnp.where)
-    linalg = jnp.linalg
+    linalg: Any = jnp.linalg
     sigmoid = staticmethod(jax.nn.sigmoid)
     repeat = staticmethod(jnp.repeat)
     take = staticmethod(jnp.take)

@@ -16,9 +16,9 @@ class _Closing(ABCMeta):
     """Metaclass that marks an object once its construction, subclasses' included, is over."""
 
     # With this type, checkers look up the arguments of `__init__`.
-    def __call__(cls: type[_T], *args: Any, **kwargs: Any) -> _T:  # type: ignore[misc]
+    def __call__(cls: type[_T], *args: Any, **kwargs: Any) -> _T:
         with Allocating(f"a {cls.__name__}"):
-            layer: _T = super().__call__(*args, **kwargs)
+            layer: _T = super().__call__(*args, **kwargs)  # type: ignore[misc]
         vars(layer)["_made"] = True
         return layer
 

@@ -41,7 +41,7 @@ class Functions:
     log = staticmethod(torch.log)
     isnan = staticmethod(torch.isnan)
     where = staticmethod(torch.where)
-    linalg = torch.linalg
+    linalg: Any = torch.linalg
     sigmoid = staticmethod(torch.sigmoid)
     softplus = staticmethod(torch.nn.functional.softplus)
     is_complex = staticmethod(torch.is_complex)
