@@ -28,7 +28,7 @@ Results = dict[str, Any]
 NAMES = (
     *("step", "doors", "density", "rnn", "gru", "vgg11", "lenet5", "table1", "scaling", "pipeline"),
     *("strategies", "published", "cliffs", "cells", "map", "onnx", "ppo", "wide"),
-    "attention",
+    *("attention", "loops"),
     *("grid", "memory", "intrinsics", "simulate", "engine", "suites"),
 )
 # Columns of text beyond which heads are letters, with a legend.

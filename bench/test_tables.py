@@ -31,6 +31,7 @@ from . import (
     doors,
     gru,
     lenet5,
+    loops,
     networks,
     onnx,
     peers,
@@ -245,6 +246,7 @@ DOORS = [
     *(doors.Recurrence(9, 3, 2, is_diagonal, {}) for is_diagonal in (True, False)),
     *(attention.Model(each.kind, each.trains, 2, 2, 3, 9) for each in attention.MODELS[:3]),
     statespace.Model(3, 2, 9, 2),
+    *(loops.Loop(kind, 5, 1, 7, 3, 2) for kind in ("MGU", "LayerNorm-GRU", "scalars")),
 ]
 
 
