@@ -113,7 +113,7 @@ class Loop:
         from sparsescan.jax import scan
 
         params, begin, x, above = self._given(jax)
-        step = _leaves if self.kind == "scalars" else _STEPS[self.kind][0]
+        step: Any = _leaves if self.kind == "scalars" else _STEPS[self.kind][0]
 
         def loss(unroll: int, params: Any, begin: Any, x: Any) -> Any:
             def body(state: Any, x: Any) -> Any:
@@ -130,7 +130,7 @@ class Loop:
 
         return {f"unroll={n}": call(n) for n in ((1,) if is_ours else (1, 4))}
 
-    def _given(self, jax: Any) -> tuple[Any, Any, Array, Array]:
+    def _given(self, jax: Any) -> tuple[Any, ...]:
         """Return parameters, first states, inputs, and the gradients in all outputs."""
         rng = np.random.default_rng(0)
         if self.kind == "scalars":
