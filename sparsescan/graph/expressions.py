@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from .operations import Node, apply
+from .operations import Node, Reduction, apply
 
 Value = TypeVar("Value")
 
@@ -83,3 +83,32 @@ def bare(roots: Sequence[Node]) -> list[Node]:
 
     made = evaluate(roots, rule)
     return [made[root] for root in roots]
+
+
+def is_linear(roots: Sequence[Node], kinds: Container[str]) -> bool:
+    """Return whether expressions are linear in all leaves of some kinds together, without offset.
+
+    Where that takes more than the rules of sums, products and choices to see, the answer is no.
+    """
+
+    def rule(vector: Node, degrees: list[float]) -> float:
+        """Return 1 if a vector is linear, 0 if it reads no such leaf, -1 if it is 0; else 2."""
+        operation = vector.operation
+        if operation == "number":
+            return -1 if vector.details[0] == 0 else 0
+        if operation in kinds or 2 in degrees:
+            return 1 if operation in kinds else 2
+        if 1 not in degrees:
+            return 0
+        if operation in ("add", "subtract"):
+            return 2 if 0 in degrees else 1
+        if operation == "where":
+            return 2 if degrees[0] == 1 or 0 in degrees[1:] else 1
+        if operation == "divide":
+            return 2 if degrees[1] == 1 else 1
+        if operation == "product" and isinstance(vector.details[0], Reduction):
+            return 1 if vector.details[0].is_linear else 2
+        return 1 if operation in ("multiply", "negative", "product") and sum(degrees) <= 1 else 2
+
+    degrees = evaluate(roots, rule)
+    return all(degrees[root] in (1, -1) for root in roots)

@@ -324,6 +324,50 @@ def test_sizes_may_be_symbols() -> None:
     _assert_same(made.call(x), run(x))
 
 
+def test_transposes() -> None:
+    """Loops that are linear have transposes; others have none in JAX, either."""
+    rng = np.random.default_rng(0)
+    weights, x, above = (jnp.asarray(rng.standard_normal(s)) for s in ((5, 5), (6, 4, 5), (4, 5)))
+
+    def run(scan: Any, function: Any) -> Any:
+        def last(x: Any) -> Any:
+            return scan(lambda h, x: (function(0.5 * h @ weights + x), None), 0 * above, x)[0]
+
+        return jax.linear_transpose(last, x)(above)
+
+    _assert_same(
+        *(run(each, lambda a: jnp.where(weights[0] > 0, a, 0)) for each in (scan, jax.lax.scan))
+    )
+    for function in (jnp.tanh, lambda a: a + 1, lambda a: a * a):
+        with pytest.raises(NotImplementedError):
+            run(scan, function)
+
+
+def test_checkpoints() -> None:
+    loop = _Loop(CAPTURED["elman"])
+    body = loop.bound(loop.params)
+    assert explain(jax.checkpoint(body), loop.init, loop.xs).is_captured
+
+    def loss(run: Any, inner: Any, outer: Any) -> Any:
+        whole = outer(lambda xs: run(inner(body), loop.init, xs)[1])
+        return jax.grad(lambda xs: jnp.sum(jnp.sin(whole(xs))))(loop.xs)
+
+    expected = loss(jax.lax.scan, lambda f: f, lambda f: f)
+    for pair in ((jax.checkpoint, lambda f: f), (lambda f: f, jax.checkpoint)):
+        _assert_same(loss(scan, *pair), expected)
+
+
+def test_exported_programs() -> None:
+    """JAX refuses kernels in programs that outlive the process, unless it is told not to."""
+    loop = _Loop(CAPTURED["elman"])
+    run = jax.jit(lambda xs: scan(loop.bound(loop.params), loop.init, xs))
+    with pytest.raises(ValueError, match="custom_call @sparsescan"):
+        jax.export.export(run)(loop.xs)
+    about = [jax.export.DisabledSafetyCheck.custom_call("sparsescan")]
+    made = jax.export.export(run, disabled_checks=about)(loop.xs)
+    _assert_same(made.call(loop.xs), run(loop.xs))
+
+
 @pytest.mark.slow
 @given(case=_bodies(), seed=st.integers(0, 1000), is_reverse=st.booleans())
 @settings(max_examples=examples(20), deadline=None)

@@ -27,6 +27,7 @@ from jax.interpreters import ad
 from ...errors import MemoryLimitError
 from ...execution.calls import LINE
 from ...execution.recording import Recording, groups_of
+from ...graph.expressions import is_linear
 from ...recurrent import Recurrent
 from ...recurrent.arguments import Options
 from ...recurrent.definition import width_of
@@ -582,8 +583,29 @@ def _map_run(args: Any, dims: Any, *, form: _Form, keeps: str) -> Any:
     return results, [0, 0, *(None for _ in kept)]
 
 
+def _transpose_run(above: Any, *given: Any, form: _Form, keeps: str) -> Any:
+    """Return the transpose of a network that is linear in inputs and states together."""
+    count, unknown = form.network.count, [ad.is_undefined_primal(each) for each in given]
+    is_known = not any(unknown[:count]) and not keeps
+    kinds = "input", "state", "further"
+    if not is_known or not all(
+        is_linear(each.program.traced, kinds) for each in form.network.cells
+    ):
+        raise NotImplementedError("the transpose of a loop that is not linear in its inputs")
+    numbers = [
+        jnp.zeros(each.aval.shape, each.aval.dtype) if is_missing else each
+        for each, is_missing in zip(given, unknown, strict=True)
+    ]
+    own = [ad.instantiate_zeros(each) for each in above]
+    grads = _gradients.bind(_nothing_kept(), *own, *numbers, form=form, maps=0, needs_x=True)
+    behind = [None] * (len(given) - form.size)
+    pairs = zip([*grads, *behind], unknown, strict=True)
+    return [grad if is_missing else None for grad, is_missing in pairs]
+
+
 _run.def_abstract_eval(_shapes_of_run)
 ad.primitive_jvps[_run] = _jvp_of_run
+ad.primitive_transposes[_run] = _transpose_run
 set_map(_run, _map_run)
 
 
