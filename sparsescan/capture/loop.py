@@ -155,22 +155,26 @@ class Plan(NamedTuple):
         return _cell_of(self.cell, inputs, self.units, self.states[0].dtype.name)
 
 
-def plan(body: Body) -> Plan:
-    """Return how kernels run a body; raise if they do not."""
+def plan(body: Body, fewest: Mapping[str, int] | None = None) -> Plan:
+    """Return how kernels run a body; raise if they do not.
+
+    `fewest` says from how many numbers of a carry on kernels are faster than the framework's loop,
+    with products of states (``hidden``), of inputs (``input``), or without.
+    """
     rank = len(body.carries[body.core[0]].shape)
     if 0 in body.carries[body.core[0]].shape:
         raise NotCaptured("empty carries")
     first: NotCaptured | None = None
     for axis in range(max(rank, 1))[::-1]:
         try:
-            return _plan(body, axis if rank else 0)
+            return _plan(body, axis if rank else 0, fewest or {})
         except NotCaptured as error:
             first = first or error
     assert first is not None
     raise first
 
 
-def _plan(body: Body, axis: int, only: Part | None = None) -> Plan:
+def _plan(body: Body, axis: int, fewest: Mapping[str, int], only: Part | None = None) -> Plan:
     states = [body.carries[k] for k in body.core]
     shape = states[0].shape
     labels: Labels = tuple(UNITS if k == axis else k - (k > axis) for k in range(len(shape)))
@@ -188,18 +192,16 @@ def _plan(body: Body, axis: int, only: Part | None = None) -> Plan:
         if source.kind == "input" and source.part is not None:
             blocks[source.part] = blocks.get(source.part, 0) + source.blocks
     if len(blocks) > 1:  # of others, products are made before the loop
-        return _plan(body, axis, max(blocks, key=lambda part: blocks[part]))
+        return _plan(body, axis, fewest, max(blocks, key=lambda part: blocks[part]))
     read = {each for each in topological(outputs) if each.operation == "given"}
     given = sorted(read, key=lambda each: ([*sources].index(each.details[0]), each.details[1]))
     places = {each: symbol("further", k) for k, each in enumerate(given)}
     outputs = _with(outputs, places)
     own = {name: each for name, each in sources.items() if each.kind != "given"}
-    kinds = {each.kind for each in own.values()}
-    fewest = min(count for kind, count in _FEWEST.items() if kind in kinds | {""})
-    if units * math.prod(samples) < fewest:
-        raise NotCaptured(
-            f"{states[0].aval.str_short()} has so few numbers that a loop of JAX is as fast"
-        )
+    kinds = {each.kind for each in own.values()} | {""}
+    least = min((count for kind, count in fewest.items() if kind in kinds), default=0)
+    if units * math.prod(samples) < least:
+        raise NotCaptured(f"{states[0].aval.str_short()} has so few numbers that a loop is as fast")
     spec = tuple((name, each.kind, each.blocks) for name, each in own.items())
     cell = cell_class(tuple(outputs), spec or ((_NOTHING, "scalar", 1),), len(given))
     further: dict[Part, list[int]] = {}
@@ -222,9 +224,6 @@ def _with(outputs: Sequence[Node], new: Mapping[Node, Node]) -> list[Node]:
     return [made[each] for each in outputs]
 
 
-# From how many numbers of a carry on kernels are faster than loops that XLA compiles, with products
-# of states, of inputs, or none.
-_FEWEST = {"hidden": 4, "input": 16, "": 256}
 # A parameter of cells that have no others.
 _NOTHING = "nothing"
 _KINDS = {"scalar": Scalar, "vector": Vector, "hidden": Hidden, "input": Input}

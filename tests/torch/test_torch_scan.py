@@ -256,6 +256,29 @@ def test_other_bodies_run_as_a_loop_and_say_why(name: str) -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
 
 
+def test_numbers_that_a_step_draws_are_those_of_the_loop_though_one_without_was_traced() -> None:
+    cell = nn.RNNCell(INPUTS, UNITS)
+
+    def made(chance: float) -> Step:
+        def step(h: Any, x: Any) -> Any:
+            h = cell(x, h)
+            if chance and random.random() < chance:
+                h = -h
+            return h, h
+
+        return step
+
+    init, xs = torch.randn(BATCH, UNITS), torch.randn(STEPS, BATCH, INPUTS)
+    for chance in (0.0, 1.0, 0.5):
+        results = []
+        for function in (scan, loop):
+            random.seed(1)
+            results.append(function(made(chance), init, xs))
+        torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
+    assert explain(made(0), init, xs).is_captured
+    assert "random" in explain(made(0.5), init, xs).text
+
+
 def test_a_body_with_a_function_of_its_own_has_its_gradients() -> None:
     cell = nn.RNNCell(INPUTS, UNITS)
 

@@ -55,10 +55,9 @@ NAMED = {
     "logical_and": "and",
     "logical_or": "or",
     "logical_not": "not",
-    "bitwise_and.Tensor": "and",
-    "bitwise_or.Tensor": "or",
+    **dict.fromkeys(("bitwise_and.Tensor", "__and__.Tensor"), "and"),
+    **dict.fromkeys(("bitwise_or.Tensor", "__or__.Tensor"), "or"),
     "bitwise_not": "not",
-    "pow.Tensor_Scalar": "integer_pow",
 }
 
 # Operators that may give what they are given, and whether a call does.
@@ -109,6 +108,7 @@ _CUSTOM: dict[str, Callable[..., Any]] = {
     "clamp_max": lambda a, high: _clamp(a, None, high),
     "rsub.Scalar": lambda a, b: b - a,
     "reciprocal": lambda a: 1 / a,
+    "pow.Tensor_Scalar": lambda a, power: a ** value_of(as_node(power)),
     "where.self": lambda which, a, b: apply("where", which, a, b),
     "where.ScalarOther": lambda which, a, b: apply("where", which, a, b),
     "where.ScalarSelf": lambda which, a, b: apply("where", which, a, b),

@@ -33,6 +33,7 @@ from ...locks import new_lock
 
 # Of how many shapes traces are kept, and how many of each.
 _MOST, _MOST_EACH = 256, 64
+_RANDOM = "random numbers of Python or NumPy"
 # Attributes whose values depend on more than a trace knows, and functions that change tensors.
 _REFUSED = {
     *("requires_grad", "grad_fn", "is_leaf", "grad", "data", "_backward_hooks"),
@@ -352,12 +353,16 @@ def _known(key: Any, step: Callable[..., Any], trees: Sequence[Any]) -> Found | 
     root = _roots.get(key)
     if root is None:
         return None
-    mode = _Replay(root, root.found)
+    mode, begun = _Replay(root, root.found), _random_states()
     try:
         with temporarily_clear_interpreter_stack(), _Silence(mode):
             leaves, spec = pytree.tree_flatten(mode.run(step, trees, root.found))
     except Unknown:
         return None
+    finally:
+        # A step that took another branch for these numbers may have had a trace, too.
+        if _takes_back(begun):
+            raise NotCaptured(_RANDOM)
     made = mode.place.next.get((spec, tuple(map(mode.code, leaves))))
     return None if made is None else Found(made, spec, mode.outside)
 
@@ -393,8 +398,8 @@ def _traced(key: Any, step: Any, trees: Sequence[Any], likes: Sequence[Like], ma
         graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True, **about)(*samples)
         mode, terminal = kept
         obstacle = _impurity(graph, samples)
-        if begun != _random_states():
-            obstacle = "random numbers of Python or NumPy"
+        if _takes_back(begun):
+            obstacle = _RANDOM
         trace = Trace(graph, mode.stands, obstacle)
         made = mode.place.next[terminal] = make(trace, terminal[0])
     again = _known(key, step, trees)
@@ -406,8 +411,18 @@ def _traced(key: Any, step: Any, trees: Sequence[Any], likes: Sequence[Like], ma
 
 def _random_states() -> Any:
     """Return the states of the generators of random numbers that Python and NumPy have."""
-    state: Any = np.random.get_state()  # noqa: NPY002, that of code that uses it
-    return random.getstate(), state[1].tobytes(), state[2:]
+    return random.getstate(), np.random.get_state()  # noqa: NPY002, that of code that uses it
+
+
+def _takes_back(begun: Any) -> bool:
+    """Return whether numbers were drawn since generators had some states, which they get again."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    is_same = of_python == begun[0] and of_numpy[2:] == begun[1][2:]
+    if is_same and np.array_equal(of_numpy[1], begun[1][1]):
+        return False
+    random.setstate(begun[0])
+    np.random.set_state(begun[1])  # noqa: NPY002
+    return True
 
 
 def _impurity(graph: Any, samples: Sequence[Tensor]) -> str:

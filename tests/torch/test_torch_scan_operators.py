@@ -1,0 +1,172 @@
+"""Operators in a step of ``sparsescan.torch.scan``, each with its derivatives, beside the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_torch_scan import loop
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from sparsescan.torch import explain, scan
+from sparsescan.torch.capture import trace
+
+pytestmark = pytest.mark.slow  # each operator is one more cell, which is compiled
+
+STEPS, BATCH, UNITS = 4, 3, 6
+# Numbers at which derivatives jump, or formulas have another branch, and some between.
+EDGES = [0.0, -0.0, 1.0, -1.0, 3.0, -3.0, 0.5, -0.5, 6.0, 20.0, 25.0, -25.0, 0.01, 2.0]
+# Of a state h and numbers x of a step.
+CAPTURED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "abs": lambda h, x: h.abs() + x.abs(),
+    "relu": lambda h, x: torch.relu(x) + F.relu(h),
+    "leaky_relu": lambda h, x: F.leaky_relu(x) + F.leaky_relu(h, 0.2),
+    "leaky_relu, by name": lambda h, x: F.leaky_relu(x, negative_slope=0.3) + h,
+    "hardtanh": lambda h, x: F.hardtanh(x) + F.hardtanh(h, -2.0, 0.5),
+    "hardtanh, by name": lambda h, x: F.hardtanh(x, min_val=-3.0, max_val=6.0) + h,
+    "hardsigmoid": lambda h, x: F.hardsigmoid(x) + F.hardsigmoid(h),
+    "relu6": lambda h, x: F.relu6(x) + h,
+    "silu": lambda h, x: F.silu(x) + F.silu(h),
+    "softplus": lambda h, x: F.softplus(x) + F.softplus(h, beta=2),
+    "logsigmoid": lambda h, x: F.logsigmoid(x) + F.logsigmoid(h),
+    "sign": lambda h, x: torch.sign(x) * h + torch.sgn(h),
+    "clamp": lambda h, x: x.clamp(-1, 3) + h.clamp(min=0.5) + x.clamp(max=1),
+    "clamp_min": lambda h, x: torch.clamp_min(x, 0.0) + torch.clamp_max(h, 1.0),
+    "clip": lambda h, x: torch.clip(x, -1, 1) + h,
+    "rsub": lambda h, x: 1 - h + torch.rsub(x, 2.0),
+    "reciprocal": lambda h, x: 1 / (x + 40) + torch.reciprocal(h + 50),
+    "where": lambda h, x: torch.where(x > h, x, h) + torch.where(x >= 1, 0.0, h),
+    "masked_fill": lambda h, x: h.masked_fill(x == 1, 0.0) + x.masked_fill(h > 0, 2.0),
+    "addcmul": lambda h, x: torch.addcmul(h, h, x, value=0.5),
+    "lerp": lambda h, x: torch.lerp(h, x, 0.25) + torch.lerp(x, h, torch.sigmoid(x)),
+    "alpha": lambda h, x: torch.add(h, x, alpha=0.5) - torch.sub(x, h, alpha=2),
+    "tanhshrink": lambda h, x: F.tanhshrink(x) + F.tanhshrink(h),
+    "mish": lambda h, x: F.mish(x) + F.mish(h),
+    "maximum": lambda h, x: torch.maximum(h, x) - torch.minimum(h, x * 0),
+    "power": lambda h, x: x**2 + h**3,
+    "negative power": lambda h, x: (x + 40) ** -2 + h,
+    "root": lambda h, x: (x.abs() + 1) ** 0.5 + torch.sqrt(h * h + 1) + torch.rsqrt(x * x + 1),
+    "exp": lambda h, x: torch.exp(x / 10) + torch.expm1(h / 10) + torch.log(x * x + 1),
+    "sin": lambda h, x: torch.sin(x) + torch.cos(h),
+    "square": lambda h, x: torch.square(x) - h,
+    "detach": lambda h, x: h.detach() * x + h,
+    "logical": lambda h, x: torch.where((x > 0) & ~(h > 0) | torch.logical_not(x < 1), h, x),
+    "comparisons": lambda h, x: (x == 1).to(x.dtype) * h + (x != h).double() + (x <= h) * x,
+    "softmax": lambda h, x: torch.softmax(x + h, -1) * h + F.softmax(h, 1),
+    "layer_norm": lambda h, x: F.layer_norm(x + h, (UNITS,), eps=1e-3) + h,
+    "rms_norm": lambda h, x: F.rms_norm(x + h, (UNITS,), eps=1e-3) + h,
+    "mean": lambda h, x: h.mean(-1, keepdim=True) * x + x.sum(1, keepdim=True) / 10,
+    "mean without an axis kept": lambda h, x: x * h.mean(-1)[:, None],
+    "parts of inputs": lambda h, x: (
+        torch.cat([x.chunk(2, -1)[1], *x.split([1, 5], 1)[:1], x.narrow(1, 0, 2)], -1) * h
+    ),
+    "heads of inputs": lambda h, x: (x.view(BATCH, 2, 3) ** 2).sum(1).repeat(1, 2) + h,
+    "units of inputs": lambda h, x: (
+        x.unbind(1)[2][:, None] * h + x[:, 2:3] + x[:, -1].unsqueeze(-1)
+    ),
+    "squeeze": lambda h, x: (h.unsqueeze(1) * x.unsqueeze(1)).squeeze(1),
+    "transpose": lambda h, x: (h.t() + x.transpose(0, 1)).t(),
+    "permute": lambda h, x: h.permute(1, 0).T + x,
+    "matmul": lambda h, x: h @ W + torch.mm(x, W.t()) + torch.addmm(B, x, W) + F.linear(h, W, B),
+}
+# What may stay a loop, but is no other number: parts of a state, casts that cut digits off.
+ANY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "chunk": lambda h, x: torch.cat([h.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1),
+    "split": lambda h, x: torch.cat([*h.split(2, 1)][::-1], 1) + x,
+    "split sizes": lambda h, x: torch.cat([*torch.split(h, [1, 2, 3], -1)][::-1], -1) + x,
+    "select": lambda h, x: h[:, 0:1] * x + h[:, 2].unsqueeze(-1) + h[:, -1][:, None],
+    "unbind": lambda h, x: torch.stack(list(h.unbind(1))[::-1], -1) + x,
+    "narrow": lambda h, x: torch.cat([h.narrow(1, 2, 4), x[:, :2]], -1),
+    "view": lambda h, x: (h.view(BATCH, 2, 3) * x.reshape(BATCH, 2, 3)).flatten(1),
+    "unflatten": lambda h, x: (h.unflatten(1, (3, 2)) + x.unflatten(1, (3, 2))).flatten(1),
+    "heads": lambda h, x: torch.softmax(h.view(BATCH, 2, 3), -1).reshape(BATCH, UNITS) * x + h,
+    "expand": lambda h, x: h[:, :1].expand(BATCH, UNITS) + x + h,
+    "float": lambda h, x: h + (x > 0).float(),
+    "long": lambda h, x: h + x.long(),
+    "int": lambda h, x: h + (x * 3).to(torch.int32).to(x.dtype),
+    "float32": lambda h, x: h + (x / 3).float().double(),
+    "bool": lambda h, x: h * x.bool(),
+    "round": lambda h, x: h + (x / 3).round() + torch.floor(x / 3) + torch.trunc(x),
+    "div with a mode": lambda h, x: h + torch.div(x, 2, rounding_mode="floor"),
+    "remainder": lambda h, x: h + x % 2 + torch.fmod(x, 2),
+    "float power": lambda h, x: (h.abs() + 1) ** 2.5 + x,
+    "power of two tensors": lambda h, x: (h.abs() + 1) ** (x / 25),
+    "gelu": lambda h, x: F.gelu(x) + F.gelu(h, approximate="tanh"),
+    "elu": lambda h, x: F.elu(x) + F.elu(h, 0.5) + F.selu(x) + F.celu(h),
+    "softplus, threshold": lambda h, x: F.softplus(x, threshold=2.0) + h,
+    "whole numbers": lambda h, x: h + ((x > 0).long() & 1) + ~(x > 0).long(),
+    "strides": lambda h, x: torch.cat([h[:, ::2], x[:, 1::2]], -1),
+    "max": lambda h, x: h.amax(-1, keepdim=True) + x.max(-1, keepdim=True).values + h,
+    "norm": lambda h, x: h / (1 + h.norm(dim=-1, keepdim=True)) + x,
+    "var": lambda h, x: h * x.var(-1, keepdim=True) + h.std(1, keepdim=True),
+    "cumsum": lambda h, x: torch.cumsum(h, -1) / 6 + x,
+    "logsumexp": lambda h, x: torch.logsumexp(h, -1, keepdim=True) + x,
+    "nan_to_num": lambda h, x: torch.nan_to_num(h) + x,
+    "einsum": lambda h, x: torch.einsum("bi,ij->bj", h, W) + x,
+    "bmm": lambda h, x: torch.bmm(h[:, None], W.expand(BATCH, UNITS, UNITS))[:, 0] + x,
+    "glu": lambda h, x: torch.cat([F.glu(h), F.glu(x)], -1),
+    "roll": lambda h, x: torch.roll(h, 1, -1) + x.flip(-1),
+    "gather": lambda h, x: h[:, torch.tensor([5, 0, 1, 2, 3, 4])] + x,
+    "sum of bools": lambda h, x: h + (x > 0).sum(-1, keepdim=True),
+    "over samples": lambda h, x: h + x.mean(0, keepdim=True) + h.sum(0) / 9,
+    "batch in the middle": lambda h, x: F.layer_norm(h.t(), (BATCH,)).t() + x,
+    "softmax over samples": lambda h, x: torch.softmax(h, 0) + x,
+}
+generator = torch.Generator().manual_seed(0)
+W = torch.randn(UNITS, UNITS, generator=generator, dtype=torch.float64) / 3
+B = torch.randn(UNITS, generator=generator, dtype=torch.float64)
+
+
+def drawn(seed: int) -> list[Tensor]:
+    """Return an initial state and numbers of all steps, of which many are at edges."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def one(*shape: int) -> Tensor:
+        edges = torch.tensor(EDGES, dtype=torch.float64)
+        found = edges[torch.randint(len(EDGES), shape, generator=generator)]
+        between = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return torch.where(torch.rand(shape, generator=generator) < 0.6, found, between)
+
+    return [one(BATCH, UNITS).requires_grad_(), one(STEPS, BATCH, UNITS).requires_grad_()]
+
+
+def results(run: Any, of: Callable[[Tensor, Tensor], Tensor], seed: int) -> list[Tensor]:
+    """Return results of a run, and gradients of weighted sums of them."""
+    given = drawn(seed)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        new = torch.tanh(of(h, x) / 8)
+        return new, of(new, x) * 0.5
+
+    last, ys = run(step, *given)
+    weights = torch.linspace(-1, 2, ys.numel(), dtype=torch.float64).reshape(ys.shape)
+    grads = torch.autograd.grad((last.sin() + (ys * weights).sum()).sum(), given, allow_unused=True)
+    return [last, ys, *(torch.zeros(()) if grad is None else grad for grad in grads)]
+
+
+@pytest.fixture(autouse=True)
+def _steps_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "_MOST_EACH", 10**6)
+
+
+@pytest.mark.parametrize("name", [*CAPTURED, *ANY])
+def test_an_operator_is_what_the_loop_has(name: str) -> None:
+    of = {**CAPTURED, **ANY}[name]
+    # PyTorch multiplies by 1/6 in float32 there.
+    bound = 1e-7 if name == "hardsigmoid" else 1e-10
+    for seed in range(2):
+        found, expected = results(scan, of, seed), results(loop, of, seed)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_operators_that_are_captured(name: str) -> None:
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(CAPTURED[name](h, x)), x
+
+    assert explain(step, *drawn(0)).is_captured
