@@ -416,7 +416,7 @@ def _random_states() -> Any:
 
 def _takes_back(begun: Any) -> bool:
     """Return whether numbers were drawn since generators had some states, which they get again."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    of_python, of_numpy = _random_states()
     is_same = of_python == begun[0] and of_numpy[2:] == begun[1][2:]
     if is_same and np.array_equal(of_numpy[1], begun[1][1]):
         return False
