@@ -320,6 +320,25 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> Work:
     return lambda: [numbers(net(x)) for _ in range(3)]
 
 
+def traced(monkeypatch: pytest.MonkeyPatch) -> Work:
+    torch = _torch()
+    from collections import OrderedDict
+
+    from sparsescan.torch.capture import trace
+
+    monkeypatch.setattr(trace, "_roots", OrderedDict())
+    x = torch.randn(3, 9)
+    init = torch.zeros(9)
+
+    def work() -> list[Any]:
+        trace._roots.clear()
+        step = lambda h, x: (torch.tanh(h + x), x * h)  # noqa: E731
+        last, ys = sparsescan.torch.scan(step, init, x)
+        return numbers(last, ys)
+
+    return work
+
+
 # Those of CUDA are not there: a child cannot use it in any case.
 WORK: dict[str, tuple[Callable[[pytest.MonkeyPatch], Work], tuple[str, ...]]] = {
     "execution/threads.py": (helpers, ()),
@@ -334,6 +353,7 @@ WORK: dict[str, tuple[Callable[[pytest.MonkeyPatch], Work], tuple[str, ...]]] = 
     "torch/calls/derivatives.py": (transformed, ()),
     "torch/calls/prepared.py": (prepared, ()),
     "torch/calls/recurrent_op.py": (operators, ()),
+    "torch/capture/trace.py": (traced, ()),
     "torch/sequential.py": (stacks, ()),
 }
 

@@ -120,7 +120,7 @@ def log_likelihood(
     ...     observation_covariance=one,
     ...     initial_covariance=one,
     ... ).round(4)
-    np.float64(-3.1969)
+    np.float64(-3.3823)
     """
     given, has_series, _ = _read_all(
         {

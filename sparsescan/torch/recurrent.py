@@ -73,7 +73,7 @@ class _Recurrent(Sequences, metaclass=Kind):
     # What `torch.jit.script` goes by.
     __annotations__ = nn.RNNBase.__annotations__
     __jit_unused_properties__: ClassVar[Any] = [
-        *("all_weights", "is_usual", "_options", *Options._fields)
+        *("all_weights", "is_usual", "_options", "_sizes", "_is_short", *Options._fields)
     ]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
