@@ -130,6 +130,13 @@ def _cosh(equation: Equation, a: Node) -> Node:
     return 0.5 * (apply("exp", a) + apply("exp", -a))
 
 
+def _polynomial(equation: Equation, a: Node, *coefficients: Node) -> Node:
+    *others, total = coefficients
+    for each in reversed(others):
+        total = total * a + each
+    return total
+
+
 def _tan(equation: Equation, a: Node) -> Node:
     return apply("sin", a) / apply("cos", a)
 
@@ -186,6 +193,7 @@ ELEMENTWISE: dict[str, Operation] = {
     "cosh": _cosh,
     "atanh": lambda equation, a: 0.5 * (apply("log1p", a) - apply("log1p", -a)),
     "pow": _real_power,
+    "polynomial": _polynomial,
     "is_finite": _finite,
     "round": _rounded(lambda a, near: near),
     "floor": _rounded(lambda a, near: near - (a < near), False),

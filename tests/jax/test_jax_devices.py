@@ -18,7 +18,7 @@ START = """
     from jax.sharding import Mesh, PartitionSpec as P
     from sparsescan import Pattern
     from sparsescan.recurrent import {kind}
-    from sparsescan.jax import affine_scan, lfilter, recurrent, selective_scan
+    from sparsescan.jax import affine_scan, lfilter, recurrent, scan, selective_scan
 
     steps, batch, hidden, size = {shape}
     assert len(jax.devices()) == 4
@@ -46,7 +46,16 @@ START = """
         u = jnp.moveaxis(x, 0, -1)
         return jnp.sin(selective_scan(u, jnp.ones_like(u), rates, rates, rates)).sum()
 
+    weights = rng.standard_normal((size, size), np.float32) / size
+
+    def loss_of_loop(weights, x):
+        def step(h, x):
+            return jnp.tanh(h @ weights + x), h
+
+        return jnp.sin(scan(step, 0 * x[0], x)[1]).sum()
+
     cases = [
+        (jax.value_and_grad(loss_of_loop, argnums=(0, 1)), (weights, b)),
         (jax.value_and_grad(loss_of_network, argnums=(0, 1)), (net.params, x, lengths)),
         (jax.value_and_grad(loss_of_scan, argnums=(0, 1)), (a, b)),
         (jax.value_and_grad(loss_of_filter, argnums=(0, 1)), (taps, b)),
@@ -106,6 +115,7 @@ SHARDED = """
         (lambda a, b: loss_of_scan(a[:, 0], b), (a, b), (whole, sharded)),  # shared by samples
         (loss_of_filter, (taps, b), (whole, sharded)),
         (loss_of_selective, (rates, b), (whole, sharded)),
+        (loss_of_loop, (weights, b), (whole, sharded)),
     ):
         gradients = partial(jax.value_and_grad, argnums=(0, 1))
 

@@ -36,7 +36,10 @@ def body_of(equation: Any) -> Body:
     jaxpr, constants = opened(options["jaxpr"])
     if jaxpr.effects:
         raise NotCaptured("effects, such as prints and callbacks")
-    consts, count = options["num_consts"], options["num_carry"]
+    if "ft_in" in options:  # from JAX 0.12 on
+        consts, count, _ = (len(list(each)) for each in options["ft_in"].unpack())
+    else:
+        consts, count = options["num_consts"], options["num_carry"]
     outputs = jaxpr.outvars[:count]
     values = []
     for k, each in enumerate(jaxpr.invars):
