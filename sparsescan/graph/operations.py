@@ -30,7 +30,7 @@ class Node:
     ----------
     operation : str
         A name of `OPERATIONS`, ``number``, ``product`` for a linear map, or the kind of a leaf.
-    arguments : tuple of Node
+    arguments : tuple
         The vectors that the operation reads.
     details : tuple
         What else identifies the node: the value of a number, or the name that a front end gives a
