@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph.expressions import topological
-from ..graph.operations import Node, apply, linear_map, number, reduce_units, symbol
+from ..graph.operations import Node, apply, linear_map, number, symbol
 from ..recurrent.program import INPUT
 from .elementwise import ELEMENTWISE, is_truth
 from .equations import Equation, NotCaptured, Value, before
@@ -437,8 +437,7 @@ class Reader:
                 blocks = self._joined(blocks, is_sum)
             elif label == UNITS:
                 blocks = self._joined(blocks.T, is_sum).T
-                kind = functools.partial(reduce_units, "sum", heads=1) if is_sum else _largest
-                blocks = self._mapped(blocks, kind)
+                blocks = self._mapped(blocks, Node.sum if is_sum else Node.max)
             elif label is not None:
                 equation.refuse("a reduction over samples")
         if back is not None:
@@ -644,14 +643,6 @@ def _column(equation: Equation, weight: Value, which: int, other: Value, axis: i
         return total
     place = 0 if which == 0 else len(total.shape)
     return equation.derived("expand_dims", [total], dimensions=(place,))
-
-
-def _largest(vector: Node) -> Node:
-    """Return the largest of all units; those that are as large share its gradient."""
-    largest = apply("stop_gradient", reduce_units("maximum", vector, 1))
-    is_largest = largest <= vector
-    share = apply("stop_gradient", is_largest / is_largest.sum())
-    return apply("surrogate", largest, (vector * share).sum(), 1)
 
 
 # What extremes over units are the largest numbers of, and what is done with these.

@@ -192,18 +192,7 @@ _OPERATORS = {
 }
 # Names of functions of NumPy and PyTorch that reduce all units to one number.
 _REDUCTIONS = {
-    *(
-        "all",
-        "amin",
-        "any",
-        "argmax",
-        "argmin",
-        "cumprod",
-        "cumsum",
-        "dot",
-        "layer_norm",
-        "logsumexp",
-    ),
+    *("all", "amin", "any", "argmax", "argmin", "cumprod", "cumsum", "dot", "layer_norm"),
     *("logsumexp", "max", "mean", "median", "min", "norm", "prod", "softmax", "std", "sum", "var"),
 }
 # For each method that symbols refuse: what in a traced function calls it, and what to write
@@ -320,8 +309,8 @@ def _reduced(operation: str, vector: Any, axis: Any = None, **options: Any) -> N
     if operation in ("max", "amax"):
         largest = apply("stop_gradient", reduce_units("maximum", vector, heads))
         is_largest = apply("less_equal", largest, vector)
-        chosen = reduce_units("sum", apply("where", is_largest, vector, 0), heads)
-        return chosen / reduce_units("sum", is_largest, heads)
+        share = apply("stop_gradient", is_largest / reduce_units("sum", is_largest, heads))
+        return apply("surrogate", largest, reduce_units("sum", share * vector, heads), 1)
     if operation != "norm":
         return reduce_units(operation, vector, heads)
     squares = reduce_units("sum", as_node(vector) * vector, heads)

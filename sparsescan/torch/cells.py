@@ -125,6 +125,11 @@ class CellModule(Sequences, nn.Module):
         return self._own_sizes
 
     @property
+    def _is_short(self) -> bool:
+        """Whether a state has fewer numbers than there are units."""
+        return min(self._own_sizes) < self.hidden_size
+
+    @property
     def all_weights(self) -> list[list[Tensor]]:
         """The parameters of each direction of each layer."""
         return [[getattr(self, name) for name in names] for names in self._names]

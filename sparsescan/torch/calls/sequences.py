@@ -410,7 +410,7 @@ class Sequences:
     @property
     def _is_short(self) -> bool:
         """Whether a state has fewer numbers than there are units."""
-        return min(self._sizes) < self.hidden_size
+        return self.proj_size > 0
 
     def _parted(self, last: Tensor) -> Any:
         """Return the last states as PyTorch does: several as a tuple."""
