@@ -33,7 +33,7 @@ UNMASKED, _WANTED_UNMASKED = "without masks", 1 / 1.15
 FORWARD = "sparsescan, forward"
 _SPIKING = ("Alpha", "Leaky", "Synaptic")
 # Cells that torchrecurrent does not have.
-_ALONE = ("minGRU", "minLSTM", "sLSTM", "BlockDiagonalLSTM", "ProjectedLSTM")
+_ALONE = "minGRU", "minLSTM", "sLSTM", "BlockDiagonalLSTM", "MogrifierLSTM", "ProjectedLSTM"
 _MAKERS: dict[str, Callable[[Given], dict[str, Step]]] = {
     JAX: cell_contenders.jax,
     TORCHRECURRENT: cell_contenders.torchrecurrent,

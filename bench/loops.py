@@ -79,6 +79,10 @@ def _leaves(jax: Any, state: Params, x: Any) -> Params:
 # -- Races ----------------------------------------------------------------------------------------
 
 
+def _differences(calls: dict[str, Call]) -> dict[str, float]:
+    return races.apart_from_ours({who: call() for who, call in calls.items()})
+
+
 @dataclass(frozen=True)
 class Loop:
     """A loop whose body is written in JAX, and the ratio that is asked for."""
@@ -99,13 +103,7 @@ class Loop:
     def measure(self, quick: bool) -> Results:
         """Return the times of values and gradients of a loss of all states."""
         makers = {OURS: partial(self.calls, True), JAX: partial(self.calls, False)}
-        return races.timed(makers, {JAX: self.wanted}, quick, self._differences)
-
-    def _differences(self, calls: dict[str, Call]) -> dict[str, float]:
-        jax = peers.load_jax()
-        leaves = {who: jax.tree.leaves(call()[1]) for who, call in calls.items()}
-        named = {who: {str(k): a for k, a in enumerate(each)} for who, each in leaves.items()}
-        return races.apart_from_ours(named)
+        return races.timed(makers, {JAX: self.wanted}, quick, _differences)
 
     def calls(self, is_ours: bool) -> dict[str, Call]:
         """Return calls of a jitted loss and its gradients; loops of JAX are unrolled, or not."""
@@ -126,7 +124,12 @@ class Loop:
         def call(unroll: int) -> Call:
             run = jax.jit(jax.value_and_grad(partial(loss, unroll), argnums=(0, 1, 2)))
             given = jax.device_put((params, begin, x))
-            return lambda: jax.block_until_ready(run(*given))
+
+            def grads() -> dict[str, Any]:
+                found = jax.tree.leaves(jax.block_until_ready(run(*given))[1])
+                return {str(k): each for k, each in enumerate(found)}
+
+            return grads
 
         return {f"unroll={n}": call(n) for n in ((1,) if is_ours else (1, 4))}
 

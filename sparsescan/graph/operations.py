@@ -30,11 +30,11 @@ class Node:
     ----------
     operation : str
         A name of `OPERATIONS`, ``number``, ``product`` for a linear map, or the kind of a leaf.
-    arguments : tuple
+    arguments : tuple of Node
         The vectors that the operation reads.
     details : tuple
         What else identifies the node: the value of a number, or the name that a front end gives a
-        leaf or the matrix of a linear map, or a :class:`Reduction` in its place.
+        leaf or the matrix of a linear map, or a ``Reduction`` in its place.
     """
 
     __slots__ = ("__weakref__", "arguments", "details", "operation")

@@ -12,7 +12,7 @@ from ..graph.functions import (
     stop_gradient,
     surrogate,
 )
-from ..graph.operations import Node as Symbol
+from ..graph.operations import Node
 from .cell import Cell
 from .cells import GRUCell, LSTMCell, RNNCell
 from .definition import (
@@ -45,12 +45,12 @@ __all__ = [
     "Input",
     "LSTMCell",
     "Mask",
+    "Node",
     "RNNCell",
     "Recurrent",
     "Scalar",
     "State",
     "StepNumber",
-    "Symbol",
     "Vector",
     "layer_norm",
     "logsumexp",

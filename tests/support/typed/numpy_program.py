@@ -6,7 +6,7 @@ from typing_extensions import assert_type
 
 import sparsescan
 from sparsescan.plan.scan_plan import ScanPlan
-from sparsescan.recurrent import GRU, Cell, Hidden, Input, Symbol, sigmoid
+from sparsescan.recurrent import GRU, Cell, Hidden, Input, Node, sigmoid
 from sparsescan.recurrent.step import TrainingStep
 from sparsescan.simulate import TimeSteps
 
@@ -15,9 +15,9 @@ class MGU(Cell):
     weight_ih = Input("f", "n")
     weight_hh = Hidden("f", "n")
 
-    def step(self, x: Symbol, h: Symbol) -> Symbol:
+    def step(self, x: Node, h: Node) -> Node:
         f = sigmoid(self.weight_ih.f(x) + self.weight_hh.f(h))
-        n: Symbol = np.tanh(self.weight_ih.n(x) + self.weight_hh.n(f * h))
+        n: Node = np.tanh(self.weight_ih.n(x) + self.weight_hh.n(f * h))
         return h + f * (n - h)
 
 
