@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays.arrays import Mirrored, beside, check_memory, namespace
+from ..arrays.arrays import Mirrored, beside, check_memory, left_instead_of, namespace
 from ..kernels import weights as kernels
 from ..symbolic.indexed import IndexedPattern
 
@@ -40,5 +40,7 @@ def _room(size: int, dtype: np.dtype[Any], room: Any, index: IndexedPattern) -> 
     if type(room) is np.ndarray and (room.shape, room.dtype) == ((size,), dtype):
         kept: NDArray[Any] = room
         return kept
-    check_memory(f"the values of {index}", size * dtype.itemsize)
+    nbytes = size * dtype.itemsize
+    if left_instead_of(nbytes) is not None:
+        check_memory(f"the values of {index}", nbytes)
     return np.empty(size, dtype)

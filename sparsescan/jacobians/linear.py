@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from ..checks import check_count
 from ..errors import InputError
-from ..symbolic.pattern import Pattern, of_mask
+from ..symbolic.pattern import Pattern
 from .kernels.values import transpose
 from .shared.checks import Shape
 from .shared.stencil import Weighing
@@ -98,7 +98,7 @@ class Linear(Weighing):
     def _core_pattern(self) -> Pattern:
         if self._mask is None:
             return Pattern.dense((self.in_features, self.out_features))
-        return of_mask(self._mask.on(np).T)
+        return super()._core_pattern()
 
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
         if self._mask is not None:

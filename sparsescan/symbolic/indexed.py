@@ -74,8 +74,8 @@ class IndexedPattern(Frozen):
 
     __slots__ = (
         "__weakref__",
+        "_key",
         "distinct",
-        "key",
         "nnz",
         "pattern",
         "shape",
@@ -89,7 +89,7 @@ class IndexedPattern(Frozen):
     shape: tuple[int, int]
     nnz: int
     distinct: int
-    key: tuple[Any, ...]  # equal for equal ones, and holds none
+    _key: tuple[Any, ...] | None
     # The entries of row `i` are the weights ``sources[starts[i]], sources[starts[i] + 1], …``.
     starts: NDArray[np.integer[Any]]
     sources: NDArray[np.integer[Any]]
@@ -118,8 +118,6 @@ class IndexedPattern(Frozen):
         sources = sources.astype(index_dtype((0, 0), size))
         for array in (starts, sources):
             array.setflags(write=False)
-        digest = hashlib.blake2b(starts.data, digest_size=16)
-        digest.update(sources.data)
         self._set(
             pattern=pattern,
             size=size,
@@ -128,8 +126,18 @@ class IndexedPattern(Frozen):
             distinct=len(sources),
             starts=starts,
             sources=sources,
-            key=("indexed", pattern.key, size, len(sources), digest.digest()),
+            _key=None,
         )
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for equal ones, and holds none."""
+        if self._key is None:
+            digest = hashlib.blake2b(self.starts.data, digest_size=16)
+            digest.update(self.sources.data)
+            about = self.pattern.key, self.size, self.distinct, digest.digest()
+            self._key = "indexed", *about
+        return self._key
 
     @property
     def index(self) -> NDArray[np.integer[Any]]:

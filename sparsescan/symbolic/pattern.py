@@ -132,7 +132,15 @@ class Pattern(Frozen):
     @property
     def indptr(self) -> NDArray[np.integer[Any]]:
         """Row pointers, shape ``(rows + 1,)``; int32, or int64 when nnz or a size demands it."""
-        return self.index_arrays()[0]
+        if self._indptr is None:
+            assert self.kind != "general", "its entries were only counted"
+            (rows, cols), dtype = self.shape, self.index_dtype
+            what = f"the index arrays of {self}"
+            check_memory(what, 2 * rows * dtype.itemsize)
+            with Allocating(what):
+                length = dtype.type(1 if self.kind == "diagonal" else cols)
+                self._indptr = _frozen(np.arange(rows + 1, dtype=dtype) * length)
+        return self._indptr
 
     @property
     def indices(self) -> NDArray[np.integer[Any]]:
@@ -146,19 +154,16 @@ class Pattern(Frozen):
 
     def index_arrays(self) -> tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]:
         """Return `indptr` and `indices`."""
-        if self._indptr is None or self._indices is None:
-            assert self.kind != "general", "its entries were only counted"
-            rows, cols = self.shape
-            dtype = self.index_dtype
+        indptr = self.indptr
+        if self._indices is None:
+            (rows, cols), dtype = self.shape, self.index_dtype
             what = f"the index arrays of {self}"
-            check_memory(what, dtype.itemsize * (2 * rows + (cols + self.nnz if rows else 0)))
+            check_memory(what, dtype.itemsize * (cols + self.nnz if rows else 0))
             with Allocating(what):
                 columns = np.arange(cols if rows else 0, dtype=dtype)
-                diagonal = self.kind == "diagonal"
-                row_length = dtype.type(1 if diagonal else cols)
-                self._indptr = _frozen(np.arange(rows + 1, dtype=dtype) * row_length)
-                self._indices = _frozen(columns if diagonal else np.tile(columns, rows))
-        return self._indptr, self._indices
+                repeats = 1 if self.kind == "diagonal" else rows
+                self._indices = _frozen(np.tile(columns, repeats))
+        return indptr, self._indices
 
     def __repr__(self) -> str:
         return f"Pattern({self.shape}, nnz={self.nnz}, {self.kind})"

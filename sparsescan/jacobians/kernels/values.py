@@ -15,30 +15,14 @@ def relu(x, out):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def copy_rows(of, ptr, array, shift, out):  # type: ignore[no-untyped-def]
-    """Write the numbers ``array[ptr[of[i]]:ptr[of[i] + 1]]`` of each row `i`, one after the other.
-
-    To those of row `i` ``shift[i]`` is added, unless `shift` is empty.
-    """
-    p = np.uint64(0)
-    for row in range(len(of)):
-        # With unsigned indices, which cannot mean places from the end, this is a memcpy.
-        start = np.uint64(ptr[of[row]])
-        size = np.uint64(ptr[of[row] + 1]) - start
-        if len(shift):
-            for q in range(size):
-                out[p + q] = array[start + q] + shift[row]
-        else:
-            for q in range(size):
-                out[p + q] = array[start + q]
-        p += size
-
-
-@njit(nogil=True, cache=True)
-def gather(weight, sources, out):  # type: ignore[no-untyped-def]
-    """Write ``weight[sources]``."""
-    for p in range(np.uint64(len(sources))):
-        out[p] = weight[np.uint64(sources[p])]
+def shift_rows(indptr, starts, columns, shift, out):  # type: ignore[no-untyped-def]
+    """Write the columns of all rows; row `i` has ``columns[starts[i]:] + shift[i]``."""
+    for row in range(np.uint64(len(starts))):
+        # With unsigned indices, which cannot mean places from the end, this is faster.
+        first, last = np.uint64(indptr[row]), np.uint64(indptr[row + np.uint64(1)])
+        start = np.uint64(starts[row])
+        for q in range(last - first):
+            out[first + q] = columns[start + q] + shift[row]
 
 
 @njit(nogil=True, cache=True)

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ...arrays.arrays import Mirrored
+from ...chains.weights import spread
 from ...checks import check_flag
 from ...locks import cached_property
 from ...parameters.parametrised import Weighted
 from ...symbolic.implicit import ImplicitPattern
-from ...symbolic.indexed import indexed
+from ...symbolic.indexed import IndexedPattern, indexed
 from ...symbolic.pattern import Pattern, index_dtype, trusted
-from ..kernels.values import copy_rows, gather
+from ..kernels.values import shift_rows
 from .checks import Shape
 from .operator import Operator
 from .windows import Connections, Window
@@ -75,9 +75,11 @@ class Weighing(Weighted, Operator):
         return [window.connections(count, self.transposed) for window, count in axes]
 
     @cached_property
-    def _stencil(self) -> Stencil:
+    def _stencil(self) -> IndexedPattern:
+        """Where the matrix of a block has which weights."""
         shape, (inputs, *_), (outputs, *_) = self.shapes["weight"], *self.sides
-        places = np.arange(math.prod(shape), dtype=index_dtype((0, 0), math.prod(shape)))
+        size = math.prod(shape)
+        places = np.arange(size, dtype=index_dtype((0, 0), size))
         if self._mask is not None:
             places[~self._mask.on(np).reshape(-1)] = -1
         if not self.transposed:
@@ -85,7 +87,7 @@ class Weighing(Weighted, Operator):
             places = grouped.swapaxes(1, 2)
         kernel = (window.kernel for window in self.windows)
         places = places.reshape(inputs, outputs // self.groups, *kernel)
-        return Stencil(places, self._connections, self.sides[1])
+        return stencil(places, self._connections, self.sides[1], size)
 
     def _core_nnz(self) -> int:
         y, x = (axis.weight for axis in self._connections)
@@ -96,29 +98,36 @@ class Weighing(Weighted, Operator):
         return int(np.bincount(y, minlength=height) @ kept @ np.bincount(x, minlength=width))
 
     def _core_pattern(self) -> Pattern:
-        return self._stencil.pattern()
+        return self._stencil.pattern
 
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
-        self._stencil.fill(xp, self.read_parameter("weight").reshape(-1), out[0])
+        weight, room = self.read_parameter("weight").reshape(-1), out[0]
+        weight = weight if weight.dtype == room.dtype else weight.astype(room.dtype)
+        values = spread(self._stencil, weight, room)
+        if values is not room:  # on a device
+            room[...] = values
 
     def _implicit_pattern(self) -> ImplicitPattern | None:
-        pattern = self.pattern
-        if pattern.kind != "general" or len(self._stencil.sources) >= pattern.nnz:
+        pattern, index = self.pattern, self._stencil
+        if pattern.kind != "general" or index.distinct >= pattern.nnz:
             return None
-        starts = np.tile(self._stencil.starts(), self._blocks)
-        size = math.prod(self.shapes["weight"])
-        return ImplicitPattern([indexed(pattern, starts, self._stencil.sources, size)])
+        if self._blocks > 1:
+            starts = np.tile(index.starts, self._blocks)
+            index = indexed(pattern, starts, index.sources, index.size)
+        return ImplicitPattern([index])
 
     def _implicit_values(self, x: Array, y: Array) -> list[Array]:
         return [self.read_parameter("weight").reshape(-1)]
 
 
-class Stencil:
-    """The matrix whose row ``(channel, y, x)`` holds the weights from this input to each output.
+def stencil(
+    places: NDArray[Any], connections: Sequence[Connections], size_out: Shape, weights: int
+) -> IndexedPattern:
+    """Return where the matrix of a layer has which weights.
 
-    Wherever two places of a channel have the same weights, their rows have the same values, and
-    their columns differ by a constant. So a row is a template and a place, and neither pattern nor
-    values need more than the templates; there are about as many as weights times borders.
+    Its row ``(channel, y, x)`` holds the weights from this input to each output. Wherever two
+    places of a channel have the same weights, the columns of their rows differ by a constant. So
+    each row is a template and a place; there are about as many templates as weights times borders.
 
     Parameters
     ----------
@@ -128,71 +137,33 @@ class Stencil:
         The outputs that the places of both spatial axes reach.
     size_out : tuple of int
         ``(channels, height, width)`` of the output.
-
-    Attributes
-    ----------
-    sources : ndarray of int
-        Place in the flattened weight of the entries of all templates.
+    weights : int
+        How many weights the caller's array has.
     """
-
-    def __init__(
-        self, places: NDArray[Any], connections: Sequence[Connections], size_out: Shape
-    ) -> None:
-        inputs, reached, outputs = *places.shape[:2], size_out[0]
-        (of_y, first_y, y_classes), (of_x, first_x, x_classes) = map(_classes, connections)
-        self._shape = inputs * len(of_y) * len(of_x), math.prod(size_out)
-        _, height, width = size_out
-        channels = np.arange(reached)[:, None] * (height * width)
-        sources, columns = list[NDArray[Any]](), list[NDArray[Any]]()
-        for (tap_y, to_y), (tap_x, to_x) in product(y_classes, x_classes):
-            sources.append(places[:, :, tap_y[:, None], tap_x].reshape(inputs, -1))
-            columns.append((channels + (to_y[:, None] * width + to_x).reshape(-1)).reshape(-1))
-        counts = np.stack([np.count_nonzero(some >= 0, axis=1) for some in sources], axis=1)
-        self._ptr = np.concatenate([[0], np.cumsum(counts)])
-        # By channels and classes, as both templates and their columns are.
-        joined, every = np.concatenate(sources, axis=1).reshape(-1), np.concatenate(columns)
-        kept = np.flatnonzero(joined >= 0)
-        self.sources = joined[kept]
-        self._columns = every.astype(index_dtype(self._shape, 0))[kept % len(every)]
-        # The template of each row, and its place: the first column that it may have.
-        channel = np.arange(inputs)[:, None, None]
-        template = (channel * len(y_classes) + of_y[:, None]) * len(x_classes) + of_x
-        self._of = template.reshape(-1).astype(index_dtype((0, 0), counts.size))
-        group = channel // (inputs * reached // outputs)
-        place = (group * reached * height + first_y[:, None]) * width + first_x
-        self._place = place.reshape(-1)
-        self._nnz = int(np.diff(self._ptr)[self._of].sum())
-
-    def pattern(self) -> Pattern:
-        """Return the pattern of the matrix."""
-        indices = np.empty(self._nnz, index_dtype(self._shape, self._nnz))
-        copy_rows(self._of, self._ptr, self._columns, self._place, indices)
-        indptr = np.concatenate([[0], np.cumsum(np.diff(self._ptr)[self._of])])
-        return trusted(indptr.astype(indices.dtype), indices, self._shape)
-
-    def starts(self) -> NDArray[np.int64]:
-        """Return where the template of each row starts among the sources."""
-        starts: NDArray[np.int64] = self._ptr[self._of]
-        return starts
-
-    def fill(self, xp: Any, weight: Array, out: Array) -> None:
-        """Write the values of the matrix; the weight is flat."""
-        if xp is not np:
-            out[...] = weight[self._sources.on(xp)]
-            return
-        values = np.empty(len(self.sources), out.dtype)
-        gather(weight, self.sources, values)
-        self._copy(values, out)
-
-    @cached_property
-    def _sources(self) -> Mirrored:
-        """Place in the flattened weight of every entry."""
-        sources = np.empty(self._nnz, self.sources.dtype)
-        self._copy(self.sources, sources)
-        return Mirrored(sources)
-
-    def _copy(self, values: NDArray[Any], out: NDArray[Any]) -> None:
-        copy_rows(self._of, self._ptr, values, self._place[:0], out)
+    inputs, reached, outputs = *places.shape[:2], size_out[0]
+    (of_y, first_y, y_classes), (of_x, first_x, x_classes) = map(_classes, connections)
+    shape = inputs * len(of_y) * len(of_x), math.prod(size_out)
+    _, height, width = size_out
+    channels = np.arange(reached)[:, None] * (height * width)
+    sources, behind = list[NDArray[Any]](), list[NDArray[Any]]()
+    for (tap_y, to_y), (tap_x, to_x) in product(y_classes, x_classes):
+        sources.append(places[:, :, tap_y[:, None], tap_x].reshape(inputs, -1))
+        behind.append((channels + (to_y[:, None] * width + to_x).reshape(-1)).reshape(-1))
+    counts = np.stack([np.count_nonzero(some >= 0, axis=1) for some in sources], axis=1)
+    # By channels and classes, as both templates and their columns are.
+    joined, every = np.concatenate(sources, axis=1).reshape(-1), np.concatenate(behind)
+    kept = np.flatnonzero(joined >= 0)
+    # The template of each row, and its place: the first column that it may have.
+    channel = np.arange(inputs)[:, None, None]
+    template = (channel * len(y_classes) + of_y[:, None]) * len(x_classes) + of_x
+    group = channel // (inputs * reached // outputs)
+    place = (group * reached * height + first_y[:, None]) * width + first_x
+    counts, of = counts.reshape(-1), template.reshape(-1)
+    starts, indptr = (np.cumsum(counts) - counts)[of], np.append(0, np.cumsum(counts[of]))
+    dtype = index_dtype(shape, int(indptr[-1]))
+    indices, columns = np.empty(indptr[-1], dtype), every.astype(dtype)[kept % len(every)]
+    shift_rows(indptr, starts, columns, place.reshape(-1), indices)
+    return indexed(trusted(indptr, indices, shape), starts, joined[kept], weights)
 
 
 def _classes(connections: Connections) -> tuple[NDArray[Any], NDArray[Any], list[Any]]:
