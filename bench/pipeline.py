@@ -26,12 +26,13 @@ from numpy.typing import NDArray
 from torch import nn
 from tqdm import tqdm
 
-from sparsescan.strategies.pipeline.simulation import Placement, Simulation
+from sparsescan.strategies.pipeline import Placement
 
 from . import drawing
 from .experiment import Drawing, Experiment, Piece, Results, Table
 from .lenet5 import NETWORKS, Images, lenet5, load_digits
 from .networks import Block, normalised
+from .stale_weights import Simulation
 
 Array = NDArray[Any]
 

@@ -24,8 +24,7 @@ from sparsescan.strategies.graph import Graph
 from sparsescan.strategies.integrated import BatchParallel, Integrated
 from sparsescan.strategies.networks import sequential
 from sparsescan.strategies.per_layer.predict import PerLayer
-from sparsescan.strategies.pipeline.predict import Pipeline
-from sparsescan.strategies.pipeline.simulation import Placement
+from sparsescan.strategies.pipeline import Pipeline, Placement
 from sparsescan.strategies.strategy import Strategy
 
 from .experiment import Experiment, Piece, Results, Table

@@ -17,10 +17,8 @@ from torch import nn
 
 import sparsescan.torch
 from sparsescan import BatchedCSR
-from sparsescan.jacobians import from_torch
 from sparsescan.recurrent import catalogue
 from sparsescan.strategies.networks import build
-from sparsescan.strategies.pipeline.simulation import Placement, Simulation, Stage
 
 from . import (
     attention,
@@ -339,22 +337,6 @@ def test_networks_are_those_of_the_papers() -> None:
     assert len(vgg11.operators(vgg11.network())) == vgg11.STEPS
     parts = pipeline.folds(lenet5.load_digits(), 3)
     assert sum(len(part.test) for part in parts) == len(parts[0].train) + len(parts[0].test)
-
-
-@pytest.mark.slow
-def test_stages_of_pytorch_learn_what_the_operators_do() -> None:
-    module, placement = lenet5.lenet5(pipeline.TANH), Placement(12, pipeline.GROUPS)
-    ops = from_torch(module, (1, 32, 32))
-    ours, theirs = (
-        Simulation(stages, pipeline.BATCH, pipeline.RATE)
-        for stages in (
-            [Stage(ops[part]) for part in placement.parts],
-            pipeline.stages_of(module, placement, 0.0),
-        )
-    )
-    given = pipeline.batches(lenet5.load_digits(), 12, 0)
-    losses = [[one.step(*batch) for batch in given][4:] for one in (ours, theirs)]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 def test_sums_of_one_vector_are_one_product_in_jax() -> None:

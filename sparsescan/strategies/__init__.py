@@ -18,10 +18,10 @@ _CLASSES = {
     "BatchParallel": ("integrated", "batch"),
     "DomainParallel": ("integrated", "domain"),
     "Integrated": ("integrated", "integrated"),
-    "MicroBatches": ("pipeline.predict", "pipeline, micro-batches"),
+    "MicroBatches": ("pipeline", "pipeline, micro-batches"),
     "ModelParallel": ("integrated", "model"),
     "PerLayer": ("per_layer.predict", "per layer"),
-    "Pipeline": ("pipeline.predict", "pipeline, stale weights"),
+    "Pipeline": ("pipeline", "pipeline, stale weights"),
     "Scan": ("scan", "scan"),
 }
 _ROOM = "sparsescan.strategies"

@@ -18,7 +18,7 @@ from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine
 from .networks import AnyNetwork
 from .per_layer.predict import PerLayer
-from .pipeline.predict import MicroBatches, Pipeline
+from .pipeline import MicroBatches, Pipeline
 from .scan import Scan
 from .strategy import MOST_SAMPLES, MOST_WORKERS, Prediction, Strategy
 

@@ -25,7 +25,7 @@ from sparsescan.strategies import Machine, build, compare
 from sparsescan.strategies.graph import Graph
 from sparsescan.strategies.integrated import BatchParallel, Integrated
 from sparsescan.strategies.per_layer.predict import PerLayer
-from sparsescan.strategies.pipeline.predict import MicroBatches
+from sparsescan.strategies.pipeline import MicroBatches
 from sparsescan.strategies.pytorch import from_torch, to_torch
 from sparsescan.strategies.scan import Scan
 from sparsescan.strategies.strategy import Prediction

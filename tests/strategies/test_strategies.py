@@ -43,7 +43,7 @@ from sparsescan.strategies.machine import PRESETS
 from sparsescan.strategies.networks import Recurrent, graph_of
 from sparsescan.strategies.per_layer.configurations import edges_of
 from sparsescan.strategies.per_layer.predict import PerLayer
-from sparsescan.strategies.pipeline.predict import MicroBatches, Pipeline
+from sparsescan.strategies.pipeline import MicroBatches, Pipeline
 from sparsescan.strategies.scan import Scan, parts_of
 from sparsescan.strategies.strategy import Prediction, Strategy
 

@@ -8,137 +8,17 @@ uses activations of weights as old as that.
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import InputError
-from ...jacobians import Sequential as Layers
-from ...jacobians.shared.operator import Operator
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A pipeline placement vector: after which layers there is a pair of pipeline registers.
-
-    ``K`` pairs make ``K + 1`` forward stages, FS1 to FS(K+1), and as many backward stages, BKS1 to
-    BKS(K+1), of which BKS1 has the layers of FS(K+1). Forward stage ``i`` has the layers from
-    ``p_(i-1) + 1`` to ``p_i``.
-
-    Attributes
-    ----------
-    layers : int
-        Layers of the network, without its input.
-    registers : tuple of int
-        ``(p_1, …, p_K)``: numbers of layers, counted from 1, that increase.
-
-    Raises
-    ------
-    InputError
-        If there is no such layer, or none behind it.
-
-    Notes
-    -----
-    Zhang and Abdelrahman (2021), section 4.1.
-
-    Examples
-    --------
-    >>> placement = Placement(12, (3, 6))
-    >>> placement.stages, placement.parts
-    (6, (slice(0, 3, None), slice(3, 6, None), slice(6, 12, None)))
-    >>> placement.degrees  # of staleness
-    (4, 2, 0)
-    >>> placement.stale([1] * 12)  # share of the weights
-    0.5
-    """
-
-    layers: int
-    registers: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        bounds = (0, *self.registers, self.layers)
-        if any(a >= b for a, b in itertools.pairwise(bounds)):
-            raise InputError(
-                f"registers is {self.registers}; expected numbers of layers that increase, from 1 "
-                f"to {self.layers - 1}"
-            )
-
-    def __str__(self) -> str:
-        where = ", ".join(map(str, self.registers))
-        behind = f", registers after layer{'s' * (len(self.registers) > 1)} {where}"
-        return f"{self.stages} stages" + behind * bool(where)
-
-    @property
-    def stages(self) -> int:
-        """Forward and backward stages: ``2 (K + 1)``."""
-        return 2 * len(self.registers) + 2
-
-    @property
-    def parts(self) -> tuple[slice, ...]:
-        """Layers of each forward stage, counted from 0."""
-        bounds = (0, *self.registers, self.layers)
-        return tuple(slice(a, b) for a, b in itertools.pairwise(bounds))
-
-    @property
-    def degrees(self) -> tuple[int, ...]:
-        """Degree of staleness of stage ``i``: its weights are ``2 (K - i + 1)`` cycles old."""
-        return tuple(range(self.stages - 2, -1, -2))
-
-    def stale(self, weights: Sequence[int]) -> float:
-        """Return the share of weights that are stale: those before the last pair of registers.
-
-        Parameters
-        ----------
-        weights : sequence of int
-            Number of weights of each layer.
-        """
-        last = self.registers[-1] if self.registers else 0
-        return sum(weights[:last]) / max(sum(weights), 1)
-
-
 Array = NDArray[Any]
 Gradients = list[dict[str, Array]]
 Batch = tuple[Array, NDArray[np.int64]]
-
-
-class Stage:
-    """Copies of layers, one after the other, which are trained."""
-
-    def __init__(self, ops: Sequence[Operator]) -> None:
-        self.network = Layers(copy.deepcopy(list(ops)))
-        self._plan = self.network.plan(schedule="linear")
-
-    @property
-    def parameters(self) -> Gradients:
-        """Parameters of every layer, by name, not copied."""
-        return [layer.params for layer in self.network.layers]
-
-    def forward(self, x: Array) -> list[Array]:
-        """Return the input of every layer, and the output of the last."""
-        return self.network.activations(x)
-
-    def product(self, grad: Array, activations: list[Array]) -> Any:
-        """Return gradients of all activations from that of the output on, flattened."""
-        values = self.network.values(activations)
-        return self._plan.inclusive_scan(grad.reshape(len(grad), -1), values)
-
-    def backward(self, activations: list[Array], grad: Array) -> tuple[Array, Gradients]:
-        """Return gradients of the input of the stage, flattened, and of its parameters."""
-        grads = self.product(grad, activations)
-        return grads[-1], self.network.param_grads(activations, grads)
-
-    def descend(self, grads: Gradients, learning_rate: float) -> None:
-        """Take a step of SGD, ``θ ← θ − learning_rate · ∇θ``, in place."""
-        for own, layer in zip(self.parameters, grads, strict=True):
-            for name, grad in layer.items():
-                own[name] -= learning_rate * grad.reshape(own[name].shape)
 
 
 def cross_entropy(output: Array, labels: NDArray[np.int64], batch: int) -> tuple[float, Array]:
@@ -157,7 +37,7 @@ def cross_entropy(output: Array, labels: NDArray[np.int64], batch: int) -> tuple
 
 
 class Worker:
-    """A :class:`Stage`, or what has its methods, with activations that wait for gradients."""
+    """A stage of layers, with activations that wait for gradients."""
 
     def __init__(self, stage: Any, last: bool, batch: int, learning_rate: float) -> None:
         self.stage = stage
@@ -191,18 +71,6 @@ class Simulation:
 
     Its ``K + 1`` stages for ``K`` pairs of registers, as for a :class:`Worker`, are trained, not
     copied. Minibatches behind the first `iterations` are run alone (hybrid training).
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from sparsescan.jacobians import Linear, Tanh
-    >>> from sparsescan.strategies.pipeline.simulation import Simulation, Stage
-    >>> layers = Linear(3, 5, rng=0), Tanh(input_shape=(5,)), Linear(5, 2, rng=1)
-    >>> pipeline = Simulation([Stage(layers[:2]), Stage(layers[2:])], 4, 0.1)
-    >>> x, labels = np.ones((4, 3), np.float32), np.array([0, 1, 0, 0])
-    >>> losses = [pipeline.step(x, labels) for _ in range(20)]
-    >>> bool(np.isnan(losses[0])), losses[-1] < losses[1]
-    (True, True)
     """
 
     def __init__(
