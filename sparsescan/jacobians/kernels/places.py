@@ -61,7 +61,7 @@ _inline = njit(_nrt=False, forceinline=True)
 
 
 @_kernel
-def sum_places(rows, positions, where, weight, out, x, bias, like, flags):
+def sum_places(rows, positions, where, weight, arrays, flags):
     """Write ``out[row, p] = bias[row] + Σ weight[entry]·x[p, entry]`` to some rows and positions.
 
     Parameters
@@ -72,18 +72,16 @@ def sum_places(rows, positions, where, weight, out, x, bias, like, flags):
         The table: ``ptr``, ``offset``, ``read_at``, ``row_at``, ``write_at``, ``count``.
     weight : ndarray
         A number for each entry.
-    out, x : ndarray
-        Places that are written and read.
-    bias : ndarray
-        A number for each row, or nothing.
-    like : ndarray
-        Where these are not positive, `out` is 0; as large as `out`, or nothing.
+    arrays : tuple of ndarray
+        ``out``, ``x``, ``bias``, ``like``: places that are written and read; a number for each row,
+        or nothing; and numbers where `out` is 0 unless they are positive, as many as it has, or
+        nothing.
     flags : tuple of bool
         Whether sums are added to what is there, whether negative ones become 0, and whether all
         lanes of all positions are in use.
     """
     ptr, offset, read_at, row_at, write_at, count = where
-    first, last = positions
+    (first, last), (out, x, bias, like) = positions, arrays
     # Nothing is asked of each vector in the case that is met most.
     plain = flags[2] and not flags[0] and not len(like)
     least = number(x, 0.0 if flags[1] else -np.inf)
@@ -180,7 +178,7 @@ def sum_weights(rows, blocks, where, is_whole, out, x, grad):
 
 
 @_kernel
-def sum_all_places(rows, positions, where, lists, weight, out, x, bias, like, flags):
+def sum_all_places(rows, positions, where, lists, weight, arrays, flags):
     """Write what :func:`sum_places` does, of rows of which many read the same places.
 
     Parameters
@@ -188,12 +186,12 @@ def sum_all_places(rows, positions, where, lists, weight, out, x, bias, like, fl
     lists : tuple of ndarray
         ``begin``, ``end``, ``shift``, ``order``: row `r` has the entries from ``begin[r]`` to
         ``end[r]``, and the weight of entry `k` is ``weight[order[k] + shift[r]]``.
-    rows, positions, where, weight, out, x, bias, like, flags
+    rows, positions, where, weight, arrays, flags
         As for :func:`sum_places`; ``where[0]`` is not used.
     """
     begin, end, shift, order = lists
     _, offset, read_at, row_at, write_at, count = where
-    first, last = positions
+    (first, last), (out, x, bias, like) = positions, arrays
     row = rows[0]
     while row < rows[1]:
         height = _height(begin, row, rows[1])
@@ -464,7 +462,9 @@ def add_maps(channels, where, count, out, a, b, like, flags):
         Numbers of a run.
     out, a, b : ndarray
         Places that are written and read; `b` may be empty.
-    like, flags : ndarray, tuple of bool
+    like : ndarray
+        Where these are not positive, `out` is 0; as large as `out`, or nothing.
+    flags : tuple of bool
         As for :func:`sum_places`.
     """
     (rows, runs), (a_rows, a_runs), (b_rows, b_runs) = where
@@ -578,28 +578,25 @@ def _moments(x, row, places, lots, near, other):
 
 
 @_kernel
-def pass_normalised(
-    channels, where, above, lots, out, x, grad, mean, inverse, weight, sums, flags, like
-):
+def pass_normalised(channels, where, above, lots, arrays, statistics, weight, flags):
     """Write the gradient of :func:`normalise` in `x`, and sums that parameters need.
 
     Parameters
     ----------
     channels, where, above, lots, weight
         As for :func:`normalise`; `above` is where `grad` lies.
-    out, x, grad : ndarray
-        Places that are written and read.
-    mean, inverse : ndarray of float64
-        The mean of each channel, and ``1/√(variance + eps)``.
-    sums : ndarray of float64, shape (channels, 2)
-        ``Σ grad`` and ``Σ grad·(x - mean)·inverse`` of each channel.
+    arrays : tuple of ndarray
+        ``out``, ``x``, ``grad``, ``like``: places that are written and read; and numbers where
+        `out` is 0 unless they are positive, as many as it has, or nothing.
+    statistics : tuple of ndarray of float64
+        The mean of each channel, and ``1/√(variance + eps)``; and ``(channels, 2)``, which are
+        written, ``Σ grad`` and ``Σ grad·(x - mean)·inverse`` of each channel.
     flags : tuple of bool
         Whether mean and variance are those of `x`; whether `out` is written; and whether it is
         added to what is there.
-    like : ndarray
-        Where these are not positive, `out` is 0; as large as `out`, or nothing.
     """
     (rows, places), (grad_rows, grad_places) = where, above
+    (out, x, grad, like), (mean, inverse, sums) = arrays, statistics
     is_own, writes, adds = flags
     samples, room, x_step, grad_step = lots
     count = samples * len(places)

@@ -308,10 +308,10 @@ class Normalise(LayerStage):
     def backward(self, part: Span) -> None:
         (source,), (add,) = self.sources, self.adds
         like = source.x if source.rectified else self.nothing
-        flags = self.op.training, add is not None, bool(add)
-        about = self._mean, self._inverse, self._affine["weight"], self._sums, flags, like
-        arrays = source.grad, source.x, self.result.grad, *about
-        kernels.pass_normalised(part, self._where, self._above, self._lots, *arrays)
+        arrays = source.grad, source.x, self.result.grad, like
+        statistics, weight = (self._mean, self._inverse, self._sums), self._affine["weight"]
+        flags, where = (self.op.training, add is not None, bool(add)), (self._where, self._above)
+        kernels.pass_normalised(part, *where, self._lots, arrays, statistics, weight, flags)
 
     def param_grads(self, out: dict[str, Array]) -> list[Task]:
         for array, sums in zip(out.values(), self._sums.T[::-1], strict=False):

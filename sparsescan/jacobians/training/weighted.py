@@ -419,13 +419,13 @@ class _Bound:
         return max(count // 8, 1) * 8
 
     def sum(self, rows: Span, arrays: tuple[Any, ...], *, adds: bool, rectifies: bool) -> None:
-        """Write sums of some rows; arrays are those of the kernel behind the weights."""
+        """Write sums of some rows; arrays are those of the kernel."""
         flags = adds, rectifies, self.is_full
         for span in pairwise(self.blocks.tolist()):
             self._sum(rows, span, arrays, flags)
 
     def _sum(self, rows: Span, span: Span, arrays: tuple[Any, ...], flags: Any) -> None:
-        kernels.sum_places(rows, span, self.where, self.weight, *arrays, flags)
+        kernels.sum_places(rows, span, self.where, self.weight, arrays, flags)
 
     def sum_weights(self, rows: Span, out: Array, x: Array, grad: Array, is_whole: bool) -> None:
         """Write the gradients of the weights of some rows."""
@@ -467,7 +467,7 @@ class _Full(_Bound):
         self.ends = np.concatenate([[0], np.cumsum((end - begin + 1) * len(self.where[2]))])
 
     def _sum(self, rows: Span, span: Span, arrays: tuple[Any, ...], flags: Any) -> None:
-        kernels.sum_all_places(rows, span, self.where, self.lists, self.weight, *arrays, flags)
+        kernels.sum_all_places(rows, span, self.where, self.lists, self.weight, arrays, flags)
 
     def sum_weights(self, rows: Span, out: Array, x: Array, grad: Array, is_whole: bool) -> None:
         arguments = self.blocks, self.where, self.lists, is_whole
