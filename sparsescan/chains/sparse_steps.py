@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..checks import check_has_shape
 from ..errors import InputTypeError, short
-from ..symbolic.pattern import Pattern, indptr_of, rows_of, trusted
+from ..symbolic.pattern import Pattern, places_in, union
 from .reading import split
 
 Array = NDArray[Any]
@@ -48,14 +47,14 @@ class SparseSteps(NamedTuple):
             size = read[0][0].shape[0] if read else pattern.shape[0]
             check_has_shape(name, pattern, (size, size))
             read.append((pattern, values))
-        union = _union([pattern for pattern, _ in read])
-        places = {pattern: _places(pattern, union) for pattern in {each for each, _ in read}}
+        whole = union(pattern for pattern, _ in read)
+        places = {pattern: places_in(whole, pattern) for pattern in {each for each, _ in read}}
         dtype = np.result_type(*(values.dtype for _, values in read))
-        whole = np.zeros((len(read), union.nnz), dtype)
-        for row, (pattern, values) in zip(whole, read, strict=True):
+        rows = np.zeros((len(read), whole.nnz), dtype)
+        for row, (pattern, values) in zip(rows, read, strict=True):
             row[places[pattern]] = values
         own = tuple((pattern, places[pattern]) for pattern, _ in read)
-        return cls(union, whole[0] if is_one else whole, own)
+        return cls(whole, rows[0] if is_one else rows, own)
 
     def like(self, values: Array) -> Any:
         """Return values of the union as the caller has given the matrices."""
@@ -71,26 +70,3 @@ def is_sparse_steps(matrices: Any) -> bool:
     if isinstance(matrices, (list, tuple)):
         return any(map(sp.issparse, matrices))
     return bool(sp.issparse(matrices))
-
-
-def _keys(pattern: Pattern) -> Array:
-    """Return a number for each entry, in the order of rows and columns."""
-    return rows_of(pattern).astype(np.int64) * pattern.shape[1] + pattern.indices
-
-
-def _union(patterns: Sequence[Pattern]) -> Pattern:
-    different = list(dict.fromkeys(patterns))
-    if len(different) == 1:
-        return different[0]
-    rows, columns = np.divmod(
-        np.unique(np.concatenate([_keys(pattern) for pattern in different])),
-        max(different[0].shape[1], 1),
-    )
-    shape = different[0].shape
-    return trusted(indptr_of(rows, shape[0]), columns, shape)
-
-
-def _places(pattern: Pattern, union: Pattern) -> Array:
-    """Return where the entries of a pattern are among those of a union."""
-    places: Array = np.searchsorted(_keys(union), _keys(pattern))
-    return places

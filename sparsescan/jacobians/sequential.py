@@ -20,7 +20,7 @@ from ..parameters.fixed import Fixed
 from ..plan.scan_plan import ScanPlan
 from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.indexed import IndexedPattern, indexed
-from ..symbolic.pattern import Pattern, indptr_of, multiply_adds, rows_of, trusted
+from ..symbolic.pattern import Pattern, multiply_adds, of_keys, rows_of, trusted
 from .shared.operator import Operator
 from .training.network_step import NetworkStep
 
@@ -641,8 +641,7 @@ class _Product:
         right = b.indptr.astype(np.int64)[a.indices[left]] + within
         keys = rows_of(a)[left] * b.shape[1] + b.indices[right]
         unique, place = np.unique(keys, return_inverse=True)
-        rows, cols = np.divmod(unique, max(b.shape[1], 1))
-        self.pattern = trusted(indptr_of(rows, a.shape[0]), cols, (a.shape[0], b.shape[1]))
+        self.pattern = of_keys(unique, (a.shape[0], b.shape[1]))
         # The first pair of every entry, then the second of those that have one, and so on.
         order = np.argsort(place, kind="stable")
         first = np.searchsorted(place[order], np.arange(self.pattern.nnz))

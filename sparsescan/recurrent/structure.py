@@ -15,7 +15,7 @@ from ..graph.known import Known, is_zero, known_of
 from ..graph.operations import Node, Reduction, symbol
 from ..locks import cached_property
 from ..symbolic.implicit import ImplicitPattern
-from ..symbolic.pattern import Pattern, indptr_of, of_mask, product, rows_of, trusted
+from ..symbolic.pattern import Pattern, keys_of, of_keys, of_mask, product, rows_of, trusted
 from .heads import whole_of
 from .linear import ONE, Factors, Key, factors, key_of
 from .program import INPUT, CellProgram, Slot
@@ -430,8 +430,7 @@ class Structure:
     def weight_places(self, pattern: Pattern) -> Mirrored:
         """Return where the entries of a factor of weights are in it, if it is dense."""
         if pattern not in self._weight_places:
-            places = rows_of(pattern) * pattern.shape[1] + pattern.indices
-            self._weight_places[pattern] = Mirrored(places)
+            self._weight_places[pattern] = Mirrored(keys_of(pattern))
         return self._weight_places[pattern]
 
     @cached_property
@@ -488,5 +487,4 @@ def _pattern_of(
     """Return the pattern of some entries, none of them twice."""
     none = np.empty(0, np.int64)
     row, column = np.concatenate([none, *rows]), np.concatenate([none, *columns])
-    order = np.lexsort((column, row))
-    return trusted(indptr_of(row, shape[0]), column[order], shape)
+    return of_keys(np.sort(row * shape[1] + column), shape)

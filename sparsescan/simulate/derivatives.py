@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..checks import check_has_shape
 from ..errors import GradientError, InputError, InputTypeError, short
 from ..locks import cached_property
-from ..symbolic.pattern import Pattern, rows_of
+from ..symbolic.pattern import Pattern, block_diagonal, rows_of
 from .factors import Filled, Vector
 from .slopes import Slopes, scales, slopes, tried
 
@@ -71,11 +71,7 @@ class Coloured:
         """Return so many of these patterns along a diagonal, whose columns have the same groups."""
         if count == 1:
             return self
-        (rows, columns), shifts = self.pattern.shape, np.arange(count)[:, None]
-        starts = self.pattern.indptr[:-1] + shifts * self.pattern.nnz
-        indices = self.pattern.indices + shifts * columns
-        indptr = np.append(starts.ravel(), count * self.pattern.nnz)
-        found = Coloured(Pattern(indptr, indices.ravel(), (count * rows, count * columns)))
+        found = Coloured(block_diagonal(self.pattern, count))
         found.colours = np.tile(self.colours, count)
         return found
 

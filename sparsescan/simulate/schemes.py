@@ -12,7 +12,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from ..kernels.cpu.marching import BDF2, RESIDUAL, RUNGE_KUTTA
-from ..symbolic.pattern import Pattern, rows_of
+from ..symbolic.pattern import Pattern, places_in, rows_of, union
 from .derivatives import Arguments, Coloured, RenewedError, Source
 from .factors import Matrices, Vector
 from .methods import Differentiation, Tableau
@@ -228,30 +228,16 @@ class _Rated:
         self._coloured, self._mass, pattern = coloured, mass, coloured.pattern
         self.patterns = [coloured]
         n = pattern.shape[0]
-        own = sp.eye_array(n, format="csr") if mass is None else mass
+        self._matrix = matrix = sp.eye_array(n, format="csr") if mass is None else mass
         # The matrices M - a J have the entries of both.
-        mass_rows = np.repeat(np.arange(n), np.diff(own.indptr))
-        mass_keys = mass_rows * n + own.indices
-        rate_keys = rows_of(pattern) * n + pattern.indices
-        keys = np.union1d(mass_keys, rate_keys)
-        indptr = np.searchsorted(keys, np.arange(n + 1) * n)
-        self.matrices = Matrices(Pattern(indptr, keys % n, (n, n)))
-        self._into: Any = np.searchsorted(keys, rate_keys)
-        if len(rate_keys) == len(keys):
-            self._into = slice(None)  # faster than places
-        self._own = np.zeros(len(keys))
-        self._own[np.searchsorted(keys, mass_keys)] = own.data
-        self.algebraic = np.flatnonzero(np.bincount(mass_rows, own.data != 0, n) == 0)
-
-    @property
-    def form(self) -> Form:
-        own = self._mass
-        if own is None:
-            own = sp.eye_array(self._coloured.pattern.shape[0], format="csr")
-        return self._form(own)
-
-    def _form(self, mass: sp.csr_array) -> Form:
-        raise NotImplementedError
+        own = Pattern(matrix)
+        both = union([own, pattern])
+        self.matrices = Matrices(both)
+        # A slice is faster than places.
+        self._into: Any = slice(None) if both is pattern else places_in(both, pattern)
+        self._own = np.zeros(both.nnz)
+        self._own[places_in(both, own)] = matrix.data
+        self.algebraic = np.flatnonzero(np.bincount(rows_of(own), matrix.data != 0, n) == 0)
 
     def arguments(self, place: Place) -> Arguments:
         return place.states[-1], place.end, place.params
@@ -314,10 +300,11 @@ class RungeKutta(_Rated):
         self._inner = tableau.inner
         self.stages = len(self._inner)
 
-    def _form(self, mass: sp.csr_array) -> Form:
+    @property
+    def form(self) -> Form:
         kept = {stage: k for k, stage in enumerate(self._inner)}
         inner = [kept.get(i, -1) for i in range(len(self._a))]
-        return Form(RUNGE_KUTTA, self._a, self._c, inner, mass)
+        return Form(RUNGE_KUTTA, self._a, self._c, inner, self._matrix)
 
     def error(self, solver: Solver, place: Place) -> Vector:
         estimates = self._tableau.estimates
@@ -407,8 +394,9 @@ class BackwardDifferences(_Rated):
     def _coefficients(self, place: Place) -> Differentiation:
         return Differentiation.of(None if place.before is None else place.dt / place.before)
 
-    def _form(self, mass: sp.csr_array) -> Form:
-        return Form(BDF2, np.ones((1, 1)), np.ones(1), [-1], mass)
+    @property
+    def form(self) -> Form:
+        return Form(BDF2, np.ones((1, 1)), np.ones(1), [-1], self._matrix)
 
     def _last_matrix(self, place: Place) -> Vector:
         return self._values(self.arguments(place), self._coefficients(place).values[0], place.dt)

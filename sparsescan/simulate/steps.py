@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..checks import check_count, check_count_or_none, check_number
 from ..errors import GradientError, InputError, InputTypeError, NewtonError, short
-from ..symbolic.pattern import Pattern, rows_of
+from ..symbolic.pattern import Pattern, of_keys, rows_of, union
 from .adapt import End, March, march_until
 from .arguments import check_form, check_order, names_unknown
 from .derivatives import (
@@ -308,8 +308,8 @@ class _Simulation:
         patterns = [_of_one(each, first.shape[-1]) for each in found]
         if self._made is not None and self._made.pattern.shape == patterns[0].shape:
             known = [each.pattern for each in self._made._matrices(1)]
-            patterns = [_union(a, b) for a, b in zip(known, patterns, strict=True)]
-            if all(a.nnz == b.nnz for a, b in zip(known, patterns, strict=True)):
+            patterns = list(map(union, zip(known, patterns, strict=True)))
+            if patterns == known:
                 return self._made
         self._made = self._with(patterns)
         self._pattern = self._made.pattern
@@ -680,13 +680,7 @@ def _of_one(pattern: Pattern, n: int) -> Pattern:
     rows = rows_of(pattern)
     if (rows // n != pattern.indices // n).any():
         raise InputError("pattern is None, and samples depend on each other; expected a pattern")
-    keys = np.unique(rows % n * n + pattern.indices % n)
-    return Pattern(np.searchsorted(keys, np.arange(n + 1) * n), keys % n, (n, n))
-
-
-def _union(a: Pattern, b: Pattern) -> Pattern:
-    both = [sp.csr_array((np.ones(x.nnz), x.indices, x.indptr), x.shape) for x in (a, b)]
-    return Pattern(sp.csr_array(both[0] + both[1]))
+    return of_keys(np.unique(rows % n * n + pattern.indices % n), (n, n))
 
 
 def _check_jacobian(derivative: Derivative, value: Value, names: Names) -> None:

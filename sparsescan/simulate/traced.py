@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GradientError, InputError
-from ..symbolic.pattern import Pattern, rows_of
+from ..symbolic.pattern import Pattern, keys_of
 from .derivatives import Arguments, Coloured, Differences, Function, Names, RenewedError
 from .factors import Vector
 from .rebuilt import Rebuilt, state_of
@@ -259,7 +259,7 @@ class Traced:
         known = graph.kept.get(("lack", where))
         if known is None or known[0] is not pattern:
             own = self._exact(graph, where)
-            has = np.isin(_keys(own.pattern), _keys(pattern), assume_unique=True)
+            has = np.isin(keys_of(own.pattern), keys_of(pattern), assume_unique=True)
             known = pattern, None if has.all() else _Lack(own, pattern, has)
             graph.kept["lack", where] = known
         lack: _Lack | None = known[1]
@@ -334,7 +334,7 @@ class _Lack:
 
     def __init__(self, own: Coloured, given: Pattern, has: NDArray[np.bool_]) -> None:
         self._coloured, self._has = own, has
-        self._to = np.searchsorted(_keys(given), _keys(own.pattern)[has])
+        self._to = np.searchsorted(keys_of(given), keys_of(own.pattern)[has])
 
     def jacobian(self, found: Evaluation, where: int, coloured: Coloured, names: Names) -> Vector:
         """Return the values of the Jacobian; those that the pattern lacks are 0, or an error."""
@@ -368,10 +368,6 @@ def _compressed(found: Evaluation, where: int, coloured: Coloured | None) -> Vec
         return np.asarray(found.along(where, np.ones((1, 1)))[:, 0])
     columns = found.along(where, coloured.seeds.T.astype(np.float64))
     return np.asarray(columns.T.reshape(-1)[coloured.where])
-
-
-def _keys(pattern: Pattern) -> NDArray[np.int64]:
-    return np.asarray(rows_of(pattern) * pattern.shape[1] + pattern.indices)
 
 
 def _moved(argument: object, seed: int) -> object:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -367,6 +367,31 @@ def of_mask(mask: NDArray[np.bool_]) -> Pattern:
     """Return the pattern with an entry wherever a matrix is True."""
     rows, columns = np.nonzero(mask)
     return trusted(indptr_of(rows, len(mask)), columns, (mask.shape[0], mask.shape[1]))
+
+
+def of_keys(keys: NDArray[np.int64], shape: tuple[int, int]) -> Pattern:
+    """Return the pattern of entries ``row * columns + column``, which increase."""
+    rows, columns = np.divmod(keys, max(shape[1], 1))
+    return trusted(indptr_of(rows, shape[0]), columns, shape)
+
+
+def keys_of(pattern: Pattern) -> NDArray[np.int64]:
+    """Return ``row * columns + column`` of every entry."""
+    keys: NDArray[np.int64] = rows_of(pattern) * pattern.shape[1] + pattern.indices
+    return keys
+
+
+def places_in(whole: Pattern, part: Pattern) -> NDArray[np.int64]:
+    """Return where the entries of a pattern are among those of one that has all of them."""
+    return np.searchsorted(keys_of(whole), keys_of(part))
+
+
+def union(patterns: Iterable[Pattern]) -> Pattern:
+    """Return the pattern of all entries of patterns of one shape."""
+    first, *others = dict.fromkeys(patterns)
+    if not others:
+        return first
+    return of_keys(np.unique(np.concatenate([*map(keys_of, (first, *others))])), first.shape)
 
 
 def rows_of(pattern: Pattern) -> NDArray[np.int64]:
