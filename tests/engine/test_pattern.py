@@ -20,10 +20,14 @@ from sparsescan import CSRChain, InputError, InputTypeError, Pattern, Schedule
 from sparsescan.symbolic.pattern import (
     PatternProducts,
     TooLargeError,
+    keys_of,
     multiply_adds,
+    of_keys,
     of_mask,
+    places_in,
     product,
     product_nnz,
+    union,
 )
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -334,3 +338,18 @@ def test_a_large_product_that_seems_to_be_more_than_half_full_is_taken_to_be_ful
     assert PatternProducts(nbytes=nbytes)(thin, thin) is product(thin, thin)
     monkeypatch.setattr(sparsescan.symbolic.pattern, "product", no_product)
     assert PatternProducts(nbytes=nbytes)(thick, thick) is Pattern.dense((size, size))
+
+
+@given(shape=st.tuples(SIZES, SIZES), count=st.integers(1, 4), seed=SEEDS)
+def test_unions_have_the_entries_of_all(shape: tuple[int, int], count: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    masks = [rng.random(shape) < rng.random() for _ in range(count)]
+    parts = [Pattern(sp.csr_array(own, dtype=float)) for own in masks]
+    whole = union(parts)
+    assert whole is Pattern(sp.csr_array(np.any(masks, axis=0), dtype=float))
+    for own, part in zip(masks, parts, strict=True):
+        assert keys_of(part).tolist() == np.flatnonzero(own).tolist()
+        assert of_keys(keys_of(part), shape) is part
+        found = np.zeros(whole.nnz, bool)
+        found[places_in(whole, part)] = True
+        assert found.tolist() == own[np.any(masks, axis=0)].tolist()
