@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rest",
         action="store_true",
-        help="of --all, what a run without options leaves out or runs for a shorter time",
+        help="slow tests that a run without options leaves out, and a quarter of the long runs",
     )
     parser.addoption(
         "--explore",
@@ -67,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     settings.load_profile("explore" if config.getoption("--explore") else "sample")
     sampling.is_long = config.option.all or config.getoption("--explore")
+    sampling.is_rest = config.getoption("--rest") and not config.getoption("--explore")
     if config.getoption("--reports"):
         config.pluginmanager.register(child_tests.Reporter(config))
 

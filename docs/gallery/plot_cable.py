@@ -124,7 +124,7 @@ result = minimize(
     jac=True,
     method="L-BFGS-B",
     bounds=[(each - 1, each + 1) for each in first],
-    options={"maxiter": 60},
+    options={"maxiter": 15},
     callback=lambda intermediate_result: history.append(intermediate_result.x.copy()),
 )
 learned = np.exp(result.x)

@@ -117,7 +117,7 @@ result = minimize(
     np.zeros(N * N),
     jac=True,
     method="L-BFGS-B",
-    options={"maxiter": 50},
+    options={"maxiter": 25},
     callback=lambda intermediate_result: losses.append(intermediate_result.fun),
 )
 found = result.x

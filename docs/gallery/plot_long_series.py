@@ -1,6 +1,6 @@
 """
-A series of two million steps
-=============================
+A series of half a million steps
+================================
 
 Training on one long series takes memory for every step. ``memory_limit`` bounds it: what a backward
 pass needs and does not fit is computed again, and gradients are the same. ``truncate`` lets
@@ -71,9 +71,9 @@ def train(model, given, count):
 
 
 # %%
-# Two million steps
-# -----------------
-# A step of training computes 2,000,000 outputs and as many gradients, which take 256 MB each.
+# Half a million steps
+# --------------------
+# A step of training computes 500,000 outputs and as many gradients, which take 64 MB each.
 # Beside them it keeps the states and gates of all steps; within a limit, the states and as many
 # gates as fit; and with truncated gradients, only the inputs and the state before each segment.
 
@@ -98,10 +98,10 @@ def measure(**options):
     return time.perf_counter() - start, memory("VmHWM") - before
 
 
-long = series(2_000_000)
+long = series(500_000)
 variants = {
     "truncate=1000, 60 MB": {"truncate": 1000, "memory_limit": 60_000_000},
-    "memory_limit=400 MB": {"memory_limit": 400_000_000},
+    "memory_limit=100 MB": {"memory_limit": 100_000_000},
     "all is kept": {},
 }
 measured = {name: measure(**options) for name, options in variants.items()}
@@ -129,7 +129,7 @@ torch.testing.assert_close(*grads)
 # further than 29. A model that trains with these learns its series by heart, which is no use for a
 # new one, and no error says why.
 
-short, new = series(10_000, 4), series(20_000)
+short, new = series(2_500, 8), series(20_000)
 curves, shares = {}, {}
 for name, truncate in (("all steps", None), ("truncate=40", 40), ("truncate=15", 15)):
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ assert shares["truncate=40"] > 0.9 > 0.7 > shares["truncate=15"]
 
 fig, (left, beside) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
 left.barh(list(measured), [most / 1000 for _, most in measured.values()], color="#0072b2")
-left.set(xlabel="GB, at most", title="Memory of 2,000,000 steps")
+left.set(xlabel="GB, at most", title="Memory of 500,000 steps")
 left.tick_params(axis="y", length=0)
 for (name, values), color in zip(curves.items(), ("#0072b2", "#56b4e9", "#d55e00"), strict=True):
     beside.plot(values, color=color, label=name)
