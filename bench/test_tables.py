@@ -91,6 +91,8 @@ def test_a_quick_run_makes_a_file_and_a_page(
         (cache := tmp_path / "cache").mkdir()
         # Costs are those of a table: measuring takes minutes.
         monkeypatch.setattr(scaling, "_calibrated", lambda: nullcontext(cache))
+    # Few entries, so that products of Jacobians take no seconds.
+    monkeypatch.setattr("bench.vgg11.PRUNED", 0.999)
     if name == "lenet5":
         few = lenet5.Images(*(each[:64] for each in lenet5.load_digits()))
         monkeypatch.setattr(lenet5, "load_digits", lambda: few)

@@ -27,7 +27,10 @@ from sparsescan.plan.costs.cpu import Cpu, load_cpu
 # Scripts and helpers: they hold no tests, and some run on several ranks only.
 collect_ignore = ["support"]
 # Files whose tests take longest, in the order in which they begin.
-LONGEST = "cuda_*.py", "mpi_*.py", "test_compile_kernels.py", "test_strategies.py", "test_site.py"
+LONGEST = (
+    *("cuda_*.py", "test_site.py", "test_tables.py", "test_conformance.py", "mpi_*.py"),
+    *("test_torch_transforms.py", "test_compile_kernels.py", "test_strategies.py"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

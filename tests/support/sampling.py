@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from hypothesis import seed, settings
 EXAMPLES = 8
 # Whether all tests are asked for, with all that a long run has.
 is_long = False
-# Whether long runs are shorter: --rest adds one in so many of the examples that --all adds.
+# Whether long runs are shorter: --rest has one in so many of the examples that --all adds.
 is_rest, ONE_EXAMPLE_IN = False, 4
 
 
@@ -37,7 +36,7 @@ def times(factor: int) -> int:
 def long_run(count: int, in_sample: int) -> Examples:
     """Return how many examples a test takes: `count` with --all, and few in a sample."""
     if is_rest:
-        count = in_sample + math.ceil((count - in_sample) / ONE_EXAMPLE_IN)
+        count = in_sample + (count - in_sample) // ONE_EXAMPLE_IN
     result = Examples(count if is_long else in_sample)
     result.in_sample = in_sample
     return result
