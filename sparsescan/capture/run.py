@@ -214,4 +214,4 @@ def arranged(xp: Functions, array: Any, order: Sequence[int | None], lead: int) 
     rest = [k for k in range(lead, array.ndim) if k not in own]
     sizes = [1 if k is None else array.shape[lead + k] for k in order]
     moved = xp.moveaxis(array, [*own, *rest], [*range(lead, array.ndim)])
-    return moved.reshape(*array.shape[:lead], *sizes)
+    return moved.reshape((*array.shape[:lead], *sizes))

@@ -535,10 +535,10 @@ class Reader:
         last, before = len(value.shape) - 1, value.equation
         if value in self._refused:  # gates that are an axis behind that of units
             assert before is not None
-            (flat,) = before.inputs
-            *lead, units, gates = value.shape
             if before.name != "reshape" or axis != last or end - begin != 1:
                 return None
+            (flat,) = before.inputs
+            *lead, units, gates = value.shape
             if flat.shape != (*lead, units * gates):
                 return None
             part = self._strided(equation, flat, begin, units * gates, gates, last - 1)

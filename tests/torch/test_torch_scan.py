@@ -387,3 +387,38 @@ def test_wrong_arguments() -> None:
         scan(lambda h, x: ((h, h), h), init, xs)
     with pytest.raises(InputTypeError, match="expected a carry and an output"):
         scan(lambda h, x: h, init, xs)
+
+
+def test_a_step_reads_shapes_and_a_known_step_begins_like_another() -> None:
+    """Calls that return sizes, or what they are given, are known when steps run again."""
+    init, xs = torch.randn(BATCH, UNITS), torch.randn(STEPS, BATCH, UNITS)
+
+    def first(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h + x).reshape(x.shape)
+        return h, h
+
+    def second(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h + x).contiguous()
+        return h, h
+
+    for step in (first, second, first):
+        assert explain(step, init, xs).is_captured
+        torch.testing.assert_close(scan(step, init, xs), loop(step, init, xs))
+
+
+def test_parameters_without_axes_and_cells_of_inputs_alone() -> None:
+    rate = torch.tensor(0.3, requires_grad=True)
+    cell = nn.LSTMCell(INPUTS, UNITS)
+    init, xs = torch.randn(BATCH, UNITS), torch.randn(STEPS, BATCH, INPUTS)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        seen, _ = cell(x)
+        h = torch.tanh(h - rate * (h - seen).clamp(max=0.2))
+        return h, h
+
+    assert explain(step, init, xs).is_captured
+    found, expected = (run(step, init, xs)[1] for run in (scan, loop))
+    torch.testing.assert_close(found, expected)
+    leaves = [rate, *cell.parameters()]
+    slopes = [torch.autograd.grad(each.sin().sum(), leaves) for each in (found, expected)]
+    torch.testing.assert_close(*slopes)

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling import examples
 from test_torch_scan import loop
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from torch.utils import _pytree as pytree
 
 from sparsescan.torch import explain, scan
 from sparsescan.torch.capture import trace
@@ -45,10 +49,18 @@ CAPTURED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "alpha": lambda h, x: torch.add(h, x, alpha=0.5) - torch.sub(x, h, alpha=2),
     "tanhshrink": lambda h, x: F.tanhshrink(x) + F.tanhshrink(h),
     "mish": lambda h, x: F.mish(x) + F.mish(h),
+    "gelu": lambda h, x: F.gelu(x) + F.gelu(h, approximate="tanh"),
+    "elu": lambda h, x: F.elu(x) + F.elu(h, 0.5) + F.selu(x) + F.celu(h),
     "maximum": lambda h, x: torch.maximum(h, x) - torch.minimum(h, x * 0),
     "power": lambda h, x: x**2 + h**3,
     "negative power": lambda h, x: (x + 40) ** -2 + h,
     "root": lambda h, x: (x.abs() + 1) ** 0.5 + torch.sqrt(h * h + 1) + torch.rsqrt(x * x + 1),
+    "log1p": lambda h, x: torch.log1p(h * h) - torch.log1p(x.abs()),
+    "erf": lambda h, x: torch.erf(x) + torch.erfc(h),
+    "atan": lambda h, x: torch.atan(x) + torch.sinh(h / 9) + torch.cosh(x / 9),
+    "addcdiv": lambda h, x: torch.addcdiv(h, x, 1 + h * h, value=0.5),
+    "hardswish": lambda h, x: F.hardswish(x) + F.hardswish(h),
+    "round": lambda h, x: h + (x / 3).round() + torch.floor(x / 3) + torch.ceil(x * h),
     "exp": lambda h, x: torch.exp(x / 10) + torch.expm1(h / 10) + torch.log(x * x + 1),
     "sin": lambda h, x: torch.sin(x) + torch.cos(h),
     "square": lambda h, x: torch.square(x) - h,
@@ -56,6 +68,7 @@ CAPTURED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "logical": lambda h, x: torch.where((x > 0) & ~(h > 0) | torch.logical_not(x < 1), h, x),
     "comparisons": lambda h, x: (x == 1).to(x.dtype) * h + (x != h).double() + (x <= h) * x,
     "softmax": lambda h, x: torch.softmax(x + h, -1) * h + F.softmax(h, 1),
+    "log_softmax": lambda h, x: torch.log_softmax(x + h, -1) * h + F.log_softmax(h, 1),
     "layer_norm": lambda h, x: F.layer_norm(x + h, (UNITS,), eps=1e-3) + h,
     "rms_norm": lambda h, x: F.rms_norm(x + h, (UNITS,), eps=1e-3) + h,
     "mean": lambda h, x: h.mean(-1, keepdim=True) * x + x.sum(1, keepdim=True) / 10,
@@ -89,13 +102,11 @@ ANY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "int": lambda h, x: h + (x * 3).to(torch.int32).to(x.dtype),
     "float32": lambda h, x: h + (x / 3).float().double(),
     "bool": lambda h, x: h * x.bool(),
-    "round": lambda h, x: h + (x / 3).round() + torch.floor(x / 3) + torch.trunc(x),
+    "trunc": lambda h, x: h + torch.trunc(x) + torch.frac(x / 3),
     "div with a mode": lambda h, x: h + torch.div(x, 2, rounding_mode="floor"),
     "remainder": lambda h, x: h + x % 2 + torch.fmod(x, 2),
     "float power": lambda h, x: (h.abs() + 1) ** 2.5 + x,
     "power of two tensors": lambda h, x: (h.abs() + 1) ** (x / 25),
-    "gelu": lambda h, x: F.gelu(x) + F.gelu(h, approximate="tanh"),
-    "elu": lambda h, x: F.elu(x) + F.elu(h, 0.5) + F.selu(x) + F.celu(h),
     "softplus, threshold": lambda h, x: F.softplus(x, threshold=2.0) + h,
     "whole numbers": lambda h, x: h + ((x > 0).long() & 1) + ~(x > 0).long(),
     "strides": lambda h, x: torch.cat([h[:, ::2], x[:, 1::2]], -1),
@@ -133,13 +144,16 @@ def drawn(seed: int) -> list[Tensor]:
     return [one(BATCH, UNITS).requires_grad_(), one(STEPS, BATCH, UNITS).requires_grad_()]
 
 
-def results(run: Any, of: Callable[[Tensor, Tensor], Tensor], seed: int) -> list[Tensor]:
+def results(run: Any, name: str, seed: int) -> list[Tensor]:
     """Return results of a run, and gradients of weighted sums of them."""
-    given = drawn(seed)
+    given, of = drawn(seed), {**CAPTURED, **ANY}[name]
+    is_of_inputs = name.endswith("of inputs")
 
     def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         new = torch.tanh(of(h, x) / 8)
-        return new, of(new, x) * 0.5
+        # The same numbers, which no kernel can have before the state.
+        same = x if is_of_inputs else torch.where(new > -2, x, new)
+        return new, of(new, same) * 0.5
 
     last, ys = run(step, *given)
     weights = torch.linspace(-1, 2, ys.numel(), dtype=torch.float64).reshape(ys.shape)
@@ -154,11 +168,10 @@ def _steps_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", [*CAPTURED, *ANY])
 def test_an_operator_is_what_the_loop_has(name: str) -> None:
-    of = {**CAPTURED, **ANY}[name]
     # PyTorch multiplies by 1/6 in float32 there.
     bound = 1e-7 if name == "hardsigmoid" else 1e-10
     for seed in range(2):
-        found, expected = results(scan, of, seed), results(loop, of, seed)
+        found, expected = results(scan, name, seed), results(loop, name, seed)
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.dtype == theirs.dtype
             torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound, equal_nan=True)
@@ -167,6 +180,43 @@ def test_an_operator_is_what_the_loop_has(name: str) -> None:
 @pytest.mark.parametrize("name", CAPTURED)
 def test_operators_that_are_captured(name: str) -> None:
     def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.tanh(CAPTURED[name](h, x)), x
+        same = x if name.endswith("of inputs") else torch.where(h > -100, x, h)
+        return torch.tanh(CAPTURED[name](h, x) + CAPTURED[name](h, same)), x
 
     assert explain(step, *drawn(0)).is_captured
+
+
+# -- Random bodies ---------------------------------------------------------------------------------
+
+_SOME = [name for name in CAPTURED if not name.endswith("of inputs")]
+_PLACES = st.integers(0, 40)
+_PLANS = st.lists(
+    st.tuples(st.sampled_from(_SOME), _PLACES, _PLACES, st.booleans()), min_size=1, max_size=6
+)
+
+
+@given(plan=_PLANS, ends=st.lists(_PLACES, min_size=2, max_size=3), seed=st.integers(0, 1000))
+@settings(max_examples=examples(20), deadline=None)
+def test_random_bodies(plan: list[Any], ends: list[int], seed: int) -> None:
+    """Of operators of two values each, which are those before, and products."""
+    begin, xs = drawn(seed)
+    scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+
+    def step(states: Any, x: Tensor) -> Any:
+        values = [*states, torch.tanh(x)]
+        for name, a, b, is_product in plan:
+            first, second = (values[-1 - k % len(values)] for k in (a, b))
+            new = torch.tanh(CAPTURED[name](first, second) / 8)
+            values.append(new @ W if is_product else new * scale)
+        return tuple(values[-1 - k % len(values)] for k in ends), values[-1]
+
+    leaves = [begin, xs, scale]
+    both = []
+    for run in (scan, loop):
+        init = tuple(torch.tanh(begin * (k + 1)) for k in range(len(ends)))
+        found = pytree.tree_leaves(run(step, init, xs))
+        total = sum(each.sin().sum() for each in found)
+        grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+        both.append([*found, *grads])
+    for ours, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)

@@ -115,7 +115,15 @@ class Called(Equation):
     def custom(self) -> Callable[..., Node] | None:
         """Return a function with derivatives of its own, as an operation of one number a unit."""
         rule = CUSTOM.get(self.name)
-        return None if rule is None else lambda *given: rule(*given, **self.arguments[1])
+        if rule is None:
+            return None
+
+        def call(*given: Node) -> Node:
+            args, kwargs = _filled(self.arguments, given)
+            found: Node = rule(*args, **kwargs)
+            return found
+
+        return call
 
 
 def _filled(tree: Any, given: Sequence[Any]) -> Any:

@@ -41,7 +41,8 @@ class Maker(Protocol):
 # Operators that are those of JAX, with derivatives.
 NAMED = {
     **{name: name for name in ("tanh", "exp", "expm1", "log", "sqrt", "rsqrt", "sin", "cos")},
-    **{name: name for name in ("neg", "square")},
+    **{name: name for name in ("neg", "square", "log1p", "erf", "erfc", "atan", "sinh", "cosh")},
+    **{name: name for name in ("round", "floor", "ceil")},
     **dict.fromkeys(("add.Tensor", "add.Scalar"), "add"),
     **dict.fromkeys(("sub.Tensor", "sub.Scalar"), "sub"),
     **dict.fromkeys(("mul.Tensor", "mul.Scalar"), "mul"),
@@ -91,11 +92,29 @@ def _sign(a: Node) -> Node:
     return apply("stop_gradient", apply("where", a > 0, 1, apply("where", a < 0, -1, a)))
 
 
+def _gelu(a: Node, approximate: str = "none") -> Node:
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (a + 0.044715 * a * a * a)
+        return 0.5 * a * (1 + apply("tanh", inner))
+    found: Node = 0.5 * a * (1 + functions.erf(a / math.sqrt(2)))
+    return found
+
+
+def _elu(a: Node, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Node:
+    """Return a scaled number above 0; exponentials are not computed there, which overflow."""
+    low = apply("expm1", input_scale * apply("where", a > 0, 0, a))
+    return apply("where", a > 0, scale * a, alpha * scale * low)
+
+
 # Operators of one number a unit.
 _CUSTOM: dict[str, Callable[..., Any]] = {
     "relu": functions.relu,
     "leaky_relu": functions.leaky_relu,
     "hardtanh": functions.hardtanh,
+    "relu6": lambda a: functions.hardtanh(a, 0, 6),
+    "hardswish": lambda a: a * functions.hardtanh(a + 3, 0, 6) / 6,
+    "gelu": _gelu,
+    **dict.fromkeys(("elu", "celu", "selu"), _elu),
     "hardsigmoid": functions.hardsigmoid,
     "silu": functions.silu,
     "softplus": _softplus,
@@ -104,6 +123,7 @@ _CUSTOM: dict[str, Callable[..., Any]] = {
     "sign": _sign,
     "sgn": _sign,
     "clamp": _clamp,
+    "clip": _clamp,
     "clamp_min": _clamp,
     "clamp_max": lambda a, high: _clamp(a, None, high),
     "rsub.Scalar": lambda a, b: b - a,
@@ -114,6 +134,7 @@ _CUSTOM: dict[str, Callable[..., Any]] = {
     "where.ScalarSelf": lambda which, a, b: apply("where", which, a, b),
     "masked_fill.Scalar": lambda a, which, b: apply("where", which, b, a),
     "addcmul": lambda a, b, c, value=1: a + value * b * c,
+    "addcdiv": lambda a, b, c, value=1: a + value * (b / c),
     "lerp.Tensor": lambda a, b, weight: a + weight * (b - a),
     "lerp.Scalar": lambda a, b, weight: a + weight * (b - a),
     "add.Tensor": lambda a, b, alpha=1: a + alpha * b,
@@ -262,18 +283,31 @@ def _mean(make: Maker, value: Value, dim: Any = None, keepdim: bool = False, **m
     return make("mul", total, make.number(1 / count, value))
 
 
-def _softmax(make: Maker, value: Value, dim: int, dtype: Any = None) -> Value:
-    if dtype is not None:
-        raise NotCaptured("softmax: another dtype")
+def _over_powers(is_logarithm: bool) -> Callable[..., Value]:
+    def softmax(make: Maker, value: Value, dim: int, dtype: Any = None) -> Value:
+        if dtype not in (None, False):
+            raise NotCaptured("softmax: another dtype")
+        axis = _axis(value, dim)
+
+        def back(one: Value) -> Value:
+            rest = tuple(k for k in range(len(value.shape)) if k != axis)
+            return make("broadcast_in_dim", one, shape=value.shape, broadcast_dimensions=rest)
+
+        most = back(make("stop_gradient", make("reduce_max", value, axes=(axis,))))
+        below = make("sub", value, most)
+        powers = make("exp", below)
+        total = make("reduce_sum", powers, axes=(axis,))
+        if is_logarithm:
+            return make("sub", below, back(make("log", total)))
+        return make("div", powers, back(total))
+
+    return softmax
+
+
+def _glu(make: Maker, value: Value, dim: int = -1) -> Value:
     axis = _axis(value, dim)
-
-    def back(one: Value) -> Value:
-        rest = tuple(k for k in range(len(value.shape)) if k != axis)
-        return make("broadcast_in_dim", one, shape=value.shape, broadcast_dimensions=rest)
-
-    most = back(make("stop_gradient", make("reduce_max", value, axes=(axis,))))
-    powers = make("exp", make("sub", value, most))
-    return make("div", powers, back(make("reduce_sum", powers, axes=(axis,))))
+    a, b = make.parts(value, [value.shape[axis] // 2] * 2, axis)
+    return make("mul", a, make("logistic", b))
 
 
 def _layer_norm(
@@ -319,8 +353,9 @@ _OPENED: dict[str, Callable[..., Any]] = {
     "rnn_relu_cell": _rnn_cell("aten.relu"),
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
-    "softmax": _softmax,
-    "_softmax": lambda make, value, dim, half: _softmax(make, value, dim),
+    **dict.fromkeys(("softmax", "_softmax"), _over_powers(False)),
+    **dict.fromkeys(("log_softmax", "_log_softmax"), _over_powers(True)),
+    "glu": _glu,
     "sum": _sum,
     "mean": _mean,
     **dict.fromkeys(("t", "numpy_T"), _transposed),

@@ -53,8 +53,10 @@ class TorchRunner(Runner):
 
     def over(self, function: Any, rows: list[Any]) -> list[Any]:
         """Return the results of a function of rows, for all of them."""
-        found: tuple[Any, ...] = torch.func.vmap(lambda *row: tuple(function(*row)))(*rows)
-        return list(found)
+        try:
+            return list(torch.func.vmap(lambda *row: tuple(function(*row)))(*rows))
+        except RuntimeError:  # of operators that no map knows
+            return self.loop(lambda _, row: ([], function(*row)), [], rows)[1]
 
     def cell(self, options: Options, params: list[Any], x: Any, state: Any) -> tuple[Any, Any]:
         """Return the outputs and last states of the cell."""

@@ -246,6 +246,8 @@ class _Recorder(_Mode):
         known = self.place.next.get(key)
         if type(known) is not Place:
             known = self.place.next[key] = own
+        # What a known step has returned here: later calls may return it again.
+        self.canonical.update((number, tensor) for tensor, number in known.fresh)
         self.place = known
         return found
 
@@ -284,7 +286,9 @@ class _Recorder(_Mode):
                 leaves[k] = self.canonical[place]
             elif not isinstance(each, (*_CONSTANTS, float, complex)):
                 raise NotCaptured(f"a result of {type(each).__qualname__}")
-        return Place(pytree.tree_unflatten(leaves, spec), fresh)
+        # Trees make tuples of sizes.
+        is_size = isinstance(found, torch.Size)
+        return Place(found if is_size else pytree.tree_unflatten(leaves, spec), fresh)
 
 
 def _function_of() -> str:
