@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class Sequential(Fixed):
 
     def __init__(self, ops: Iterable[Operator]) -> None:
         self.ops = _chained("ops", ops)
-        self._steps = _steps(self.ops, 0)
+        self._steps = _steps(self.ops, 0, "")
         self.layers = tuple(step.op for step in self._steps if isinstance(step, _LayerStep))
         self.input_shape = self.ops[0].input_shape
         self.output_shape = self.ops[-1].output_shape
@@ -414,7 +414,8 @@ class Residual(Operator):
     @cached_property
     def _layers(self) -> dict[str, Operator]:
         """The layers by their places, as they run."""
-        return dict([*_named(self.ops, ""), *_named(self.shortcut, "shortcut.")])
+        steps = (each for each in self._network._steps if isinstance(each, _LayerStep))
+        return {step.name.removeprefix("0."): step.op for step in steps}
 
     @property
     def _reads_input(self) -> bool:  # type: ignore[override]
@@ -480,11 +481,10 @@ class Residual(Operator):
 
 
 class _LayerStep:
-    """A layer, and `carried` entries that pass by."""
+    """A layer, named by its place, and `carried` entries that pass by."""
 
-    def __init__(self, op: Operator, carried: int) -> None:
-        self.op = op
-        self._carried = carried
+    def __init__(self, name: str, op: Operator, carried: int) -> None:
+        self.name, self.op, self._carried = name, op, carried
 
     @cached_property
     def pattern(self) -> Pattern:
@@ -712,29 +712,22 @@ def _chained(name: str, ops: Iterable[Operator], least: int = 1) -> tuple[Operat
     return tuple(chain)
 
 
-def _steps(ops: Sequence[Operator], carried: int) -> list[Any]:
-    """Return the steps of layers beside which `carried` entries pass by."""
+def _steps(ops: Sequence[Operator], carried: int, before: str) -> list[Any]:
+    """Return the steps of layers beside which `carried` entries pass by.
+
+    Names of layers are `before` and their places.
+    """
     steps: list[Any] = []
-    for op in ops:
+    for k, op in enumerate(ops):
         if isinstance(op, Residual):
             size, size_out = op.shape
             # A residual block begins, maybe its shortcut, and it ends.
             steps.append(_Moves((size, carried), ((0, 1), (2,)), _fork))
-            steps += _steps(op.ops, carried + size)
+            steps += _steps(op.ops, carried + size, f"{before}{k}.")
             if op.shortcut:
                 steps.append(_Moves((size_out, size, carried), ((1,), (0,), (2,)), _swap))
-                steps += _steps(op.shortcut, carried + size_out)
+                steps += _steps(op.shortcut, carried + size_out, f"{before}{k}.shortcut.")
             steps.append(_Moves((size_out, size_out, carried), ((0,), (0,), (1,)), _join))
         else:
-            steps.append(_LayerStep(op, carried))
+            steps.append(_LayerStep(f"{before}{k}", op, carried))
     return steps
-
-
-def _named(ops: Sequence[Operator], before: str) -> Iterator[tuple[str, Operator]]:
-    """Yield the layers as they run, with their places."""
-    for k, op in enumerate(ops):
-        if isinstance(op, Residual):
-            yield from _named(op.ops, f"{before}{k}.")
-            yield from _named(op.shortcut, f"{before}{k}.shortcut.")
-        else:
-            yield f"{before}{k}", op

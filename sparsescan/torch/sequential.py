@@ -305,12 +305,13 @@ class _Network:
         modules = [layer.module for layer in structure.layers]
         ops = _without_arrays(from_torch(nn.Sequential(*modules), structure.shape))
         self.pool = StepPool(lambda: _BoundStep(ops))
-        self.pool.give_back(self.pool.take())
+        first = self.pool.take()
+        self.pool.give_back(first)
         self.layers = [_copy(module) for module in modules]
         self.reads_again = any(isinstance(module, nn.LayerNorm) for module in modules)
-        self.is_right = _has_parameters(ops, structure.layers) and not (
-            structure.joint and not _keeps_batch(ops, structure.shape)
-        )
+        # A step without an axis of samples does not know the statistics of the batch.
+        knows_batch = first.step.has_batch_axis or not structure.joint
+        self.is_right = knows_batch and _has_parameters(ops, structure.layers)
 
 
 def _has_parameters(ops: Sequence[Operator], layers: Sequence[StackLayer]) -> bool:
@@ -319,15 +320,6 @@ def _has_parameters(ops: Sequence[Operator], layers: Sequence[StackLayer]) -> bo
         set(getattr(op, "parameter_names", ())) == layer.tensors.keys() - {"num_batches_tracked"}
         for op, layer in zip(ops, layers, strict=True)
     )
-
-
-def _keeps_batch(ops: Sequence[Operator], shape: tuple[int, ...]) -> bool:
-    """Return whether the first axis is that of the samples everywhere.
-
-    A step in which it is not does not know the statistics of the batch.
-    """
-    outputs = [op.output_shape for op in ops]
-    return all(len(output) > 1 and output[0] == shape[0] for output in outputs)
 
 
 def _copy(module: nn.Module) -> nn.Module:

@@ -237,7 +237,7 @@ def test_every_layer(name: str) -> None:
     x = rng.standard_normal((batch, *net.input_shape)) + 0.1
     grad = rng.standard_normal((batch, *net.output_shape))
     step = net.training_step()
-    if step._has_batch_axis:
+    if step.has_batch_axis:
         x, grad = x[0], grad[0]
     y = step.forward(x)
     input_grad, params = step.backward(grad)

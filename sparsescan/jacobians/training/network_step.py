@@ -89,6 +89,8 @@ class NetworkStep:
     ----------
     nbytes : int
         Bytes that are kept for inputs of the last shape.
+    has_batch_axis : bool
+        Whether the network is one of whole batches, of which each layer keeps the first axis.
 
     Notes
     -----
@@ -119,7 +121,7 @@ class NetworkStep:
     def __init__(self, network: Any, memory_limit: int | None = None) -> None:
         self.network = network
         self.memory_limit = check_count_or_none("memory_limit", memory_limit, 0)
-        self._has_batch_axis = _holds_batch(network.layers)
+        self.has_batch_axis = _holds_batch(network.layers)
         self._maps: list[Map] = []
         self._stages: list[LayerStage] = []
         self._first = self._map(network.input_shape)
@@ -156,7 +158,7 @@ class NetworkStep:
     # -- Building ---------------------------------------------------------------------------------
 
     def _map(self, shape: Shape) -> Map:
-        self._maps.append(Map(shape[1:] if self._has_batch_axis else shape))
+        self._maps.append(Map(shape[1:] if self.has_batch_axis else shape))
         return self._maps[-1]
 
     def _build(self, ops: Sequence[Any], source: Map, branch: str = "") -> Map:
@@ -193,7 +195,7 @@ class NetworkStep:
                     kind = Pool
                 elif isinstance(op, Separable):
                     kind = Mix
-                elif isinstance(op, BatchNorm) and op.training == self._has_batch_axis:
+                elif isinstance(op, BatchNorm) and op.training == self.has_batch_axis:
                     kind = Normalise
                 elif isinstance(op, Weighing):
                     kind = next(each for each in (Multiply, WeighAll, Weigh) if each.pays(op))
@@ -208,7 +210,7 @@ class NetworkStep:
 
         Within a residual block it may not, since maps that are added have one shape.
         """
-        features = len(op.output_shape) == 1 + self._has_batch_axis
+        features = len(op.output_shape) == 1 + self.has_batch_axis
         return features or op.output_shape[-2:] == op.input_shape[-2:]
 
     def _may_end(self) -> NDArray[np.bool_]:
@@ -300,10 +302,8 @@ class NetworkStep:
         x = on_host("x", x)
         shape = self.network.input_shape
         lead = x.shape[: x.ndim - len(shape)]
-        if x.shape[len(lead) :] != shape or len(lead) > (not self._has_batch_axis):
-            expected = (
-                f"{shape}" if self._has_batch_axis else f"(batch, {str(shape)[1:]} or {shape}"
-            )
+        if x.shape[len(lead) :] != shape or len(lead) > (not self.has_batch_axis):
+            expected = f"{shape}" if self.has_batch_axis else f"(batch, {str(shape)[1:]} or {shape}"
             raise InputError(f"x has shape {x.shape}; expected {expected}")
         params = [
             on_host(name, param)
@@ -311,7 +311,7 @@ class NetworkStep:
             for name, param in stage.named_params().items()
         ]
         dtype = np.result_type(x, *params)
-        batch = len(x) if lead or self._has_batch_axis else 1
+        batch = len(x) if lead or self.has_batch_axis else 1
         if self._samples is None or (self._samples.batch, self._samples.dtype) != (batch, dtype):
             self._samples = None
             self._allocate(Samples.of(batch, dtype))
@@ -359,7 +359,7 @@ class NetworkStep:
         """
         if not self._is_forward:
             raise InputError("update_running_stats was called without a forward pass before it")
-        if not self._has_batch_axis and any(map(_couples, self.network.layers)):
+        if not self.has_batch_axis and any(map(_couples, self.network.layers)):
             raise InputError(
                 "update_running_stats needs layers that all keep the axis of samples first; "
                 f"their outputs are {[op.output_shape for op in self.network.layers]}"
