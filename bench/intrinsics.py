@@ -13,7 +13,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsescan.jacobians.kernels.pooling import mark_in_tiles
+from sparsescan.jacobians.kernels.values import mark_in_tiles
 from sparsescan.kernels.cpu.matvec import csr_matvec
 
 from .experiment import Experiment, Piece, Results, Table

@@ -13,7 +13,7 @@ from ..checks import check_count, check_flag
 from ..errors import InputError, short
 from ..locks import cached_property
 from ..symbolic.pattern import indptr_of, rows_of
-from .kernels.pooling import mark_in_tiles, mark_in_windows
+from .kernels.values import mark_in_tiles, mark_in_windows
 from .shared.checks import check_sizes
 from .shared.kron import Images, Separable, Taps
 from .shared.windows import Window, check_output_size

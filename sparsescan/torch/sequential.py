@@ -29,8 +29,7 @@ from .calls.once import Once, as_batch
 from .calls.team import pytorchs_threads
 from .calls.times import Seconds
 from .conversion.kinds import Kind
-from .conversion.masked import Values, is_untouched, masked_weight
-from .conversion.masks import Kept, kept_now
+from .conversion.masked import Kept, Values, is_untouched, kept_now, masked_weight
 from .conversion.probe import asks_for_some, is_looked_at, probe
 from .conversion.structure import (
     FLOATS,
