@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from .compile import njit
 
 # Faults of index arrays.
 START, FALL, END, RANGE = 1, 2, 3, 4
+
+
+class Rows(NamedTuple):
+    """Row pointers and columns of a pattern; columns are left out where all entries are there."""
+
+    indptr: Any
+    indices: Any
+    is_dense: bool
+
+
+class Product(NamedTuple):
+    """The patterns of ``C = A @ X``, and the columns of `C`."""
+
+    a: Rows
+    x: Rows
+    c: Rows
+    cols: int
 
 
 @njit(nogil=True, cache=True)
@@ -184,14 +203,13 @@ def _entries_between(indptr, indices, k, low, high, cols):
 
 
 @njit(nogil=True, cache=True)
-def _write_list(i, start, stop, a, x, c, cols, place, out):
+def _write_list(i, start, stop, product, place, out):
     """Write the slots of all terms of a segment; return how many numbers.
 
     A term that is not in `C` is written as -1, the end of a factor as the number of its entry in
     the row of `A`, from -2 downwards. `place` is -1 everywhere, before and after.
     """
-    a_indptr, a_indices, a_dense = a
-    x_indptr, x_indices, _ = x
+    (a_indptr, a_indices, a_dense), (x_indptr, x_indices, _), c, cols = product
     c_indptr, c_indices, c_dense = c
     row_start, row_stop = np.int64(c_indptr[i]), np.int64(c_indptr[i + 1])
     low, high = _columns_of(start, stop, row_start, row_stop, c_indices, c_dense, cols)
@@ -229,21 +247,21 @@ def _room_for_list(a, x):
 
 
 @njit(nogil=True, cache=True)
-def hash_lists(rows, starts, a, x, c, cols):
+def hash_lists(rows, starts, product):
     """Return a hash of the list of each segment: the slots of its terms, factor after factor.
 
     Parameters
     ----------
     rows, starts : ndarray
         Of each segment its row, and where it starts in `C`.
-    a, x, c, cols
-        As in :func:`lay_out_terms`; `C` is not dense.
+    product : Product
+        The product; `C` is not dense.
     """
-    hashes, place = np.empty(len(rows), np.uint64), np.full(cols, -1, np.int64)
-    out = _room_for_list(a, x)
+    hashes, place = np.empty(len(rows), np.uint64), np.full(product.cols, -1, np.int64)
+    out = _room_for_list(product.a, product.x)
     for n in range(len(rows)):
         mixed = np.uint64(14695981039346656037)
-        size = _write_list(rows[n], starts[n], starts[n + 1], a, x, c, cols, place, out)
+        size = _write_list(rows[n], starts[n], starts[n + 1], product, place, out)
         for m in range(size):
             mixed = (mixed ^ np.uint64(np.int64(out[m]))) * np.uint64(1099511628211)
         hashes[n] = mixed
@@ -251,16 +269,16 @@ def hash_lists(rows, starts, a, x, c, cols):
 
 
 @njit(nogil=True, cache=True)
-def first_listed(rows, starts, a, x, c, cols, order, guesses):
+def first_listed(rows, starts, product, order, guesses):
     """Replace each guess of an earlier segment with an equal list by `n` itself if it is wrong.
 
     Segments with equal guesses are one after the other in `order`, that which is guessed first.
     """
-    place = np.full(cols, -1, np.int64)
-    own, first = _room_for_list(a, x), _room_for_list(a, x)
+    place = np.full(product.cols, -1, np.int64)
+    own, first = _room_for_list(product.a, product.x), _room_for_list(product.a, product.x)
     size, other = 0, np.int64(-1)
     for n in order:
-        length = _write_list(rows[n], starts[n], starts[n + 1], a, x, c, cols, place, own)
+        length = _write_list(rows[n], starts[n], starts[n + 1], product, place, own)
         if guesses[n] != other:
             other, size = guesses[n], length
             own, first = first, own
@@ -269,14 +287,15 @@ def first_listed(rows, starts, a, x, c, cols, order, guesses):
 
 
 @njit(nogil=True, cache=True)
-def lay_out_terms(segments, order, alike, lists, a, x, c, cols, aligned, factors, slots, work):
+def lay_out_terms(segments, order, alike, lists, product, aligned, factors):
     """Lay out the terms of ``C = A @ X``, as :class:`~sparsescan.symbolic.terms.Terms` has them.
 
     Parameters
     ----------
     segments : tuple
         Of each segment its row, and where it starts in `C`; then arrays for where the row starts
-        in `A`, for its first and last-plus-one factor, and for the first of its starts in `X`.
+        in `A`, for its first and last-plus-one factor, for the first of its starts in `X`, and for
+        its number of terms.
     order : ndarray
         All segments, those in equal `lists`, and among them those that are `alike`, one after the
         other.
@@ -286,28 +305,24 @@ def lay_out_terms(segments, order, alike, lists, a, x, c, cols, aligned, factors
         A number for each segment; all factors of those with equal numbers are equal, but for where
         they start in `X`, and are laid out once. Empty where segments that are alike share slots,
         one row of `X` at a time.
-    a, x, c : tuple
-        Row pointers, columns, and whether all entries are there, and the columns are not. Where `A`
-        has all and `C` has not, terms that are not in `C` are known to be zero, and left out.
-    cols : int
-        Columns of the product.
+    product : Product
+        Where `A` has all entries and `C` has not, terms that are not in `C` are known to be zero,
+        and left out.
     aligned : int
         A power of two: modulo that, slots start where their entries of `X` do, or at 0 in lists.
-    factors, slots : tuple, ndarray
-        Arrays that are filled, unless `slots` is empty.
-    work : ndarray
-        Terms of each segment.
+    factors : tuple
+        Arrays for the entries, starts of slots, starts in `X`, counts and slots of all factors,
+        which are filled unless the last is empty.
 
     Returns
     -------
     tuple of int
         How many factors, starts in `X` and slots there are.
     """
-    rows, starts, a_starts, firsts, lasts, x_firsts = segments
-    a_indptr, a_indices, a_dense = a
-    x_indptr, x_indices, _ = x
+    rows, starts, a_starts, firsts, lasts, x_firsts, work = segments
+    (a_indptr, a_indices, a_dense), (x_indptr, x_indices, _), c, cols = product
     c_indptr, c_indices, c_dense = c
-    entries, slot_starts, x_starts, counts = factors
+    entries, slot_starts, x_starts, counts, slots = factors
     fill, in_lists, list_start = len(slots) > 0, len(lists) > 0, np.int64(0)
     of_row, at = np.full(len(x_indptr), -1, np.int64), np.empty(len(x_indptr), np.int64)
     # Which columns a segment has may be all that tells which terms there are.

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels import symbolic as kernels
+from ..kernels.symbolic import Product, Rows
 from .pattern import Pattern
 
 # Mean entries of the rows of `X` above which their slots are aligned as they are, modulo this.
@@ -107,12 +108,11 @@ def lay_out_terms(a: Pattern, x: Pattern, c: Pattern, longest: int, dtype: np.dt
     layout = _Layout.of(a, x, c, longest)
     _, size, starts, slots_size = layout.counts
     sizes = ((size, dtype), (size, dtype), (starts, dtype), (size, np.uint16))
-    factors = [np.empty(*size_and_type) for size_and_type in sizes]
-    slots = np.zeros(slots_size, np.uint16)
-    segments, _, work = layout.fill(factors, slots)
+    factors = [*(np.empty(*size_and_type) for size_and_type in sizes), np.zeros(slots_size, "u2")]
+    segments, work, _ = layout.fill(factors)
     arrays = [array.astype(dtype, copy=False) for array in segments]
     aligned = 1 if len(layout.lists) else layout.aligned
-    columns: list[Any] = [*arrays, *factors, slots, work, aligned]
+    columns: list[Any] = [*arrays, *factors, work, aligned]
     return Terms(*columns)
 
 
@@ -121,10 +121,8 @@ class _Layout(NamedTuple):
 
     Attributes
     ----------
-    a, x, c : tuple
-        Row pointers, columns, and whether all entries are there, of each pattern.
-    cols : int
-        Columns of the product.
+    product : Product
+        The patterns.
     rows, starts : ndarray of int64
         Of each segment its row, and where it starts in `C`, of which it has what comes before the
         next one.
@@ -137,10 +135,7 @@ class _Layout(NamedTuple):
         What there is of it all.
     """
 
-    a: tuple[NDArray[Any], NDArray[Any], bool]
-    x: tuple[NDArray[Any], NDArray[Any], bool]
-    c: tuple[NDArray[Any], NDArray[Any], bool]
-    cols: int
+    product: Product
     rows: NDArray[np.int64]
     starts: NDArray[np.int64]
     alike: NDArray[np.int64]
@@ -161,45 +156,43 @@ class _Layout(NamedTuple):
         if not c_dense:
             alike = _first_of_each(kernels.hash_columns(starts, c_indices))
             kernels.first_alike(starts, c_indices, alike)
-        whole = _rows(a), _rows(x), _rows(c)
-        layout = cls(
-            *(*whole, c.shape[1], rows, starts, alike, np.empty(0, np.int64)),
-            *(ALIGNED if x.nnz > LONG * x.shape[0] else 1, TermCounts(0, 0, 0, 0)),
-        )._counted()
+        product = Product(_rows(a), _rows(x), _rows(c), c.shape[1])
+        aligned, lists = ALIGNED if x.nnz > LONG * x.shape[0] else 1, np.empty(0, np.int64)
+        none = TermCounts(0, 0, 0, 0)
+        layout = cls(product, rows, starts, alike, lists, aligned, none)._counted()
         if c_dense:
             return layout
-        lists = _first_of_each(kernels.hash_lists(rows, starts, *whole, c.shape[1]))
+        lists = _first_of_each(kernels.hash_lists(rows, starts, product))
         if 2 * len(np.unique(lists)) > len(lists):
             return layout
         order = np.argsort(lists, kind="stable")
-        kernels.first_listed(rows, starts, *whole, c.shape[1], order, lists)
+        kernels.first_listed(rows, starts, product, order, lists)
         other = layout._replace(lists=lists)._counted()
         return other if 2 * other.counts.slots <= layout.counts.slots else layout
 
     def _counted(self) -> _Layout:
         """Return the layout with its counts."""
-        nothing = np.empty(0, np.int32)
-        _, counts, _ = self.fill([nothing] * 3 + [np.empty(0, np.uint16)], np.empty(0, np.uint16))
+        nothing, short = np.empty(0, np.int32), np.empty(0, np.uint16)
+        *_, counts = self.fill([nothing] * 3 + [short] * 2)
         return self._replace(counts=counts)
 
     def fill(
-        self, factors: list[NDArray[Any]], slots: NDArray[np.uint16]
-    ) -> tuple[tuple[NDArray[np.int64], ...], TermCounts, NDArray[np.int64]]:
-        """Fill `factors` and `slots` if they have room; return segments, counts, and their work."""
+        self, factors: list[NDArray[Any]]
+    ) -> tuple[tuple[NDArray[np.int64], ...], NDArray[np.int64], TermCounts]:
+        """Fill `factors` if they have room; return segments, their work, and counts."""
         size = len(self.rows)
         keys = (self.alike, self.lists) if len(self.lists) else (self.alike,)
         a_starts, firsts, lasts, x_firsts, work = (np.empty(size, np.int64) for _ in range(5))
         counted = kernels.lay_out_terms(
-            (self.rows, self.starts, a_starts, firsts, lasts, x_firsts),
+            (self.rows, self.starts, a_starts, firsts, lasts, x_firsts, work),
             np.lexsort(keys),
             self.alike,
             self.lists,
-            *(self.a, self.x, self.c, self.cols, self.aligned),
+            self.product,
+            self.aligned,
             tuple(factors),
-            slots,
-            work,
         )
-        return (a_starts, firsts, lasts, x_firsts, self.starts), TermCounts(size, *counted), work
+        return (a_starts, firsts, lasts, x_firsts, self.starts), work, TermCounts(size, *counted)
 
 
 def _first_of_each(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -208,9 +201,9 @@ def _first_of_each(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
     return np.asarray(first[group], np.int64)
 
 
-def _rows(pattern: Pattern) -> tuple[NDArray[Any], NDArray[Any], bool]:
-    """Return row pointers and columns, which are left out of a dense pattern; whether it is."""
+def _rows(pattern: Pattern) -> Rows:
+    """Return the rows of a pattern as kernels read them."""
     if pattern.kind == "dense":
         rows, cols = pattern.shape
-        return cols * np.arange(rows + 1), np.empty(0, np.int32), True
-    return pattern.indptr, pattern.indices, False
+        return Rows(cols * np.arange(rows + 1), np.empty(0, np.int32), True)
+    return Rows(pattern.indptr, pattern.indices, False)

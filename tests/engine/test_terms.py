@@ -159,10 +159,11 @@ def test_equal_hashes_of_other_lists_are_told_apart() -> None:
     c = product(a, x)
     kept = np.flatnonzero(np.diff(c.indptr))
     starts = np.append(c.indptr[kept], c.nnz).astype(np.int64)
-    parts = [(p.indptr, p.indices, False) for p in (a, x, c)]
+    rows = (kernels.Rows(p.indptr, p.indices, False) for p in (a, x, c))
+    patterns = kernels.Product(*rows, c.shape[1])
     lists = np.zeros(len(kept), np.int64)
-    kernels.first_listed(kept, starts, *parts, c.shape[1], np.arange(len(kept)), lists)
-    hashes = kernels.hash_lists(kept, starts, *parts, c.shape[1])
+    kernels.first_listed(kept, starts, patterns, np.arange(len(kept)), lists)
+    hashes = kernels.hash_lists(kept, starts, patterns)
     assert [n for n in range(len(kept)) if lists[n] == 0] == np.flatnonzero(
         hashes == hashes[:1]
     ).tolist()
