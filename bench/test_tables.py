@@ -18,7 +18,7 @@ from torch import nn
 import sparsescan.torch
 from sparsescan import BatchedCSR
 from sparsescan.recurrent import catalogue
-from sparsescan.strategies.networks import build
+from sparsescan.strategies import build
 
 from . import (
     attention,

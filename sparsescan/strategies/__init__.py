@@ -8,8 +8,7 @@ Which of them is fastest for a network, and what they take by a model of the wor
 """
 
 from ..checks import former_names
-from .building import build
-from .compare import compare
+from .compare import build, compare
 from .machine import Machine
 
 __all__ = ["Machine", "build", "compare"]

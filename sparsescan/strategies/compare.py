@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from textwrap import shorten
@@ -12,11 +13,10 @@ from ..checks import check_count, check_packages
 from ..errors import InputError
 from ..formatting import align, format_bytes, format_time, wrap
 from ..symbolic.pattern import Pattern
-from .building import build
 from .graph import Graph
 from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine
-from .networks import AnyNetwork
+from .networks import AnyNetwork, built_in, from_chain, graph_of
 from .per_layer.predict import PerLayer
 from .pipeline import MicroBatches, Pipeline
 from .scan import Scan
@@ -219,6 +219,91 @@ def _page(
     ]
     wrapped = [part for line in lines for part in wrap(line, "  ")]
     return "\n".join([head, *align(rows, "  "), *wrapped])
+
+
+def build(network: Any, input_shape: Sequence[int] | None = None) -> Graph:
+    """Return the graph of a network, with layers, parameters and multiply-adds.
+
+    Parameters
+    ----------
+    network : str, Sequential, torch.nn.Module or sequence of Pattern
+        One of these:
+
+        - the name of a network that is built in: ``"lenet5"``, ``"alexnet"``, ``"alexnet-owt"``,
+          ``"vgg11"``, ``"vgg16"``, ``"resnet-N"``, ``"inception-v3"``, ``"rnn:T"`` or ``"gru:T"``,
+          for `N` layers or `T` time steps (see Notes);
+        - a :class:`sparsescan.jacobians.Sequential`, whose operators become layers; a residual
+          block becomes the layers that it goes around, those of its shortcut, and a sum;
+        - a module of PyTorch with one input and one output, which `torch.fx` traces: convolutions,
+          poolings, linear layers, normalisations, activations, sums and concatenations of channels,
+          under the names of its modules;
+        - the patterns of a chain, from the last Jacobian to the first: a linear layer for each, or
+          an elementwise one where the pattern is diagonal. Each entry of a linear layer counts as a
+          parameter, since a chain does not tell their number.
+    input_shape : sequence of int, optional
+        The shape of one sample, which a module of PyTorch needs.
+
+    Returns
+    -------
+    Graph
+        It is printed by name, layers and weights; ``graph.layers`` has the layers.
+
+    Raises
+    ------
+    InputError
+        If there is no network of this name, or a layer cannot be read.
+    InputTypeError
+        If `network` is no network.
+
+    Notes
+    -----
+    Networks that are built in:
+
+    lenet5
+        LeCun et al. (1998) as it is built today, for images of 32×32 with one channel.
+    alexnet
+        Krizhevsky et al. (2012): convolutions 2, 4 and 5 in two groups; 61.0 million
+        parameters.
+    alexnet-owt
+        Krizhevsky (2014), "one weird trick", without groups; 61.1 million parameters.
+    vgg11
+        The convolutions of Simonyan and Zisserman (2014) for images of 32×32, and one linear
+        layer.
+    vgg16
+        Their network of 16 layers, for images of 224×224.
+    resnet-N
+        He et al. (2016) for images of 32×32, whose shortcuts have no parameters: ``N = 6n + 2``
+        layers with weights for `n` blocks of each width, such as resnet-20 or resnet-110.
+    inception-v3
+        Szegedy et al. (2016) for images of 299×299, without the auxiliary classifier.
+    rnn:T, gru:T
+        `T` steps of a recurrent network with 20 hidden units that reads 1 and 20 features at a
+        time, and a linear layer. The input of the graph is the first state.
+
+    Batch normalisations and the ReLUs behind them are part of their convolutions in the last two of
+    the networks for images.
+
+    Examples
+    --------
+    >>> from sparsescan.strategies import build
+    >>> build("lenet5")
+    Graph('lenet5', 13 layers, 61706 weights)
+    """
+    if isinstance(network, str):
+        return built_in(network)
+    if isinstance(network, list | tuple):
+        return from_chain(network)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(network, torch.nn.Module):
+        from .pytorch import from_torch
+
+        if input_shape is None:
+            raise InputError(
+                f"network is the module {type(network).__name__}, whose input_shape is None; "
+                "expected the shape of one sample"
+            )
+        return from_torch(network, input_shape)
+    return graph_of(network)
 
 
 def compare(

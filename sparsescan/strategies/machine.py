@@ -6,11 +6,10 @@ import json
 import math
 import os
 import platform
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,8 @@ from ..parallel.network import BUILT_IN, Network
 from ..plan.costs.constants import file_to_write, machine_file
 from .graph import Graph
 
-# Measurements: a convolution, numbers that are copied, and repetitions of each.
-_CONV, _IMAGE, _COPIED, _TIMES = (16, 16, 3), (16, 16, 16), 1 << 22, 51
+# Measurements: a convolution, and numbers that are copied.
+_CONV, _IMAGE, _COPIED = (16, 16, 3), (16, 16, 16), 1 << 22
 # Where the system does not say how much memory there is.
 _MEMORY = 16 << 30
 _Path = str | os.PathLike[str]
@@ -126,17 +125,23 @@ class Machine:
         -------
         Machine
         """
+        from ..plan.calibrate import nanoseconds, usual  # which loads scipy.optimize
+
+        def taken(call: Callable[..., Any], *arguments: Any) -> float:
+            """Return the median nanoseconds: other workers may be on the same core."""
+            return max(usual(partial(nanoseconds, partial(call, *arguments))), 1.0)
+
         conv = Conv2d(*_CONV, padding=1, input_shape=_IMAGE, rng=0)
         images = np.ones((32, *_IMAGE), np.float32)
-        multiplying = usual(lambda: conv.forward(images))
+        multiplying = taken(conv.forward, images)
         given, copied = np.ones((2, _COPIED), np.float32)
-        copying = usual(lambda: np.copyto(copied, given))
+        copying = taken(np.copyto, copied, given)
         layer, x = Tanh(input_shape=(1,)), np.zeros((1, 1), np.float32)
         return cls(
             name=f"measured, {platform.processor() or platform.machine()}",
             multiply_adds=len(images) * math.prod(_IMAGE[1:]) * conv.weight.size / multiplying,
             bandwidth=2 * given.nbytes / copying,
-            overhead=usual(lambda: layer.forward(x)),
+            overhead=taken(layer.forward, x),
             memory=_memory(),
             network=Network.load() if network is None else network,
         )
@@ -281,16 +286,6 @@ def worker_file() -> Path | None:
     """Return the file of the worker that was measured, beside the constants of the engine."""
     beside = machine_file()
     return beside and beside.with_name("worker.json")
-
-
-def usual(call: Callable[[], Any], times: int = _TIMES) -> float:
-    """Return the median nanoseconds of a call: other workers may be on the same core."""
-    samples = []
-    for _ in range(times):
-        start = time.perf_counter_ns()
-        call()
-        samples.append(time.perf_counter_ns() - start)
-    return float(max(median(samples), 1))
 
 
 def _memory() -> int:

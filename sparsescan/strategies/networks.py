@@ -38,7 +38,7 @@ from ..recurrent import Cell, GRUCell, RNNCell
 from ..symbolic.pattern import Pattern
 from .graph import Graph, Layer
 
-#: Names for :func:`build`; ``N`` is 8, 14, 20, …, and ``T`` a number of time steps.
+#: Names for :func:`built_in`; ``N`` is 8, 14, 20, …, and ``T`` a number of time steps.
 NAMES = (
     "lenet5",
     "alexnet",
@@ -251,54 +251,8 @@ def _made(kind: type[Operator], *sizes: Any, **options: Any) -> Layer:
 # -------------------------------------------------------------------------------------------------
 
 
-def build(name: str) -> Graph:
-    """Build the graph of a network that is built in.
-
-    Parameters
-    ----------
-    name : str
-        One of these, with a number for ``N`` or ``T``:
-
-        lenet5
-            LeCun et al. (1998) as it is built today, for images of 32×32 with one channel.
-        alexnet
-            Krizhevsky et al. (2012): convolutions 2, 4 and 5 in two groups; 61.0 million
-            parameters.
-        alexnet-owt
-            Krizhevsky (2014), "one weird trick", without groups; 61.1 million parameters.
-        vgg11
-            The convolutions of Simonyan and Zisserman (2014) for images of 32×32, and one linear
-            layer.
-        vgg16
-            Their network of 16 layers, for images of 224×224.
-        resnet-N
-            He et al. (2016) for images of 32×32, whose shortcuts have no parameters: ``N = 6n + 2``
-            layers with weights for `n` blocks of each width, such as resnet-20 or resnet-110.
-        inception-v3
-            Szegedy et al. (2016) for images of 299×299, without the auxiliary classifier.
-        rnn:T, gru:T
-            `T` steps of a recurrent network with 20 hidden units that reads 1 and 20 features at a
-            time, and a linear layer. The input of the graph is the first state.
-
-        Batch normalisations and the ReLUs behind them are part of their convolutions in the last
-        two of the networks for images.
-
-    Returns
-    -------
-    Graph
-        The network.
-
-    Raises
-    ------
-    InputError
-        If there is no network of this name.
-
-    Examples
-    --------
-    >>> from sparsescan.strategies.networks import build
-    >>> build("lenet5")
-    Graph('lenet5', 13 layers, 61706 weights)
-    """
+def built_in(name: str) -> Graph:
+    """Return the graph of a network that is built in."""
     kind, colon, steps = name.partition(":")
     if kind in CELLS and colon and steps.isdecimal() and steps.strip("0"):
         if len(steps) > _DIGITS:
@@ -432,7 +386,7 @@ def sequential(name: str, rng: np.random.Generator | int | None = None) -> Seque
     Parameters
     ----------
     name : {"lenet5", "alexnet", "alexnet-owt", "vgg11", "vgg16", "resnet-N"}
-        Name of the network; ``N`` is 8, 14, 20, …, as for :func:`build`.
+        Name of the network; ``N`` is 8, 14, 20, …, as for :func:`built_in`.
     rng : numpy.random.Generator or int, optional
         Random generator of the parameters, which are drawn when they are first read.
 
@@ -611,7 +565,7 @@ class Recurrent:
         self.steps = check_count("steps", steps, 1)
 
     def graph(self, name: str = "recurrent") -> Graph:
-        """Return the graph, as :func:`build` makes it."""
+        """Return the graph, as :func:`built_in` makes it."""
         cell, builder = self.cell, Builder(name, (self.cell.state_size,))
         builder.cells(cell, self.steps)
         builder.extend([self.readout])
@@ -622,13 +576,7 @@ class Recurrent:
 AnyNetwork = Graph | Sequential | Recurrent
 
 
-def _named(network: object) -> str:
-    """Return the whole name of its type: there are several of the name Sequential."""
-    kind = type(network)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-
-
-def graph_of(network: AnyNetwork, name: str = "network") -> Graph:
+def graph_of(network: object, name: str = "network") -> Graph:
     """Return a graph itself, or that of a network.
 
     Raises
@@ -641,8 +589,11 @@ def graph_of(network: AnyNetwork, name: str = "network") -> Graph:
     if isinstance(network, Recurrent):
         return network.graph(name)
     if not isinstance(network, Sequential):
+        # The whole name of its type: there are several of the name Sequential.
+        kind = type(network)
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
         raise InputTypeError(
-            f"network is a {_named(network)}; expected a name such as 'lenet5', a "
+            f"network is a {module}{kind.__name__}; expected a name such as 'lenet5', a "
             "sparsescan.jacobians.Sequential, a list of patterns or, of a module of PyTorch, "
             "build(module, input_shape)"
         )

@@ -130,11 +130,6 @@ def balance(costs: Costs, stages: int) -> tuple[int, ...] | None:
     return tuple(reversed(cuts[1:]))
 
 
-def block_ends(network: Graph) -> list[int]:
-    """Return the last layer of each block, from the input on."""
-    return [0, *(block.stop - 1 for block in blocks(network))]
-
-
 def place(
     network: Graph, machine: Machine, workers: int, samples: int, given: tuple[int, ...] | None
 ) -> Placement:
@@ -169,7 +164,7 @@ def _inside(network: Graph) -> dict[str, NDArray[np.bool_]]:
     last = {layer.shares: k for k, layer in enumerate(network.layers) if layer.shares is not None}
     for first, k in last.items():
         shared[first:k] = True
-    block[block_ends(network)] = False
+    block[[0, *(each.stop - 1 for each in blocks(network))]] = False
     return {"layers that share their weights": shared, "layers of a block": block}
 
 

@@ -21,8 +21,8 @@ from sparsescan.jacobians import (
     Sequential,
     Softmax,
 )
+from sparsescan.strategies import build
 from sparsescan.strategies.networks import (
-    build,
     from_chain,
     from_sequential,
     sequential,

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from sparsescan.parallel.network import Network
-from sparsescan.strategies import Machine, compare
+from sparsescan.strategies import Machine, build, compare
 from sparsescan.strategies.graph import Graph, Layer
 from sparsescan.strategies.integrated import (
     BatchParallel,
@@ -33,7 +33,7 @@ from sparsescan.strategies.integrated import (
     Integrated,
     ModelParallel,
 )
-from sparsescan.strategies.networks import Builder, build
+from sparsescan.strategies.networks import Builder
 from sparsescan.strategies.per_layer.configurations import (
     MODES,
     Configurations,

@@ -23,7 +23,7 @@ from sparsescan import InputError
 from sparsescan.jacobians import LayerNorm, Linear, Residual, Sequential
 from sparsescan.parallel import Network
 from sparsescan.recurrent import LSTMCell
-from sparsescan.strategies import Machine
+from sparsescan.strategies import Machine, build
 from sparsescan.strategies.graph import Graph
 from sparsescan.strategies.integrated import (
     BatchParallel,
@@ -31,7 +31,7 @@ from sparsescan.strategies.integrated import (
     Integrated,
     ModelParallel,
 )
-from sparsescan.strategies.networks import Builder, Recurrent, build, graph_of
+from sparsescan.strategies.networks import Builder, Recurrent, graph_of
 from sparsescan.strategies.per_layer.predict import PerLayer, with_loss
 from sparsescan.strategies.strategy import sum_words
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from sparsescan import InputError
 from sparsescan.parallel import Network
-from sparsescan.strategies import Machine
+from sparsescan.strategies import Machine, build
 from sparsescan.strategies.graph import Graph, Layer
-from sparsescan.strategies.networks import build
 from sparsescan.strategies.pipeline import MicroBatches, Pipeline, Placement, balance
 
 # ---------------------------------------------------------------------------------------------
