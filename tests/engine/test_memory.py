@@ -89,7 +89,7 @@ def threads(request: Any, with_threads: Any) -> int:
 
 
 def test_short_chains_of_small_steps(threads: int, seeds: Callable[..., range]) -> None:
-    for seed in seeds(10, 30, 60):
+    for seed in seeds(10, 16, 60):
         rng = np.random.default_rng(seed)
         n = int(rng.integers(1, 40))
         case = Case(rng, random_patterns(rng, n, 1, 30), any_schedule(rng, n))
@@ -102,19 +102,18 @@ def test_short_chains_of_small_steps(threads: int, seeds: Callable[..., range]) 
 @pytest.mark.parametrize("structure", ["diagonal", "permutation", "sparse"])
 def test_long_chains_of_small_steps(threads: int, structure: str) -> None:
     """Where all is tables and objects."""
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        n = int(rng.integers(300, 700))
-        patterns = random_patterns(rng, n, 10, 10, [structure])
-        for schedule in (any_schedule(rng, n), Schedule.blelloch(n)):
-            peak, plan = Case(rng, patterns, schedule).peak()
-            assert peak <= plan.workspace_bytes, (seed, schedule)
+    rng = np.random.default_rng(0)
+    n = int(rng.integers(300, 700))
+    patterns = random_patterns(rng, n, 10, 10, [structure])
+    for schedule in (any_schedule(rng, n), any_schedule(rng, n), Schedule.blelloch(n)):
+        peak, plan = Case(rng, patterns, schedule).peak()
+        assert peak <= plan.workspace_bytes, schedule
 
 
 @pytest.mark.slow
 def test_megabytes_of_products(threads: int) -> None:
     """No more than said; and, with one thread, not much less where all Jacobians differ."""
-    for seed in range(10):
+    for seed in range(4):
         rng = np.random.default_rng(seed)
         n = int(rng.integers(16, 40))
         patterns = random_patterns(rng, n, 60, 150)

@@ -201,35 +201,6 @@ def test_delays_are_added_to_the_first_results(seed: int) -> None:
     close([after], [whole[..., steps:]])
 
 
-@given(st.integers(0, 2**32))
-def test_single_precision(seed: int) -> None:
-    case = Case(seed, dtype=torch.float32)
-    results = []
-    for call, inputs in ((case.run, case.inputs), (case.loop, [x.double() for x in case.inputs])):
-        y = call(*inputs)
-        torch.manual_seed(seed)
-        loss = (torch.randn(y.shape) * y).sum()
-        results.append([each.float() for each in (y, *torch.autograd.grad(loss, case.inputs))])
-    close(*results)
-
-
-def test_many_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    given = [torch.randn(70, 300, 3), torch.randn(300, 2) / 4, torch.randn(70, 300)]
-    given[1][:, 0] = 1
-    results = []
-    for threads, grain in ((1, filters._GRAIN), (7, 1)):
-        monkeypatch.setattr(filters, "_GRAIN", grain)
-        monkeypatch.setattr(filters, "thread_count", lambda count=threads: count)
-        inputs = [each.clone().requires_grad_() for each in given]
-        y = lfilter(*inputs)
-        assert isinstance(y, Tensor)
-        y.square().sum().backward()
-        results.append([y, *(each.grad for each in inputs)])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
-
-
 # -- Derivatives -----------------------------------------------------------------------------------
 
 

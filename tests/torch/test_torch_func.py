@@ -14,13 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sampling import slow
-from some_cells import MGU, SCRN, ByHeads, Elementwise, Leaky, PeepholeLSTM, Spiking, Tied
-from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from some_cells import MGU, PeepholeLSTM, Spiking
+from torch import Tensor
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import sparsescan.torch
@@ -32,9 +28,6 @@ from sparsescan.torch.calls.plain import run_plain
 from sparsescan.torch.calls.shapes import kind_of
 
 EPS = torch.finfo(torch.float64).eps
-THEIRS = {"GRU": nn.GRU, "LSTM": nn.LSTM, "RNN": nn.RNN}
-READ_UNITS = (Leaky,)
-CELLS = [MGU, PeepholeLSTM, Leaky, Spiking, ByHeads]
 
 Params = dict[str, Tensor]
 Function = Callable[[Params, Tensor], Tensor]
@@ -85,27 +78,6 @@ def losses(net: Any) -> tuple[Function, Function]:
     return ours, theirs
 
 
-def drawn(rng: np.random.Generator, most: int = 5) -> tuple[Any, Params]:
-    """Return a module and its parameters."""
-    which = int(rng.integers(2 * len(THEIRS)))
-    inputs, units, layers = (int(n) for n in rng.integers(1, [most, most, 3]))
-    options: dict[str, Any] = {
-        "bias": bool(rng.integers(2)),
-        "bidirectional": bool(rng.integers(2)),
-    }
-    if which < len(THEIRS):
-        kind: Any = getattr(sparsescan.torch, list(THEIRS)[which])
-        if kind is sparsescan.torch.RNN:
-            options["nonlinearity"] = ("tanh", "relu")[rng.integers(2)]
-    else:
-        cell = CELLS[rng.integers(len(CELLS))]
-        inputs, layers = (units, 1) if cell in READ_UNITS else (inputs, layers)
-        units *= 1 + (cell is ByHeads)
-        kind = module(cell)
-    net = kind(inputs, units, layers, **options, dtype=torch.float64)
-    return net, {name: each.detach() for name, each in net.named_parameters()}
-
-
 def directions(rng: np.random.Generator, tensors: Any) -> Any:
     """Return a random direction for each tensor."""
     return torch.utils._pytree.tree_map(
@@ -119,106 +91,6 @@ def several(rng: np.random.Generator, params: Params, count: int) -> Params:
         name: each + 0.1 * torch.from_numpy(rng.standard_normal((count, *each.shape)))
         for name, each in params.items()
     }
-
-
-def maps(f: Function, params: Params, many: Params, xs: Tensor, along: Any) -> Any:
-    """Return results for samples, for models, and for both, and gradients of each."""
-    slope = grad(f)
-    return [
-        vmap(f, (None, 0))(params, xs),
-        vmap(f, (0, None))(many, xs[0]),
-        vmap(f)(many, xs),
-        vmap(slope, (None, 0))(params, xs),
-        vmap(slope)(many, xs),
-        vmap(vmap(slope, (None, 0)), (0, None))(many, xs),
-        vmap(vmap(slope, (0, None)), (None, 0))(many, xs),
-        grad(lambda params: vmap(f, (None, 0))(params, xs).sum())(params),
-    ]
-
-
-def modes(f: Function, params: Params, many: Params, xs: Tensor, along: Any) -> Any:
-    """Return derivatives in a direction, by both modes."""
-    own, x = along, xs[0]
-    with forward_ad.dual_level():
-        dual = f(params, forward_ad.make_dual(x, own[1]))
-        tangent = forward_ad.unpack_dual(dual).tangent
-    return [
-        jvp(f, (params, x), own),
-        jvp(lambda x: f(params, x), (x,), (own[1],)),
-        jvp(grad(f), (params, x), own),
-        jvp(grad(f, 1), (params, x), own),
-        vmap(lambda x: jvp(grad(f), (params, x), own))(xs),
-        vmap(lambda params, x: jvp(f, (params, x), own))(many, xs),
-        tangent,
-    ]
-
-
-def jacobians(f: Function, params: Params, many: Params, xs: Tensor, along: Any) -> Any:
-    """Return all derivatives of a small network in the input."""
-    x = xs[0][:2, :1]
-    return [
-        jacrev(lambda x: grad(f, 1)(params, x))(x),
-        jacfwd(lambda x: f(params, x))(x),
-        hessian(lambda x: f(params, x))(x),
-        torch.autograd.functional.hessian(lambda x: f(params, x), x),
-        torch.autograd.functional.jacobian(
-            lambda x: f(params, x) * torch.arange(3), x, vectorize=True
-        ),
-        grad(lambda x: (grad(f, 1)(params, x) ** 2).sum())(x),
-    ]
-
-
-def check(seed: int, transforms: Callable[..., Any], most: int = 5) -> None:
-    rng = np.random.default_rng(seed)
-    torch.manual_seed(seed)
-    net, params = drawn(rng, most)
-    steps, batch, count = (int(n) for n in rng.integers(1, 4, 3))
-    xs = torch.from_numpy(rng.standard_normal((count, steps, batch, net.input_size)))
-    many = several(rng, params, count)
-    along = directions(rng, (params, xs[0]))
-    ours, theirs = losses(net)
-    close(transforms(ours, params, many, xs, along), transforms(theirs, params, many, xs, along))
-
-
-@settings(max_examples=4)
-@given(st.integers(0, 2**32 - 1))
-def test_maps(seed: int) -> None:
-    check(seed, maps)
-
-
-@settings(max_examples=4)
-@given(st.integers(0, 2**32 - 1))
-def test_both_modes(seed: int) -> None:
-    check(seed, modes)
-
-
-@settings(max_examples=3)
-@given(st.integers(0, 2**32 - 1))
-def test_jacobians(seed: int) -> None:
-    check(seed, jacobians, 3)
-
-
-@pytest.mark.parametrize("kind", list(THEIRS))
-def test_pytorchs_own(kind: str) -> None:
-    """Derivatives of PyTorch's modules, as far as it has them, and a loop where it has none."""
-    torch.manual_seed(0)
-    theirs = THEIRS[kind](3, 4, 2, bidirectional=True, dtype=torch.float64)
-    ours = getattr(sparsescan.torch, kind)(3, 4, 2, bidirectional=True, dtype=torch.float64)
-    ours.load_state_dict(theirs.state_dict())
-    xs = torch.randn(3, 5, 2, 3, dtype=torch.float64)
-    params = {name: each.detach() for name, each in theirs.named_parameters()}
-
-    def loss(net: Any) -> Function:
-        return lambda params, x: functional_call(net, params, (x,))[0].sin().sum()
-
-    own, other = loss(ours), loss(theirs)
-    close(jacrev(own)(params, xs[0]), jacrev(other)(params, xs[0]))
-    each = [grad(other)(params, x) for x in xs]
-    close(
-        vmap(grad(own), (None, 0))(params, xs),
-        {name: torch.stack([one[name] for one in each]) for name in params},
-    )
-    close(hessian(own, 1)(params, xs[0][:2]), hessian(other, 1)(params, xs[0][:2]))
 
 
 def test_packed_sequences_and_resets() -> None:
@@ -275,15 +147,6 @@ def test_forward_mode_twice_through_a_surrogate() -> None:
     net = module(Spiking)(1, 2, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match="expected reverse mode once"):
         jacfwd(jacfwd(lambda x: net(x)[0].sum()))(torch.randn(3, 1, 1, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("cell", slow(SCRN, Tied, Elementwise))
-def test_other_cells(cell: Any) -> None:
-    net = module(cell)(3, 3, dtype=torch.float64)
-    params = {name: each.detach() for name, each in net.named_parameters()}
-    x = torch.randn(4, 2, 3, dtype=torch.float64)
-    along = directions(np.random.default_rng(0), (params, x))
-    close(*(jvp(grad(f, (0, 1)), (params, x), along) for f in losses(net)))
 
 
 def test_a_cell_whose_input_is_multiplied_like_a_state() -> None:
