@@ -15,7 +15,7 @@ from ..graph.known import Known, is_zero, known_of
 from ..graph.operations import Node, Reduction, symbol
 from ..locks import cached_property
 from ..symbolic.implicit import ImplicitPattern
-from ..symbolic.pattern import Pattern, keys_of, of_keys, of_mask, product, rows_of, trusted
+from ..symbolic.pattern import Pattern, keys_of, of_keys, of_mask, product, rows_of
 from .heads import whole_of
 from .linear import ONE, Factors, Key, factors, key_of
 from .program import INPUT, CellProgram, Slot
@@ -303,18 +303,14 @@ class Structure:
         if all(len(own) == count and all(dense for _, dense in own) for own in blocks.values()):
             return Pattern.dense((size, size))
         check_memory(f"the pattern of a cell with {size} states", 17 * size * size)
-        columns, lengths = [], []
-        for k in range(count):
-            parts = [
-                np.broadcast_to(unit, (self.size, self.size)) + j * self.size
-                if is_dense
-                else unit[:, None] + j * self.size
-                for j, is_dense in blocks.get(k, [])
-            ]
-            rows = np.hstack([np.empty((self.size, 0), np.int64), *parts])
-            columns.append(rows.reshape(-1))
-            lengths += [rows.shape[1]] * self.size
-        return trusted(np.cumsum([0, *lengths]), np.concatenate(columns), (size, size))
+        mask = np.zeros((count, self.size, count, self.size), bool)
+        for k, own in blocks.items():
+            for j, is_dense in own:
+                if is_dense:
+                    mask[k, :, j] = True
+                else:
+                    mask[k, unit, j, unit] = True
+        return of_mask(mask.reshape(size, size))
 
     # -- Entries of the pattern -----------------------------------------------------------------
 

@@ -365,8 +365,10 @@ def counted(shape: tuple[int, int], nnz: int) -> Pattern:
 
 def of_mask(mask: NDArray[np.bool_]) -> Pattern:
     """Return the pattern with an entry wherever a matrix is True."""
-    rows, columns = np.nonzero(mask)
-    return trusted(indptr_of(rows, len(mask)), columns, (mask.shape[0], mask.shape[1]))
+    (rows, cols), counts = mask.shape, np.count_nonzero(mask, axis=1)
+    numbers = np.arange(cols, dtype=index_dtype((rows, cols), int(counts.sum())))
+    columns = np.broadcast_to(numbers, mask.shape)[mask]
+    return trusted(np.append(0, np.cumsum(counts)), columns, (rows, cols))
 
 
 def of_keys(keys: NDArray[np.int64], shape: tuple[int, int]) -> Pattern:
