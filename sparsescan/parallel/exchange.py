@@ -9,7 +9,6 @@ for the one before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 ALGORITHMS = ("doubling", "linear")
@@ -70,14 +69,6 @@ def exscan_messages(algorithm: str, size: int, rank: int) -> int:
     if algorithm == "linear":
         return int(rank < size - 1)
     return sum((rank ^ (1 << k)) < size for k in range((size - 1).bit_length()))
-
-
-def total(time: Callable[[Merge], float], scan: Sequence[Sequence[Sequence[Merge]]]) -> float:
-    """Return the time of all rounds, if in each the slowest rank holds up the others."""
-    return sum(
-        max((sum(time(merge) for merge in merges) for merges in ranks), default=0.0)
-        for ranks in scan
-    )
 
 
 def allreduce_rounds(size: int) -> int:

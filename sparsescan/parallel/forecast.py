@@ -17,7 +17,7 @@ from ..formatting import align, format_bytes, format_time
 from ..plan.choice import InputKind
 from ..plan.costs.operations import Model, run_time
 from ..symbolic.pattern import Pattern, PatternProducts, TooLargeError
-from .exchange import ALGORITHMS, allreduce_messages, exscan_messages, rounds, total
+from .exchange import ALGORITHMS, allreduce_messages, exscan_messages, rounds
 from .grid import Grid, check_grid
 from .loads import costs_of_shares
 from .maps import Capacity, Ranges, ScanTerms, product_bytes, vector_words
@@ -246,7 +246,11 @@ def _by_products(setting: Setting, form: str, algorithm: str, limited: bool) -> 
     )
     nbytes = 8 * capacity.words(terms)
     call = setting.network.call
-    merging = total(lambda merge: call + times[programs[merge]], scan)
+    # In each round the slowest rank holds up the others.
+    merging = sum(
+        max(sum(call + times[programs[merge]] for merge in merges) for merges in ranks)
+        for ranks in scan
+    )
     first, *others = parts
     working = max(
         [first.nanoseconds, *(cost.nanoseconds for cost in maps[1:-1] if cost is not None)]
@@ -333,20 +337,10 @@ def predict(
     constants = network or Network.load()
     # Costs of equal parts and equal steps.
     known: dict[Any, Any] = {}
-    ways = [_predict(patterns, each, batch, chosen, constants, known) for each in grids]
-    return min(ways, key=lambda forecast: forecast.nanoseconds)
-
-
-def _predict(
-    patterns: Sequence[Pattern],
-    grid: Grid,
-    batch: int,
-    dtype: np.dtype[Any],
-    network: Network,
-    known: dict[Any, Any],
-) -> Forecast:
-    model = InputKind(-(-batch // grid.batch), dtype).model()
-    ways = forecasts(setting_of_equal_parts(patterns, grid, model, network, known))
+    ways: list[Forecast] = []
+    for each in grids:
+        model = InputKind(-(-batch // each.batch), chosen).model()
+        ways += forecasts(setting_of_equal_parts(patterns, each, model, constants, known))
     return min(ways, key=lambda forecast: forecast.nanoseconds)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -157,16 +158,11 @@ def observe(communicator: Communicator, buffers: NDArray[np.int64]) -> str:
     communicator.exclusive_scan(element, prefix, note, 0)
     everywhere: Sequence[list[Merge]] = communicator.gather(sorted(seen))
     for algorithm in ALGORITHMS:
-        if everywhere == _in_order(rounds(algorithm, communicator.size)):
+        scan = rounds(algorithm, communicator.size)
+        if everywhere == [sorted(chain(*each)) for each in zip(*scan, strict=True)]:
             return algorithm
     # A vendor may have another one, which will not be worse than the usual.
     return ALGORITHMS[0]
-
-
-def _in_order(scan: Sequence[Sequence[Sequence[Merge]]]) -> list[list[Merge]]:
-    """Return the merges of every rank in all rounds of a scan, sorted."""
-    size = len(scan[0]) if scan else 1
-    return [sorted(merge for merges in scan for merge in merges[rank]) for rank in range(size)]
 
 
 def network_file() -> Path | None:
