@@ -411,25 +411,12 @@ def _gradients_along(
     form: _Form, above: Sequence[Any], given: Sequence[Any], slopes: Sequence[Any]
 ) -> Any:
     """Return the derivatives of the gradients in all numbers in a direction of these."""
-    if form.members:
-        each = functools.partial(_gradients_along, form.one)
-        return jax.vmap(each)(list(above), list(given), list(slopes))
     numbers, marks = given[: form.size], given[form.size :]
-    if _is_by_layers(form):
-        by_layers = functools.partial(_by_layers, form, marks)
 
-        def product(*numbers: Any) -> Any:
-            own = jax.jvp(by_layers, numbers, tuple(slopes))[1]
-            return sum(jnp.vdot(a, b) for a, b in zip(above, own, strict=True))
+    def along(*numbers: Any) -> Any:
+        return _along(form, [*numbers, *marks], slopes)
 
-        return jax.grad(product, tuple(range(form.size)))(*numbers)
-    made = _tangent(form.network, bool(form.options.return_states))
-    own = form._replace(network=made.network)
-    whole = [*made.joined(numbers, slopes), *marks]
-    *_, kept = _run.bind(*whole, form=own, keeps="all")
-    both = made.layer.above(FUNCTIONS, *above)
-    grads = _gradients.bind(kept, *both, *whole, form=own, maps=0, needs_x=True)
-    return made.parted(grads)
+    return jax.vjp(along, *numbers)[1](tuple(above))
 
 
 def _is_by_layers(form: _Form) -> bool:
@@ -486,18 +473,16 @@ class _TangentNetwork(NamedTuple):
     network: TracedNetwork
     masks: list[Any]
 
-    def joined(self, numbers: Sequence[Any], slopes: Sequence[Any]) -> list[Any]:
+    def joined(self, *given: Sequence[Any]) -> list[Any]:
         """Return the numbers of this layer, from those of the other and a direction."""
-        return self.layer.joined(FUNCTIONS, *map(self._masked, (numbers, slopes)))
-
-    def parted(self, grads: Sequence[Any]) -> list[Any]:
-        """Return the gradients in the numbers of the other layer."""
-        return self._masked(self.layer.parted(FUNCTIONS, grads))
-
-    def _masked(self, numbers: Sequence[Any]) -> list[Any]:
-        """Return numbers that are 0 where a weight is pruned."""
-        pairs = zip(numbers, self.masks, strict=True)
-        return [each if mask is None else jnp.where(mask, each, 0) for each, mask in pairs]
+        masked = [
+            [
+                each if mask is None else jnp.where(mask, each, 0)
+                for each, mask in zip(arrays, self.masks, strict=True)
+            ]
+            for arrays in given
+        ]
+        return self.layer.joined(FUNCTIONS, *masked)
 
 
 @functools.lru_cache(maxsize=256)
