@@ -41,8 +41,8 @@ class HostMemory(HostSizes, Memory):
         self, network: Layers, directions: list[Direction], extent: Extent, calls: Calls
     ) -> None:
         super().__init__(network, directions, extent)
-        self.calls, self._is_reset, self._has_reset_states = calls, False, False
-        self.groups: list[_Group] = []
+        self.calls, self.groups = calls, list[_Group]()
+        self._samples_of: dict[int, Sequence] = {}
         self._row_orders = [each.row_order(self.group) for each in directions]
         self._grad_orders = [each.grad_orders for each in directions]
         self._sum_tables = [each.sum_table for each in directions]
@@ -59,22 +59,6 @@ class HostMemory(HostSizes, Memory):
                 self.calls.launch(kernels.prepare, self.groups[0].sequence(k, (0, 0)))
         return self.packed
 
-    # -- Passes -----------------------------------------------------------------------------------
-
-    def forward(
-        self,
-        params: list[list[Array]],
-        x: Array,
-        state: Any,
-        lengths: NDArray[np.int64] | None,
-        resets: NDArray[np.uint8] | None = None,
-    ) -> tuple[Array, Array]:
-        """Return outputs and last states."""
-        self._samples_of: dict[int, Sequence] = {}
-        self._is_reset = resets is not None
-        self._has_reset_states = has_reset_states(state, len(self.directions))
-        return super().forward(params, x, state, lengths, resets)
-
     def allocate(self) -> None:
         """Take the memory."""
         check_memory(f"{self.steps} steps of {self.batch} samples", self.nbytes)
@@ -84,11 +68,13 @@ class HostMemory(HostSizes, Memory):
             arrays.setdefault(name, []).append(take(count, self.dtype))
         none = np.zeros(0, self.dtype)
         self.states, self.cells = arrays["states"], [none, *arrays["cells"]]
-        self._befores = [none, *arrays.get("states before", [])]
-        self._before_cells = [none, *arrays.get("cells before", [])]
-        self._resets = np.zeros(0, np.uint8)
+        # The states that the next step reads, and which samples begin anew before each step.
+        self.befores, self.before_cells = self.states, self.cells
+        self.resets: NDArray[np.uint8] = np.zeros(0, np.uint8)
         if self._has_resets:
-            self._resets = self.calls.zeros((self.steps + 1) * self.padded, np.uint8)
+            self.befores = [none, *arrays["states before"]]
+            self.before_cells = [none, *arrays["cells before"]]
+            self.resets = self.calls.zeros((self.steps + 1) * self.padded, np.uint8)
         (self.lengths,), (self.zeros,) = arrays["lengths"], arrays["zeros"]
         self._grads, self._parts = arrays["grads"], arrays["part"]
         (self._above,) = arrays.get("above", [none])
@@ -129,21 +115,6 @@ class HostMemory(HostSizes, Memory):
         is_first = arrays is self.states or arrays is self.befores
         planes = 1 if is_first else one.states - 1
         return arrays[one.layer][one.back * planes * self.plane :]
-
-    @property
-    def befores(self) -> list[Array]:
-        """The first states that the next step reads, of all layers."""
-        return self._befores if self._is_reset else self.states
-
-    @property
-    def before_cells(self) -> list[Array]:
-        """The other states that the next step reads."""
-        return self._before_cells if self._is_reset else self.cells
-
-    @property
-    def resets(self) -> NDArray[np.uint8]:
-        """Which samples begin anew before each step; empty if none ever does."""
-        return self._resets if self._is_reset else self._resets[:0]
 
     # -- The caller's arrays ----------------------------------------------------------------------
 
@@ -202,19 +173,20 @@ class HostMemory(HostSizes, Memory):
         :func:`~sparsescan.recurrent.memory.beside`.
         """
         self._x, self._is_shorter = x.reshape(-1), lengths is not None
+        self._has_reset_states = has_reset_states(state, len(self.directions))
         self._states_apart = isinstance(state, list)
         states = _listed(np.zeros(0, self.dtype) if state is None else state)
         for k, one in enumerate(self.directions):
             place, slot = self._place(k), self.steps + 1 if one.back else 0
             self._read_states(place, self._state_parts(k), slot, states)
-            if self._is_reset:
+            if self._has_resets:
                 parts, end = self._state_parts(k, before=True), self.steps + 1 - slot
                 anew = states if self._has_reset_states else [self.no_caller.x]
                 self._read_states(place + 1, parts, end, anew)
         counts = np.zeros(0, np.int64) if lengths is None else lengths
         self.calls.launch(callers.lengths_in, self._all_samples(0), self.lengths, counts)
         if resets is not None:
-            where = self._all_samples(0), self._resets, resets.reshape(-1), counts
+            where = self._all_samples(0), self.resets, resets.reshape(-1), counts
             self._for_steps(partial(self.calls.launch, callers.resets_in, *where))
         if not self.has_sample_lanes or self.per_layer > 1:
             caller = self.no_caller._replace(x=self._x, is_shorter=self._is_shorter)
@@ -328,7 +300,7 @@ class HostMemory(HostSizes, Memory):
         self.in_further = self.no_caller.x
         for k in range(len(self.directions)):
             self._read_states(k, self._carry_parts(k), -1, _listed(carry))
-            if self._is_reset:
+            if self._has_resets:
                 parts = self._carry_parts(k, of_resets=True)
                 self._read_states(k, parts, -1, [self.no_caller.x])
 
