@@ -13,13 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from update_rule import start_of, transcription
 
+from bench.stale_weights import Array, Gradients, Simulation, cross_entropy
 from sparsescan.jacobians import Linear, Residual, Sequential, Tanh, from_torch
 from sparsescan.jacobians.shared.operator import Operator
 from sparsescan.strategies import Machine, build
 from sparsescan.strategies.pipeline import MicroBatches, Pipeline, Placement
-
-from . import lenet5, pipeline
-from .stale_weights import Array, Gradients, Simulation, cross_entropy
 
 BATCH, RATE = 3, 0.2
 
@@ -201,6 +199,9 @@ def entries(lists: Any) -> int:
 
 @pytest.mark.slow
 def test_stages_of_pytorch_learn_what_the_operators_do() -> None:
+    pytest.importorskip("torch")
+    from bench import lenet5, pipeline
+
     module, placement = lenet5.lenet5(pipeline.TANH), Placement(12, pipeline.GROUPS)
     ops = from_torch(module, (1, 32, 32))
     ours, theirs = (
