@@ -305,11 +305,14 @@ def test_normalised_samples_have_nothing_to_do_with_each_other(name: str, units:
         pairs = [(alone, output[:, own]), (state, last[:, own])]
         pairs += [(found.input, grads.input[:, own]), (found.state, grads.state[:, own])]
         for a, other in pairs:
-            np.testing.assert_allclose(a, other, rtol=0, atol=1e-12)
+            # First gradients behind a normalisation of zeros are hundreds.
+            bound = 1e-13 * max(10, np.abs(other).max())
+            np.testing.assert_allclose(a, other, rtol=0, atol=bound)
         for key, each in found.params.items():
             sums[key] += each
     for key, each in grads.params.items():
-        np.testing.assert_allclose(each, sums[key], rtol=0, atol=1e-11)
+        bound = 1e-13 * max(100, np.abs(sums[key]).max())
+        np.testing.assert_allclose(each, sums[key], rtol=0, atol=bound)
 
 
 @settings(max_examples=long_run(60, 6), phases=[Phase.generate])
