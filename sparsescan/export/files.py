@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 from ..checks import check_choice, check_count
 from ..errors import InputError, InputTypeError, short
 from ..graph.render.c import functions_for
-from .parts import Layer, Model, read
+from .parts import Layer, Model, Step, read
 from .source import HELPERS, Source
 
 
@@ -263,6 +263,11 @@ void {name}_init({name}_state *state);
             lines += [f"        state->{field}[n][k] = {begin};", "    }"]
         return _function(f"void {self.name}_init({self.name}_state *state)", [*lines, "}"])
 
+    def _call(self, step: Step, function: str, vector: str, row: str) -> str:
+        """Return how a call of a step begins, with what is in a row of `x` behind the inputs."""
+        given = f", {row} + {self.inputs - self.model.given}" * step.is_given
+        return f"{function}({vector}{given}"
+
     def _step(self) -> str:
         """Return the function of one step, of networks of one direction."""
         lines, arrays, vector = list[str](), list[str](), f"x + n * {self.inputs}"
@@ -271,7 +276,8 @@ void {name}_init({name}_state *state);
             into = f"y + n * {self.outputs}"
             if isinstance(part, Layer):
                 state = f"state->{self.names[function]}[n]"
-                lines += [f"{function}({vector}, {state});"]
+                given = f"x + n * {self.inputs}"
+                lines += [f"{self._call(part.steps[0], function, vector, given)}, {state});"]
                 lines += [f"copy({into}, {state}, {part.outputs});"] * is_last
                 vector = state
                 continue
@@ -306,7 +312,9 @@ void {name}_init({name}_state *state);
                     units = part.outputs // len(functions)
                     to += f" + {units}" * back
                     state = f"state->{self.names[function]}[n]"
-                    lines += [f"        {function}({given}, {state});"]
+                    whole = f"x + {row} * {self.inputs}"
+                    call = self._call(part.steps[back], function, given, whole)
+                    lines += [f"        {call}, {state});"]
                     lines += [f"        copy({to}, {state}, {units});"]
                 else:
                     lines += [f"        {function}({given}, {to});"]

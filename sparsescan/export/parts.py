@@ -60,7 +60,7 @@ class Step(NamedTuple):
     rows : list of ndarray
         The parameters that elementwise operations read.
     further : tuple of float or int
-        For each further input its number, or its place behind the input.
+        For each further input its number, or its place among what a call gives.
     initial : ndarray or None
         The initial states one after the other; None for zeros.
     """
@@ -73,6 +73,11 @@ class Step(NamedTuple):
     rows: list[Array]
     further: tuple[float | int, ...] = ()
     initial: Array | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it reads what a call gives."""
+        return any(isinstance(each, int) for each in self.further)
 
 
 class Layer(NamedTuple):
@@ -128,6 +133,8 @@ class Model(NamedTuple):
     ----------
     inputs : int
         How many numbers an input has.
+    given : int
+        How many of these, the last ones, are further inputs of steps.
     parts : list of Part
         The parts.
     dtype : numpy.dtype
@@ -135,6 +142,7 @@ class Model(NamedTuple):
     """
 
     inputs: int
+    given: int
     parts: list[Part]
     dtype: np.dtype[Any]
 
@@ -143,11 +151,11 @@ def read(model: Any) -> Model:
     """Return the parts of a model; see :func:`.export.c` for what it may be."""
     parts: list[Part] = []
     dtypes: list[Any] = []
-    inputs = width = 0
+    inputs = width = given = 0
     for each in _flat(model):
         title = _title(each)
         if isinstance(each, Cell | Recurrent):
-            own_width, own, params = _network_parts(each)
+            own_width, given, own, params = _network_parts(each, given)
         elif title == "Linear":
             weights, bias = _array(each, "weight"), _array(each, "bias")
             own_width, params = weights.shape[1], (weights,)
@@ -173,7 +181,7 @@ def read(model: Any) -> Model:
         dtypes += [param.dtype for param in params]
     if not parts:
         raise InputError(f"network is {short(model)}; expected at least one layer")
-    return Model(inputs, parts, np.result_type(*dtypes))
+    return Model(inputs + given, given, parts, np.result_type(*(dtypes or [np.float32])))
 
 
 def _title(layer: Any) -> str:
@@ -211,8 +219,11 @@ def _array(layer: Any, name: str) -> Any:
     return layer.kept_weight(np) if name == "weight" else getattr(layer, name)
 
 
-def _network_parts(network: Any) -> tuple[int, list[Part], Iterable[Any]]:
-    """Return the width, the layers and the parameters of a network or a cell."""
+def _network_parts(network: Any, given: int) -> tuple[int, int, list[Part], Iterable[Any]]:
+    """Return the width, the layers and the parameters of a network or a cell.
+
+    Returns how many numbers are given to it and those before, too.
+    """
     net = OneCell(network) if isinstance(network, Cell) else network
     short, size = short_of(net), net.cells[0][0].hidden_size
     if short is not None:
@@ -221,22 +232,22 @@ def _network_parts(network: Any) -> tuple[int, list[Part], Iterable[Any]]:
             for back, cell in enumerate(cells):
                 for name in cell.params:
                     setattr(cell, name, params[net.name_of(name, layer, back)])
-    given = iter(
+    fixed = iter(
         each.declared.values(each.p)[1] if isinstance(each.declared, Mask) else None
         for each in of_network(net)
     )
-    width, layers = net.input_size, list[Part]()
+    layers = list[Part]()
     for cells in net.cells:
         steps = []
         for cell in cells:
             further = []
-            for value in [next(given) for _ in cell.program.further_grads]:
-                further.append(width if value is None else float(value))
-                width += cell.hidden_size * (value is None)
+            for value in [next(fixed) for _ in cell.program.further_grads]:
+                further.append(given if value is None else float(value))
+                given += cell.hidden_size * (value is None)
             steps.append(_step(cell, tuple(further)))
         layers.append(Layer(tuple(steps), cell.hidden_size))
     layers[-1] = Layer(tuple(steps), size)
-    return width, layers, network.params.values()
+    return net.input_size, given, layers, network.params.values()
 
 
 def _step(cell: Any, further: tuple[float | int, ...]) -> Step:
@@ -267,10 +278,10 @@ def _joined(products: Sequence[Product], units: int) -> list[Product]:
     order = [*dict.fromkeys(each.argument for each in products)]
     joined: list[Product] = []
     for each in sorted(products, key=lambda one: order.index(one.argument)):
-        heads, _, rows = each.weights.shape
+        heads, cols, rows = each.weights.shape
         last = joined[-1] if joined else each
         end = last.slot * units + last.weights.shape[2]
-        is_whole = (heads, rows, len(last.weights)) == (1, units, 1)
+        is_whole = (heads, rows, last.weights.shape[:2]) == (1, units, (1, cols))
         if is_whole and last.argument is each.argument and end == each.slot * units:
             whole = np.concatenate([last.weights, each.weights], axis=2)
             joined[-1] = last._replace(weights=whole)

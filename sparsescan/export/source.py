@@ -155,7 +155,7 @@ class Source:
             if each.operation == "further":
                 value = step.further[place]
                 is_given = isinstance(value, int)
-                return f"x[{value} + k]" if is_given else literal(value, self.dtype)
+                return f"given[{value} + k]" if is_given else literal(value, self.dtype)
             array = {"state": source, "slot": "s"}.get(each.operation)
             return f"{array}[{place * units} + k]" if array else ""
 
@@ -190,8 +190,11 @@ class Source:
         ]
         lines += _loop(units, body)
         reads_x = source == "x" or any("x[" in line or " x," in line for line in lines)
-        given = f"const real *x, {target}"
-        return self._function(given, arrays, lines if reads_x else ["(void)x;", *lines])
+        unread = ["(void)x;"] * (not reads_x)
+        if step.is_given:
+            unread += ["(void)given;"] * (not any("given[" in line for line in lines))
+        given = "const real *given, " * step.is_given
+        return self._function(f"const real *x, {given}{target}", arrays, [*unread, *lines])
 
     def _products(self, step: Step, vectors: dict[Node, str], source: str) -> Iterator[str]:
         """Yield what multiplies and reduces vectors; states are in an array, and read at first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import shutil
 import subprocess
@@ -20,7 +21,17 @@ from sparsescan.graph.functions import sigmoid, tanh
 from sparsescan.graph.operations import OPERATIONS
 from sparsescan.graph.render.c import functions_for
 from sparsescan.recurrent import GRU, LSTM, RNN, Cell, GRUCell, Recurrent, catalogue
-from sparsescan.recurrent.definition import Hidden, Initial, Input, declared, sizes_of
+from sparsescan.recurrent.definition import (
+    Given,
+    Hidden,
+    Initial,
+    Input,
+    Mask,
+    declared,
+    further_of,
+    sizes_of,
+)
+from sparsescan.recurrent.further import of_network
 
 Array = np.ndarray[Any, Any]
 CLEAN = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-Wpedantic"]
@@ -97,18 +108,31 @@ def random_network(cell: type[Cell], rng: Any, *sizes: Any, **options: Any) -> R
 
 
 def plain(network: Recurrent, x: Array) -> Array:
-    """Return the outputs of a network, step by step in NumPy."""
-    given = x.astype(np.float64)
+    """Return the outputs of a network, step by step in NumPy.
+
+    What a call gives to steps is behind the inputs; masks are their expectations.
+    """
+    units, place = network.cells[0][0].hidden_size, network.input_size
+    given, further = x[..., :place].astype(np.float64), iter(of_network(network))
     for cells in network.cells:
         outputs = []
         for back, cell in enumerate(cells):
+            columns = [given]
+            for each in itertools.islice(further, len(further_of(type(cell)))):
+                if isinstance(each.declared, Mask):
+                    expectation = each.declared.values(each.p)[1]
+                    columns.append(np.full((*x.shape[:2], units), expectation))
+                else:
+                    columns.append(x[..., place : place + units].astype(np.float64))
+                    place += units
+            inputs = np.concatenate(columns, -1)
             state = np.zeros((x.shape[1], cell.state_size))
             if isinstance(cell, Begun):
                 state[:, cell.hidden_size :] = cell.params["begin"]
             size, *_ = sizes_of(type(cell), cell.options, cell.hidden_size)
             found = np.empty((*x.shape[:2], size))
             for t in reversed(range(len(x))) if back else range(len(x)):
-                state = cell.forward(given[t], state)
+                state = cell.forward(inputs[t], state)
                 found[t] = state[:, :size]
             outputs.append(found)
         given = np.concatenate(outputs, -1)
@@ -125,6 +149,26 @@ class Begun(Cell):
     def step(self, x: Any, h: Any, c: Any) -> Any:
         c = tanh(self.weight_ih(x) + self.weight_hh(h)) - 0.5 * c
         return sigmoid(c), c
+
+
+class Mixed(Cell):
+    """One vector is multiplied by a whole matrix, and by one of few columns."""
+
+    weight_ih = Input()
+    weight_hh = Hidden("a", bias=False)
+    few = Hidden("a", cols=1)
+
+    def step(self, x: Any, h: Any) -> Any:
+        return sigmoid(self.few.a(h) + self.weight_ih(x)) * tanh(self.weight_hh.a(h))
+
+
+class Bare(Cell):
+    """A step without parameters, which reads an input that is given."""
+
+    drive = Given()
+
+    def step(self, x: Any, h: Any) -> Any:
+        return tanh(x - 0.5 * h * self.drive)
 
 
 class Folder:
@@ -222,7 +266,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Folder:
         kind = "series" if place % 2 else "libm"
         outputs, *_ = sizes_of(cell, net.cells[0][0].options, units)
         folder.add(net, net.input_size, outputs, batch=1 + place % 2, functions=kind)
-    for cell in (Tied, SCRN, Normalised, ByHeads, Begun):
+    for cell in (Tied, SCRN, Normalised, ByHeads, Begun, Mixed):
         net = random_network(cell, rng, 5, 10, num_layers=2)
         folder.add(net, 5, 10)
     return folder
@@ -344,13 +388,20 @@ def test_layers_of_numpy_and_inputs_that_are_given(tmp_path: Path) -> None:
 
     folder.add([gru, layers], 2, 4, head, batch=3)
     driven = random_network(Driven, rng, 2, 5)
+    folder.add(driven, 2 + 2 * 5, 5)
+    folder.add(driven.cells[0][0], 2 + 2 * 5, 5, lambda x: plain(driven, x))
+    for directions in (1, 2):
+        options = {"num_layers": 3, "bidirectional": directions == 2}
+        deep = random_network(Driven, rng, 2, 5, **options)
+        folder.add(deep, 2 + 3 * directions * 2 * 5, 5 * directions, batch=2)
+    first = jacobians.Linear(3, 2, dtype=np.float64, rng=rng)
 
-    def given(x: Array) -> Array:
-        mask = np.full((*x.shape[:2], 5), 0.6)  # the expectation
-        return plain(driven, np.concatenate([x, mask], -1))
+    def behind(x: Array) -> Array:
+        own = np.asarray(first.forward(x[..., :3].reshape(-1, 3))).reshape(*x.shape[:2], 2)
+        return plain(driven, np.concatenate([own, x[..., 3:]], -1))
 
-    folder.add(driven, 2 + 2 * 5, 5, given)
-    folder.add(driven.cells[0][0], 2 + 2 * 5, 5, given)
+    folder.add([first, driven], 3 + 2 * 5, 5, behind)
+    folder.add(random_network(Bare, rng, 4, 4), 4 + 4, 4, dtype=np.float64)
     folder.check("gcc")
 
 
