@@ -84,8 +84,15 @@ def _converted(equation: Equation, a: Node) -> Node:
 def _power(equation: Equation, a: Node) -> Node:
     if abs(equation.options["y"]) > 16:
         equation.refuse("a large power")
-    power: Node = a ** equation.options["y"]
-    return power
+    return powered(a, equation.options["y"])
+
+
+def powered(a: Node, exponent: float | None) -> Node:
+    """Return a power of a number, whose derivative is p·a^(p - 1), also where that is infinite."""
+    power: Node = a**exponent
+    if exponent is None or exponent >= 0:
+        return power
+    return apply("surrogate", power, a, exponent * (power / a))
 
 
 def _real_power(equation: Equation, a: Node, exponent: Node) -> Node:
@@ -120,14 +127,22 @@ def _rounded(shift: Callable[[Node, Node], Node], is_even: bool = True) -> Opera
     return compute
 
 
+def _half_power(a: Node) -> Node:
+    """Return ``exp(a) / 2``, which is finite where ``exp(a)`` is not yet."""
+    root = apply("exp", 0.5 * a)
+    power = (0.5 * root) * root
+    return apply("surrogate", power, a, power)
+
+
 def _sinh(equation: Equation, a: Node) -> Node:
-    u = apply("expm1", apply("absolute", a))
-    size = apply("where", u < 1e8, 0.5 * (u + u / (u + 1)), 0.5 * u)
-    return apply("surrogate", apply("where", a < 0, -size, size), a, _cosh(equation, a))
+    size = apply("absolute", a)
+    u = apply("expm1", size)
+    found = apply("where", u < 1e18, 0.5 * (u + u / (u + 1)), _half_power(size))
+    return apply("surrogate", apply("where", a < 0, -found, found), a, _cosh(equation, a))
 
 
 def _cosh(equation: Equation, a: Node) -> Node:
-    return 0.5 * (apply("exp", a) + apply("exp", -a))
+    return _half_power(a) + _half_power(-a)
 
 
 def _polynomial(equation: Equation, a: Node, *coefficients: Node) -> Node:

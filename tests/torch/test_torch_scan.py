@@ -193,7 +193,7 @@ def test_kernels_run_a_body(body: Any, reverse: bool) -> None:
 def refused() -> dict[str, tuple[Step, str]]:
     """Return steps that no kernel runs, and what is in the way."""
     cell, norm = nn.GRUCell(INPUTS, UNITS), nn.BatchNorm1d(UNITS)
-    counts, calls = torch.zeros(()), [0]
+    counts, calls, number = torch.zeros(()), [0], torch.tensor(0.7)
 
     def after(change: Callable[[Tensor], Tensor]) -> Step:
         def step(h: Any, x: Any) -> Any:
@@ -234,6 +234,16 @@ def refused() -> dict[str, tuple[Step, str]]:
         "numpy": (after(lambda h: h + torch.from_numpy(h.detach().numpy())), "numpy"),
         "hooked": (after(hooked), "function"),
         "attribute": (after(lambda h: h * (2 if h.requires_grad else 1)), "requires_grad"),
+        # Of tensors in place of numbers.
+        "bound": (after(lambda h: h.clamp(-0.5, number)), "reads a number"),
+        "alpha": (after(lambda h: torch.add(h, h, alpha=number)), "reads a number"),
+        "full": (after(lambda h: h * torch.full((UNITS,), number)), "reads a number"),
+        "list": (after(lambda h: h * torch.tensor([number] * UNITS)), "reads a number"),
+        "list by name": (after(lambda h: h * torch.as_tensor(data=[number])), "reads a number"),
+        "size": (
+            after(lambda h: h.repeat_interleave((3 * number).long(), 1)[:, :UNITS]),
+            "depends on numbers",
+        ),
     }
     return some
 

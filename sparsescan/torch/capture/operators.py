@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from ...capture.elementwise import powered
 from ...capture.equations import Equation, NotCaptured, Value
 from ...graph import functions
 from ...graph.operations import Node, apply, as_node, value_of
@@ -73,23 +74,41 @@ COPIES: dict[str, Callable[[Any], bool]] = {
 
 
 def _clamp(a: Node, low: Any = None, high: Any = None, **bounds: Any) -> Node:
-    """Return a number between bounds, at which its derivative is 1."""
+    """Return a number between bounds, at which its derivative is 1; the upper bound is the last."""
     low, high = bounds.get("min", low), bounds.get("max", high)
-    made = a
-    if high is not None:
-        made = apply("where", apply("less", high, a), high, made)
-    return made if low is None else apply("where", apply("less", a, low), low, made)
+    if low is not None and high is not None and value_of(as_node(low)) is None:
+        low = apply("where", apply("less", low, high), low, apply("stop_gradient", low))
+    made = a if low is None else _bounded(apply("less", a, low), a, low)
+    return made if high is None else _bounded(apply("less", high, made), made, high)
+
+
+def _bounded(is_beyond: Node, a: Node, bound: Any) -> Node:
+    """Return a number, or its bound where it is beyond that; a bound that is NaN is the result."""
+    if value_of(as_node(bound)) is None:
+        is_beyond = apply("where", bound <= bound, is_beyond, 1)
+    return apply("where", is_beyond, bound, a)
+
+
+def _lerp(a: Node, b: Node, weight: Any) -> Node:
+    """Return ``a + weight·(b - a)``, from the nearer end, which is then exact."""
+    near, rest = a + weight * (b - a), b - (b - a) * (1 - weight)
+    return apply("where", apply("less", apply("absolute", weight), 0.5), near, rest)
+
+
+def _power(a: Node, exponent: Any) -> Node:
+    return powered(a, value_of(as_node(exponent)))
 
 
 def _softplus(a: Node, beta: Any = 1, threshold: Any = 20) -> Node:
-    if value_of(as_node(threshold)) != 20:
-        raise NotCaptured("softplus: a threshold that is not 20")
+    if value_of(as_node(threshold)) != 20 or value_of(as_node(beta)) == 0:
+        raise NotCaptured("softplus: a threshold that is not 20, or no slope")
     found: Node = functions.softplus(beta * a) / beta
     return found
 
 
 def _sign(a: Node) -> Node:
-    return apply("stop_gradient", apply("where", a > 0, 1, apply("where", a < 0, -1, a)))
+    """Return 1, -1 or 0, which is also that of NaN."""
+    return apply("where", a > 0, 1, apply("where", a < 0, -1, 0))
 
 
 def _gelu(a: Node, approximate: str = "none") -> Node:
@@ -121,24 +140,22 @@ _CUSTOM: dict[str, Callable[..., Any]] = {
     "silu": functions.silu,
     "softplus": _softplus,
     "log_sigmoid": lambda a: -functions.softplus(-a),
-    "abs": functions.absolute,
-    "sign": _sign,
-    "sgn": _sign,
+    "abs": lambda a: apply("surrogate", apply("absolute", a), a, _sign(a)),
+    **dict.fromkeys(("sign", "sgn"), lambda a: apply("stop_gradient", _sign(a))),
     "clamp": _clamp,
     "clip": _clamp,
     "clamp_min": _clamp,
     "clamp_max": lambda a, high: _clamp(a, None, high),
     "rsub.Scalar": lambda a, b: b - a,
     "reciprocal": lambda a: 1 / a,
-    "pow.Tensor_Scalar": lambda a, power: a ** value_of(as_node(power)),
+    "pow.Tensor_Scalar": _power,
     "where.self": lambda which, a, b: apply("where", which, a, b),
     "where.ScalarOther": lambda which, a, b: apply("where", which, a, b),
     "where.ScalarSelf": lambda which, a, b: apply("where", which, a, b),
     "masked_fill.Scalar": lambda a, which, b: apply("where", which, b, a),
     "addcmul": lambda a, b, c, value=1: a + value * b * c,
     "addcdiv": lambda a, b, c, value=1: a + value * (b / c),
-    "lerp.Tensor": lambda a, b, weight: a + weight * (b - a),
-    "lerp.Scalar": lambda a, b, weight: a + weight * (b - a),
+    **dict.fromkeys(("lerp.Tensor", "lerp.Scalar"), _lerp),
     "add.Tensor": lambda a, b, alpha=1: a + alpha * b,
     "sub.Tensor": lambda a, b, alpha=1: a - alpha * b,
     "tanhshrink": lambda a: a - apply("tanh", a),

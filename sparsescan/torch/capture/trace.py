@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -41,6 +42,8 @@ _REFUSED = {
     *("item", "__bool__", "__int__", "__float__", "__index__", "__array__", "untyped_storage"),
     *("storage", "_version", "__dlpack__", "__deepcopy__", "__reduce_ex__", "set_"),
 }
+# Functions that read the numbers of tensors in lists, where no mode sees it.
+_READERS = {"tensor", "as_tensor", "asarray", "new_tensor", "new"}
 _CONSTANTS: tuple[type, ...] = (
     *(bool, int, str, type(None), type(...), type),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -214,6 +217,19 @@ class _Silence(TorchDispatchMode):
         self.mode.stop(NotCaptured(f"{call}, which no function of PyTorch shows"))
 
 
+class _Reads(TorchDispatchMode):
+    """Sees numbers that are read out of tensors that the step closes over, as arguments."""
+
+    def __init__(self, mode: _Mode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in call.tags and not isinstance(args[0], FakeTensor):
+            self.mode.stop(NotCaptured(f"{call}, which reads a number out of a tensor"))
+        return call(*args, **(kwargs or {}))
+
+
 class _Recorder(_Mode):
     """Notes calls while operators are traced."""
 
@@ -236,6 +252,10 @@ class _Recorder(_Mode):
                 raise NotCaptured(f"{_function_of()}, a function with gradients of its own")
             if not self.is_plain or name in _REFUSED or name == "_set_grad_enabled":
                 raise NotCaptured(f"{name}, which a trace cannot keep")
+            given = (*args, *(kwargs or {}).values())
+            lists = [each for each in given if isinstance(each, (tuple, list))]
+            if name in _READERS and any(isinstance(k, Tensor) for k in pytree.tree_leaves(lists)):
+                raise NotCaptured(f"{name}, which reads a number out of a tensor")
             found = call(*self.with_stands(args), **self.with_stands(kwargs or {}))
             own = self.noted(found)
         except NotCaptured as error:
@@ -276,6 +296,8 @@ class _Recorder(_Mode):
         fresh = []
         for k, each in enumerate(leaves):
             if isinstance(each, Tensor):
+                if not all(isinstance(size, int) for size in each.shape):
+                    raise NotCaptured("a shape that depends on numbers")
                 place = self.places.get(id(each))
                 if place is None:
                     place = self.places[id(each)] = self.number
@@ -389,7 +411,8 @@ def _traced(key: Any, step: Any, trees: Sequence[Any], likes: Sequence[Like], ma
         mode = _Recorder(root, samples)
         mode.canonical = dict(enumerate(root.found))
         kept.append(mode)
-        leaves, spec = pytree.tree_flatten(mode.run(step, trees, samples))
+        with _Reads(mode):
+            leaves, spec = pytree.tree_flatten(mode.run(step, trees, samples))
         for each in leaves:
             if each is not None and not isinstance(each, Tensor):
                 raise NotCaptured(f"a result of {type(each).__qualname__}")
