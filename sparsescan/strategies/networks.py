@@ -38,7 +38,7 @@ from ..recurrent import Cell, GRUCell, RNNCell
 from ..symbolic.pattern import Pattern
 from .graph import Graph, Layer
 
-#: Names for :func:`built_in`; ``N`` is 8, 14, 20, …, and ``T`` a number of time steps.
+#: Names for :func:`sparsescan.strategies.build`; ``N`` is 8, 14, 20, …, and ``T`` a number of time steps.
 NAMES = (
     "lenet5",
     "alexnet",
@@ -386,7 +386,7 @@ def sequential(name: str, rng: np.random.Generator | int | None = None) -> Seque
     Parameters
     ----------
     name : {"lenet5", "alexnet", "alexnet-owt", "vgg11", "vgg16", "resnet-N"}
-        Name of the network; ``N`` is 8, 14, 20, …, as for :func:`built_in`.
+        Name of the network; ``N`` is 8, 14, 20, …, as for :func:`sparsescan.strategies.build`.
     rng : numpy.random.Generator or int, optional
         Random generator of the parameters, which are drawn when they are first read.
 
@@ -565,7 +565,7 @@ class Recurrent:
         self.steps = check_count("steps", steps, 1)
 
     def graph(self, name: str = "recurrent") -> Graph:
-        """Return the graph, as :func:`built_in` makes it."""
+        """Return the graph, as :func:`sparsescan.strategies.build` makes it."""
         cell, builder = self.cell, Builder(name, (self.cell.state_size,))
         builder.cells(cell, self.steps)
         builder.extend([self.readout])
