@@ -38,7 +38,7 @@ from ..recurrent import Cell, GRUCell, RNNCell
 from ..symbolic.pattern import Pattern
 from .graph import Graph, Layer
 
-#: Names for :func:`sparsescan.strategies.build`; ``N`` is 8, 14, 20, …, and ``T`` a number of time steps.
+#: Names for :func:`sparsescan.strategies.build`; ``N`` is 8, 14, 20, …, and ``T`` a count of steps.
 NAMES = (
     "lenet5",
     "alexnet",
