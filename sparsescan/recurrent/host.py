@@ -319,6 +319,8 @@ class HostMemory(HostSizes, Memory):
         in_all = self.calls.result("input", (self.steps, self.batch, self.widths[0]), self.dtype)
         if self.widths[0] > self.inputs:
             self.in_further = in_all.reshape(-1)
+        if not self.directions[0].reads_input:
+            self.calls.launch(fill_with, in_all.reshape(-1), 0)
         return in_all
 
     def below(self, k: int) -> Array:
@@ -356,7 +358,8 @@ class HostMemory(HostSizes, Memory):
         sums_of = {k: self._zero_sums(k, lots) for k in ks}
         for k in ks:
             self.calls.launch(fill_with, self.row_sums[k], 0)
-            if parts and not self.directions[k].reads_input:
+            # Layers above may have written gradients behind the input of the first direction.
+            if parts and k > 0 and not self.directions[k].reads_input:
                 self.calls.launch(fill_with, parts[self.directions[k].back].reshape(-1), 0)
         for start in reversed(range(0, self.steps, self.segment)) if self.batch else ():
             span = start, min(start + self.segment, self.steps)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from fresh_python import run_python
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from network_oracle import autograd_of
 from plain_networks import plain_run, truncated_grads
 from sampling import examples
-from some_cells import CELLS, Driven
+from some_cells import CELLS, Driven, Unread
 from test_resets import F4, F8, arguments_of, close, made, results_of, rows_for, with_states
 
 from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
@@ -23,6 +23,7 @@ from sparsescan.recurrent import (
     GRU,
     LSTM,
     RNN,
+    Cell,
     GRUCell,
     LSTMCell,
     Recurrent,
@@ -250,13 +251,14 @@ def test_a_process_stays_within_its_limits(tmp_path: Path) -> None:
 
 
 @settings(max_examples=examples(12), deadline=None)
-@given(seeds)
-def test_further_inputs_of_long_series(seed: int) -> None:
+@given(seeds, st.sampled_from([Driven, Unread]))
+@example(0, Unread)
+def test_further_inputs_of_long_series(seed: int, cell: type[Cell]) -> None:
     """Truncated, with all states, and with less memory, beside a loop."""
     rng = np.random.default_rng(seed)
     layers, steps, k = int(rng.integers(1, 3)), int(rng.integers(1, 30)), int(rng.integers(2, 9))
     batch, units = int(rng.choice([1, 3, 16])), int(rng.choice([3, 4]))
-    net = Recurrent(Driven, 2, units, layers, dtype=np.float64, rng=rng)
+    net = Recurrent(cell, 2, units, layers, dtype=np.float64, rng=rng)
     whole: Any = (False, True, "layers")[rng.integers(3)]
     given, (above, carry) = arguments_of(rng, net, steps, batch, F8)
     x, state, lengths, resets = given
@@ -271,7 +273,7 @@ def test_further_inputs_of_long_series(seed: int) -> None:
     }
     params = {name: each for name, each in leaves.items() if name not in ("input", "state")}
     flags = None if resets is None else torch.tensor(resets)
-    about = Driven, params, leaves["input"], leaves["state"], torch.tensor(counts), flags
+    about = cell, params, leaves["input"], leaves["state"], torch.tensor(counts), flags
     outputs, last = plain_run(*about, all_layers=whole == "layers")
     filled = np.concatenate([above, np.zeros((*above.shape[:-1], 2 * units))], -1)
     own = torch.tensor(filled[..., : 2 * units]), torch.tensor(carry)

@@ -202,6 +202,17 @@ class Driven(Cell):
         return f * tanh(c + self.drive * self.drive), c
 
 
+class Unread(Driven):
+    """A step that reads further inputs alone, and so no layer below."""
+
+    weight_ih = None
+
+    def step(self, x: Any, h: Any, c: Any) -> Any:
+        f = sigmoid(self.weight_hh.f(self.drive * h) - self.clock)
+        c = c + self.drop * (f * tanh(self.weight_hh.n(self.drive)) - c)
+        return f * tanh(c), c
+
+
 class Begun(Cell):
     """The second of two states begins with a parameter; steps read their number."""
 
