@@ -90,6 +90,7 @@ CAPTURED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "squeeze": lambda h, x: (h.unsqueeze(1) * x.unsqueeze(1)).squeeze(1),
     "transpose": lambda h, x: (h.t() + x.transpose(0, 1)).t(),
     "permute": lambda h, x: h.permute(1, 0).T + x,
+    "matrix in front": lambda h, x: ((W @ x[..., None]) + W @ h[..., None])[..., 0],
     "matmul": lambda h, x: h @ W + torch.mm(x, W.t()) + torch.addmm(B, x, W) + F.linear(h, W, B),
 }
 # What may stay a loop, but is no other number: parts of a state, casts that cut digits off.
@@ -109,6 +110,7 @@ ANY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "int": lambda h, x: h + (x * 3).to(torch.int32).to(x.dtype),
     "float32": lambda h, x: h + (x / 3).float().double(),
     "bool": lambda h, x: h * x.bool(),
+    "axes turned round": lambda h, x: h + x[..., None].T[0].T,
     "trunc": lambda h, x: h + torch.trunc(x) + torch.frac(x / 3),
     "div with a mode": lambda h, x: h + torch.div(x, 2, rounding_mode="floor"),
     "remainder": lambda h, x: h + x % 2 + torch.fmod(x, 2),

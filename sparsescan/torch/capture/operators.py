@@ -216,7 +216,12 @@ def _matmul(make: Maker, a: Value, b: Value) -> Value:
     if len(b.shape) > 2 and len(a.shape) > 2:
         raise NotCaptured("matmul: products of batches of matrices")
     inner = max(0, len(b.shape) - 2)
-    return make("dot_general", a, b, dimension_numbers=(((len(a.shape) - 1,), (inner,)), ((), ())))
+    numbers = ((len(a.shape) - 1,), (inner,)), ((), ())
+    found = make("dot_general", a, b, dimension_numbers=numbers)
+    if len(a.shape) < 2 or len(b.shape) < 3:
+        return found
+    # Rows of the matrix stand behind the axes of the batch.
+    return _permuted(make, found, [*range(1, len(b.shape) - 1), 0, len(b.shape) - 1])
 
 
 def _permuted(make: Maker, value: Value, order: Sequence[int]) -> Value:
@@ -377,7 +382,8 @@ _OPENED: dict[str, Callable[..., Any]] = {
     "glu": _glu,
     "sum": _sum,
     "mean": _mean,
-    **dict.fromkeys(("t", "numpy_T"), _transposed),
+    "t": _transposed,
+    "numpy_T": lambda make, value: _permuted(make, value, range(len(value.shape))[::-1]),
     "transpose": _transposed,
     "permute": _permuted,
     **dict.fromkeys(
