@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from random_cells import RandomCell, random_cells
 from sampling import long_run
 
-from sparsescan.recurrent import Recurrent, catalogue
+from sparsescan.recurrent import Cell, Input, Recurrent, catalogue
 from sparsescan.recurrent import step as step_module
 from sparsescan.recurrent.definition import further_of, width_of
 from sparsescan.recurrent.step import OneCell
@@ -285,6 +285,25 @@ class Drawn(Cell):
         return tanh(self.weight_hh(h) + np.max(a) * h - 0.5 * (a * h).max(heads=2))
 """
     check_compiled(RandomCell(source, 3, 6, True), 0, batch, None, False)
+
+
+class _Largest(Cell):
+    weight_ih = Input()
+
+    def step(self, x: Any, h: Any) -> Any:
+        return 0.5 * h + self.weight_ih(x) + np.max(h)
+
+
+@pytest.mark.parametrize("units", [5, 6, 20])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_the_largest_number_is_nan_where_one_is(units: int, batch: int) -> None:
+    step = _Largest(3, units, rng=0, dtype=np.float32).training_step()
+    x = np.zeros((1, batch, 3), np.float32)
+    for unit in range(units):
+        begin = np.random.default_rng(unit).standard_normal((1, batch, units), np.float32)
+        begin[0, unit % batch, unit] = np.nan
+        output, _ = step.forward(x, state=begin)
+        np.testing.assert_allclose(output, 0.5 * begin + begin.max(-1, keepdims=True), rtol=1e-6)
 
 
 @pytest.mark.parametrize("units", [5, 6, 20])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...kernels.compile import njit
+from ...kernels.cpu.functions import maximum
 from ...kernels.cpu.lanes import (
     fma,
     item,
     keep_some,
     lane_count,
-    less_or,
     load,
     load_samples,
     load_some,
@@ -296,8 +296,14 @@ def _reduce(s, kind, size, x, step, row, begins, uniform):
 
 @_inline
 def _with(kind, v, other):
-    """Return the sum of two vectors, or the larger of each two numbers."""
-    return less_or(v, other, other, v) if kind == MAXIMUM else v + other
+    """Return the sum of two vectors, or the larger of each two numbers: NaN if one is NaN."""
+    return maximum(v, other) if kind == MAXIMUM else v + other
+
+
+@_inline
+def _larger(a, b):
+    """Return the larger of two numbers, and NaN if one of them is NaN."""
+    return b if b > a or b != b else a
 
 
 @_inline
@@ -307,7 +313,7 @@ def _reduce_units(s, kind, size, x, first, place, begins):
     if kind == MAXIMUM:
         value = item(x, first)
         for i in range(first + 1, first + size):
-            value = max(value, item(x, i))
+            value = _larger(value, item(x, i))
     else:
         v, i = number(s.parts, 0.0), 0
         while i + lanes <= size:
@@ -356,7 +362,7 @@ def _reduce_pairs(s, kind, size, x, g, row, begins, uniform):
         value = item(x, _place_of(g, b, samples))
         for u in range(g + 1, g + size):
             other = item(x, _place_of(u, b, samples))
-            value = max(value, other) if kind == MAXIMUM else value + other
+            value = _larger(value, other) if kind == MAXIMUM else value + other
         for u in range(g, g + size):
             place = row * s.units * samples + _place_of(u, b, samples)
             before = number(s.parts, 0.0) if begins else load_some(s.parts, place, 1)
