@@ -198,6 +198,23 @@ class CellProgram:
         terms = [term for slot in self.slots for term in slot.terms]
         return {each.matrix for each in terms if isinstance(each.matrix, Reduction)}
 
+    @cached_property
+    def compared(self) -> set[Node]:
+        """What vectors are computed from that are compared with their largest number.
+
+        That number is of one of the units only if both passes round the vector alike.
+        """
+        largest = {
+            symbol("slot", k): slot.terms[0].argument
+            for k, slot in enumerate(self.slots)
+            if isinstance(slot.terms[0].matrix, Reduction) and not slot.terms[0].matrix.is_linear
+        }
+        roots = []
+        for each in topological([*self.outputs, *self.arguments, *self.grads]):
+            if each.operation == "less_equal" and each.arguments[0] in largest:
+                roots += [each.arguments[1], largest[each.arguments[0]]]
+        return set(topological(roots))
+
     def readers(self, argument: Node) -> list[int]:
         """Return the numbers of the slots that have products of an argument."""
         return [

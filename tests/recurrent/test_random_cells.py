@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from random_cells import RandomCell, random_cells
 from sampling import long_run
 
-from sparsescan.recurrent import Cell, Input, Recurrent, catalogue
+from sparsescan.recurrent import Cell, Given, Input, Recurrent, catalogue
 from sparsescan.recurrent import step as step_module
 from sparsescan.recurrent.definition import further_of, width_of
 from sparsescan.recurrent.step import OneCell
@@ -305,6 +305,35 @@ def test_the_largest_number_is_nan_where_one_is(units: int, batch: int) -> None:
         output, _ = step.forward(x, state=begin)
         expected = np.broadcast_to(np.isnan(begin).any(-1, keepdims=True), output.shape)
         np.testing.assert_array_equal(np.isnan(output), expected)
+
+
+class _Compared(Cell):
+    weight_ih = Input()
+    decay, offset = Given(), Given()
+
+    def step(self, x: Any, h: Any) -> Any:
+        h = 0.9 * h + 0.2 * np.sin(0.7 * self.offset)
+        h = h * self.decay + 0.05 + 0.3 * np.tanh(self.weight_ih(x))
+        return h - 0.1 * np.max(h)
+
+
+@pytest.mark.parametrize(("units", "batch"), [(25, 17), (8, 16), (3, 2)])
+def test_the_largest_number_has_its_gradient_whatever_was_rounded(units: int, batch: int) -> None:
+    """The backward pass computes again what is compared, in other functions: digit by digit."""
+    step = _Compared(2, units, rng=0).training_step()
+    rng = np.random.default_rng(units)
+    given = {name: rng.random((12, batch, units)) for name in ("decay", "offset")}
+    x, begin = rng.standard_normal((12, batch, 2)), rng.standard_normal((1, batch, units))
+    above = rng.standard_normal((12, batch, units))
+    step.forward(x, begin, **given)
+    grad = step.backward(above).state
+    for unit in range(units):  # samples have nothing to do with each other
+        ends = []
+        for sign in (1, -1):
+            moved = begin.copy()
+            moved[..., unit] += sign * 1e-7
+            ends.append((step.forward(x, moved, **given)[0] * above).sum((0, 2)))
+        np.testing.assert_allclose(grad[0, :, unit], (ends[0] - ends[1]) / 2e-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("units", [5, 6, 20])

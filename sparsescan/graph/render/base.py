@@ -61,6 +61,11 @@ class Renderer:
         """Return a name for a node without one in the traced function."""
         return f"{vector.operation[:1]}{vector.details[0]}" if vector.details else "t"
 
+    def template(self, vector: Node) -> str:
+        """Return the text of an operation, with places for its arguments."""
+        found: str = getattr(OPERATIONS[vector.operation], self.target)
+        return found
+
     def new_name(self, wanted: str) -> str:
         """Return a name that no other node has: the wanted one, maybe with a number."""
         name, count = wanted, 1
@@ -107,8 +112,7 @@ class Renderer:
                     lines += more
                     texts[vector] = texts[whole]
                     continue
-                template = getattr(OPERATIONS[vector.operation], self.target)
-                text = template.format(*(texts[a] for a in vector.arguments))
+                text = self.template(vector).format(*(texts[a] for a in vector.arguments))
             is_named = vector in self.traced_names or uses[vector] > 1 or vector in roots
             if is_loaded or is_named or len(text) > LONG:
                 name = self.name_of(vector)

@@ -208,6 +208,18 @@ def sqrt(x):
 
 
 @_of_vectors
+def plus(a, b):
+    """Return the sum of two numbers, each rounded before: no product is fused with it."""
+    return a.made(a.builder.fadd(a.value, b.value))
+
+
+@_of_vectors
+def minus(a, b):
+    """Return the difference of two numbers, each rounded before: no product is fused with it."""
+    return a.made(a.builder.fsub(a.value, b.value))
+
+
+@_of_vectors
 def minimum(a, b):
     """Return the lesser of two numbers, and NaN if one of them is NaN."""
     return a.equals(a).chosen((a < b).chosen(a, b), a)

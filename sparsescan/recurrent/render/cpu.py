@@ -62,7 +62,7 @@ class CPURenderer(LaneRenderer):
     words = (
         *(*LaneRenderer.words, *ARGUMENTS, "lanes", "lane_count", "at", "j", "left", "length"),
         *("range", "load", "load_either", "store_some", "store_both", "less_or"),
-        *("shared", "once", "min"),
+        *("shared", "once", "min", "plus", "minus"),
         # Gradients in states.
         *(r"later_\d+", "g_0"),
     )
@@ -109,6 +109,13 @@ class CPURenderer(LaneRenderer):
         return self._function("backward", stages)
 
     # -- Text ---------------------------------------------------------------------------------
+
+    def template(self, vector: Node) -> str:
+        """Return the text of an operation; what is compared is rounded alike in both passes."""
+        word = {"add": "plus", "subtract": "minus"}.get(vector.operation)
+        if word is None or vector not in self.program.compared:
+            return super().template(vector)
+        return f"{word}({{0}}, {{1}})"
 
     def _function(self, name: str, stages: list[tuple[int, list[list[str]]]]) -> str:
         body = [
