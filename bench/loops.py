@@ -122,14 +122,15 @@ class Loop:
             return (run(body, begin, x, unroll=unroll)[1] * above).sum()
 
         def call(unroll: int) -> Call:
-            run = jax.jit(jax.value_and_grad(partial(loss, unroll), argnums=(0, 1, 2)))
+            both = jax.value_and_grad(partial(loss, unroll), argnums=(0, 1, 2))
+
+            @jax.jit
+            def run(*given: Any) -> tuple[Any, dict[str, Any]]:
+                value, grads = both(*given)
+                return value, {str(k): each for k, each in enumerate(jax.tree.leaves(grads))}
+
             given = jax.device_put((params, begin, x))
-
-            def grads() -> dict[str, Any]:
-                found = jax.tree.leaves(jax.block_until_ready(run(*given))[1])
-                return {str(k): each for k, each in enumerate(found)}
-
-            return grads
+            return lambda: jax.block_until_ready(run(*given))[1]
 
         return {f"unroll={n}": call(n) for n in ((1,) if is_ours else (1, 4))}
 
