@@ -200,14 +200,14 @@ class CellProgram:
 
     @cached_property
     def compared(self) -> set[Node]:
-        """What vectors are computed from that are compared with their largest number.
+        """The nodes of each vector that is compared with its own largest number.
 
-        That number is of one of the units only if both passes round the vector alike.
+        A unit equals the largest number only if both passes round these nodes in the same way.
         """
         largest = {
             symbol("slot", k): slot.terms[0].argument
             for k, slot in enumerate(self.slots)
-            if isinstance(slot.terms[0].matrix, Reduction) and not slot.terms[0].matrix.is_linear
+            if _is_reduction(slot) and not slot.terms[0].matrix.is_linear
         }
         roots = []
         for each in topological([*self.outputs, *self.arguments, *self.grads]):

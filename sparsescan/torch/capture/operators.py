@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from ...capture.elementwise import powered
@@ -107,7 +108,7 @@ def _softplus(a: Node, beta: Any = 1, threshold: Any = 20) -> Node:
 
 
 def _sign(a: Node) -> Node:
-    """Return 1, -1 or 0, which is also that of NaN."""
+    """Return 1, -1 or 0 for a sign; NaN has none, which is 0."""
     return apply("where", a > 0, 1, apply("where", a < 0, -1, 0))
 
 
@@ -307,25 +308,24 @@ def _mean(make: Maker, value: Value, dim: Any = None, keepdim: bool = False, **m
     return make("mul", total, make.number(1 / count, value))
 
 
-def _over_powers(is_logarithm: bool) -> Callable[..., Value]:
-    def softmax(make: Maker, value: Value, dim: int, dtype: Any = None) -> Value:
-        if dtype not in (None, False):
-            raise NotCaptured("softmax: another dtype")
-        axis = _axis(value, dim)
+def _softmax(
+    make: Maker, value: Value, dim: int, dtype: Any = None, *, is_logarithm: bool = False
+) -> Value:
+    if dtype not in (None, False):
+        raise NotCaptured("softmax: another dtype")
+    axis = _axis(value, dim)
 
-        def back(one: Value) -> Value:
-            rest = tuple(k for k in range(len(value.shape)) if k != axis)
-            return make("broadcast_in_dim", one, shape=value.shape, broadcast_dimensions=rest)
+    def back(one: Value) -> Value:
+        rest = tuple(k for k in range(len(value.shape)) if k != axis)
+        return make("broadcast_in_dim", one, shape=value.shape, broadcast_dimensions=rest)
 
-        most = back(make("stop_gradient", make("reduce_max", value, axes=(axis,))))
-        below = make("sub", value, most)
-        powers = make("exp", below)
-        total = make("reduce_sum", powers, axes=(axis,))
-        if is_logarithm:
-            return make("sub", below, back(make("log", total)))
-        return make("div", powers, back(total))
-
-    return softmax
+    most = back(make("stop_gradient", make("reduce_max", value, axes=(axis,))))
+    below = make("sub", value, most)
+    powers = make("exp", below)
+    total = make("reduce_sum", powers, axes=(axis,))
+    if is_logarithm:
+        return make("sub", below, back(make("log", total)))
+    return make("div", powers, back(total))
 
 
 def _glu(make: Maker, value: Value, dim: int = -1) -> Value:
@@ -377,8 +377,8 @@ _OPENED: dict[str, Callable[..., Any]] = {
     "rnn_relu_cell": _rnn_cell("aten.relu"),
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
-    **dict.fromkeys(("softmax", "_softmax"), _over_powers(False)),
-    **dict.fromkeys(("log_softmax", "_log_softmax"), _over_powers(True)),
+    **dict.fromkeys(("softmax", "_softmax"), _softmax),
+    **dict.fromkeys(("log_softmax", "_log_softmax"), partial(_softmax, is_logarithm=True)),
     "glu": _glu,
     "sum": _sum,
     "mean": _mean,

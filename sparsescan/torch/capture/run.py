@@ -55,7 +55,7 @@ class TorchRunner(Runner):
         """Return the results of a function of rows, for all of them."""
         try:
             return list(torch.func.vmap(lambda *row: tuple(function(*row)))(*rows))
-        except RuntimeError:  # of operators that no map knows
+        except RuntimeError:  # vmap has no rule for an operator, such as an LSTM cell
             return self.loop(lambda _, row: ([], function(*row)), [], rows)[1]
 
     def cell(self, options: Options, params: list[Any], x: Any, state: Any) -> tuple[Any, Any]:

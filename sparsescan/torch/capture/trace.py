@@ -42,7 +42,7 @@ _REFUSED = {
     *("item", "__bool__", "__int__", "__float__", "__index__", "__array__", "untyped_storage"),
     *("storage", "_version", "__dlpack__", "__deepcopy__", "__reduce_ex__", "set_"),
 }
-# Functions that read the numbers of tensors in lists, where no mode sees it.
+# Functions that read numbers out of lists of tensors; no dispatch mode sees them do so.
 _READERS = {"tensor", "as_tensor", "asarray", "new_tensor", "new"}
 _CONSTANTS: tuple[type, ...] = (
     *(bool, int, str, type(None), type(...), type),
@@ -217,12 +217,8 @@ class _Silence(TorchDispatchMode):
         self.mode.stop(NotCaptured(f"{call}, which no function of PyTorch shows"))
 
 
-class _Reads(TorchDispatchMode):
-    """Sees numbers that are read out of tensors that the step closes over, as arguments."""
-
-    def __init__(self, mode: _Mode) -> None:
-        super().__init__()
-        self.mode = mode
+class _Reads(_Silence):
+    """Sees when PyTorch reads a number out of a tensor that the step closes over."""
 
     def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.data_dependent_output in call.tags and not isinstance(args[0], FakeTensor):
