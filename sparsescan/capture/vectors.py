@@ -213,7 +213,7 @@ class Reader:
     ) -> Vector:
         """Return an elementwise operation."""
         for each in equation.inputs:
-            if each.aval.dtype != self.dtype and not is_truth(each):
+            if each.aval.dtype != self.dtype and each.number is None and not is_truth(each):
                 equation.refuse(f"{each.aval.dtype} among {self.dtype}")
         shape = equation.outputs[0].shape
         rank = len(shape)

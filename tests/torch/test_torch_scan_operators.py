@@ -23,6 +23,75 @@ pytestmark = pytest.mark.slow  # each operator is one more cell, which is compil
 STEPS, BATCH, UNITS = 4, 3, 6
 # Numbers at which derivatives jump, or formulas have another branch, and some between.
 EDGES = [0.0, -0.0, 1.0, -1.0, 3.0, -3.0, 0.5, -0.5, 6.0, 20.0, 25.0, -25.0, 0.01, 2.0]
+
+
+# Steps that change tensors of their own.
+
+
+def changed(h: Tensor, x: Tensor) -> Tensor:
+    h = 0.5 * h
+    before = h + x
+    h += x
+    h.mul_(W[0]).clamp_(-1, 1)
+    h[h > 0.5] = 0.25
+    return h.add_(before)
+
+
+def filled(h: Tensor, x: Tensor) -> Tensor:
+    new, twice = torch.zeros_like(x), h.new_full((BATCH, UNITS), 2.0)
+    twice.mul_(h)
+    new[:, :] = x
+    new += twice
+    return new.masked_fill_(h > 1, 0.0).t().t().sub_(0.5)
+
+
+def changed_in_part(h: Tensor, x: Tensor) -> Tensor:
+    both = torch.cat([h, x, h], -1)
+    both[:, UNITS : 2 * UNITS] = x * h
+    view = both[:, UNITS:]
+    view.narrow(1, 0, UNITS).add_(1)
+    both[:, :UNITS].copy_(x[0])
+    a, b = view.unflatten(1, (2, UNITS)).unbind(1)
+    return torch.tanh(a) * b + both[:, :UNITS]
+
+
+def changed_by_turns(h: Tensor, x: Tensor) -> Tensor:
+    h = h + x
+    h.t().mul_(2)
+    view = h.permute(1, 0)
+    h.neg_()
+    view.add_(x.T, alpha=2)
+    h.lerp_(x, 0.25)
+    return view.T.addcmul_(x, x)
+
+
+def activated(h: Tensor, x: Tensor) -> Tensor:
+    return F.relu(F.hardtanh(h + x, -2, 2, inplace=True) + 1, inplace=True) + F.silu(h * 1, True)
+
+
+def changed_samples(h: Tensor, x: Tensor) -> Tensor:
+    h = h + x
+    h[0] = 1.0
+    h[:, 1] = x[:, 2]
+    h[:, ::2] *= 2
+    return h
+
+
+def changed_heads(h: Tensor, x: Tensor) -> Tensor:
+    h = h + x
+    heads = h.view(BATCH, 2, 3)
+    heads[:, 1] *= 2
+    heads.transpose(1, 2).add_(1)
+    return h
+
+
+def detached(h: Tensor, x: Tensor) -> Tensor:
+    h = h + x
+    part = h.detach()
+    part += 1
+    return h
+
+
 # Of a state h and numbers x of a step.
 CAPTURED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "abs": lambda h, x: h.abs() + x.abs(),
@@ -74,6 +143,12 @@ CAPTURED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "detach": lambda h, x: h.detach() * x + h,
     "logical": lambda h, x: torch.where((x > 0) & ~(h > 0) | torch.logical_not(x < 1), h, x),
     "comparisons": lambda h, x: (x == 1).to(x.dtype) * h + (x != h).double() + (x <= h) * x,
+    "changes": changed,
+    "new tensors": filled,
+    "changed parts": changed_in_part,
+    "changed views": changed_by_turns,
+    "activations in place": activated,
+    "filled": lambda h, x: torch.ones(UNITS) * h + torch.full_like(x, 0.5) - x.new_ones(()),
     "softmax": lambda h, x: torch.softmax(x + h, -1) * h + F.softmax(h, 1),
     "log_softmax": lambda h, x: torch.log_softmax(x + h, -1) * h + F.log_softmax(h, 1),
     "layer_norm": lambda h, x: F.layer_norm(x + h, (UNITS,), eps=1e-3) + h,
@@ -132,6 +207,9 @@ ANY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gather": lambda h, x: h[:, torch.tensor([5, 0, 1, 2, 3, 4])] + x,
     "sum of bools": lambda h, x: h + (x > 0).sum(-1, keepdim=True),
     "over samples": lambda h, x: h + x.mean(0, keepdim=True) + h.sum(0) / 9,
+    "changed samples": changed_samples,
+    "changed heads": changed_heads,
+    "changed without gradients": detached,
     "batch in the middle": lambda h, x: F.layer_norm(h.t(), (BATCH,)).t() + x,
     "softmax over samples": lambda h, x: torch.softmax(h, 0) + x,
 }

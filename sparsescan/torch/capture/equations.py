@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from ...capture.elementwise import ELEMENTWISE
 from ...capture.equations import Equation, NotCaptured, Value
 from ...graph.operations import Node
-from .operators import COPIES, CUSTOM, NAMED, OPENED
+from .operators import COPIES, CUSTOM, FILLED, NAMED, OPENED
 from .trace import FOLDERS
 
 _DTYPES = {
@@ -288,6 +288,8 @@ def read_graph(
 
 
 _COPY = "convert_element_type", "copy"
+# For values that no operator of the caller's is computed by.
+_MAKER = EquationMaker(Called(torch.reshape, ((), {}), "", [], []))
 
 
 def _call(node: Any, values: dict[Any, Any]) -> Any:
@@ -300,6 +302,11 @@ def _call(node: Any, values: dict[Any, Any]) -> Any:
     kinds = [kind_of(each) for each in (found if is_many else [found])]
     short = str(target).removeprefix("aten.").removesuffix(".default")
     short = short if short in NAMED or "aten." + short in CUSTOM else short.partition(".")[0]
+    filled = FILLED.get(short.partition(".")[0])
+    number = None if filled is None else filled(node)
+    if isinstance(number, (bool, int, float)):
+        constant = torch.tensor(number, dtype=_torch_dtype(kinds[0].dtype))
+        return _MAKER.spread(Value(Kind((), kinds[0].dtype), constant=constant), kinds[0].shape)
     name = NAMED.get(short, f"aten.{short}")
     is_elementwise = name in ELEMENTWISE or name in CUSTOM
     if short in COPIES and COPIES[short](node):
@@ -307,6 +314,8 @@ def _call(node: Any, values: dict[Any, Any]) -> Any:
         if own.shape == kinds[0].shape:
             given, dtype = values[node.args[0]], _torch_dtype(kinds[0].dtype)
             is_copy = own.dtype == kinds[0].dtype
+            if is_copy and given.constant is not None:
+                return given
             call: Callable[..., Any] = torch.clone if is_copy else torch.Tensor.to
             about: tuple[Any, ...] = (Slot(0),) if is_copy else (Slot(0), dtype)
             made = Called(call, (about, {}), _COPY[is_copy], [given], kinds)
@@ -316,15 +325,15 @@ def _call(node: Any, values: dict[Any, Any]) -> Any:
         name, is_elementwise = f"aten.{short}", False
     inputs: list[Value] = []
     dtypes = [each.meta["val"].dtype for each in node.all_input_nodes]
-    number = _DTYPES[dtypes[0]] if dtypes else kinds[0].dtype
-    number = kinds[0].dtype if kinds[0].dtype != bool else number
+    of_numbers = _DTYPES[dtypes[0]] if dtypes else kinds[0].dtype
+    of_numbers = kinds[0].dtype if kinds[0].dtype != bool else of_numbers
     rank = len(kinds[0].shape)
 
     def slot(each: Any, is_top: bool) -> Any:
         if isinstance(each, torch.fx.Node):
             inputs.append(_of_rank(values[each], rank) if is_elementwise else values[each])
         elif is_elementwise and is_top and isinstance(each, (bool, int, float)):
-            inputs.append(Value(Kind((), number), constant=each))
+            inputs.append(Value(Kind((), of_numbers), constant=each))
         elif isinstance(each, (tuple, list)):
             return type(each)([slot(one, False) for one in each])
         else:
@@ -356,9 +365,8 @@ def _of_rank(value: Value, rank: int) -> Value:
         return value
     shape = (1,) * (rank - len(value.shape)) + value.shape
     reader = value.equation if isinstance(value.equation, Called) else None
-    return EquationMaker(reader or Called(torch.reshape, ((), {}), "", [], []))(
-        "reshape", value, new_sizes=shape
-    )
+    maker = _MAKER if reader is None else EquationMaker(reader)
+    return maker("reshape", value, new_sizes=shape)
 
 
 def _line(node: Any) -> str:

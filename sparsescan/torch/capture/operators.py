@@ -73,6 +73,15 @@ COPIES: dict[str, Callable[[Any], bool]] = {
     "feature_dropout": lambda node: not node.args[2],
 }
 
+# Operators whose results have one number, and that number.
+FILLED: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), lambda node: 0),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda node: 1),
+    **dict.fromkeys(("full", "full_like"), lambda node: node.args[1]),
+    "new_full": lambda node: node.args[2],
+    "scalar_tensor": lambda node: node.args[0],
+}
+
 
 def _clamp(a: Node, low: Any = None, high: Any = None, **bounds: Any) -> Node:
     """Return a number between bounds, at which its derivative is 1; the upper bound is the last."""

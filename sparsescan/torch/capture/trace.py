@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ... import locks
 from ...capture.equations import NotCaptured
 from ...locks import new_lock
+from .mutations import functional
 
 # Of how many shapes traces are kept, and how many of each.
 _MOST, _MOST_EACH = 256, 64
@@ -419,6 +420,7 @@ def _traced(key: Any, step: Any, trees: Sequence[Any], likes: Sequence[Like], ma
         samples = [torch.empty_strided(each.shape, each.stride, dtype=each.dtype) for each in likes]
         about: dict[str, Any] = {"pre_dispatch": True, "record_stack_traces": True}
         graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True, **about)(*samples)
+        functional(graph)
         mode, terminal = kept
         obstacle = _impurity(graph, samples)
         if _takes_back(begun):
