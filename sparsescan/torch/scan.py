@@ -35,7 +35,7 @@ def scan(
 
     A step runs once in each call, to see which functions of PyTorch it calls, with tensors that
     have no numbers; so it has to do the same in all steps, apart from what it computes from
-    tensors. It may change tensors that it has made, such as by ``h += x`` or ``h[h > 1] = 0``. Other
+    tensors. It may change tensors that it has made, as in ``h += x`` or ``h[h > 1] = 0``. Other
     steps run as a loop in Python: those that draw random numbers, change a tensor that they were
     given, call an ``autograd.Function``, or read numbers out of tensors; :func:`explain` says why.
 

@@ -84,7 +84,7 @@ def _tensor(node: Node) -> Tensor:
 def _memory(node: Node) -> Any:
     """Return what nodes that share memory have in common."""
     try:
-        return _tensor(node).untyped_storage()._cdata
+        return id(_tensor(node).untyped_storage())
     except (_Refused, NotImplementedError):  # no tensor, or none in memory
         return None
 
@@ -191,7 +191,7 @@ class _Functional:
             if _tensor(mask).shape != like.shape:
                 raise _Refused
             return self.make(aten.where.self, mask, self.cast(number, like), here)
-        name, overload = name.removesuffix("_"), target._overloadname or "default"
+        name, overload = name.removesuffix("_"), target._schema.overload_name or "default"
         overload = _OVERLOADS.get((name, overload), overload)
         own_operator = getattr(getattr(aten, name, None), overload, None)
         changed = [each for each in target._schema.arguments if each.alias_info is not None]
