@@ -42,48 +42,48 @@ def exclusive_scan(
     Parameters
     ----------
     grad : array_like of float32 or float64, shape (d_n,) or (batch, d_n), or None
-        Gradient ``∇x_n`` of the loss at the end of the chain; None stands for zeros, if the whole
-        loss enters by `local_grads`, which then say how many samples there are. If it is on a CUDA
-        device (CuPy's, or any array with ``__cuda_array_interface__``), so must be all other
-        values, and the result is CuPy's.
+        Gradient ``∇x_n`` of the loss at the end of the chain. None means zeros: the whole loss then
+        enters by `local_grads`, which give the number of samples. If `grad` is on a CUDA device
+        (CuPy's, or any array with ``__cuda_array_interface__``), all other values must be there
+        too, and the result is a CuPy array.
     jacobians : sequence, CSRChain, ImplicitChain, PeriodicChain or ndarray
         The transposed Jacobians ``[J_n, …, J_1]``, from the LAST layer to the first; ``J_i`` has
         shape ``(d_{i-1}, d_i)``. An element is a SciPy CSR array or matrix, a
         :class:`BatchedCSR`, a dense array ``(rows, cols)`` or ``(batch, rows, cols)``, an
-        :class:`ImplicitStep`, or a :class:`SolveStep`, whose inverse is the Jacobian; all samples
-        share an element without a batch axis. Or all in one: a
+        :class:`ImplicitStep`, or a :class:`SolveStep`, whose inverse is the Jacobian. All samples
+        share an element without a batch axis. One object may hold all Jacobians: a
         :class:`CSRChain`, an :class:`ImplicitChain`, or a dense array ``(n, rows, cols)`` or
-        ``(n, batch, rows, cols)``. A reversed view ``J[::-1]`` is not copied. Or an array for each
-        of a few patterns that take turns: ``CSRChain.from_pattern(values, patterns)``. The last
-        one, ``J_1``, does not enter the result.
+        ``(n, batch, rows, cols)``. A reversed view ``J[::-1]`` is not copied. If a few patterns
+        take turns, pass ``CSRChain.from_pattern(values, patterns)``, with one array per pattern.
+        The result does not depend on the last Jacobian, ``J_1``.
     local_grads : sequence or ndarray, optional
         ``local_grads[i]``, None or an array of the shape of the ``i``-th returned gradient, is
-        added to it: a loss that reads a middle layer, or every step of a recurrent network.
-        ``local_grads[0]`` is added to `grad` (see Notes, double-counted gradient).
+        added to it. Use it for a loss that reads a middle layer, or every step of a recurrent
+        network. ``local_grads[0]`` is added to `grad` (see Notes, double-counted gradient).
     reverse : bool, default False
         Whether `jacobians`, `local_grads` and the result are in the order of time, from the first
-        layer to the last, through which the scan runs from the end, as ``jax.lax.scan`` does with
-        ``reverse=True``. The result is then ``[∇x_1, …, ∇x_n]``, of views, and nothing is copied. A
-        chain of several patterns has no such order.
+        layer to the last. The scan still runs from the end, as ``jax.lax.scan`` does with
+        ``reverse=True``. The result is then ``[∇x_1, …, ∇x_n]``. It consists of views: nothing is
+        copied. A chain of several patterns does not support this order.
     schedule : Schedule or str, default "auto"
-        How to combine: ``"auto"``, which is never slower than ``"linear"``, ``"linear"``,
-        ``"blelloch"``, ``"truncated:2"`` (up-sweep levels), ``"chunked:8"`` (chunks), or a
-        :class:`Schedule`.
+        In which order to multiply: ``"auto"``, which is never slower than ``"linear"``;
+        ``"linear"``; ``"blelloch"``; ``"truncated:2"`` (up-sweep levels); ``"chunked:8"`` (chunks);
+        or a :class:`Schedule`.
     device : {None, "cpu", "cuda"}, optional
-        Where to compute; None is where the data is. With "cuda", NumPy input is copied to the
-        current CUDA device, and the result back.
+        Where to compute. None computes where the data is. "cuda" copies NumPy input to the current
+        CUDA device, and the result back.
     stream : optional
-        CUDA stream to work on, of CuPy, PyTorch or anything with ``__cuda_stream__``, or its
-        handle; by default CuPy's current one. A plan keeps the streams that its memory was
-        allocated on; a stream that was passed as a bare handle must exist as long as the plan.
+        CUDA stream to work on: one of CuPy or PyTorch, any object with ``__cuda_stream__``, or a
+        bare handle. The default is CuPy's current stream. A plan keeps the streams that its memory
+        was allocated on, so a stream passed as a bare handle must exist as long as the plan.
 
     Returns
     -------
     list of ndarray, or ndarray
         The ``n`` gradients ``[∇x_n, …, ∇x_1]``, each of shape ``(d_i,)`` or ``(batch, d_i)`` and of
-        the dtype to which all input promotes. One array, with a leading axis of length ``n``, if
-        the Jacobians came as one; one for each pattern of a chain of several. The arrays of a
-        list are views of one buffer.
+        the dtype to which all input promotes. If the Jacobians came as one array, the result is one
+        array with a leading axis of length ``n``. For a chain of several patterns, it is a list of
+        one array per pattern. The arrays of a list are views of one buffer.
 
     Raises
     ------
@@ -96,32 +96,32 @@ def exclusive_scan(
     SingularMatrixError
         If a matrix to solve with is singular. It is a :class:`numpy.linalg.LinAlgError`.
     MemoryLimitError
-        If the gradients, or what makes them, take more memory than there is. It is a
+        If the gradients and the workspace take more memory than there is. It is a
         :class:`MemoryError`.
 
     See Also
     --------
-    inclusive_scan : One gradient more, that of the first layer's input.
+    inclusive_scan : Also returns the gradient of the first layer's input.
     plan : The work that depends on patterns only, done once.
 
     Notes
     -----
     BPPSA (Wang, Bai and Pekhimenko, MLSys 2020), equations 3 to 5 and Algorithm 1.
 
-    Double-counted gradient: `grad` and ``local_grads[0]`` are gradients in the same output, that of
-    the last layer, and are added up. A loss that reads every step has its gradient in the last
-    output in ``local_grads[0]`` already: pass ``grad=None`` then, or it counts twice.
+    Double-counted gradient: `grad` and ``local_grads[0]`` are both gradients of the last layer's
+    output, and the scan adds them. If the loss reads every step, ``local_grads[0]`` already has its
+    gradient in the last output. Then pass ``grad=None``, or this gradient counts twice.
 
-    Products of Jacobians are kept in range by exact powers of two, one for each column of a
-    product. The result is that of the linear scan where a value is not finite, or where the entries
-    of a column are so far apart that one power of two cannot keep them all at full precision (more
-    than 2^170 in float32, 2^1490 in float64).
+    The scan keeps products of Jacobians in range by exact powers of two, one for each column of a
+    product. It falls back to the linear scan if a value is not finite, or if the entries of a
+    column differ so much that one power of two cannot keep them all at full precision (by a factor
+    above 2^170 in float32, 2^1490 in float64).
 
     Equal input gives equal bits. With a named schedule this holds for any number of threads
     (``NUMBA_NUM_THREADS``); ``"auto"`` may choose another schedule for another number of threads.
 
-    The latest plans in host memory are kept, up to 16 MiB of them: a call for the same patterns
-    again takes little longer than that of a :func:`plan`.
+    The library keeps the latest plans in host memory, up to 16 MiB. A second call with the same
+    patterns takes little longer than a scan by a :func:`plan`.
 
     Examples
     --------
@@ -150,21 +150,21 @@ def inclusive_scan(
 ) -> Gradients:
     """Return the gradients of a chain of layers, down to the input of the first.
 
-    As :func:`exclusive_scan`, and one more at the end: ``∇x_0 = J_1 ∇x_1 + l_0``.
+    These are the gradients of :func:`exclusive_scan`, then ``∇x_0 = J_1 ∇x_1 + l_0``.
 
     Parameters
     ----------
     grad, jacobians, reverse, schedule, device, stream
         As for :func:`exclusive_scan`.
     local_grads : sequence or ndarray, optional
-        As there, with ``n + 1`` entries.
+        As for :func:`exclusive_scan`, with ``n + 1`` entries.
 
     Returns
     -------
     list of ndarray, or ndarray
-        The ``n + 1`` gradients ``[∇x_n, …, ∇x_0]``; in the order of time with `reverse`. A list
-        also for a single rectangular Jacobian that came as an array, since the two gradients differ
-        in length.
+        The ``n + 1`` gradients ``[∇x_n, …, ∇x_0]``; in the order of time with `reverse`. For a
+        single rectangular Jacobian in an array, it is a list too, since the two gradients differ in
+        length.
 
     Raises
     ------
@@ -200,26 +200,27 @@ def plan(
     Parameters
     ----------
     jacobians : sequence, CSRChain, ImplicitChain, PeriodicChain or ndarray
-        Jacobians as for :func:`exclusive_scan`, of which only the patterns are used, or bare
-        :class:`Pattern` and :class:`ImplicitPattern` objects; from the LAST layer to the first.
+        Jacobians as for :func:`exclusive_scan`, from the LAST layer to the first; only their
+        patterns are used. Bare :class:`Pattern` and :class:`ImplicitPattern` objects will do.
     reverse : bool, default False
-        Whether `jacobians`, and in every scan by this plan Jacobians, local gradients and results,
-        are in the order of time, as for :func:`exclusive_scan`.
+        Whether `jacobians` here, and Jacobians, local gradients and results in every scan by this
+        plan, are in the order of time, as for :func:`exclusive_scan`.
     schedule : Schedule or str, default "auto"
-        How to combine, as for :func:`exclusive_scan`. ``"auto"`` is the tree, anything between the
-        linear and the Blelloch scan, that is predicted to take least on this machine (see
-        ``sparsescan calibrate``): the same plan every time. It is never slower than ``"linear"``.
+        In which order to multiply, as for :func:`exclusive_scan`. ``"auto"`` chooses the tree,
+        between the linear and the Blelloch scan, with the least predicted time on this machine (see
+        ``sparsescan calibrate``). It chooses the same plan every time, and is never slower than
+        ``"linear"``.
     batch : int, optional
-        Accept only this batch size; by default a plan runs any.
+        The only batch size to accept; by default a plan runs any.
     dtype : {float32, float64}, optional
-        Accept only this dtype; by default a plan runs both. ``"auto"`` chooses a schedule for each
-        kind of input that runs. Given `batch` and `dtype`, it does so beforehand, and the first run
-        seldom has to.
+        The only dtype to accept; by default a plan runs both. ``"auto"`` chooses a schedule for
+        each kind of input. If `batch` and `dtype` are given, it chooses now, and the first run
+        seldom has to choose again.
     device : {None, "cpu", "cuda"}, optional
-        Where to compute, as for :func:`exclusive_scan`; None is where the Jacobians are, or, for
-        patterns, where the data of a run is.
+        Where to compute, as for :func:`exclusive_scan`. None computes where the Jacobians are or,
+        for bare patterns, where the data of a run is.
     memory_limit : int, optional
-        Bytes that the plan and a run may take beside Jacobians and gradients, as
+        Bytes that the plan and a run may take in addition to Jacobians and gradients, as
         :attr:`ScanPlan.workspace_bytes` counts them.
 
     Returns
@@ -232,14 +233,14 @@ def plan(
     InputError, InputTypeError, DeviceError
         As :func:`exclusive_scan`.
     MemoryLimitError
-        If the schedule, or with ``"auto"`` every one, needs more than `memory_limit`, or than there
-        is: on the CPU, with the gradients of `batch` samples. It is a :class:`MemoryError`, and
-        says how much the least would need.
+        If the schedule (every schedule, with ``"auto"``) needs more than `memory_limit`, or more
+        memory than there is; on the CPU the gradients of `batch` samples count too. It is a
+        :class:`MemoryError`. Its message says how much the cheapest schedule would need.
 
     Notes
     -----
-    The products of every schedule are stored in the form, their own pattern or dense, in which all
-    of them together are predicted to take least.
+    A product is stored in its own pattern or dense. The plan chooses the forms for which all
+    products together have the least predicted time.
 
     Examples
     --------

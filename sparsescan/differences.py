@@ -1,4 +1,4 @@
-"""Compare the gradient of a chain with differences of the function that it is the gradient of."""
+"""Compare the gradient of a chain with finite differences of its loss."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .errors import GradientError, InputError, InputTypeError, short
 
 Vector = NDArray[np.float64]
 
-# Steps are these powers of the rounding of a function, relative to the length of `x`.
+# Steps are these powers of the function's rounding, relative to the length of `x`.
 _POWERS = (1 / 6, 1 / 4.5, 1 / 3.5, 1 / 3, 1 / 2.5)
-# A gradient is wrong that is so many times further off than the differences are from each other.
+# A gradient is wrong if its error is this many times the distance between the differences.
 _CERTAIN = 50.0
-# Differences tell nothing that are less exact than this share of themselves.
+# Differences with a larger relative error than this decide nothing.
 _VAGUE = 0.1
-# Single Jacobians are transposed, to find the one that is wrong, in chains of no more than these.
+# In chains up to this length each Jacobian is transposed alone, to find the wrong one.
 _ONE_BY_ONE = 64
 
 
@@ -42,9 +42,9 @@ def check_grad(
     step: float | None = None,
     rng: Any = None,
 ) -> float:
-    """Check the gradient of a chain against differences of its loss, and say what is wrong.
+    """Check the gradient of a chain against finite differences of its loss, and explain a fault.
 
-    Along random directions ``v`` the slope by the chain, ``v·∇x_0``, is compared with the central
+    Along random directions ``v`` it compares the chain's slope, ``v·∇x_0``, with the central
     difference of the loss,
 
         (L(x_0 + h v) - L(x_0 - h v)) / 2h.
@@ -55,21 +55,21 @@ def check_grad(
         ``fun(x_0)`` runs forward from the input of the first layer, and returns the loss, a number.
         It should compute in float64. It is called a few dozen times, with new arrays.
     x : array_like, shape (d_0,) or (batch, d_0)
-        The input ``x_0`` at which the Jacobians are taken; with a batch the loss is that of all
-        samples.
+        The input ``x_0`` at which the Jacobians are taken. With a batch, the loss is the sum over
+        all samples.
     grad : array_like of float32 or float64, or None
         Gradient ``∇x_n`` of the loss at the end of the chain, as for :func:`exclusive_scan`.
     jacobians : sequence, CSRChain, ImplicitChain, PeriodicChain or ndarray
         The transposed Jacobians ``[J_n, …, J_1]``, as for :func:`exclusive_scan`.
     local_grads : sequence or ndarray, optional
-        As for :func:`exclusive_scan`; or, with one more for ``∇x_0``, for :func:`inclusive_scan`.
+        As for :func:`exclusive_scan` or, with one more entry for ``∇x_0``, :func:`inclusive_scan`.
     reverse : bool, default False
         Whether `jacobians` and `local_grads` are in the order of time.
     directions : int, default 3
         How many directions.
     step : float, optional
-        The longest step ``h |v|``; by default it follows from the length of `x` and the rounding of
-        `fun`. Take a shorter one if `fun` is not smooth near `x`.
+        The longest step ``h |v|``. The default follows from the length of `x` and the rounding of
+        `fun`. Pass a shorter step if `fun` is not smooth near `x`.
     rng : int or numpy.random.Generator, optional
         The source of the directions; 0 by default, so that every call gives the same result.
 
@@ -81,13 +81,13 @@ def check_grad(
     Raises
     ------
     GradientError
-        If slopes differ by more than rounding and the length of steps explain. The message says so
-        if they agree once all Jacobians or one of them are transposed, the order is reversed, a
-        gradient that counts twice is left out, or the gradient is multiplied by a factor. It is a
-        :class:`ValueError`.
+        If slopes differ by more than rounding and the length of steps explain. The message says
+        which change would make them agree, if one of these does: transpose all Jacobians or one of
+        them, reverse the order, leave out a gradient that counts twice, or multiply the gradient by
+        a factor. It is a :class:`ValueError`.
     InputError
-        If an argument is wrong, or differences tell nothing: `fun` draws random numbers, has a kink
-        at `x`, or returns something other than one finite number.
+        If an argument is wrong, or differences decide nothing: `fun` draws random numbers, has a
+        kink at `x`, or does not return one finite number.
     InputTypeError, DeviceError, MemoryLimitError
         As :func:`exclusive_scan`.
 
@@ -97,12 +97,12 @@ def check_grad(
 
     Notes
     -----
-    Differences are taken with five steps, the longest of which is ``eps^(1/6)`` times the length of
-    `x`, and the shortest ``eps^(2/5)``; ``eps`` is that of float32 where all losses are numbers of
-    float32. The two neighbouring steps count whose differences are closest to each other. Their
-    distance, plus the rounding of the loss divided by the step, is the error of the difference; a
-    slope may be off by fifty times that. An error in one of many entries of ``∇x_0`` shows in any
-    direction that is not orthogonal to it.
+    Differences are taken with five step lengths, from ``eps^(1/6)`` down to ``eps^(2/5)`` times the
+    length of `x`. ``eps`` is that of float32 if all losses are float32 numbers. The check uses the
+    two neighbouring steps whose differences are closest. Their distance, plus the rounding of the
+    loss divided by the step, estimates the error of the difference. A slope may be off by fifty
+    times that. An error in one entry of ``∇x_0`` shows in any direction that is not orthogonal to
+    it.
 
     Examples
     --------
@@ -176,7 +176,7 @@ class _Chain(NamedTuple):
 
     @classmethod
     def of(cls, grad: Any, jacobians: Any, local_grads: Any, reverse: bool) -> _Chain:
-        """Read what a caller gives; iterators, too, since it is scanned more than once."""
+        """Read the caller's arguments; iterators become lists, since scans read them repeatedly."""
         steps = steps_of(jacobians)
         n = len(patterns_in(steps, reverse)[0])
         local = None
@@ -209,7 +209,7 @@ class _Chain(NamedTuple):
         return 10 * (self.n + 1) * self.eps * terms
 
     def others(self) -> Iterator[tuple[str, _Chain]]:
-        """Yield chains that may have been meant, with what is then wrong, the likely ones first."""
+        """Yield chains that may have been meant, with the mistake of each, likely ones first."""
         last = -1 if self.reverse else 0
         if self.local is not None and self.grad is not None and self.local[last] is not None:
             k = len(self.local) - 1 if self.reverse else 0
@@ -359,7 +359,7 @@ class _Slopes(NamedTuple):
             steps *= step / steps[0]
         pairs = [_slope(fun, x, each, steps, eps) for each in directions]
         values, errors = np.array(pairs).T
-        # At a minimum there is no slope but rounding.
+        # At a minimum the slope is nothing but rounding.
         slope = max(float(np.abs(values).max()), 100 * eps ** (2 / 3) * abs(middle) / length)
         if errors.max() > _VAGUE * slope:
             k = int(errors.argmax())
@@ -374,7 +374,7 @@ class _Slopes(NamedTuple):
         return np.array([float((each * gradient).sum()) for each in self.directions])
 
     def fits(self, slopes: Vector, rounding: Vector) -> bool:
-        """Return whether slopes are these, up to what they may be off."""
+        """Return whether slopes agree with these within the error bound."""
         return bool((np.abs(slopes - self.values) <= _CERTAIN * self.errors + rounding).all())
 
     def distance(self, slopes: Vector) -> float:
@@ -401,7 +401,7 @@ def _value(fun: Callable[[Vector], Any], x: Vector) -> float:
     loss = fun(x.copy())
     try:
         value = float(loss)
-    except Exception as error:  # of what is no number
+    except Exception as error:  # not a number
         raise InputError(f"fun returned {short(loss)}; expected the loss, one number") from error
     if not np.isfinite(value):
         raise InputError(f"fun returned {value} near x; expected a finite number")
@@ -409,7 +409,7 @@ def _value(fun: Callable[[Vector], Any], x: Vector) -> float:
 
 
 def _factor(slopes: Vector, measured: _Slopes, rounding: Vector) -> str:
-    """Return by which factor slopes are wrong, if it is the same one for all."""
+    """Return the factor by which all slopes are wrong, if there is one factor for all."""
     factor = float(slopes @ measured.values) / (float(measured.values @ measured.values) or 1.0)
     if factor == 0 or not measured.fits(slopes / factor, rounding / abs(factor)):
         return (

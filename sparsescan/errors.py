@@ -1,4 +1,4 @@
-"""The exceptions a caller can catch; each is also the built-in one that fits."""
+"""The exceptions a caller can catch; each derives from the built-in exception that fits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN
 class SparseScanError(Exception):
     """Base class of every exception that this package raises on purpose.
 
-    Below the message, a traceback of Python 3.11 or later says where the usual causes are listed.
+    From Python 3.11 on, a traceback says below the message where the usual causes are listed.
     """
 
     def __init__(self, *args: object) -> None:
@@ -65,10 +65,10 @@ class InputTypeError(SparseScanError, TypeError):
     - A sparse array has another format than CSR. ``.tocsr()`` converts it; the transpose of a CSR
       array is a CSC array.
     - Integers, booleans, complex numbers or float16. ``.astype(float)`` makes float64 of them,
-      of complex numbers their real parts.
+      or the real parts of complex numbers.
     - A tensor of PyTorch that requires a gradient. ``.detach()`` it, or use
-      :mod:`sparsescan.torch`, which is differentiated.
-    - One Jacobian stands where a list of them is expected, or shapes stand where arrays are.
+      :mod:`sparsescan.torch`, whose functions have gradients.
+    - One Jacobian stands where a list of them is expected, or shapes where arrays are expected.
     - A class stands where an object of it is expected, or the other way round.
     - A cell's step calls what works on numbers, such as ``if``, functions of PyTorch, or NumPy's
       sums. It runs on symbols: NumPy's functions of one number a unit work on them, and those of
@@ -77,20 +77,21 @@ class InputTypeError(SparseScanError, TypeError):
 
 
 class GradientError(InputError):
-    """A gradient is not that of the function that it was checked against, or cannot be told.
+    """A gradient is wrong for the function that it was checked against, or cannot be determined.
 
     Notes
     -----
-    The usual causes, of which the message names the one that fits:
+    The usual causes (the message names the one that fits):
 
     - Jacobians are not transposed. Square ones pass every check of shapes.
     - Jacobians are in the order of time. Pass ``reverse=True``, or list them from the last layer
       to the first.
-    - The gradient in the last output is in ``grad`` and in ``local_grads``, which are added up.
+    - The gradient in the last output is both in ``grad`` and in ``local_grads``, so it counts
+      twice.
     - Jacobians were computed at other states than those that the function runs through.
     - The pattern of a simulation lacks an entry.
-    - The function of a simulation jumps, or its rounding hides a derivative. Functions that return
-      derivatives, or a function of JAX with ``derivatives="jax"``, need no differences.
+    - The function of a simulation jumps, or its rounding hides a derivative. Pass functions that
+      return derivatives, or a JAX function with ``derivatives="jax"``: neither needs differences.
     """
 
 
@@ -101,8 +102,8 @@ class PatternMismatchError(InputError):
     -----
     A pattern says where values may be nonzero, and holds for all iterations. The usual causes:
 
-    - Zeros are dropped, so that the pattern follows the values: a conversion from a dense array
-      and ``eliminate_zeros()`` do so. Keep explicit zeros, or take the pattern of the layer.
+    - Zeros are dropped, so that the pattern follows the values. A conversion from a dense array and
+      ``eliminate_zeros()`` drop zeros. Keep explicit zeros, or take the pattern of the layer.
     - Weights were pruned after the plan was made. Make a plan for the new patterns.
     - Steps are implicit in the plan and explicit in the call, or the other way round.
     """
@@ -122,13 +123,13 @@ class SingularMatrixError(InputError, np.linalg.LinAlgError):
 
 
 class NewtonError(SparseScanError, ArithmeticError):
-    """A step of a simulation has no solution that Newton's method found, or its adjoint has none.
+    """Newton's method found no solution of a step of a simulation, or its adjoint has none.
 
     Attributes
     ----------
     run : Run
-        The simulation, with the states before that step; other exceptions that end one, such as
-        :class:`KeyboardInterrupt`, have it, too.
+        The simulation, with the states before that step. Other exceptions that end a simulation,
+        such as :class:`KeyboardInterrupt`, have this attribute too.
 
     Notes
     -----
@@ -147,15 +148,15 @@ class FileError(InputError):
 
     Notes
     -----
-    The usual causes are a file that was cut off while it was copied or written, or changed, since
-    arrays have checksums; an ``.npz`` file of another program, or of another version of the format;
-    and a plan in the place of a chain. The page on file formats has the keys. A plan follows from
-    its patterns: make it again, and save it.
+    The usual causes: the file was cut off while it was copied or written, or was changed (arrays
+    have checksums); it is an ``.npz`` file of another program or another version of the format; or
+    it holds a plan in place of a chain. The page on file formats lists the keys. A plan can be made
+    again from its patterns, and saved.
     """
 
 
 class DeviceError(SparseScanError, RuntimeError):
-    """A device was asked for, or holds the data, that cannot be used here.
+    """The device that was asked for, or that holds the data, cannot be used here.
 
     Notes
     -----
@@ -165,25 +166,26 @@ class DeviceError(SparseScanError, RuntimeError):
       ``[cuda12]`` for older drivers. ``sparsescan info`` prints what is found.
     - Some arrays are in host memory and some on the device. ``cupy.asarray`` and
       ``cupy.asnumpy`` move them.
-    - The call runs on the CPU only, as steps to solve with, and training steps of a
-      :class:`~sparsescan.jacobians.Sequential` do. The page on what is promised has a table of what
+    - The call runs on the CPU only, like scans with a :class:`~sparsescan.SolveStep` and training
+      steps of a :class:`~sparsescan.jacobians.Sequential`. The page of promises has a table of what
       runs where.
     """
 
 
 class MemoryLimitError(SparseScanError, MemoryError):
-    """A call needs more memory than it was allowed, or than there is.
+    """A call needs more memory than it may take, or than there is.
 
     Notes
     -----
     The usual causes:
 
-    - Products fill in: those of a few sparse Jacobians may be dense. ``print(plan)`` shows the
-      fill-in of every level. ``schedule="linear"`` makes no products, ``"truncated:K"`` few.
+    - Products fill in: the product of a few sparse Jacobians may be dense. ``print(plan)`` shows
+      the fill-in of every level. ``schedule="linear"`` makes no products, ``"truncated:K"`` makes
+      few.
     - Jacobians are written out for all steps and samples. Implicit steps, or the training step of
       a network, take far less.
-    - ``memory_limit`` is less than the least that the message names. Raise it, or scan fewer
-      samples at once.
+    - ``memory_limit`` is below the minimum that the message names. Raise it, or scan fewer samples
+      at once.
     - Gradients of all steps and samples are more than the machine has. A plan for fewer samples
       runs several times.
     - The chain is too large for one machine. :mod:`sparsescan.parallel` shares it.
@@ -196,8 +198,8 @@ class RankError(SparseScanError, RuntimeError):
     Notes
     -----
     All ranks raise it, so that none waits for ever. The message names the rank and its exception,
-    and the traceback of that rank has the cause. The usual ones are a file that a rank cannot read
-    or write, and a bug in an object that a rank passes.
+    and the traceback of that rank shows the cause. The usual causes are a file that a rank cannot
+    read or write, and a bug in an object that a rank passes.
     """
 
 
@@ -250,7 +252,7 @@ class Allocating:
 
 
 def out_of_memory(what: str, error: BaseException | None) -> MemoryLimitError:
-    """Return the error that says what a lack of memory has stopped; one that does so already."""
+    """Return an error that says what a lack of memory has stopped; `error` itself if it does so."""
     if isinstance(error, MemoryLimitError):
         return error
     # NumPy says how many bytes it has asked for.

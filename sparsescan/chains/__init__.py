@@ -1,1 +1,1 @@
-"""Whatever a caller hands in: containers, chains that are checked once, chains on disk."""
+"""What a caller passes: containers, chains that are checked once, and chains on disk."""

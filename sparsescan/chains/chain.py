@@ -1,4 +1,4 @@
-"""Chain: what the caller passed, checked once and split into patterns and values."""
+"""Chain: the caller's Jacobians, checked once and split into patterns and values."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _CSR_TYPES = (sp.csr_array, sp.csr_matrix)
 _END = object()
-# Bytes of all tables and objects of a scan for a step, at least.
+# The least bytes that tables and objects of a scan take for a step.
 _STEP_BYTES = 384
 
 
 class Chain:
     """The Jacobians of a scan: a pattern for each, and where its values are.
 
-    A chain can be read into again, so that running a plan allocates nothing that grows with it. All
+    A chain can be refilled, so that running a plan allocates nothing that grows with the chain. All
     values lie in host memory, or on one CUDA device.
 
     Parameters
@@ -40,21 +40,21 @@ class Chain:
     n : int
         Number of Jacobians.
     reverse : bool
-        Whether they come in the order of time.
+        Whether Jacobians come in the order of time.
     starts : ndarray of int64, optional
-        Where the factors of each step start, if they are Jacobians of this chain, which are then
-        from the last to the first: for errors, which name the step.
+        Where the factors of each step start, if the Jacobians of this chain are factors of steps.
+        They then run from the last to the first. Errors use it to name the step.
 
     Attributes
     ----------
     leaves : ndarray of int64, shape (n, 2)
         Address of the values of every Jacobian, and the bytes from one sample to the next (0 if the
-        samples share them). Valid until :meth:`release`. The addresses of a chain that came as one
-        array on a device are not filled in.
+        samples share them). Valid until :meth:`release`. They are not filled in for a chain that
+        came as one array on a device.
     stacks : list of tuple of int
-        For each array that they came in, if there is one of all or a few that take turns: address
-        of the values of the first Jacobian, bytes to the next one and to the next sample. Valid as
-        long.
+        If the chain came as one array, or as a few that take turns, for each array: the address of
+        the first Jacobian's values, and the bytes to the next Jacobian and to the next sample.
+        Valid until :meth:`release`.
     device : int or None
         The CUDA device that has the values; None for host memory.
     batch : int or None
@@ -67,9 +67,9 @@ class Chain:
     starts : ndarray of int64 or None
         The array that was passed.
     period : int
-        In how many arrays they came, that take turns: 1 for one array of all; 0 for a sequence.
+        How many arrays take turns: 1 if one array holds all Jacobians; 0 for a sequence.
     merged : dict of int to IndexedPattern
-        Jacobians of whose rows :meth:`convert` has written those that differ.
+        Jacobians for which :meth:`convert` has written only the rows that differ.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Chain:
     ) -> None:
         _arrays.check_memory(f"a chain of {n} steps", _STEP_BYTES * n)
         self.n, self.reverse, self.starts = n, reverse, starts
-        # Those of implicit steps have been turned.
+        # Factors of implicit steps have been reversed already.
         self._is_turned = reverse and starts is None
         self.leaves = np.zeros((n, 2), np.int64)
         self.batch: int | None = None
@@ -86,7 +86,7 @@ class Chain:
         self.period = 0
         self.stacks: list[tuple[int, int, int]] = []
         self._steps = np.arange(n)
-        # What the table says of stacks, and which Jacobians differ: most reads are like the last.
+        # What the table says of stacks, and which Jacobians differ. Most reads repeat the last one.
         self._noted: list[tuple[int, int, int]] = []
         self._known: tuple[NDArray[np.bool_], bytes | None] | None = None
         # The arrays that the addresses point into: one for each Jacobian, or a few that take turns.
@@ -100,7 +100,7 @@ class Chain:
         self.merged: dict[int, IndexedPattern] = {}
         # Patterns of Jacobians that came as a sequence.
         self._patterns: Sequence[Pattern] = ()
-        # Patterns that have been found to be these in turn.
+        # Sequences of patterns that were found to equal `patterns`.
         self._taken: Sequence[Pattern] | None = None
         self._turns: Sequence[Pattern] = ()
         # The patterns and the form of the array that was read last, and the shape of its values.
@@ -111,12 +111,12 @@ class Chain:
     ) -> Sequence[Pattern]:
         """Take Jacobians, and return their patterns.
 
-        With `patterns` given they must have these, and may be bare values in that order. Without
-        them their shapes must chain, unless they are not `chained`: rows of steps, for instance.
+        If `patterns` are given, Jacobians must have these patterns, and may be bare values in that
+        order. Otherwise their shapes must chain, unless `chained` is False, as for rows of steps.
 
-        Index arrays of CuPy's matrices are checked on their device, which is waited for; but not a
-        second time, as long as they live, so that writing new values into a matrix, or making one
-        from the same index arrays, costs nothing.
+        Index arrays of CuPy's matrices are checked on their device, and the call waits for it. They
+        are checked only once as long as they live, so writing new values into a matrix, or making
+        another matrix of the same index arrays, costs nothing.
 
         Raises
         ------
@@ -131,7 +131,7 @@ class Chain:
         """
         form: tuple[Any, ...] = ()
         if type(jacobians) is np.ndarray:
-            array = jacobians = jacobians.view()  # whose form nobody else can change
+            array = jacobians = jacobians.view()  # a view of our own, whose shape stays
             form = array.dtype, array.shape, array.strides, array.flags.aligned
             if patterns is not None and self._takes_again(array, form, patterns):
                 return patterns
@@ -165,9 +165,9 @@ class Chain:
     def _takes_again(
         self, array: NDArray[Any], form: tuple[Any, ...], patterns: Sequence[Pattern]
     ) -> bool:
-        """Take an array of Jacobians, if one of these patterns and of its form was read last.
+        """Take an array of Jacobians, if the last read had the same patterns and form.
 
-        All that was checked then follows from patterns and form.
+        All checks depend on patterns and form alone, so they need not be repeated.
         """
         if patterns is not self._alike[0] or form != self._alike[1]:
             return False
@@ -193,7 +193,7 @@ class Chain:
     def convert(self, dtype: np.dtype[Any], multiplied: NDArray[np.bool_] | None = None) -> None:
         """Make every value of `dtype`, and write values that came as weights.
 
-        `multiplied` says which Jacobians are operands of products; None is all. For the others,
+        `multiplied` says which Jacobians are operands of products; None means all. For the others,
         only rows that differ are written.
         """
         if self.dtype != dtype or self._mixed:
@@ -240,7 +240,7 @@ class Chain:
         return self.stacks[0] if len(self.stacks) == 1 else None
 
     def is_shared(self, turn: int, period: int) -> bool:
-        """Return whether all Jacobians of one turn of so many are one array for all samples.
+        """Return whether all steps and samples share the Jacobian of one turn.
 
         On a device it is known of arrays that take turns, and of a sequence.
         """
@@ -348,8 +348,7 @@ class Chain:
         period = len(self._stacks)
         self.stacks = []
         for stack in self._stacks:
-            # CuPy has no address for an array without elements, but to kernels 0 says that it is
-            # none.
+            # CuPy gives an empty array address 0, which kernels read as "no array".
             address = kernel_address(stack, stack.ndim - 1) or stack.itemsize
             step = stack.strides[0] if stack.ndim > 1 else 0
             sample = stack.strides[1] if stack.ndim == 3 else 0
@@ -380,10 +379,10 @@ class Chain:
         known: dict[Any, Pattern] = {}
         dtypes = set()
         reference: Pattern | None = None
-        # The types that may go the short way, which is for host memory.
+        # The types that may take the short path, which is for host memory.
         short_way: tuple[type, ...] = _CSR_TYPES
         k = -1
-        # A caller's own sequence may give other items than it claims: a list is made of it.
+        # A caller's own sequence may change between reads, so it is copied to a list.
         if self._is_turned or type(jacobians) not in (list, tuple):
             jacobians = reading.steps_of(jacobians)
         steps = iter(jacobians[::-1] if self._is_turned else jacobians)
@@ -404,7 +403,7 @@ class Chain:
                     if wanted is not reference:
                         reference, (pointers, columns) = wanted, wanted.index_arrays()
                     dtype = data.dtype
-                    # A dtype that is the same but not this object takes the long way.
+                    # An equal dtype that is another object takes the long path.
                     if (
                         (dtype is _FLOAT64 or dtype is _FLOAT32)
                         and (indices.dtype is _INT32 or indices.dtype is _INT64)

@@ -70,7 +70,7 @@ class SharedPattern:
             )
 
     def read(self) -> Any:
-        """Return the values for a scan: an array whose form nobody else can change.
+        """Return the values for a scan, as an array whose shape the caller cannot change.
 
         Raises
         ------
@@ -85,11 +85,11 @@ class SharedPattern:
         return array
 
     def _check(self) -> None:
-        """Raise what only one of the classes refuses."""
+        """Raise for values that this class refuses."""
 
     @property
     def data(self) -> Any:
-        """The values, in the order of the pattern: the array that was passed, if canonical."""
+        """The values, in the order of the pattern; the array that was passed, if canonical."""
         return self._data
 
     @property
@@ -222,21 +222,21 @@ class CSRChain(SharedPattern):
 
     @classmethod
     def from_pattern(cls, data: Any, pattern: Pattern | Sequence[Pattern]) -> Any:
-        """Return a chain of values in the order of a pattern, or of several that take turns.
+        """Return a chain of values in the order of one pattern, or of several that take turns.
 
         Parameters
         ----------
         data : array_like, or sequence of array_like
             The values, as for the class; the last axis has length ``pattern.nnz``. For a list of
-            patterns, for each of them the values of all its Jacobians: ``(steps, nnz)`` or
+            patterns, a list with the values of all Jacobians of each pattern: ``(steps, nnz)`` or
             ``(steps, batch, nnz)``, or ``(nnz,)`` if all steps and samples share them.
         pattern : Pattern, or sequence of Pattern
-            The pattern; or those of one step, from its last layer to the first, which take turns.
+            The pattern; or the patterns of one step, from its last layer to the first.
 
         Returns
         -------
         CSRChain or PeriodicChain
-            A :class:`.PeriodicChain` for a list of patterns.
+            A :class:`.PeriodicChain` if `pattern` is a list.
         """
         if isinstance(pattern, list | tuple):
             return PeriodicChain(data, pattern)
@@ -263,7 +263,7 @@ class CSRChain(SharedPattern):
 
 
 class PeriodicChain(Frozen):
-    """A chain in which a few patterns take turns: the layers of a step, time and again.
+    """A chain in which a few patterns take turns, such as the layers of every time step.
 
     ``CSRChain.from_pattern(values, patterns)`` makes it.
 
@@ -272,7 +272,7 @@ class PeriodicChain(Frozen):
     values : sequence of array_like of float32 or float64
         For each pattern the values of all its Jacobians, from the LAST step to the first:
         ``(steps, nnz)`` or ``(steps, batch, nnz)``; or ``(nnz,)``, if all steps and samples share
-        them. At least one says how many steps there are.
+        them. At least one must have an axis of steps.
     patterns : sequence of Pattern
         The patterns of one step, from its last layer to the first.
 
@@ -296,10 +296,10 @@ class PeriodicChain(Frozen):
 
     Notes
     -----
-    A scan returns a list: for each pattern one array ``(steps, …)`` of the gradients that its
-    Jacobians are applied to. The inclusive scan has one more gradient in the first of them.
-    `local_grads` are given in the same way; those of a pattern may be None. With one pattern only,
-    all is as for a :class:`sparsescan.CSRChain`.
+    A scan returns a list with one array ``(steps, …)`` per pattern, of the gradients that its
+    Jacobians are applied to. In an inclusive scan the first array has one more gradient.
+    `local_grads` are a list of the same form; the entry of a pattern may be None. With one pattern
+    only, a scan treats the chain as a :class:`sparsescan.CSRChain`.
 
     Examples
     --------
@@ -376,7 +376,7 @@ class PeriodicChain(Frozen):
         return list(self._patterns)
 
     def read(self) -> list[Any]:
-        """Return the values for a scan: arrays whose form nobody else can change.
+        """Return the values for a scan, as arrays whose shape the caller cannot change.
 
         Raises
         ------
@@ -428,7 +428,7 @@ def entries_of(name: str, given: Any) -> Iterator[Any]:
 def check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """Return `dtype` if it is float32 or float64, or raise an error that names it."""
     try:
-        # NumPy would also take the dtype of whatever has one.
+        # NumPy would also take the dtype of any object that has one.
         if not isinstance(dtype, (str, type, np.dtype)):
             raise TypeError
         chosen = np.dtype(dtype)
@@ -439,7 +439,7 @@ def check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     return chosen
 
 
-# Index arrays of patterns, with their copies on devices, for as long as there are the patterns.
+# Index arrays of patterns, with their copies on devices, as long as the patterns live.
 _index_arrays: weakref.WeakKeyDictionary[Pattern, tuple[_arrays.Mirrored, _arrays.Mirrored]] = (
     weakref.WeakKeyDictionary()
 )
@@ -459,20 +459,20 @@ def as_csr(values: Any, pattern: Pattern) -> Any:
         indices, indptr = (array.on(xp) for array in _index_arrays[pattern])
         if xp is np:
             return csr((values, indices, indptr), shape=pattern.shape)
-        # CuPy's constructor waits for the device, which no capture allows, to read the last row's
-        # end from arrays; an empty matrix takes them as they are.
+        # CuPy's constructor waits for the device to read the last row's end, and a capture allows
+        # no waiting. An empty matrix takes index arrays as they are.
         matrix = csr(pattern.shape)
         matrix.data, matrix.indices, matrix.indptr = values, indices, indptr
         return matrix
 
 
 class CanonicalOrder:
-    """How the entries of a CSR matrix, in the order they were passed, become those of a pattern.
+    """The order that takes entries of a CSR matrix, as they were passed, to those of a pattern.
 
     Parameters
     ----------
     indptr, indices : ndarray
-        Index arrays that are safe to follow, and are nobody else's.
+        Index arrays that are safe to follow, and are not shared with the caller.
     shape : tuple of int
         ``(rows, cols)``.
 
@@ -486,7 +486,7 @@ class CanonicalOrder:
 
     def __init__(self, indptr: NDArray[Any], indices: NDArray[Any], shape: tuple[int, int]) -> None:
         self.size = len(indices)
-        # The order of the entries row by row, with sorted columns; None if they came so.
+        # The order of the entries row by row, with sorted columns; None if they are sorted.
         self._order: NDArray[np.intp] | None = None
         if _pattern.unsorted_row(indptr, indices) >= 0:
             row_of = np.repeat(np.arange(shape[0]), np.diff(indptr))
@@ -494,7 +494,7 @@ class CanonicalOrder:
             rows, cols = row_of[self._order], indices[self._order]
             new = np.ones(len(rows), bool)
             new[1:] = (rows[1:] != rows[:-1]) | (cols[1:] != cols[:-1])
-            # The first of the entries that share a place.
+            # The first entry of each place.
             self._starts = np.flatnonzero(new)
             indices = cols[new]
             indptr = _pattern.indptr_of(rows[new], shape[0])
@@ -518,15 +518,15 @@ class CanonicalOrder:
         return sums
 
 
-# Orders of index arrays on devices, by the ids of the two arrays and the shape. The references
-# tell whether the ids are still of those arrays.
+# Orders of index arrays on devices, by the ids of the two arrays and the shape. Weak references
+# tell whether an id still belongs to the same array.
 _orders: dict[Any, tuple[weakref.ref[Any], weakref.ref[Any], CanonicalOrder]] = {}
 
 
 def canonical_order(name: str, indptr: Any, indices: Any, shape: tuple[int, int]) -> CanonicalOrder:
     """Return the order that index arrays describe, or raise an error.
 
-    Arrays on a device are checked there the first time they are seen, which waits for it.
+    Arrays on a device are checked there the first time; that call waits for the device.
     """
     there = is_on_device(indptr), is_on_device(indices)
     if there != (True, True):
@@ -565,7 +565,7 @@ def _check_on_device(
         indptr = _pattern.check_index_form(name, "indptr", indptr)
         indices = _pattern.check_index_form(name, "indices", indices)
         # The copies are checked and followed, since the caller's arrays may change meanwhile.
-        # Unsigned integers beyond the range of int64 become negative, which is a fault.
+        # Unsigned integers beyond int64 become negative, which the check refuses.
         wide = np.int32 if indptr.dtype == indices.dtype == np.dtype(np.int32) else np.int64
         pointers, columns = (
             _arrays.contiguous(array, np.dtype(wide)).copy() for array in (indptr, indices)

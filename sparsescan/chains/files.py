@@ -1,7 +1,7 @@
-"""Chains on disk: an ``.npz`` archive of NumPy's, never pickle; and what files of plans share.
+"""Chains on disk as NumPy's ``.npz`` archives, never pickle; and functions for files of plans.
 
-Version 2 of the format. Jacobians of one form, pattern and dtype are a *group*; a chain in one
-array is one group, and the patterns of a periodic chain are one each:
+Version 2 of the format. Jacobians of one form, pattern and dtype are a *group*. A chain in one
+array is one group; a periodic chain has one group per pattern:
 
 ================= ================================================================================
 ``version``       int, 2
@@ -17,7 +17,7 @@ array is one group, and the patterns of a periodic chain are one each:
                   the order of the chain
 ================= ================================================================================
 
-A block has about a megabyte, so that whoever scans a part of a chain reads little else.
+A block has about a megabyte, so that a rank that scans a part of a chain reads little else.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def save_chain(path: Path, grad: ArrayLike, jacobians: Any) -> None:
         Gradient at the end of the chain.
     jacobians : sequence, CSRChain, PeriodicChain or ndarray
         The transposed Jacobians, from the LAST layer to the first, as for
-        :func:`sparsescan.exclusive_scan`. They are checked as there.
+        :func:`sparsescan.exclusive_scan`, and checked in the same way.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def save_chain(path: Path, grad: ArrayLike, jacobians: Any) -> None:
 
     See Also
     --------
-    load_chain : The way back.
+    load_chain : Reads the file.
 
     Notes
     -----
@@ -158,7 +158,7 @@ def pack_patterns(patterns: Sequence[Pattern]) -> dict[str, NDArray[Any]]:
     """Return the arrays that hold different patterns; :func:`unpack_patterns` is the way back."""
     packed, table = dict[str, NDArray[Any]](), []
     for p, pattern in enumerate(patterns):
-        # Without entries nothing else in the file would bound the size of a dense pattern.
+        # Without entries, nothing else in the file would limit the size of a dense pattern.
         kind = pattern.kind if pattern.nnz else "general"
         table.append((_KINDS.index(kind), *pattern.shape))
         if kind == "general":
@@ -177,7 +177,7 @@ def check_path(path: Any) -> Path:
     """Return the name of a file, or raise an error: open() also takes numbers of open files."""
     try:
         name: str | bytes = os.fspath(path)
-    except Exception:  # of what is no path
+    except Exception:  # not a path
         raise InputTypeError(f"path is {short(path)}; expected a str or a path-like") from None
     if isinstance(name, bytes):
         name = os.fsdecode(name)
@@ -210,7 +210,7 @@ def load_chain(path: Path) -> tuple[NDArray[np.floating[Any]], Any]:
     Raises
     ------
     FileError
-        If the file is damaged, something else, or of sparsescan 0.2. It is a :class:`ValueError`.
+        If the file is damaged, is no chain, or is of sparsescan 0.2. It is a :class:`ValueError`.
     OSError
         If the file cannot be opened, such as :class:`FileNotFoundError`.
 
@@ -233,7 +233,7 @@ def load_chain(path: Path) -> tuple[NDArray[np.floating[Any]], Any]:
 def open_chain(path: Path) -> Iterator[ChainFile]:
     """Open a chain that :func:`save_chain` has written, to be read in parts.
 
-    Whatever is wrong with the file in the block is a :class:`FileError`.
+    Inside the ``with`` block, any fault of the file raises a :class:`FileError`.
 
     Examples
     --------
@@ -252,7 +252,7 @@ def open_chain(path: Path) -> Iterator[ChainFile]:
 
 @contextmanager
 def open_arrays(path: Path, remedy: str) -> Iterator[Arrays]:
-    """Open a file of arrays; whatever is wrong with it is a :class:`FileError` that names it."""
+    """Open a file of arrays; any fault raises a :class:`FileError` that names the file."""
     path = check_path(path)
     with open(path, "rb") as file:
         try:
@@ -260,7 +260,7 @@ def open_arrays(path: Path, remedy: str) -> Iterator[Arrays]:
         except errors.SparseScanError as error:
             raise FileError(f"{os.fspath(path)}: {error}; {remedy}") from None
         except Exception as error:
-            # Whatever the readers of zip and .npy stumble over, from BadZipFile to MemoryError.
+            # Readers of zip and .npy raise anything from BadZipFile to MemoryError.
             what = f"{type(error).__name__}: {error}".splitlines()[0]
             raise FileError(
                 f"{os.fspath(path)} is no .npz file, or a damaged one ({what}); {remedy}"
@@ -268,7 +268,7 @@ def open_arrays(path: Path, remedy: str) -> Iterator[Arrays]:
 
 
 class Arrays:
-    """The arrays of a file; an :class:`InputError` for one that is missing or of a wrong type."""
+    """The arrays of a file; a missing one, or a wrong type, raises an :class:`InputError`."""
 
     def __init__(self, file: Any) -> None:
         self._archive = zipfile.ZipFile(file)
@@ -287,7 +287,7 @@ class Arrays:
             raise InputError(f"the key {key!r} is missing")
         with self._archive.open(f"{key}.npy") as member:
             array = np.lib.format.read_array(member, allow_pickle=False)
-            # Its checksum is compared where it ends.
+            # zipfile compares the checksum when it reads the end.
             if member.read(1):
                 raise InputError(f"{key} has more bytes than its shape {array.shape} needs")
         native: NDArray[Any] = array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
@@ -331,7 +331,7 @@ class ChainFile:
     grad : ndarray, shape (d_n,) or (batch, d_n)
         Gradient at the end of the chain.
     dtype : dtype
-        What the Jacobians and the gradient promote to.
+        The dtype to which the Jacobians and the gradient promote.
     period : int
         1 for a chain in one array, 0 for a list; else the number of patterns that take turns.
     """
@@ -370,8 +370,8 @@ class ChainFile:
     def part(self, start: int, stop: int) -> Any:
         """Read Jacobians `start` to ``stop - 1``, in the form of the whole.
 
-        Those of a chain of patterns that take turns are a list, of ``csr_array``,
-        :class:`BatchedCSR` and, where the pattern is dense, arrays.
+        For a periodic chain, it is a list of ``csr_array``, :class:`BatchedCSR` and, where the
+        pattern is dense, arrays.
         """
         own = self._steps[start:stop]
         used, turns = np.unique([0] if self._stacked else own, return_inverse=True)
@@ -403,11 +403,11 @@ class ChainFile:
         return self._checked(jacobians, start)
 
     def shapes(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rows and columns of those Jacobians, shape ``(stop - start, 2)``."""
+        """Return the rows and columns of these Jacobians, shape ``(stop - start, 2)``."""
         return self._table[self._groups[self._steps[start:stop], 0], 1:].astype(np.int64)
 
     def _values(self, g: int, first: int, last: int, pattern: Pattern) -> NDArray[Any]:
-        """Read values `first` to ``last - 1`` of a group, block by block, or the only one."""
+        """Read values `first` to ``last - 1`` of a group, block by block, or the shared values."""
         _, form, dtype, size = self._groups[g].tolist()
         count = int(self._counts[g])
         if form == _SAME:
@@ -431,7 +431,7 @@ class ChainFile:
         return own
 
     def _checked(self, jacobians: Any, start: int) -> Any:
-        """Return Jacobians, checked as those of a caller are."""
+        """Return Jacobians, checked as a caller's are."""
         chain = Chain(length(jacobians))
         patterns = chain.read(jacobians)
         size = patterns[0].shape[1] if patterns and start == 0 else None

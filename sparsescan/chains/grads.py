@@ -1,4 +1,4 @@
-"""Gradients that a caller hands in: that at the end of the chain, and those that are added."""
+"""The caller's gradients: the one at the end of the chain, and the local gradients."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def check_grad(array: Any, size: int | None, batch: int | None) -> None:
 
 
 def placed(grad: Any, local_grads: Any) -> tuple[str, Any]:
-    """Return an array that lies where a scan runs, after its name; `grad`, if it is not None."""
+    """Return the name and the array of some input that lies where a scan runs: `grad` if given."""
     return ("grad", grad) if grad is not None else _first_given(local_grads)
 
 
 def grad_or_zeros(
     grad: Any, local_grads: Any, size: int | None, batch: int | None, period: int = 0
 ) -> Any:
-    """Return `grad` as an array, or zeros in its place, as many as there are samples.
+    """Return `grad` as an array, or zeros for each sample if it is None.
 
     `batch` is that of the chain, None if samples share it; `period` is as for :class:`LocalGrads`.
     """
@@ -66,7 +66,7 @@ def grad_or_zeros(
 
 
 def _first_given(local_grads: Any) -> tuple[str, Any]:
-    """Return the first local gradient that is no None, after its name; or an array of all."""
+    """Return the name and the first local gradient that is not None; or the array of all."""
     if isinstance(local_grads, np.ndarray) or is_on_device(local_grads):
         return "local_grads", local_grads
     if local_grads is not None:
@@ -84,7 +84,7 @@ def _first_given(local_grads: Any) -> tuple[str, Any]:
 
 
 def check_places(grad: Any, chain: Chain, local: LocalGrads) -> int | None:
-    """Return the one device of all input of a scan, None for host memory; or raise an error."""
+    """Return the device that has all input of a scan, None for host memory; else raise."""
     device = device_of(grad)
     if chain.n:
         check_one_place("grad", device, "jacobians", chain.device)
@@ -94,7 +94,7 @@ def check_places(grad: Any, chain: Chain, local: LocalGrads) -> int | None:
 
 
 class LocalGrads:
-    """Gradients that are added to those a scan returns, checked.
+    """Local gradients, checked: a scan adds them to the gradients that it returns.
 
     Parameters
     ----------
@@ -103,11 +103,11 @@ class LocalGrads:
     count : int
         Number of returned gradients.
     sizes : sequence of int
-        Length of each, and maybe of more.
+        Length of each; there may be more lengths than gradients.
     batch_shape : tuple of int or None
         ``()`` or ``(batch,)``; None if :meth:`check` is called when it is known.
     period : int
-        If more than 1, `local_grads` has one array or None for each of so many, that take turns.
+        If more than 1, `local_grads` has one array or None for each of `period` patterns.
     reverse : bool
         Whether they come in the order of time.
 
@@ -200,12 +200,12 @@ class LocalGrads:
                 )
 
     def _name(self, k: int) -> str:
-        """Return how errors call the `k`-th, which the caller may count from the end."""
+        """Return the name of the `k`-th gradient in errors, in the caller's order."""
         return f"local_grads[{self._count - 1 - k if self._reverse else k}]"
 
     @property
     def stack(self) -> tuple[int, int] | None:
-        """Address of the first, and bytes to the next, if they came as one array; else None.
+        """Return the first address and the bytes to the next, if they came as one array; else None.
 
         Only for contiguous gradients, as :meth:`convert` makes them.
         """
@@ -223,7 +223,7 @@ class LocalGrads:
                 out += first
 
     def spread(self, places: NDArray[np.int64], period: int = 0) -> None:
-        """Make them those of the gradients at these places among more, None for the others.
+        """Place these gradients among more, at `places`; the others are None.
 
         If the gradients of one turn of so many are in one array, it is that of the first turn.
         """

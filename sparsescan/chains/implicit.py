@@ -1,4 +1,4 @@
-"""Implicit steps that a caller hands in: one of them, or all of a chain."""
+"""Implicit steps that a caller passes: one step, or all steps of a chain."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .weights import spread
 
 
 class Factor(SharedPattern):
-    """Values of one factor of a step, for all samples or for each."""
+    """Values of one factor of a step, shared by all samples or one set per sample."""
 
     _forms: ClassVar = {1: "(nnz,)", 2: "(batch, nnz)"}
 
 
 class FactorWeights:
-    """Weights of one factor of a step, for all samples, and the index that reads them.
+    """Weights of one factor of a step, which all samples share, and the index that reads them.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class FactorWeights:
         return self.index.pattern
 
     def read(self) -> Any:
-        """Return the weights for a scan: an array whose form nobody else can change."""
+        """Return the weights for a scan, as an array whose shape the caller cannot change."""
         weights = read_array("values", self.data)
         if weights.shape != (self.index.size,):
             raise InputError(
@@ -59,13 +59,13 @@ class FactorWeights:
 class ImplicitStep(Frozen):
     """A transposed Jacobian ``J = F_k ⋯ F_2 F_1`` that a scan applies factor by factor.
 
-    A scan writes its values only where it multiplies matrices, into scratch.
+    A scan writes the values of the product only where it multiplies matrices, in scratch memory.
 
     Parameters
     ----------
     values : sequence of array_like of float32 or float64
-        The values of each factor: ``(nnz,)`` if all samples share them, else ``(batch, nnz)``; for
-        one with an index, its weights, ``(size,)``.
+        The values of each factor: ``(nnz,)`` if all samples share them, else ``(batch, nnz)``. For
+        a factor with an index, its weights, ``(size,)``.
     pattern : ImplicitPattern
         The patterns of the factors.
 
@@ -144,7 +144,7 @@ class ImplicitStep(Frozen):
 
     @property
     def factors(self) -> list[Factor | FactorWeights]:
-        """Return the factors, the one that is applied first first."""
+        """Return the factors, in the order in which they are applied."""
         return list(self._factors)
 
     def __repr__(self) -> str:
@@ -160,10 +160,10 @@ class ImplicitChain(Frozen):
     values : sequence of array_like of float32 or float64
         For each factor its values, from the LAST step to the first (in the order of time for scans
         with ``reverse=True``): ``(n, nnz)``, ``(n, batch, nnz)``, or ``(nnz,)`` if all steps and
-        samples share them; for one with an index, its weights, ``(size,)``. At least one says how
-        many steps there are.
+        samples share them. For a factor with an index, its weights, ``(size,)``. At least one must
+        have an axis of steps.
     pattern : ImplicitPattern
-        The patterns of a step, whose Jacobian is square, so that the steps chain.
+        The patterns of the factors of a step. The Jacobian must be square, so that the steps chain.
 
     Attributes
     ----------
@@ -236,7 +236,7 @@ class ImplicitChain(Frozen):
         return values
 
     def factors(self, reverse: bool = False) -> PeriodicChain:
-        """Return the chain of the factors of all steps; of a chain in the order of time, turned."""
+        """Return the chain of all factors, from the last step to the first."""
         if not (reverse or self._weights):
             return self._periodic
         values = self._periodic.read()

@@ -1,4 +1,4 @@
-"""Read what a caller hands in as Jacobians: how many there are, the pattern and values of each."""
+"""Read a caller's Jacobians: how many there are, and the pattern and values of each."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .implicit import Factor, FactorWeights, ImplicitChain, ImplicitStep
 
 AnyStep = TypeVar("AnyStep", bound=Step)
 
-# What holds the values of one step, with its pattern.
+# Types that hold the values of one step, with its pattern.
 ONE_STEP = (BatchedCSR, Factor)
 _CHAINS = (CSRChain, PeriodicChain, ImplicitChain)
 _ORDER = "order them from the last layer to the first, each transposed"
 _ORDER_OF_TIME = "order them from the first layer to the last (reverse=True), each transposed"
-# By their shapes a list in the other order is one of Jacobians that are not transposed.
+# Shapes cannot tell a list in the other order from a list that is not transposed.
 _TURNED = "all fit if each is transposed, or with reverse=True if they are in the order of time"
 _TURNED_IN_TIME = (
     "all fit if each is transposed, or without reverse=True if they begin with the last layer"
@@ -85,22 +85,21 @@ def length_of(name: str, sequence: Any) -> int:
 
 
 def steps_of(jacobians: Any) -> Any:
-    """Return a sequence of Jacobians as a list of its own, and what comes in one as it is.
+    """Return a sequence of Jacobians as a new list, and a chain in one object as it is.
 
-    A sequence may say one length and give another, and other steps when it is read again: a list
-    does not.
+    A caller's own sequence may misstate its length, or give other steps when read again.
     """
     n = length(jacobians)
     if is_stack(jacobians):
         if isinstance(jacobians, np.ndarray):
-            # It is refused before there are tables for so many steps.
+            # Refused before tables for so many steps are made.
             _arrays.check_array("jacobians", jacobians[:1])
         return jacobians
     return items_of("jacobians", jacobians, n, "steps")
 
 
 def items_of(name: str, sequence: Any, count: int, what: str) -> list[Any]:
-    """Return what an argument gives when it is iterated, if that is as much as its length says."""
+    """Return the items of an argument; raise unless they are as many as its length says."""
     try:
         items = list(itertools.islice(sequence, min(count, sys.maxsize - 1) + 1))
     except Exception as error:  # of a caller's own class
@@ -112,12 +111,12 @@ def items_of(name: str, sequence: Any, count: int, what: str) -> list[Any]:
 
 
 def name_of(k: int, n: int, reverse: bool) -> str:
-    """Return what errors call the `k`-th of `n` Jacobians, which the caller may count back."""
+    """Return the name in errors of the `k`-th of `n` Jacobians, in the caller's order."""
     return f"jacobians[{n - 1 - k if reverse else k}]"
 
 
 def _right_order(shapes: list[tuple[int, int]], reverse: bool) -> str:
-    """Return what to do with Jacobians whose shapes do not chain, last layer first."""
+    """Return advice for Jacobians whose shapes do not chain, last layer first."""
     if all(shape[0] == before[1] for before, shape in itertools.pairwise(shapes)):
         return _TURNED_IN_TIME if reverse else _TURNED
     return _ORDER_OF_TIME if reverse else _ORDER
@@ -128,7 +127,7 @@ def check_chain(
 ) -> Sequence[AnyStep]:
     """Return `patterns`, or raise an error if their shapes do not chain.
 
-    `reverse` says that the caller has them in the other order, and `name` what errors call each.
+    `reverse` says that the caller passed them in the other order; `name` gives names for errors.
     """
     previous = None
     for k, pattern in enumerate(patterns):
@@ -216,7 +215,7 @@ def split_dense(
 
 
 def _flat(name: str, array: Any, nnz: int) -> Any:
-    """Return values with one axis for rows and columns; a view wherever one can be."""
+    """Return values with one axis for rows and columns, as a view where possible."""
     shape = (*array.shape[:-2], nnz)
     if type(array) is not np.ndarray:
         if array.flags.c_contiguous:
@@ -250,7 +249,7 @@ def mismatch(name: str, expected: Pattern, what: str) -> PatternMismatchError:
 
 
 def copied(name: str, values: Any, dtype: np.dtype[Any]) -> Any:
-    """Return a contiguous copy, if there is memory: a view may show more than there is."""
+    """Return a contiguous copy if memory suffices: a broadcast view may show more than exists."""
     if type(values) is np.ndarray:
         _arrays.check_memory(f"a contiguous copy of {name}", values.size * dtype.itemsize)
     return _arrays.contiguous(values, dtype)

@@ -1,4 +1,4 @@
-"""Steps that a scan solves with, in place of multiplying by a matrix."""
+"""Steps for which a scan solves with a matrix in place of multiplying by one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .reading import split
 
 
 class SolveStep(ImplicitStep):
-    """A transposed Jacobian ``M⁻ᵀ``, given by ``Mᵀ``, with which a scan solves.
+    """A transposed Jacobian ``M⁻ᵀ``, given by its inverse ``Mᵀ``: a scan solves with ``Mᵀ``.
 
-    Implicit time stepping (backward Euler, Crank–Nicolson, Newton's method in each step) takes the
-    states through ``M_t y_t = N_t y_{t-1} + b_t``. Its transposed Jacobian ``N_tᵀ M_t⁻ᵀ`` is two
-    steps of a chain, ``[SolveStep(M_tᵀ), N_tᵀ]``, and the gradient between them is the adjoint
-    state ``λ_t``, in which all parameters have their gradients:
+    Implicit time stepping (backward Euler, Crank–Nicolson, Newton's method in each step) solves
+    ``M_t y_t = N_t y_{t-1} + b_t``. Its transposed Jacobian ``N_tᵀ M_t⁻ᵀ`` is two steps of a chain,
+    ``[SolveStep(M_tᵀ), N_tᵀ]``. The gradient between them is the adjoint state ``λ_t``, from which
+    the gradients of all parameters follow:
 
         M_tᵀ λ_t = ∇y_t,    ∇y_{t-1} = N_tᵀ λ_t,    ∂b_t = λ_t,    ∂N_t = λ_t y_{t-1}ᵀ,
         ∂M_t = -λ_t y_tᵀ
@@ -24,14 +24,15 @@ class SolveStep(ImplicitStep):
     Parameters
     ----------
     matrix : array_like or sparse array of float32 or float64
-        The matrix ``Mᵀ``, transposed as all Jacobians of a chain are: a SciPy CSR array or matrix
-        (``M.T`` of one in CSC, without a copy), a :class:`BatchedCSR`, or dense, ``(size, size)``
-        or ``(batch, size, size)``. All samples share one without a batch axis.
+        The matrix ``Mᵀ``, transposed like all Jacobians of a chain: a SciPy CSR array or matrix
+        (``M.T`` of a CSC matrix needs no copy), a :class:`BatchedCSR`, or a dense array
+        ``(size, size)`` or ``(batch, size, size)``. All samples share a matrix without a batch
+        axis.
 
     Attributes
     ----------
     pattern : ImplicitPattern
-        The pattern of ``Mᵀ``, as one that is solved: what :func:`plan` takes in place of the step.
+        The pattern of ``Mᵀ``, marked as solved. :func:`plan` takes it in place of the step.
     values : list of ndarray
         The values of ``Mᵀ``, in the order of its pattern.
     shape : tuple of int
@@ -52,20 +53,22 @@ class SolveStep(ImplicitStep):
 
     Notes
     -----
-    A scan raises :class:`SingularMatrixError`, which names the step, if a matrix is singular to
-    working precision as its factorisation says (a pivot is zero). A matrix with a value that is not
-    finite makes all gradients before it NaN.
+    A scan raises :class:`SingularMatrixError`, which names the step, if the factorisation finds a
+    matrix singular to working precision (a pivot is zero). If a value of a matrix is not finite,
+    all gradients before that step are NaN.
 
-    The schedule is the linear one, since the product of an inverse and a matrix is dense; one that
-    multiplies Jacobians raises :class:`InputError`. (``"truncated:0"``, ``"chunked:2"``, and any
-    schedule for up to three Jacobians multiply none.) Scans run on the CPU.
+    The schedule is the linear one, since the product of an inverse and a matrix is dense. A
+    schedule that multiplies Jacobians raises :class:`InputError`. (``"truncated:0"``,
+    ``"chunked:2"``, and any schedule for up to three Jacobians multiply none.) Scans run on the
+    CPU.
 
-    A pattern is analysed once, in :func:`plan`: tridiagonal, banded and dense matrices, and small
-    ones, are factorised as LAPACK does, in one compiled call for all steps that follow each other,
-    with the Jacobians between them; all others by SuperLU, whose order of columns is chosen there.
-    A run copies the values of each matrix and factorises the copy, unless it has a factorisation of
-    the same values: steps that have one array, or equal values, one after the other or in turns of
-    a few, are factorised once, and in later runs of a plan not at all.
+    :func:`plan` analyses a pattern once. Tridiagonal, banded, dense and small matrices are
+    factorised with LAPACK's algorithms. One compiled call does this for all steps that follow each
+    other, with the Jacobians between them. SuperLU factorises all other matrices; the plan chooses
+    its order of columns. A run copies the values of each matrix and factorises the copy, unless it
+    has a factorisation of the same values. Steps that share an array, or have equal values, are
+    factorised once, if they follow each other or a few of them take turns. Later runs of a plan
+    reuse these factors.
 
     Examples
     --------

@@ -24,7 +24,7 @@ class SparseSteps(NamedTuple):
     pattern : Pattern
         The union.
     values : ndarray, shape (T, nnz) or (nnz,)
-        Their values, zeros included; without the first axis if one matrix was given.
+        Their values on the union, zeros included; without the first axis if one matrix was given.
     own : tuple of (Pattern, ndarray)
         The pattern of each, and where its entries are among those of the union.
     """
@@ -35,7 +35,7 @@ class SparseSteps(NamedTuple):
 
     @classmethod
     def read(cls, matrices: Any) -> SparseSteps:
-        """Return what the caller has given, checked."""
+        """Return the caller's matrices, checked."""
         is_one = sp.issparse(matrices)
         given = [matrices] if is_one else list(matrices)
         read: list[tuple[Pattern, Array]] = []
@@ -57,7 +57,7 @@ class SparseSteps(NamedTuple):
         return cls(whole, rows[0] if is_one else rows, own)
 
     def like(self, values: Array) -> Any:
-        """Return values of the union as the caller has given the matrices."""
+        """Return values on the union in the form in which the caller gave the matrices."""
         matrices = [
             sp.csr_array((row[places], pattern.indices, pattern.indptr), pattern.shape)
             for row, (pattern, places) in zip(values, self.own, strict=True)

@@ -1,4 +1,4 @@
-"""Chains as they come, with implicit steps, and the chains of factors, which a scan runs."""
+"""A caller's chains, which may have implicit steps, and the chains of factors that scans run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .reading import check_chain, is_stack, length, name_of, split, steps_of
 def read_chain(
     jacobians: Any, reverse: bool, *, chained: bool = True
 ) -> tuple[Chain, Sequence[Step]]:
-    """Read Jacobians for which there is no plan; return their chain, and the pattern of each step.
+    """Read Jacobians without a plan; return their chain, and the pattern of each step.
 
-    `reverse` and `chained` are as for a :class:`Chain`; in the chain are the factors of implicit
+    `reverse` and `chained` are as for a :class:`Chain`. The chain has the factors of implicit
     steps.
     """
     steps, implicit = _unfold(steps_of(jacobians), reverse)
@@ -55,7 +55,7 @@ def patterns_in(
 
 
 def pattern_of(k: int, jacobian: Any) -> Step:
-    """Return the pattern of the `k`-th step, which may be a bare one."""
+    """Return the pattern of the `k`-th step, which may be a bare pattern."""
     if isinstance(jacobian, (Pattern, ImplicitPattern)):
         return jacobian
     if isinstance(jacobian, ImplicitStep):
@@ -64,7 +64,7 @@ def pattern_of(k: int, jacobian: Any) -> Step:
 
 
 def _unfold(jacobians: Any, reverse: bool) -> tuple[Any, Sequence[ImplicitPattern | None]]:
-    """Return a chain with the factors of implicit steps in their place.
+    """Return a chain in which factors replace implicit steps.
 
     Parameters
     ----------
@@ -122,14 +122,14 @@ class PlannedSteps:
         self._only = patterns[0] if len(set(patterns)) == 1 else None
 
     def unfold(self, jacobians: Any, reverse: bool) -> Any:
-        """Return the chain of the factors, of a chain of these steps.
+        """Return the chain of the factors, for a chain of these steps.
 
         Raises
         ------
         InputError
             If there are more steps, or fewer.
         PatternMismatchError
-            If a step is not of the pattern that it was planned for.
+            If a step has another pattern than planned.
         """
         if self.starts is None:
             if isinstance(jacobians, ImplicitChain):

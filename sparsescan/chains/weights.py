@@ -1,4 +1,4 @@
-"""Values of Jacobians that came as weights."""
+"""Values of Jacobians that the caller passed as weights with an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of symbols of vectors, which a traced function calls."""
+"""Functions on symbolic vectors, for functions that are traced."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def leaky_relu(a: Any, slope: float = 0.01) -> Node:
     return where(as_node(a) <= 0, slope * a, a)
 
 
-# Polynomials through Chebyshev's points: erf(a) / a in 2a² - 1 for |a| ≤ 1, and beyond that
-# (a + 1/2)·exp(a²)·erfc(a) in 1 - 8 / (a + 3).
+# Interpolation at Chebyshev points: erf(a) / a in 2a² - 1 for |a| ≤ 1, and beyond that (a +
+# 1/2)·exp(a²)·erfc(a) in 1 - 8 / (a + 3).
 _NEAR = (
     *(0.9654687386698674, -0.1405360890227174, 0.019852496688977195, -0.002285485561133443),
     *(
@@ -207,13 +207,13 @@ def hardsigmoid(a: Any) -> Node:
 
 
 def softmax(a: Any, heads: int = 1) -> Node:
-    """Return ``exp(a) / sum(exp(a))``, over all units or those of each head."""
+    """Return ``exp(a) / sum(exp(a))``, over all units or over the units of each head."""
     powers = exp(as_node(a) - _largest(a, heads))
     return powers / powers.sum(heads=heads)
 
 
 def logsumexp(a: Any, heads: int = 1) -> Node:
-    """Return ``log(sum(exp(a)))``, over all units or those of each head."""
+    """Return ``log(sum(exp(a)))``, over all units or over the units of each head."""
     largest = _largest(a, heads)
     return largest + log(exp(as_node(a) - largest).sum(heads=heads))
 
@@ -223,8 +223,8 @@ def layer_norm(
 ) -> Node:
     """Return ``(a - mean(a)) / sqrt(var(a) + eps)·weight + bias`` (Ba et al., 2016).
 
-    The variance is ``mean((a - mean(a))²)``, over all units or those of each head. With several
-    heads it is PyTorch's ``group_norm``.
+    The variance is ``mean((a - mean(a))²)``, over all units or over the units of each head. With
+    several heads the function is PyTorch's ``group_norm``.
     """
     centred = as_node(a) - as_node(a).mean(heads=heads)
     scale = weight / sqrt((centred * centred).mean(heads=heads) + eps)
@@ -234,7 +234,7 @@ def layer_norm(
 def rms_norm(a: Any, weight: Any = 1, *, heads: int = 1, eps: float = 1e-5) -> Node:
     """Return ``a / sqrt(mean(a²) + eps)·weight`` (Zhang and Sennrich, 2019).
 
-    The mean is over all units, or over those of each head.
+    The mean is over all units or over the units of each head.
     """
     return as_node(as_node(a) * weight / sqrt((as_node(a) * a).mean(heads=heads) + eps))
 
@@ -250,7 +250,7 @@ def stop_gradient(a: Any) -> Node:
 
 
 class Surrogate(NamedTuple):
-    """A function of one vector, and another one that counts as its derivative."""
+    """A function of one vector, with another function that is used as its derivative."""
 
     forward: Callable[[Any], Any]
     derivative: Callable[[Any], Any]
@@ -261,14 +261,14 @@ class Surrogate(NamedTuple):
 
 
 def surrogate(forward: Callable[[Any], Any], derivative: Callable[[Any], Any]) -> Surrogate:
-    """Return a function whose derivative is another one's, such as that of a spike.
+    """Return a function with a derivative of your choice, such as a spike's surrogate gradient.
 
     Parameters
     ----------
     forward : callable
         ``forward(a)`` is its value.
     derivative : callable
-        ``derivative(a)`` counts as its derivative (Neftci et al., 2019).
+        ``derivative(a)`` is used as its derivative (Neftci et al., 2019).
 
     Returns
     -------

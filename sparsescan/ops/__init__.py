@@ -1,1 +1,1 @@
-"""Operations that doors share: linear recurrences, filters, and the shapes that they take."""
+"""Operations that NumPy, PyTorch and JAX share: recurrences, filters, scans, attention."""

@@ -1,4 +1,4 @@
-"""Linear recurrences in the order of time, and what the gradients in them take."""
+"""Linear recurrences in the order of time, and their gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .readings import Reading, check_vectors, one_batch, read_shapes
 
 Array = NDArray[Any]
 
-# Entries of the matrices of a step from which the rows of one sample are worth sharing out.
+# From this many matrix entries on, threads share the rows of one sample.
 _LARGE = 1 << 17
 
 
@@ -33,12 +33,12 @@ class AffineGrads(NamedTuple):
     Attributes
     ----------
     matrices : ndarray, CSR matrix, list of CSR matrices, or None
-        In the form of `matrices`, summed over the steps and the samples that share them. None if
-        they were not asked for.
+        The gradients in `matrices`, in their form, summed over the steps and samples that share
+        them. None if they were not asked for.
     offsets : ndarray, shape (T, size) or (T, batch, size)
-        In ``b_1, …, b_T``; of the shape of the states.
+        The gradients in ``b_1, …, b_T``, in the shape of the states.
     initial : ndarray, shape (size,) or (batch, size)
-        In ``y_0``; of the shape of a state.
+        The gradient in ``y_0``, in the shape of a state.
     """
 
     matrices: Any
@@ -67,28 +67,29 @@ def affine_scan(
         - dense, ``(T, size, size)`` or ``(T, batch, size, size)``;
         - diagonals, ``(T, size)`` or ``(T, batch, size)``;
         - a number for each step, ``(T,)``, ``(T, 1)`` or ``(T, batch, 1)``;
-        - one for all steps, of which there are as many as offsets: a matrix ``(size, size)``, a
-          diagonal ``(size,)``, a number, or any other form with a first axis of one;
-        - sparse: a list of SciPy's CSR matrices, or one for all steps; values in the order of
-          `pattern`, ``(T, nnz)``, ``(T, batch, nnz)`` or ``(nnz,)``; or both in a
-          :class:`CSRChain`, which here is in the order of time.
+        - one for all steps, whose number is that of the offsets: a matrix ``(size, size)``, a
+          diagonal ``(size,)``, a number, or any other form with a first axis of length one;
+        - sparse: a list of SciPy CSR matrices, or one matrix for all steps; values in the order of
+          `pattern`, ``(T, nnz)``, ``(T, batch, nnz)`` or ``(nnz,)``; or a :class:`CSRChain`, here
+          in the order of time.
 
-        Samples share matrices without a batch axis. Any strides will do. All arrays may be CuPy's,
-        as the result then is.
+        Samples share matrices without a batch axis. Arrays may have any strides. If all arrays are
+        CuPy's, so is the result.
     offsets : array_like, shape (T, size) or (T, batch, size), optional
         The terms ``b_1, …, b_T``; zeros by default.
     initial : array_like, shape (size,) or (batch, size), optional
         The state ``y_0``; zeros by default.
     pattern : Pattern, optional
-        The pattern of the matrices, if their values are given; or, where shapes leave two readings,
-        ``Pattern.diagonal(size)`` for diagonals and ``Pattern.dense((size, size))`` for dense ones.
+        The pattern of the matrices, if `matrices` are values. If shapes are ambiguous, pass
+        ``Pattern.diagonal(size)`` for diagonals or ``Pattern.dense((size, size))`` for dense
+        matrices.
     transposed : bool, default False
-        Whether a step applies ``A_tᵀ`` in place of ``A_t``, which takes no copy in host memory.
+        Whether a step applies ``A_tᵀ`` in place of ``A_t``. It needs no copy in host memory.
     schedule : Schedule or str, default "auto"
-        As for :func:`exclusive_scan`. ``"auto"`` goes from step to step, and divides samples,
-        elements of diagonals, or rows of one large state among threads; that is the least work. Any
-        other but ``"linear"`` multiplies matrices, to do several steps at once: for more cores than
-        there are samples, if products stay sparse.
+        As for :func:`exclusive_scan`. ``"auto"`` runs step by step, which is the least work, and
+        divides samples, elements of diagonals, or rows of one large state among threads. All other
+        schedules except ``"linear"`` multiply matrices to run several steps at once. They help if
+        there are more cores than samples and products stay sparse.
 
     Returns
     -------
@@ -99,29 +100,29 @@ def affine_scan(
     Raises
     ------
     InputError
-        If a shape, a size or an option is wrong, or if shapes leave two readings: ``(n, n, n)``
-        with samples, ``(n, n)`` and ``(n,)`` for `n` steps.
+        If a shape, a size or an option is wrong, or if shapes are ambiguous: ``(n, n, n)`` with
+        samples, ``(n, n)`` and ``(n,)`` for `n` steps.
     InputTypeError
-        If a type or a dtype is not supported. Complex numbers have no schedules but ``"auto"`` and
-        ``"linear"``.
+        If a type or a dtype is not supported. Complex numbers support only the schedules ``"auto"``
+        and ``"linear"``.
     DeviceError
-        If arrays are not in one place.
+        If arrays are not all on one device.
 
     See Also
     --------
-    affine_scan_vjp : The gradients in all that enters.
+    affine_scan_vjp : The gradients in all arguments.
     inclusive_scan : The scan for steps of different patterns or sizes.
 
     Notes
     -----
     This is the inclusive scan of ``[y_0, A_1, …, A_T]``, with the offsets as local gradients. With
-    a named schedule the bits do not depend on the number of threads; with ``"auto"`` they do so
-    only where threads divide the rows of a large state. On a CUDA device :func:`inclusive_scan`
-    runs, by any schedule, on the current stream.
+    a named schedule the bits do not depend on the number of threads. With ``"auto"`` they depend on
+    it only if threads divide the rows of a large state. On a CUDA device :func:`inclusive_scan`
+    runs, with any schedule, on the current stream.
 
     Examples
     --------
-    A leaky sum, and two coupled ones:
+    A leaky sum, and a rotation of two coupled numbers:
 
     >>> import numpy as np, sparsescan
     >>> sparsescan.affine_scan(0.5, np.ones((4, 1)))
@@ -138,7 +139,7 @@ def affine_scan(
     b = None if offsets is None else _read_vectors("offsets", offsets)
     y0 = None if initial is None else _read_vectors("initial", initial)
     form = _Given.read(matrices, pattern, transposed, b, y0)
-    # Checked first: a view may show more than there is memory for a copy.
+    # Checked first: a broadcast view may be too large to copy.
     b, y0 = _walkable(b), _walkable(y0)
     given, steps = form.matrices, form.matrices.steps
     xp = namespace(given.values, b, y0)
@@ -167,26 +168,26 @@ def affine_scan_vjp(
 ) -> AffineGrads:
     """Return the gradients in matrices, offsets and initial state of :func:`affine_scan`.
 
-    With the gradients ``l_t`` of a loss in the states ``y_t``, where the loss reads them, those in
-    the offsets are the same scan in the other direction, and those in the matrices outer products:
+    Let ``l_t`` be the gradients of a loss in the states ``y_t`` that the loss reads. The gradients
+    in the offsets are a scan backward in time, and those in the matrices are outer products:
 
         g_t = l_t + A_{t+1}ᵀ g_{t+1},    ∂A_t = g_t y_{t-1}ᵀ,    ∂b_t = g_t,    ∂y_0 = A_1ᵀ g_1
 
-    of which only the entries in the pattern are computed. A step that applies ``A_tᵀ`` has ``A_t``
-    in place of ``A_tᵀ``, and ``∂A_t = y_{t-1} g_tᵀ``. A matrix that several steps or samples share
-    has the sum of its gradients. Gradients in complex numbers are PyTorch's, ``∂L/∂Re + i ∂L/∂Im``:
-    with conjugates of ``A_{t+1}`` and ``y_{t-1}``.
+    Only entries in the pattern are computed. With `transposed`, ``A_t`` replaces ``A_tᵀ``, and
+    ``∂A_t = y_{t-1} g_tᵀ``. The gradient of a matrix that several steps or samples share is a sum.
+    Gradients in complex numbers are PyTorch's, ``∂L/∂Re + i ∂L/∂Im``, with conjugates of
+    ``A_{t+1}`` and ``y_{t-1}``.
 
     Parameters
     ----------
     matrices, initial, pattern, transposed, schedule
         As :func:`affine_scan` was given.
     states : array_like, shape (T, size) or (T, batch, size)
-        The states that it has returned.
+        The states that :func:`affine_scan` returned.
     grads : array_like, shape (T, size) or (T, batch, size)
         The gradients ``l_1, …, l_T`` of the loss in the states.
     needs_matrices_grad : bool, default True
-        Whether to return the gradients in the matrices, too.
+        Whether to return the gradients in the matrices too.
 
     Returns
     -------
@@ -239,7 +240,7 @@ def affine_scan_vjp(
                 _recur(back.part(0, -1), loss[-2::-1], loss[-1], in_offsets[-2::-1], None)
                 _recur(back.part(-1, None), None, in_offsets[0], in_initial, None)
             else:
-                # A schedule is for all steps, of which the last one adds nothing.
+                # A schedule counts all steps, though the last one adds nothing.
                 later = xp.concatenate([loss[-2::-1], xp.zeros_like(loss[:1])])
                 carried = xp.empty_like(loss)
                 _recur(back, later, loss[-1], carried, chosen)
@@ -257,20 +258,20 @@ def _check_schedule(chosen: Schedule | None, dtype: np.dtype[Any], steps: int) -
 
 
 class _Given(NamedTuple):
-    """Matrices in the form in which the caller has passed them.
+    """Matrices in the form in which the caller passed them.
 
     Attributes
     ----------
     matrices : Matrices
         What they are.
     reading : Reading
-        What their shape was taken for.
+        How their shape was read.
     shape : tuple of int
-        The shape of the array, if it is one.
+        The shape of the array, if they are one array.
     turned : bool
-        Whether these matrices are its transposed ones.
+        Whether these are the transposes of the caller's matrices.
     sparse : SparseSteps or None
-        The sparse matrices that came in its place.
+        The caller's sparse matrices, if they are SciPy's.
     """
 
     matrices: Matrices
@@ -289,9 +290,9 @@ class _Given(NamedTuple):
         initial: Array | None,
         name: str = "offsets",
     ) -> _Given:
-        """Return what the caller has given, checked; a view wherever one can be.
+        """Return the caller's matrices, checked, as a view where possible.
 
-        `name` is what errors call the offsets.
+        `name` is the name of the offsets in errors.
         """
         transposed, sparse = check_flag("transposed", transposed), None
         if isinstance(matrices, CSRChain) or is_sparse_steps(matrices):
@@ -315,7 +316,7 @@ class _Given(NamedTuple):
         if reading.kind != "dense":
             given = Matrices(own, _walkable(whole), transposed, steps)
             return cls(given, reading, array.shape, False, sparse)
-        # Matrices stored column by column are transposed ones, stored row by row.
+        # Column-major matrices are the transposes of row-major ones.
         turned = whole.strides[-2] < whole.strides[-1]
         rows = whole.swapaxes(-1, -2) if turned else whole
         values = _walkable(rows.reshape(*whole.shape[:-2], own.nnz))
@@ -323,7 +324,7 @@ class _Given(NamedTuple):
         return cls(given, reading, array.shape, turned, sparse)
 
     def as_given(self, values: Array) -> Any:
-        """Return values of this pattern in the form that the caller has given."""
+        """Return values on this pattern in the caller's form."""
         if self.sparse is not None:
             return self.sparse.like(values)
         if self.turned:
@@ -335,7 +336,7 @@ class _Given(NamedTuple):
 
 
 def _read_vectors(name: str, given: ArrayLike) -> Array:
-    """Return vectors, of every step or of none."""
+    """Return vectors, with or without an axis of steps."""
     array: Array = read_array(name, given, is_complex=True)
     return array
 
@@ -349,7 +350,7 @@ def _walkable(array: Array | None) -> Array | None: ...
 
 
 def _walkable(array: Array | None) -> Array | None:
-    """Return an array whose last axis is contiguous and aligned: a copy if it has to be."""
+    """Return an array whose last axis is contiguous and aligned; a copy if necessary."""
     if array is None:
         return None
     is_on_host = namespace(array) is np
@@ -375,7 +376,7 @@ def _recur(
     out: Array,
     schedule: Schedule | None,
 ) -> None:
-    """Write all states, from step to step unless a schedule says otherwise."""
+    """Write all states, step by step unless a schedule says otherwise."""
     if out.size == 0:
         return
     if namespace(out) is not np:
@@ -412,14 +413,14 @@ def _recur_by_plan(
 
 
 def _transposed(pattern: Pattern) -> tuple[Pattern, Array]:
-    """Return the pattern of the transpose, and where its values are among those of the matrix."""
+    """Return the pattern of the transpose, and the places of its values in the matrix."""
     order = np.lexsort((rows_of(pattern), pattern.indices))
     indptr = indptr_of(pattern.indices, pattern.shape[1])
     return trusted(indptr, rows_of(pattern)[order], pattern.shape[::-1]), order
 
 
 def _outer(form: _Given, matrices: Matrices, grads: Array, states: Array, start: Array) -> Any:
-    """Return the gradients in the matrices, in the form of the caller's."""
+    """Return the gradients in the matrices, in the caller's form."""
     if namespace(grads) is not np:
         return form.as_given(_outer_on_device(matrices, grads, states, start))
     shape = matrices.values.shape
@@ -438,7 +439,7 @@ def _outer_on_device(given: Matrices, grads: Array, states: Array, start: Array)
     left, right = (before, grads) if given.transposed else (grads, before)
     is_shared = grads.ndim == 3 > given.values.ndim
     if given.is_one:
-        # Steps are as many more samples.
+        # Steps become more samples.
         if is_shared or grads.ndim == 2:
             left, right = (each.reshape(1, -1, given.size) for each in (left, right))
         else:

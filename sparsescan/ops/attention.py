@@ -1,11 +1,11 @@
-"""Linear attention: the operation, what shapes it takes, and its door for NumPy.
+"""Linear attention: the operation, checks of shapes, and the functions for NumPy.
 
     S_t = diag(w_t) S_{t-1} + b_t (a_tᵀ S_{t-1}) + k_t v_tᵀ,    o_t = S_tᵀ q_t
 
 The operation takes `q`, `k`, `a` and `b` of shape (batch, length, heads, keys), `v` (batch, length,
 heads, values), `decay` (batch, length, heads) or (batch, length, heads, keys), `bonus` (heads,
 keys) and initial states (batch, heads, keys, values). It returns the outputs and the last states,
-and keeps states before segments of steps: (batch, heads, segments, keys, values).
+and keeps the states before each segment of steps: (batch, heads, segments, keys, values).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Array = NDArray[Any]
 
 # Numbers of states, of all steps, that are worth another thread, and tasks for each thread.
 _GRAIN, _TURNS = 1 << 15, 4
-# Bytes of the states of a segment's block of two vectors of 64 bytes, which the second cache holds;
+# Bytes of a segment's states, in blocks of two 64-byte vectors, that fit the second-level cache;
 # and the least and the most steps of a segment.
 _BYTES, _LEAST, _MOST = 1 << 19, 16, 64
 
@@ -40,12 +40,12 @@ NAMES = "q", "k", "v", "decay", "a", "b", "bonus", "initial_state"
 
 
 class AttentionGrads(NamedTuple):
-    """Gradients in the arguments of :func:`sparsescan.linear_attention`, of their shapes.
+    """Gradients in the arguments of :func:`sparsescan.linear_attention`, in the same shapes.
 
     Attributes
     ----------
     q, k, v, decay, a, b, bonus, initial_state : ndarray or None
-        The gradients; None in what was not given.
+        The gradients; None for arguments that were not given.
     """
 
     q: Array
@@ -73,26 +73,28 @@ def linear_attention(
 
         S_t = diag(w_t) S_{t-1} + b_t (a_tᵀ S_{t-1}) + k_t v_tᵀ,    o_t = S_tᵀ q_t
 
-    for each sample and head, where ``w`` is `decay`; :doc:`which models that makes
-    </how/attention>`. With a `bonus` ``u`` it is ``o_t = S_{t-1}ᵀ q_t + ((q_t ∘ u)·k_t) v_t``.
+    for each sample and head, where ``w`` is `decay`.
+    :doc:`Many models are special cases </how/attention>`. With a `bonus` ``u``,
+    ``o_t = S_{t-1}ᵀ q_t + ((q_t ∘ u)·k_t) v_t``.
 
     Parameters
     ----------
     q, k : array_like, shape (batch, length, heads, keys)
-        What reads the states, and the keys under which values are written.
+        The queries that read the states, and the keys under which values are written.
     v : array_like, shape (batch, length, heads, values)
         The values.
     decay : array_like, shape (batch, length, heads) or (batch, length, heads, keys), optional
-        The factor of a state, or of each of its rows, which belong to keys. Any axis may be 1, for
-        what all samples, steps or heads share. By default nothing decays.
+        The factor of a state, or of each of its rows; a row belongs to a key. An axis of length 1
+        means that all samples, steps or heads share the factor. By default nothing decays.
     a, b : array_like, shape (batch, length, heads, keys), optional
-        What the delta rule reads from the state before a step, and where it adds that.
+        The vectors of the delta rule: it reads ``a_tᵀ S_{t-1}`` from the old state, and adds the
+        result under the key ``b_t``.
     bonus : array_like, shape (heads, keys), optional
-        The weights of what a step adds to its own output.
+        The weight of a step's own value in its output, for each key.
     initial_state : array_like, shape (batch, heads, keys, values), optional
         The states ``S_0``; zeros by default.
     return_last_state : bool, default False
-        Whether to return the last states, too.
+        Whether to return the states after the last step too.
 
     Returns
     -------
@@ -112,7 +114,7 @@ def linear_attention(
 
     See Also
     --------
-    linear_attention_vjp : The gradients in all that enters.
+    linear_attention_vjp : The gradients in all arguments.
 
     Examples
     --------
@@ -149,7 +151,7 @@ def linear_attention_vjp(
 ) -> AttentionGrads:
     """Return the gradients in all arguments of :func:`linear_attention`.
 
-    The forward pass is computed again, and keeps states before segments of steps.
+    The call repeats the forward pass, and keeps the states before segments of steps.
 
     Parameters
     ----------
@@ -158,7 +160,7 @@ def linear_attention_vjp(
     grads : array_like, shape (batch, length, heads, values)
         The gradients of a loss in the outputs.
     grads_last : array_like, shape (batch, heads, keys, values), optional
-        Those in the last states; zeros by default.
+        The gradients of the loss in the last states; zeros by default.
 
     Returns
     -------
@@ -230,9 +232,9 @@ def _read_all(*inputs: Any, **above: Any) -> tuple[list[Any], list[Any]]:
 
 
 def attend(xp: Functions, given: Sequence[Any], returns_last: Any) -> Any:
-    """Return the outputs, and the last states if asked for, of all inputs in the order of `NAMES`.
+    """Return the outputs, and the last states if asked for; inputs are in the order of `NAMES`.
 
-    As :func:`sparsescan.torch.linear_attention`, by the functions of a library.
+    It is :func:`sparsescan.torch.linear_attention`, in the functions of any library.
     """
     returns_last = check_flag("return_last_state", returns_last)
     out, last = xp.run(LINEAR_ATTENTION, (), *_whole(xp.broadcast_to, given))
@@ -240,7 +242,7 @@ def attend(xp: Functions, given: Sequence[Any], returns_last: Any) -> Any:
 
 
 def _whole(broadcast_to: Any, given: Sequence[Any]) -> list[Any]:
-    """Return inputs that were checked, with a decay of each sample and step."""
+    """Return checked inputs, with a decay for each sample and step."""
     shapes: Any = [None if each is None else tuple(each.shape) for each in given]
     check_shapes(*shapes)
     q, k, v, decay, *others = given
@@ -282,7 +284,7 @@ def _backward(
     ]
     none = np.empty(0, dtype)
     flat = [none if each is None else each.reshape(-1) for each in results]
-    # Gradients in the bonus are summed in float64, over the steps of a sample and then over these.
+    # Gradients in the bonus are summed in float64, over the steps of a sample, then over samples.
     batch, own = len(q), calls.zeros(0 if results[6] is None else len(q) * bonus.size, np.float64)
     dq, dk, dv, dw, da, db, _, dstart = flat
     into = AttentionGradients(dq, dk, dv, dw, da, db, dstart, own)
@@ -305,7 +307,7 @@ def _run(
 
 
 def _read(given: Sequence[Any]) -> Attention:
-    """Return what the kernels are told."""
+    """Return the arguments of the kernels."""
     (_, length, heads, keys), values = given[0].shape, given[2].shape[3]
     none = np.empty(0, given[0].dtype)
     q, k, v, decay, a, b, bonus, start = (
@@ -331,7 +333,7 @@ def _read(given: Sequence[Any]) -> Attention:
 
 
 def _share(calls: Calls, call: Any, given: Sequence[Any]) -> None:
-    """Share out the heads of all samples, in as many ranges as threads need to end together."""
+    """Divide the heads of all samples into enough ranges that threads end together."""
     (batch, _, heads, _), work = given[0].shape, given[0].size * given[2].shape[3]
     ranges = max(1, min(batch * heads, _TURNS * thread_count(), work // _GRAIN))
     ends = [batch * heads * n // ranges for n in range(ranges + 1)]
@@ -351,7 +353,7 @@ def check_shapes(
     bonus: Shape | None,
     initial_state: Shape | None,
 ) -> None:
-    """Raise an InputError unless the shapes of inputs fit each other."""
+    """Raise an InputError unless the shapes of inputs agree."""
     if len(q) != 4:
         raise InputError(f"q has shape {q}; expected (batch, length, heads, keys)")
     batch, length, heads, keys = q

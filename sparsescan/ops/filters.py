@@ -1,11 +1,10 @@
-"""Recursive filters: the operation, what it does along an axis, and what shapes it takes.
+"""Recursive filters: the operation, filters along an axis, and checks of shapes.
 
     a_0[t] y[t] = Σ_k b_k[t] x[t-k] - Σ_{k>0} a_k[t] y[t-k] + s[t]
 
-The operation takes coefficients ``b`` and ``a`` of shape (1 or N, 1 or T, taps), samples ``x`` of
-shape (N, T), before whose first step there is nothing, and optional terms ``s`` of the leading
-steps, (N, M); those behind the last step are left out. Its bits do not depend on the number of
-threads.
+The operation takes coefficients ``b`` and ``a`` of shape (1 or N, 1 or T, taps), and samples ``x``
+of shape (N, T), with zeros before the first step. Optional terms ``s`` (N, M) are added to the
+first M steps; terms beyond step T are ignored. The bits do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -37,12 +36,11 @@ Array = NDArray[Any]
 
 # Coefficients of a second-order section: three of its numerator, three of its denominator.
 _SECTION = 6
-# Multiply-adds that are worth another thread, and parts for each, so that late ones delay nobody.
+# Multiply-adds that are worth another thread, and parts per thread, so that no thread waits long.
 _GRAIN, _PARTS = 1 << 19, 4
-# As many multiply-adds as a forward pass has are those in a backward pass, of all gradients.
+# A backward pass of all gradients has this many times the multiply-adds of a forward pass.
 _PASSES = 2
-# Steps of a tile: what is computed of them stays in the nearest caches, less of it if coefficients
-# change.
+# Steps of a tile, whose results stay in the nearest caches; fewer if coefficients change.
 _TILE, _TILE_OF_CHANGES = 128, 48
 
 
@@ -90,7 +88,7 @@ def _folded(xp: Functions, x: Any, axis: int, batch: Shape) -> Any:
 
 
 def _shared(xp: Functions, each: Any, own: int, batch: Shape) -> Any:
-    """Return coefficients of every sample, or one for all; the last `own` axes are theirs."""
+    """Return coefficients for every sample, or one set for all; `own` axes are not samples."""
     lead, rest = each.shape[:-own], each.shape[-own:]
     if all(n == 1 for n in lead):
         return each.reshape(1, *rest)
@@ -102,19 +100,19 @@ def _unfolded(xp: Functions, samples: Any, axis: int, batch: Shape) -> Any:
 
 
 def _with_delays(xp: Functions, b: Any, a: Any, x: Any, zi: Any) -> tuple[Any, Any]:
-    """Return filtered samples, and the delays behind the last of them.
+    """Return filtered samples, and the delays after the last step.
 
-    The delays of the transposed direct form II are what earlier steps will add to later results.
+    The delays of the transposed direct form II are what past steps will add to later results.
     """
     size, steps = zi.shape[1], x.shape[1]
     if not steps:
         return x, zi
     y = _filter(xp, b, a, x, a[:, :size, 0] * zi[:, :steps])
     final = _earlier(xp, zi, steps)
-    # Coefficients of the last step count for those that follow.
+    # Later steps use the coefficients of the last step.
     b, a = b[:, -1], a[:, -1]
     ahead = np.arange(size)
-    # Row j is of the step that is so many before the last, and column i of i steps behind it.
+    # Row j is for step ``steps - size + j``, column i for the result at step ``steps + i``.
     k = size + ahead - ahead[:, None]
     places = np.minimum(k, size).ravel()
     for factors, samples, sign in ((b, x, 1), (a, y, -1)):
@@ -130,7 +128,7 @@ def _with_delays(xp: Functions, b: Any, a: Any, x: Any, zi: Any) -> tuple[Any, A
 def _filter(xp: Functions, b: Any, a: Any, x: Any, start: Any = None) -> Any:
     """Return filtered samples; complex ones may have real coefficients."""
     if xp.is_complex(x) and not xp.is_complex(a):
-        # Its parts are more samples.
+        # Real and imaginary parts become more samples.
         b, a = (each if len(each) == 1 else xp.concat([each, each], 0) for each in (b, a))
         parts = (
             None if each is None else xp.concat([each.real, each.imag], 0) for each in (x, start)
@@ -156,7 +154,7 @@ def _earlier(xp: Functions, x: Any, k: int) -> Any:
 
 
 def _fitted(xp: Functions, x: Any, steps: int) -> Any:
-    """Return so many steps: some of the first ones, or all with zeros behind them."""
+    """Cut or zero-pad to so many steps."""
     count, own = x.shape
     if own >= steps:
         return x[:, :steps]
@@ -185,7 +183,7 @@ def _plain(xp: Functions, form: Any, b: Any, a: Any, x: Any, start: Any) -> list
 
 
 def _slope(xp: Functions, form: Any, y: Any, given: Any, slopes: Any) -> Any:
-    """Return the filter by `a` alone of what enters it, since all else is linear."""
+    """Return the derivative: the recursive part by `a` of the derivative of its input."""
     (b, a, x, _), (in_b, in_a, in_x, in_start) = given, slopes
     added = xp.filled(y, y.shape, 0)
     for factors, samples, sign in ((in_b, x, 1), (b, in_x, 1), (in_a, y, -1)):
@@ -197,7 +195,7 @@ def _slope(xp: Functions, form: Any, y: Any, given: Any, slopes: Any) -> Any:
 
 
 def _again(xp: Functions, form: Any, y: Any, above: Any, given: Any) -> list[Any]:
-    """Return the gradients; that in results goes through the filter by `a` from the last step."""
+    """Return the gradients; those in results pass the recursive part by `a` backward in time."""
     *others, start = given
     b, a, x, y = map(xp.adjoint, (*others, y))
     columns = [a[..., k] for k in range(a.shape[-1])]
@@ -261,10 +259,10 @@ def _backward(
 
 
 def _factors(calls: Calls, b: Array, a: Array, before: int) -> list[Array]:
-    """Return coefficients as kernels read them, each in one piece of memory.
+    """Return coefficients as kernels read them, each contiguous.
 
-    Those that samples share, and complex ones, are normalised in `a`. Those that samples share have
-    zeros behind the last of many steps.
+    `a` is normalised if samples share it or it is complex. Coefficients that samples share, and
+    that change with the steps, get zeros after the last step.
     """
     factors = []
     for each, divides in ((b, False), (a, len(a) == 1 or a.dtype.kind == "c")):
@@ -321,8 +319,8 @@ def _gradient_shapes(
 ) -> list[Shape]:
     """Return the shapes of what is written.
 
-    Gradients in coefficients are those of each sample and tap, or of each block of samples, step
-    and tap; where samples share them, they are still to be added up.
+    Gradients in coefficients are per sample and tap, or per block of samples, step and tap. The
+    caller sums them where samples share coefficients.
     """
     shapes = []
     for (count, changes, taps), need in zip((b, a), needs, strict=False):
@@ -351,14 +349,14 @@ def _sizes(b: Shape, a: Shape, x: Shape, starts: int) -> FilterSizes:
 
 
 def _rows_of_coefficients(sizes: FilterSizes) -> int:
-    """Return how many rows coefficients of a tile take."""
+    """Return how many rows the coefficients of a tile take."""
     if not sizes.b_sample and not sizes.a_sample:
         return 0
     return (sizes.tile + sizes.before) * (sizes.b_taps + sizes.a_taps)
 
 
 def _share(calls: Calls, run: Any, sizes: FilterSizes, passes: int) -> None:
-    """Share out blocks of samples, through which so many passes are made."""
+    """Divide blocks of samples among threads, for so many passes over them."""
     blocks = -(-sizes.samples // WIDTH)
     work = passes * sizes.samples * sizes.steps * (sizes.b_taps + sizes.a_taps)
     threads = max(1, min(thread_count(), work // _GRAIN))
@@ -371,7 +369,7 @@ def _share(calls: Calls, run: Any, sizes: FilterSizes, passes: int) -> None:
 
 
 def read_lfilter(b: Shape, a: Shape, x: Shape, axis: Any, zi: Shape | None) -> tuple[int, Shape]:
-    """Return the axis of time, counted from the last one, and the axes that all have but that.
+    """Return the axis of time as a negative number, and the broadcast shape of all other axes.
 
     Parameters
     ----------
@@ -405,7 +403,7 @@ def read_lfilter(b: Shape, a: Shape, x: Shape, axis: Any, zi: Shape | None) -> t
 
 
 def read_sosfilt(sos: Shape, x: Shape, axis: Any, zi: Shape | None) -> tuple[int, Shape]:
-    """Return what :func:`read_lfilter` does, for a cascade of sections."""
+    """Do :func:`read_lfilter` for a cascade of sections."""
     axis = _read_axis(axis, len(x))
     if len(sos) < 2 or sos[-1] != _SECTION or not sos[-2]:
         raise InputError(
@@ -424,7 +422,7 @@ def read_sosfilt(sos: Shape, x: Shape, axis: Any, zi: Shape | None) -> tuple[int
 
 
 def _read_axis(axis: Any, count: int) -> int:
-    """Return an axis as it is counted from the last one."""
+    """Return an axis as a negative number."""
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
         raise InputTypeError(f"axis is {short(axis)}; expected an int")
     if not -count <= axis < count:
@@ -433,7 +431,7 @@ def _read_axis(axis: Any, count: int) -> int:
 
 
 def _read_batch(x: Shape, axis: int, **coefficients: Shape) -> Shape:
-    """Return the axes that all have but that of time."""
+    """Return the broadcast shape of all axes except time."""
     batch, steps = (*x[: len(x) + axis], *x[len(x) + axis + 1 :]), x[axis]
     for name, each in coefficients.items():
         changes = each[-2] if len(each) > 1 else 1
@@ -454,7 +452,7 @@ def _read_batch(x: Shape, axis: int, **coefficients: Shape) -> Shape:
 
 
 def _broadcast(one: Shape, other: Shape) -> Shape | None:
-    """Return the shape that two shapes broadcast to, if they do."""
+    """Return the shape that two shapes broadcast to; raise if they do not."""
     count = max(len(one), len(other))
     pairs = zip((1,) * (count - len(one)) + one, (1,) * (count - len(other)) + other, strict=True)
     whole = []

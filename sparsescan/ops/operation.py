@@ -1,4 +1,4 @@
-"""What an operation is: kernels for both passes, and formulas for all other derivatives."""
+"""Operations: kernels for both passes, and formulas for all other derivatives."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ..execution.recurrence import Recorded
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
-# The shapes of all inputs; None stands for one that is not there.
+# The shapes of all inputs; None for an input that was not given.
 Shapes = Sequence[Shape | None]
 
 
 class MappedAxis(NamedTuple):
-    """The axis of an input along which the inputs of all maps are put side by side.
+    """The axis of an input along which ``vmap`` concatenates the inputs of all maps.
 
     Attributes
     ----------
     place : int
         Which axis it is.
     size : int
-        How long it is for one map that has an input of its own.
+        Its length for one map that has its own input.
     is_shared : bool
-        Whether it may have length 1 for all maps.
+        Whether length 1 may serve all maps.
     """
 
     place: int
@@ -39,9 +39,9 @@ class MappedAxis(NamedTuple):
 
 
 class Functions(Protocol):
-    """Functions of a library of arrays that formulas are written in.
+    """The functions of an array library that formulas use.
 
-    Those of the array API standard have its names, and their axes come by place.
+    Functions of the array API standard have its names; axes are positional.
     """
 
     concat: Callable[..., Any]
@@ -58,34 +58,34 @@ class Functions(Protocol):
     sigmoid: Callable[..., Any]
 
     def filled(self, like: Any, shape: Shape, value: float) -> Any:
-        """Return an array of one number of the kind of another."""
+        """Return an array of one repeated number, with the dtype and device of another array."""
 
     def eye(self, like: Any, size: int) -> Any:
         """Return the identity matrix, of the dtype of another array."""
 
     def contiguous(self, x: Any) -> Any:
-        """Return an array whose numbers lie end to end, where that can be told."""
+        """Return a contiguous array, in libraries that have strides."""
 
     def constant(self, array: Array) -> Any:
-        """Return an array of NumPy as one of the library."""
+        """Return a NumPy array as an array of the library."""
 
     def is_complex(self, x: Any) -> bool:
         """Return whether an array has complex numbers."""
 
     def complex(self, real: Any, imag: Any) -> Any:
-        """Return complex numbers of their parts."""
+        """Return complex numbers from their parts."""
 
     def adjoint(self, x: Any) -> Any:
         """Return the conjugate if gradients are ``∂L/∂Re + i ∂L/∂Im``, else the array itself."""
 
     def repeat(self, x: Any, count: int, axis: int) -> Any:
-        """Return an array in which each entry along an axis comes so often."""
+        """Return an array in which each entry along an axis is repeated."""
 
     def take(self, x: Any, places: Array, axis: int) -> Any:
         """Return the entries at places along an axis."""
 
     def add_at(self, x: Any, places: Array, values: Any) -> Any:
-        """Return an array to whose places along the last axis values are added."""
+        """Return an array with values added at places along the last axis."""
 
     def softplus(self, x: Any) -> Any:
         """Return ``log(1 + exp(x))``."""
@@ -93,64 +93,65 @@ class Functions(Protocol):
     def loop(self, step: Callable[..., Any], begin: Any, rows: Sequence[Any]) -> tuple[Any, Any]:
         """Return the last state and the stacked outputs of ``state, out = step(state, *rows[t])``.
 
-        A row that is None stays None at each step.
+        A row of None stays None at each step.
         """
 
     def run(self, operation: Operation, form: Any, *given: Any) -> Sequence[Any]:
-        """Return the results of an operation, which has derivatives."""
+        """Return the results of an operation, differentiably."""
 
     def pull(self, function: Callable[..., Any], given: Any, above: Any) -> Sequence[Any]:
-        """Return the gradients in all that is given, from those in the results of a function."""
+        """Return the gradients in all arguments of a function, from those in its results."""
 
 
 @dataclass(frozen=True, eq=False)
 class Operation:
     """A function of arrays with kernels for both passes.
 
-    A form is hashable and says what the inputs are, apart from shapes and dtype. `given` are the
-    inputs, of which optional ones may be None; `xp` are the functions of a library.
+    A form is hashable and describes the inputs, apart from shapes and dtype. `given` are the
+    inputs; optional ones may be None. `xp` are the functions of a library.
 
     Attributes
     ----------
     name : str
-        The name, by which programs are found in any process.
+        The name, which identifies programs in every process.
     inputs : tuple of str
-        The names of the inputs; those of optional ones end with a question mark.
+        The names of the inputs; a question mark ends the name of an optional one.
     encode, decode : callable
-        ``encode(form)`` returns whole numbers and tables, lists both, and ``decode`` the form that
-        they stand for.
+        ``encode(form)`` returns a list of integers and a list of tables; ``decode`` returns the
+        form.
     shapes : callable
-        ``shapes(form, shapes)`` returns the shapes of results, and of what is kept behind them.
+        ``shapes(form, shapes)`` returns the shapes of the results, then of what is kept.
     forward : callable
-        ``forward(calls, form, given, keeps)`` writes the results, and what is kept if `keeps`, into
-        memory that it takes from `calls`, in this order.
+        ``forward(calls, form, given, keeps)`` writes the results and, if `keeps`, what is kept,
+        into memory that it takes from `calls`, in this order.
     backward : callable
         ``backward(calls, form, kept, above, given, needs, conjugated=…)`` writes the gradients that
-        are needed, given those in results.
+        are needed, from the gradients `above` in the results.
     plain : callable
-        ``plain(xp, form, *given)`` returns the results by functions that have derivatives.
+        ``plain(xp, form, *given)`` returns the results by differentiable functions.
     slope : callable or None
-        ``slope(xp, form, kept, given, slopes)`` returns the derivative of results in a direction in
-        this way, where slopes of None are zeros. By default it is that of `plain`.
+        ``slope(xp, form, kept, given, slopes)`` returns the directional derivative of the results,
+        by differentiable functions; slopes of None are zeros. By default `plain` is differentiated.
     again : callable or None
-        ``again(xp, form, kept, above, given)`` returns all gradients in this way, which may still
-        have to be summed over axes that inputs share. By default they are those of `plain`.
+        ``again(xp, form, kept, above, given)`` returns all gradients by differentiable functions;
+        the caller sums them over axes that inputs share. By default `plain` is differentiated.
     axes : callable
         ``axes(shapes)`` returns the :class:`MappedAxis` of each input.
     out_axes : tuple of int
-        The axis of maps of each result, and of what is kept.
+        The axis of maps of each result and of what is kept.
     results : int
         How many results there are.
     kept : int
-        Which of what is returned gradients are told; the number of results if it is behind them.
+        Which of the returned arrays `backward` gets as `kept`; the number of results if it follows
+        them.
     reads : tuple of int
         The inputs that gradients read.
     has_complex : bool
         Whether `backward` takes complex numbers; if not, `again` does.
     check : callable or None
-        ``check(form, shapes)`` raises unless kernels may take inputs of these shapes.
+        ``check(form, shapes)`` raises unless kernels accept inputs of these shapes.
     check_values : callable or None
-        ``check_values(form, given)`` raises unless they may take these numbers.
+        ``check_values(form, given)`` raises unless kernels accept these numbers.
     on_device : tuple of callable or None
         Both passes for arrays of CuPy: ``forward(form, given)``, and ``backward(form, kept, above,
         given, needs)``.
@@ -178,25 +179,25 @@ class Operation:
 
     @property
     def key(self) -> str:
-        """Return what stands for the operation in any process."""
+        """Return a key for the operation, the same in every process."""
         return self.name
 
 
 def memory(calls: Calls, shape: Shape, dtype: DTypeLike) -> Array:
-    """Return memory of a shape, with any content."""
+    """Return uninitialised memory of a shape."""
     count = math.prod(shape)
     return calls.room(count, dtype)[:count].reshape(shape)
 
 
 def is_empty(shapes: Shapes) -> bool:
-    """Return whether any input has no numbers: no kernel runs then."""
+    """Return whether any input is empty: no kernel runs then."""
     return any(shape is not None and 0 in shape for shape in shapes)
 
 
 def again(
     operation: Operation, xp: Functions, form: Any, kept: Any, above: Any, given: Any
 ) -> list[Any]:
-    """Return all gradients by functions that have derivatives; None for inputs that are None."""
+    """Return all gradients by differentiable functions; None for inputs that are None."""
     if operation.again is not None:
         found = operation.again(xp, form, kept, above, given)
         pairs = zip(found, given, strict=True)
@@ -231,7 +232,7 @@ def record(
 ) -> Recorded:
     """Record the forward pass for inputs of some shapes.
 
-    Arrays of a replay are the memory, the inputs that are there, the results and what is kept.
+    A replay takes these arrays: the memory, the inputs that are given, the results, what is kept.
     """
     recorder, nbytes, given = _recorder(shapes, dtype)
     operation.forward(recorder, form, given, keeps)
@@ -248,8 +249,8 @@ def record_gradients(
 ) -> Recorded:
     """Record the backward pass for inputs of some shapes.
 
-    Arrays of a replay are the memory, what is kept, the gradients in results, the inputs that are
-    there and read, and the gradients that are needed.
+    A replay takes these arrays: the memory, what is kept, the gradients in results, the given
+    inputs that it reads, and the gradients that are needed.
     """
     results = operation.shapes(form, shapes)
     read = [shape if k in operation.reads else None for k, shape in enumerate(shapes)]
@@ -267,7 +268,7 @@ def record_gradients(
 def _recorder(
     shapes: Shapes, dtype: DTypeLike
 ) -> tuple[Recorder, Callable[[], int], list[Array | None]]:
-    """Return a recorder, how much memory it takes in the end, and what stands for arrays."""
+    """Return a recorder, a function for the size of its memory, and placeholders for arrays."""
     space = Space(0)
     recorder = Recorder(space, 1 + sum(shape is not None for shape in shapes))
     arrays: list[Array | None] = []
@@ -279,7 +280,7 @@ def _recorder(
 
 
 def _stand_in(shape: Shape, dtype: DTypeLike) -> Array:
-    """Return an array of which only the shape is read."""
+    """Return a placeholder array; only its shape is read."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
@@ -287,7 +288,7 @@ def _stand_in(shape: Shape, dtype: DTypeLike) -> Array:
 
 
 def folded(xp: Functions, count: int, array: Any, dim: int | None, axis: MappedAxis) -> Any:
-    """Return an input that has those of all maps side by side on an axis.
+    """Return the inputs of all maps concatenated along an axis.
 
     Parameters
     ----------
@@ -296,9 +297,9 @@ def folded(xp: Functions, count: int, array: Any, dim: int | None, axis: MappedA
     count : int
         How many maps there are.
     array : array or None
-        The input, with an axis of maps `dim` unless that is None and all maps share it.
+        The input, with an axis of maps `dim`; if that is None, all maps share the input.
     axis : MappedAxis
-        Where the inputs of maps go.
+        The axis along which to concatenate.
     """
     if array is None or (dim is None and axis.is_shared):
         return array
@@ -311,6 +312,6 @@ def folded(xp: Functions, count: int, array: Any, dim: int | None, axis: MappedA
 
 
 def parted(xp: Functions, count: int, array: Any, axis: int) -> Any:
-    """Return a result with an axis of maps in front, which was in one of its axes."""
+    """Return a result with the maps split off one of its axes, as a new first axis."""
     lead, rest = array.shape[:axis], array.shape[axis + 1 :]
     return xp.moveaxis(array.reshape(*lead, count, array.shape[axis] // count, *rest), axis, 0)

@@ -1,4 +1,4 @@
-"""How matrices, offsets and initial state of a linear recurrence are read, by their shapes."""
+"""Read the matrices, offsets and initial state of a linear recurrence by their shapes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..symbolic.pattern import Pattern
 
 Shape = tuple[int, ...]
 
-# Sizes whose patterns are kept: with their index arrays they take little memory.
+# Patterns up to these sizes are kept: with their index arrays they take little memory.
 _SMALL = 128
 _FORMS = (
     "matrices (T, size, size) or (T, batch, size, size), diagonals (T, size) or (T, batch, size), "
@@ -20,13 +20,13 @@ _FORMS = (
 
 
 class Reading(NamedTuple):
-    """How the arguments of a linear recurrence are read.
+    """The meaning of the arguments of a linear recurrence.
 
     Attributes
     ----------
     kind : {"dense", "diagonal", "sparse"}
-        What the matrices are: dense ones have rows and columns, of more than one entry; sparse ones
-        are values on the pattern that was given.
+        The kind of matrices. Dense matrices have more than one row; sparse matrices are values on
+        the caller's pattern.
     steps : int
         How many steps there are.
     batch : tuple of int
@@ -34,9 +34,9 @@ class Reading(NamedTuple):
     size : int
         The length of a state.
     axes : tuple of int
-        The shape of the matrices with an axis of steps: of one, if all steps share a matrix.
+        The shape of the matrices with an axis of steps, of length one if all steps share a matrix.
     is_number : bool
-        Whether a number stands for all entries of a diagonal; the last axis then is 1.
+        Whether one number fills a diagonal; the last axis then has length 1.
     """
 
     kind: str
@@ -48,11 +48,11 @@ class Reading(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """The shape of the matrices, or their values, with all entries."""
+        """The shape of the matrices, or of their values, with all entries."""
         return (*self.axes[:-1], self.size) if self.is_number else self.axes
 
     def pattern(self, given: Pattern | None) -> Pattern:
-        """Return the pattern of the matrices, of which one was given if they are sparse."""
+        """Return the pattern of the matrices: the caller's pattern if they are sparse."""
         if self.kind == "sparse" and given is not None:
             return given
         make = _kept_pattern if self.size <= _SMALL else _pattern
@@ -67,7 +67,7 @@ _kept_pattern = functools.lru_cache(maxsize=64)(_pattern)
 
 
 class _About(NamedTuple):
-    """What shapes are read by of a pattern, which answers that are kept must not keep alive."""
+    """The properties of a pattern that readings need; cached answers must not keep it alive."""
 
     shape: tuple[int, int]
     nnz: int
@@ -75,7 +75,7 @@ class _About(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """A form that matrices of some shape may have."""
+    """A form that matrices of a shape may have."""
 
     what: str
     kind: str
@@ -96,16 +96,16 @@ def read_shapes(
     pattern: Pattern | None,
     name: str = "offsets",
 ) -> Reading:
-    """Return how arguments of these shapes are read; raise if no reading fits, or two do.
+    """Return the reading of arguments of these shapes; raise if none fits, or two do.
 
     Parameters
     ----------
     matrices, offsets, initial : tuple of int
-        The shapes of the arguments of :func:`~sparsescan.affine_scan`; None for those not given.
+        The shapes of the arguments of :func:`~sparsescan.affine_scan`; None if not given.
     pattern : Pattern or None
         As there.
     name : str, default "offsets"
-        The name of the offsets in errors; the states, of the same shape, may come in their place.
+        The name of the offsets in errors; states, of the same shape, may replace them.
 
     Raises
     ------
@@ -127,7 +127,7 @@ def read_shapes_anew(
     pattern: Pattern | _About | None,
     name: str = "offsets",
 ) -> Reading:
-    """Return what :func:`read_shapes` does, which remembers earlier answers."""
+    """Do :func:`read_shapes` without its cache."""
     if pattern is not None:
         _check_pattern(pattern, matrices)
     forms = _forms(matrices, pattern, _known_size(offsets, initial))
@@ -155,7 +155,7 @@ def _check_pattern(pattern: Pattern | _About, shape: Shape) -> None:
 
 
 def _known_size(offsets: Shape | None, initial: Shape | None) -> int | None:
-    """Return the length of a state, if vectors say it."""
+    """Return the length of a state, if vectors determine it."""
     for shape in (offsets, initial):
         if shape:
             return shape[-1]
@@ -163,7 +163,7 @@ def _known_size(offsets: Shape | None, initial: Shape | None) -> int | None:
 
 
 def _forms(shape: Shape, pattern: Pattern | _About | None, size: int | None) -> list[_Form]:
-    """Return all that matrices of a shape may be."""
+    """Return all forms that matrices of a shape may have."""
     axes = len(shape)
     is_square = axes in (2, 3, 4) and shape[-1] == shape[-2]
     if pattern is not None:
@@ -219,7 +219,7 @@ def _fits(form: _Form, offsets: Shape | None, initial: Shape | None) -> bool:
 def _settled(
     shape: Shape, forms: list[_Form], offsets: Shape | None, initial: Shape | None
 ) -> list[_Form]:
-    """Return the one form that is meant; raise if there are two."""
+    """Return the form that is meant; raise if two are possible."""
     first, second = forms[:2]
     has_samples = len(offsets or ()) == 3 or len(initial or ()) == 2
     if len(shape) == 3 and not has_samples:
@@ -237,7 +237,7 @@ def _settled(
 def _checked(
     form: _Form, matrices: Shape, offsets: Shape | None, initial: Shape | None, name: str
 ) -> Reading:
-    """Return the reading that a form is; raise an error that names what does not fit it."""
+    """Return the reading of a form; raise an error that names the argument that does not fit."""
     if offsets is None and not form.has_steps:
         raise InputError(
             f"matrices has shape {matrices}, {form.what} for all steps, and there are no offsets; "
@@ -256,7 +256,7 @@ def _checked(
 
 
 def check_vectors(name: str, shape: Shape, lead: Shape, size: int) -> None:
-    """Raise unless vectors have this size, and there are so many, maybe for each sample."""
+    """Raise unless vectors have this size and number, with or without an axis of samples."""
     depth = len(lead)
     fits = len(shape) in (depth + 1, depth + 2)
     if not fits or (*shape[:depth], shape[-1]) != (*lead, size):
@@ -266,7 +266,7 @@ def check_vectors(name: str, shape: Shape, lead: Shape, size: int) -> None:
 
 
 def one_batch(**batches: Shape) -> Shape:
-    """Return the one batch axis that some arguments have, or none; raise if there are two."""
+    """Return the batch axis of some arguments, or none; raise if two differ."""
     known = {name: batch for name, batch in batches.items() if batch}
     for name, (batch,) in known.items():
         first, (expected,) = next(iter(known.items()))

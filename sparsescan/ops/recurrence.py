@@ -48,7 +48,7 @@ class Form(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return what stands for the form in any process."""
+        """Return a key for the form, the same in every process."""
         return *self[:3], None if self.sparse is None else self.sparse.key
 
     @property
@@ -74,7 +74,7 @@ class Form(NamedTuple):
 
 
 def form_of(reading: Reading, pattern: Pattern | None, transposed: bool) -> Form:
-    """Return the form of a recurrence whose shapes were read, with the pattern that was given."""
+    """Return the form of a recurrence from its reading and the caller's pattern."""
     return Form(
         reading.kind, reading.size, transposed, pattern if reading.kind == "sparse" else None
     )
@@ -83,7 +83,7 @@ def form_of(reading: Reading, pattern: Pattern | None, transposed: bool) -> Form
 def whole_shapes(
     reading: Reading, form: Form, offsets: Shape | None, initial: Shape | None
 ) -> tuple[Shape | None, ...]:
-    """Return the shapes of inputs with all axes, of arguments that were read.
+    """Return the full shapes of all inputs, with an axis of steps and an axis of samples.
 
     Matrices have the shape that the reading gives them.
     """
@@ -100,7 +100,7 @@ def whole_shapes(
 
 
 def _without_shared_axes(given: Sequence[Any]) -> list[Any]:
-    """Return inputs without axes of samples where all samples share an input."""
+    """Return inputs without the axis of samples where all samples share an input."""
     a, b, y0 = given
     return [
         a[:, 0] if a.shape[1] == 1 else a,
@@ -287,7 +287,7 @@ def _gradients_on_device(
 
 
 def _batch(shapes: Shapes) -> int:
-    """Return how many samples there are; those of one may be shared."""
+    """Return how many samples there are; inputs of one sample may be shared."""
     axes = zip(shapes, (1, 1, 0), strict=True)
     counts = [shape[axis] for shape, axis in axes if shape is not None]
     return next((count for count in counts if count != 1), 1)

@@ -1,11 +1,11 @@
-"""Selective scans: the operation, and what shapes it takes.
+"""Selective scans: the operation, and checks of shapes.
 
     h_t = exp(δ_t A) h_{t-1} + δ_t u_t B_t,    out_t = C_t h_t + D u_t,    δ = delta + delta_bias
 
 The operation takes ``u``, ``delta`` and ``z`` of shape (batch, channels, length), ``A`` (channels,
 states), ``B`` and ``C`` (batch, groups, states, length) or (channels, states), ``D`` and
 ``delta_bias`` (channels,) and initial states (batch, channels, states). It returns the outputs and
-the last states, and keeps states before segments of steps: (batch, segments, states, channels).
+the last states. It keeps states before segments: (batch, segments, states, channels).
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from .operation import Functions, MappedAxis, Operation, Shape, Shapes, memory
 
 Array = NDArray[Any]
 
-# States of steps that are worth another thread, and tasks for each thread, since some come late.
+# States of steps that are worth another thread, and tasks per thread, so that none waits long.
 _GRAIN, _TURNS = 1 << 15, 4
-# Steps of a segment, unless there are more states: then as many, so that less is kept than `u` has.
+# The least steps of a segment. With more states a segment has as many steps as states, so that the
+# kept states are fewer than the numbers of `u`.
 _SEGMENT, _MULTIPLE = 32, 16
-# How many parts there may be for threads, where their sums take more memory than an input.
+# The most parts for threads, where sums of a part take more memory than an input.
 _TASKS, _LEAST = 64, 4
 
 
@@ -48,21 +49,21 @@ NAMES = "u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state"
 
 
 class Form(NamedTuple):
-    """Whether softplus is applied to the sizes of steps."""
+    """Whether softplus is applied to the step sizes."""
 
     softplus: bool
 
 
 def selective_scan(xp: Functions, given: Sequence[Any], softplus: Any, returns_last: Any) -> Any:
-    """Return the outputs, and the last states if asked for, of all inputs in the order of `NAMES`.
+    """Return the outputs, and the last states if asked for; inputs are in the order of `NAMES`.
 
-    As :func:`sparsescan.torch.selective_scan`, by the functions of a library.
+    It is :func:`sparsescan.torch.selective_scan`, in the functions of any library.
     """
     form = Form(check_flag("delta_softplus", softplus))
     returns_last = check_flag("return_last_state", returns_last)
     shapes: Any = [None if each is None else tuple(each.shape) for each in given]
     check_shapes(*shapes)
-    # What all channels share is of one group.
+    # Inputs that all channels share form one group.
     whole = [
         each[:, None] if k in (3, 4) and each.ndim == 3 else each for k, each in enumerate(given)
     ]
@@ -71,7 +72,7 @@ def selective_scan(xp: Functions, given: Sequence[Any], softplus: Any, returns_l
 
 
 def _segments_of(length: int, states: int) -> int:
-    """Return before how many segments of steps states are kept."""
+    """Return how many segments begin with a kept state: all but the first."""
     return max(length - 1, 0) // _segment(states)
 
 
@@ -140,7 +141,7 @@ def _backward(
         for name, array in zip(shapes, given, strict=True)
         if needed[name]
     }
-    # What kernels write in another order, or in parts, is brought into shape at the end.
+    # Results that kernels write in another order, or in parts, are rearranged at the end.
     into = {
         name: each
         if each.shape == shapes[name] and name != "start"
@@ -149,7 +150,7 @@ def _backward(
     }
     none = np.empty(0, dtype)
     flat = {name: into[name].reshape(-1) if name in into else none for name in shapes}
-    # Gradients in what belongs to channels are summed in float64.
+    # Gradients in parameters of channels are summed in float64.
     of_channels = {"a": rows, "skip": 1, "bias": 1}
     if not scan.b_cells:
         of_channels["b"] = rows
@@ -196,14 +197,14 @@ def _backward(
 
 
 def _turned(calls: Calls, array: Array) -> Array:
-    """Return the numbers of an array whose last two axes are exchanged, end to end."""
+    """Return a contiguous array with the last two axes exchanged."""
     whole = memory(calls, (array.size,), array.dtype)
     calls.launch(transpose_into, whole, array.reshape(-1), *array.shape[-2:])
     return whole
 
 
 def _scan(calls: Calls, form: Form, given: Sequence[Any]) -> SelectiveScan:
-    """Return what the kernels are told."""
+    """Return the arguments of the kernels."""
     u, delta, a, b, c, skip, z, bias, start = given
     none = np.empty(0, u.dtype)
     batch, channels, length = u.shape
@@ -211,7 +212,7 @@ def _scan(calls: Calls, form: Form, given: Sequence[Any]) -> SelectiveScan:
     b_groups, c_groups = (each.shape[1] if each.ndim == 4 else 0 for each in (b, c))
     cells = math.lcm(b_groups or 1, c_groups or 1)
     blocks = -(-(channels // cells) // width)
-    # Their sums are as many numbers as `u` has, or few.
+    # Sums of a part have as many numbers as `u`, or few.
     most = max(channels // (cells * max(states, 1)), _LEAST)
     parts = max(1, min(blocks, most, -(-_TASKS // max(batch * cells, 1))))
     zeros = np.zeros(channels, u.dtype)
@@ -244,7 +245,7 @@ def _room(calls: Calls, scan: SelectiveScan, tiles: int) -> Array:
 
 
 def _share(calls: Calls, call: Any, tasks: int, work: int) -> None:
-    """Share out tasks, in as many ranges as threads need to end together."""
+    """Divide tasks into enough ranges that threads end together."""
     if tasks == 0:
         return
     ranges = max(1, min(tasks, _TURNS * thread_count(), work // _GRAIN))
@@ -266,7 +267,7 @@ def check_shapes(
     delta_bias: Shape | None,
     initial_state: Shape | None,
 ) -> None:
-    """Raise an InputError unless the shapes of inputs fit each other."""
+    """Raise an InputError unless the shapes of inputs agree."""
     if len(u) != 3:
         raise InputError(f"u has shape {tuple(u)}; expected (batch, channels, length)")
     batch, channels, length = u

@@ -23,7 +23,7 @@ from ..symbolic.schedule import Schedule
 from .costs.cpu import Cpu
 from .costs.operations import FAMILIES, Operations
 
-# Seconds for which a time is measured again, and how often at least.
+# Seconds for which a measurement is repeated, and the least number of repetitions.
 _SECONDS, _TIMES = 0.03, 5
 # Steps of a chain at most.
 _STEPS = 2000
@@ -81,7 +81,7 @@ def calibrate() -> Cpu:
 def fit(
     rows: Sequence[NDArray[np.float64]], time: Callable[[int, np.dtype[Any]], float]
 ) -> NDArray[np.float64]:
-    """Return the constants for each dtype of which the k-th time is a sum, each ``rows[k]`` times.
+    """Return the constants for each dtype; the k-th time is their sum, weighted by ``rows[k]``.
 
     A least squares problem in relative errors, with constants that are not negative.
     """
@@ -127,7 +127,7 @@ def trials(steps: int) -> Iterator[Trial]:
 
 
 def _features(chain: Trial) -> NDArray[np.float64]:
-    """Return what the constants are multiplied by: that of a run, then those of the families."""
+    """Return the factor of each constant: first that of a run, then those of the families."""
     operations = Operations.of(chain.program, 4, chain.batch, chain.batched)
     table = np.zeros((len(FAMILIES), 3))
     np.add.at(table, operations.family[:-1], operations.counts[:-1])
@@ -155,7 +155,7 @@ def _time(chain: Trial, dtype: np.dtype[Any], threads: int) -> float:
 
 
 def made_up(patterns: Sequence[Pattern], dtype: np.dtype[Any], batch: int) -> list[NDArray[Any]]:
-    """Return values of each Jacobian and sample, whose rows sum to about one: nothing grows."""
+    """Return values of each Jacobian and sample; rows sum to about one, so that nothing grows."""
     rng = np.random.default_rng(0)
     values = []
     for pattern in patterns:
@@ -173,7 +173,7 @@ def nanoseconds(call: Callable[[], object]) -> float:
 
 
 def usual(timed: Callable[[], float]) -> float:
-    """Return the median of times that are measured again and again."""
+    """Return the median of repeated measurements of a time."""
     times: list[float] = []
     deadline = time.perf_counter() + _SECONDS
     while len(times) < _TIMES or time.perf_counter() < deadline:
@@ -182,7 +182,7 @@ def usual(timed: Callable[[], float]) -> float:
 
 
 def _memory() -> tuple[float, float, float]:
-    """Measure bytes of caches; bytes a nanosecond from memory to one thread; and to many."""
+    """Measure bytes of caches, and bytes a nanosecond from memory to one thread and to many."""
     large = np.ones(1 << 25, np.float32)
 
     def read(parts: int, array: NDArray[Any]) -> float:

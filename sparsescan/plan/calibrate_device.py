@@ -21,7 +21,7 @@ from .costs.cuda import Gpu, GpuModel
 from .costs.operations import FAMILIES, Operations, run_time
 from .scan_plan import ScanPlan
 
-# Steps of a chain at most, since each may be a launch; of chains in chunks, and their sizes.
+# The most steps of a chain, since each may be a launch; of chains in chunks, and their sizes.
 _STEPS, _CHUNKED, _SIZES = 200, 1000, (4, 20, 64)
 # Samples, and samples and chunks, that keep all of a device busy.
 _SAMPLES, _CHUNKS = 4096, 128
@@ -45,8 +45,8 @@ def calibrate_device() -> Gpu:
 
     Notes
     -----
-    Chains of which one block does one operation after the other take a sum of constants, each so
-    many times. The others follow from chains and calls that keep the whole device busy.
+    If one block does all operations one after the other, a time is a sum of constants, each times a
+    count. The other constants follow from chains and calls that keep the whole device busy.
     """
     cupy = load_cupy()
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
@@ -116,7 +116,7 @@ def _gpu(constants: NDArray[np.float64]) -> Gpu:
 def _row(program: Program) -> NDArray[np.float64]:
     """Return how often each constant is part of the time of a scan.
 
-    They are those of a run and of a launch, two each of `vector_step` and of `product_step`, and
+    The constants are those of a run and a launch, two each of `vector_step` and `product_step`, and
     those of the families.
     """
     operations = Operations.of(program, 4, 1, np.zeros(program.n, bool))
@@ -192,7 +192,7 @@ def _product_step(gpu: Gpu, dtype: np.dtype[Any]) -> list[float]:
         return _predicted(replace(gpu, product_step=steps), program, dtype, _CHUNKS)
 
     taken = _time(program, dtype, _CHUNKS)
-    # If a multiply-add took so long, it would hide all else that goes on meanwhile.
+    # If a multiply-add took so long, it would hide all other work.
     work = (predicted(2 * taken) - predicted(taken)) / taken
     others = predicted(taken) - taken * work
     return [max(taken - others, 0.0) / work, *chain]

@@ -1,4 +1,4 @@
-"""Choice: the schedule that runs input of a kind, the form of each product, why, and its memory."""
+"""Choice: a schedule for a kind of input, the form of each product, the reason, and memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .costs.operations import Model
 
 
 class InputKind(NamedTuple):
-    """A kind of input: what the time of a scan depends on beside patterns and schedule.
+    """A kind of input: what the time of a scan depends on, apart from patterns and schedule.
 
     Attributes
     ----------
@@ -45,14 +45,14 @@ class InputKind(NamedTuple):
     def of(
         cls, patterns: Sequence[Step], batch: int, dtype: np.dtype[Any], on_device: bool
     ) -> InputKind:
-        """Return what is known of input before it comes: which factors samples will share."""
+        """Return the kind that a plan can expect before a run: which factors samples will share."""
         shared = np.zeros(0, bool)
         if batch > 1 and contains(patterns, ImplicitPattern):
             shared = np.array([flag for step in patterns for flag in shared_of(step)])
         return cls(batch, dtype, on_device, (~shared).tobytes() if shared.any() else None)
 
     def model(self) -> Model:
-        """Return what predicts times of such input on this machine."""
+        """Return the cost model for such input on this machine."""
         differs = None if self.differs is None else np.frombuffer(self.differs, np.bool_)
         if self.on_device:
             from .costs.cuda import GpuModel, load_gpu
@@ -61,9 +61,9 @@ class InputKind(NamedTuple):
         return CpuModel(load_cpu(), self.dtype, self.batch, thread_count(), differs)
 
     def needed_bytes(self, program: Program, *, whole: bool = True) -> int:
-        """Return bytes that a program and a run take beside Jacobians and gradients, at most.
+        """Return a bound on the bytes of a program and a run, without Jacobians and gradients.
 
-        On a device implicit steps run `whole`, or factor by factor.
+        On a device implicit steps run `whole` or factor by factor.
         """
         if self.on_device:
             from ..execution.cuda.workspace import device_bytes
@@ -97,7 +97,7 @@ class Alternative(NamedTuple):
     schedule : str
         How it prints.
     steps : int
-        Operations from the first to the last, one after the other.
+        Length of the longest sequence of dependent operations.
     products : int
         Matrix-matrix products.
     nanoseconds : float or None
@@ -120,7 +120,7 @@ class PlanChoice:
         For as many Jacobians as the chain has.
     dense : frozenset of tuple
         The products ``(start, stop)`` that are stored densely although their patterns are sparse.
-        A step that is implicit counts as many elements as it has factors.
+        An implicit step counts as one element per factor.
     reason : str
         Why this schedule.
     alternatives : tuple of Alternative
@@ -128,9 +128,9 @@ class PlanChoice:
     nanoseconds : float
         The predicted time of a scan, where the planner has looked at it.
     kind : InputKind
-        The input that it is for, by default one sample of float64.
+        The input that the choice is for; by default one sample of float64.
     program : Program or None
-        What runs, if it has been made.
+        The program that runs, if it has been made.
     """
 
     schedule: Schedule
@@ -143,7 +143,7 @@ class PlanChoice:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that the program and a run of it take beside Jacobians and gradients, at most."""
+        """A bound on the bytes of the program and a run, without Jacobians and gradients."""
         return 0 if self.program is None else self.kind.needed_bytes(self.program)
 
 
@@ -153,11 +153,11 @@ class PlanChoice:
 def lack_of(
     program: Program, kind: InputKind, memory_limit: int | None, *, whole: bool = True
 ) -> tuple[str, int, int] | None:
-    """Return what there is, as an error says it, and bytes that are needed, if those are more.
+    """Return the exceeded limit, as errors say it, and the bytes needed; None if all is well.
 
-    The last number is that of gradients among them. The limit, if there is one, does not count
-    gradients; what this machine has left does. A linear scan without a limit takes little but them
-    and the values that it writes.
+    The last number is the bytes of gradients among them. The caller's limit does not count
+    gradients; the free memory of this machine has to hold them too. A linear scan without a limit
+    takes little more than gradients and the values that it writes.
     """
     if memory_limit is None and kind.on_device:
         return None
@@ -179,7 +179,7 @@ def lack_of(
 def admit(
     program: Program, kind: InputKind, memory_limit: int | None, *, whole: bool = True
 ) -> None:
-    """Raise if a program and a run of it need more than the limit, or than there is."""
+    """Raise if a program and a run need more than the limit, or more memory than there is."""
     lack = lack_of(program, kind, memory_limit, whole=whole)
     if lack is not None:
         there, needed, gradients = lack
@@ -197,7 +197,7 @@ def said_limit(memory_limit: int | None) -> str:
 
 
 def said_least(patterns: Sequence[Step], kind: InputKind, gradients: int = 0) -> str:
-    """Return what the least of all schedules needs, with so many bytes of gradients."""
+    """Return what the cheapest schedule needs, with so many bytes of gradients."""
     linear = Schedule.linear(len(patterns))
     needed = kind.needed_bytes(Program(patterns, linear)) + gradients
     return f"the least, {linear}, {exact_bytes(needed)}"
@@ -206,7 +206,7 @@ def said_least(patterns: Sequence[Step], kind: InputKind, gradients: int = 0) ->
 def check_solves(
     patterns: Sequence[Step], schedule: Schedule | None, on_device: bool, reverse: bool
 ) -> None:
-    """Raise if a step is solved with, and the schedule multiplies steps or runs on a device.
+    """Raise if a chain has a SolveStep, and the schedule multiplies steps or runs on a device.
 
     `reverse` says that the caller counts the steps from the end; None is ``"auto"``.
     """

@@ -18,9 +18,9 @@ from ..symbolic.tree import tree
 from .choice import InputKind, PlanChoice, PlanOptions
 from .costs.operations import Operations
 
-# What is said of a pattern, a level, or a plan.
+# The description of a pattern, a level, or a plan.
 _About: TypeAlias = dict[str, Any]
-# Kinds of Jacobians, and schedules that were looked at, that are spelled out.
+# How many kinds of Jacobians, and how many alternative schedules, the text lists.
 _MOST = 8
 _INDENT, _TREE = "  ", "tree: "
 
@@ -29,7 +29,7 @@ _INDENT, _TREE = "  ", "tree: "
 
 
 def to_dict(patterns: Sequence[Step], options: PlanOptions, choice: PlanChoice) -> _About:
-    """Return what is printed as lists, numbers and strings."""
+    """Return what a plan prints as lists, numbers and strings."""
     kind, program = choice.kind, choice.program
     levels: list[_About] = []
     run = 0.0
@@ -62,9 +62,9 @@ def to_dict(patterns: Sequence[Step], options: PlanOptions, choice: PlanChoice) 
 def levels_of(program: Program, itemsize: int) -> list[_About]:
     """Return what every level does, for one sample with values of `itemsize` bytes.
 
-    ``critical`` are the multiply-adds of its longest run, ``nnz_in`` and ``nnz_out`` entries of the
-    operands of its products and of the products, and ``bytes`` those that its operations read and
-    write if nothing stays in a cache.
+    ``critical`` counts the multiply-adds of the longest run of the level. ``nnz_in`` and
+    ``nnz_out`` count entries of the operands of products, and of the products. ``bytes`` counts
+    what its operations read and write if nothing stays in a cache.
     """
     nnz = np.array([pattern.nnz for pattern in program.patterns], np.int64)
     moved = Operations.of(program, itemsize, 1, None).bytes
@@ -108,10 +108,10 @@ def _pattern(step: Step) -> _About:
 
 
 def _saving(steps: Sequence[Step], kind: InputKind, program: Program) -> _About | None:
-    """Return bytes of values, as steps are and if all were explicit; None if no step is implicit.
+    """Return bytes of values as they are, and as explicit steps; None if no step is implicit.
 
-    Those that come as weights, which are there in any case, count with the values that a run writes
-    of them. Implicit steps that are equal share what samples share.
+    For factors given by weights, which exist in any case, only the values that a run writes count.
+    Equal implicit steps share the factors that samples share.
     """
     implicit = sum(isinstance(step, ImplicitPattern) for step in steps)
     if implicit == 0:
@@ -238,7 +238,7 @@ def _pattern_text(alike: Sequence[_About]) -> str:
 
 
 def _span(numbers: Sequence[float], form: str) -> str:
-    """Return a number that all are, or the least and the largest."""
+    """Return the one number if all are equal, or the least and the largest."""
     ends = [f"{end:{form}}" for end in (min(numbers), max(numbers))]
     return " to ".join(dict.fromkeys(ends))
 
@@ -267,7 +267,7 @@ def _table(levels: Sequence[_About]) -> list[str]:
 
 
 def _row(name: str, levels: Sequence[_About], filling: list[str]) -> list[str]:
-    """Return what some levels do together; `filling` are the cells about their products."""
+    """Return a row for some levels together; `filling` has the cells about their products."""
 
     def total(what: str) -> Any:
         return sum(level[what] for level in levels)

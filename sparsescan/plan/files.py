@@ -1,7 +1,7 @@
 """Plans on disk: an ``.npz`` archive of NumPy's, never pickle.
 
-Whatever follows from patterns and schedule, such as the patterns of the products, is not stored: a
-plan that is loaded has its symbolic phase done again. Version 2 of the format:
+The file does not store what follows from patterns and schedule, such as the patterns of products:
+loading a plan repeats its symbolic phase. Version 2 of the format:
 
 ================ =================================================================================
 ``version``      int, 2
@@ -24,8 +24,8 @@ plan that is loaded has its symbolic phase done again. Version 2 of the format:
 ``differs``      int (n,): 1 for Jacobians that differ between samples; (0,) if all do
 ================ =================================================================================
 
-The levels of a schedule that is known by its name are stored too, and must agree with it: what runs
-is what was saved, or nothing.
+The levels of a named schedule are stored too, and must agree with the name: a loaded plan runs what
+was saved, or loading fails.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def save_plan(
 
 
 def _small(numbers: Any) -> NDArray[Any]:
-    """Return numbers that are not negative as the smallest integers that hold them."""
+    """Return non-negative numbers in the smallest integer dtype that holds them."""
     array = np.asarray(numbers, np.int64)
     return array.astype(np.min_scalar_type(array.max(initial=0)))
 
@@ -191,7 +191,7 @@ def _unpack_schedule(arrays: files.Arrays, about: dict[str, Any], n: int) -> Sch
     for name, first, last in zip(names, ends, ends[1:], strict=False):
         runs = np.flatnonzero(np.diff(ops[first:last, 1])) + 1
         levels.append(Level(name, ops[first:last, 2:], np.array([0, *runs, last - first])))
-    # What is out of order, or has no level, makes other levels than the text says.
+    # Operations out of order, or without a level, give other levels than the text says.
     stored = Schedule.from_levels(n, levels)
     schedule = printed_schedule(text, n) or stored
     if repr(schedule) != text or Schedule.from_levels(n, schedule.levels) != stored:

@@ -1,4 +1,4 @@
-"""The form of every product, its own sparse one or dense, at the least work in all."""
+"""Choose the form of every product, its own pattern or dense, for the least work in all."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from ..symbolic.pattern import Pattern, multiply_adds
 from ..symbolic.program import Program, stored
 from .costs.operations import Model, Operands, Operations
 
-# A way to make a product: whether its left operand, its right one and itself are stored densely.
+# A way to make a product: whether its left operand, right operand and result are dense.
 _Way = tuple[bool, bool, bool]
 
 
 def choose_forms(program: Program, model: Model) -> frozenset[tuple[int, int]]:
     """Return which products ``[start, stop)`` are better stored densely than in their own pattern.
 
-    Kernels take operands of any form, so nothing is ever converted: what another form would save is
-    in the times of the kernels that read it. From the first product to the last, each form of a
-    product gets the least time in which it and its operands can be made, with that of the vectors
-    that read it; from the last to the first, the forms of the least total are read off. No others
-    take less if no product is an operand of two, as in every schedule that has a name.
+    Kernels take operands of any form, so nothing is ever converted: the form of a product changes
+    only the times of the kernels that make and read it. This is dynamic programming. From the first
+    product to the last, each form of a product gets the least time to make it and its operands,
+    plus the time of the vectors that read it. From the last to the first, the forms of the least
+    total are read off. The result is optimal if no product is an operand of two others, as in every
+    named schedule.
 
     Parameters
     ----------
@@ -44,7 +45,7 @@ def choose_forms(program: Program, model: Model) -> frozenset[tuple[int, int]]:
     rows = np.flatnonzero(program.ops[:-1, Op.VECTOR] == 0)
     operands = program.ops[rows, 1:3].tolist()
     ways = _ways(program, operands)
-    # Of each form the least time, and the forms of the operands then.
+    # For each form the least time, and the forms of the operands that give it.
     least: list[dict[bool, tuple[float, bool, bool]]] = [{False: (0.0, False, False)}] * n
     times = iter(_times(program, operands, ways, model).tolist())
     for (left, right), some in zip(operands, ways, strict=True):
@@ -56,7 +57,7 @@ def choose_forms(program: Program, model: Model) -> frozenset[tuple[int, int]]:
         least.append(known)
     chosen: dict[int, bool] = {}
     for node in reversed(range(n, len(patterns))):
-        # What no other product reads is free to choose.
+        # A product that no other product reads takes its fastest form.
         form = chosen.setdefault(node, min(least[node], key=lambda form: least[node][form][0]))
         chosen |= zip(operands[node - n], least[node][form][1:], strict=True)
     intervals = np.concatenate([level.ops[:, ::2] for level in program.schedule.levels])
@@ -100,7 +101,7 @@ def _times(
         pattern = program.patterns[node]
         return Pattern.dense(pattern.shape) if dense else pattern
 
-    table = array("q")  # of which there are many: lists of tuples would take four times as much
+    table = array("q")  # arrays: lists of so many tuples would take four times as much
     for node, ((left, right), some) in enumerate(zip(operands, ways, strict=True), n):
         for a, b, dense in some:
             pair = in_form(right, b), in_form(left, a)

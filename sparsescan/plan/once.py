@@ -1,4 +1,4 @@
-"""Plans of single scans: the latest are kept for others like them, and more choices."""
+"""Plans of single scans: the latest plans, and the choices of more, are kept for like calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .search import choose_schedule
 
 
 class _Kept(NamedTuple):
-    """A plan, the workspaces that wait in it for the next run, and the bytes that all take."""
+    """A plan, the workspaces that wait in it for the next run, and the bytes of all of these."""
 
     plan: ScanPlan
     waiting: list[tuple[Program, InputKind]]
@@ -50,7 +50,7 @@ def form_of(
     schedule: Schedule | str,
     device: str | None,
 ) -> Hashable:
-    """Return what is seen of arguments before they are read; None where no plan is kept."""
+    """Return what can be seen of arguments without reading them; None where no plan is kept."""
     _, array = placed(grad, local_grads)
     is_named = isinstance(schedule, (str, Schedule))
     seen = _look_at(jacobians) if type(array) is np.ndarray and is_named else None
@@ -60,9 +60,9 @@ def form_of(
 
 
 def _look_at(jacobians: Any) -> Hashable:
-    """Return what is seen of Jacobians; None if they are in no form that is known here.
+    """Return what can be seen of Jacobians without reading them; None for other forms.
 
-    Dense ones show all their shapes: for a plan, an array may also be a batch of values.
+    Dense Jacobians show all their shapes: to a plan, an array may also be a batch of values.
     """
     if type(jacobians) is np.ndarray:
         return jacobians.shape, jacobians.dtype
@@ -92,8 +92,8 @@ def lend(
 ) -> tuple[ScanPlan, ScanSlot, Any] | None:
     """Return the plan that is kept for a form, with what :meth:`.ScanPlan.lend` returns.
 
-    None if there is none, or if these Jacobians are not of its patterns, or of another kind than
-    those that a named schedule stores its products for: reading tells.
+    Return None if there is none, if these Jacobians have other patterns, or if their kind is not
+    the one that a named schedule chose its forms for. Only reading the Jacobians tells this.
     """
     known = _plans.get(form)
     if known is None:
@@ -137,12 +137,12 @@ def keep(form: Hashable, plan: ScanPlan) -> None:
 
 
 def pattern_bytes(step: Step) -> int:
-    """Return bytes of the index arrays of a step, at most."""
+    """Return a bound on the bytes of the index arrays of a step."""
     return sum(8 * (factor.nnz + factor.shape[0] + 1) for factor in factors_of(step))
 
 
 def choose(schedule: Schedule | None, patterns: Sequence[Step], kind: InputKind) -> PlanChoice:
-    """Choose for one scan, and remember what "auto" said of such a chain."""
+    """Choose for one scan, and remember what "auto" chose for such a chain."""
     if schedule is not None:
         return choose_schedule(patterns, schedule, kind)
     numbers: dict[Step, int] = {}

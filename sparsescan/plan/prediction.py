@@ -1,4 +1,4 @@
-"""The steps and the work of a plan with any number of workers, on paper."""
+"""The theoretical steps and work of a plan with any number of workers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ..symbolic.program import Program
 class ScanPrediction:
     """Steps and work of an exclusive scan of one sample by some workers.
 
-    A level's runs do not depend on each other, so workers share them; the levels follow one
-    another. The workers are those of a parallel random access machine, as in BPPSA (MLSys 2020),
-    section 3.6: they wait for nothing but each other's results.
+    The runs of a level do not depend on each other, so workers share them. The levels follow one
+    another. The model is a parallel random access machine, as in BPPSA (MLSys 2020), section 3.6:
+    workers wait only for each other's results.
 
     Attributes
     ----------
     workers : int
         How many there are.
     steps : int
-        Operations from the first to the last, one after the other: the step complexity. For the
-        Blelloch scan ``Θ(log n)`` if ``workers > n``, else ``Θ(n/workers + log workers)``: equation
-        6 of the paper.
+        Operations on the critical path: the step complexity. For the Blelloch scan it is
+        ``Θ(log n)`` if ``workers > n``, else ``Θ(n/workers + log workers)``: equation 6 of the
+        paper.
     operations : int
         Operations of all workers: the work complexity, ``Θ(n)``: equation 7.
     critical_multiply_adds : int
-        Multiply-adds from the first to the last, one after the other.
+        Multiply-adds on the critical path.
     multiply_adds : int
         Multiply-adds of all workers.
     """
@@ -43,7 +43,7 @@ class ScanPrediction:
 
 
 def predict(program: Program | None, workers: int) -> ScanPrediction:
-    """Return steps and work on so many workers, which each take one run after the other."""
+    """Return steps and work for some workers, each of which takes one run after the other."""
     steps = operations = critical = work = 0
     if program is None:
         return ScanPrediction(workers, 0, 0, 0, 0)
@@ -59,7 +59,7 @@ def predict(program: Program | None, workers: int) -> ScanPrediction:
 
 
 def _makespan(times: NDArray[np.int64], workers: int) -> int:
-    """Return when the last of some tasks is done, if whoever is free takes the next."""
+    """Return when the last task is done, if each free worker takes the next task."""
     if workers >= len(times):
         return int(times.max(initial=0))
     if times.min() == times.max():

@@ -1,4 +1,4 @@
-"""ScanPlan: a schedule for chains of fixed patterns; the numeric runs."""
+"""ScanPlan: a schedule for chains of fixed patterns, and its numeric runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .describe import describe, to_dict
 from .prediction import ScanPrediction, predict
 from .search import choose_schedule
 
-# Workspaces that one slot of a plan keeps, e.g. for different batch sizes; and choices of a plan.
+# How many workspaces a slot keeps, e.g. for different batch sizes; how many choices a plan keeps.
 _KEPT, _CHOICES = 4, 64
 
 Gradients = list[NDArray[Any]] | NDArray[Any]
@@ -52,15 +52,15 @@ class ScanSlot:
 class ScanPlan(Frozen):
     """A schedule for chains of fixed patterns, with the symbolic phase done.
 
-    It is made by :func:`sparsescan.plan`. A plan may be used from several threads at once, and
-    after a fork. Its second run with the same kind of input allocates nothing that grows with the
-    chain but the gradients it returns.
+    :func:`sparsescan.plan` makes it. Several threads may use a plan at once, and it may be used
+    after a fork. From the second run with the same kind of input on, a run allocates nothing that
+    grows with the chain, except the gradients it returns.
 
-    With ``schedule="auto"``, what takes least depends on the kind of input: its batch size and
-    dtype, the device it is on, and which Jacobians all samples share. A run of another kind than
-    before chooses again, by predicted times alone, and keeps the choice. `schedule`, `reason`,
-    `dense` and `alternatives`, and all that the plan prints, are those of the latest run; before
-    the first, those for `batch` samples of `dtype`, or for one of float64.
+    With ``schedule="auto"``, the fastest schedule depends on the kind of input: its batch size and
+    dtype, its device, and which Jacobians all samples share. The first run of a new kind chooses
+    again, by predicted times alone, and keeps the choice. `schedule`, `reason`, `dense`,
+    `alternatives` and what the plan prints describe the latest run. Before the first run, they are
+    for `batch` samples of `dtype`, or for one sample of float64.
 
     Attributes
     ----------
@@ -69,25 +69,25 @@ class ScanPlan(Frozen):
     patterns : tuple of Pattern or ImplicitPattern
         The pattern of every Jacobian, from the last layer to the first.
     schedule : Schedule
-        The schedule that ran last, or will run first.
+        The schedule of the latest run, or of the first run to come.
     reason : str
-        Why that schedule.
+        Why this schedule was chosen.
     batch : int or None
         The only batch size that the plan accepts, if there is one.
     dtype : dtype or None
         The only dtype that the plan accepts, if there is one.
     device : {None, "cpu", "cuda"}
-        Where it runs; None is where the data is.
+        Where the plan runs; None runs where the data is.
     memory_limit : int or None
-        Bytes that it may take.
+        Bytes that the plan and a run may take.
     reverse : bool
-        Whether Jacobians, local gradients and gradients are in the order of time. (`patterns` are
-        not: a scan begins with the last.)
+        Whether Jacobians, local gradients and gradients are in the order of time. (`patterns`
+        always run from the last layer to the first.)
     auto : bool
-        Whether the schedule is chosen for what runs.
+        Whether the schedule is chosen for each kind of input.
     dense : frozenset of tuple
-        The products ``(start, stop)``, of elements as a schedule numbers them, that are stored
-        densely although their patterns are sparse.
+        The products ``(start, stop)`` that are stored densely although their patterns are sparse,
+        in numbers of elements as a schedule counts them.
     alternatives : tuple of Alternative
         The schedules that the planner looked at, with the nanoseconds predicted then.
     """
@@ -131,12 +131,12 @@ class ScanPlan(Frozen):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule that ran last, or will run first."""
+        """The schedule of the latest run, or of the first run to come."""
         return self._latest.schedule
 
     @property
     def reason(self) -> str:
-        """Why that schedule."""
+        """Why this schedule was chosen."""
         return self._latest.reason
 
     @property
@@ -151,21 +151,22 @@ class ScanPlan(Frozen):
 
     @property
     def kind(self) -> InputKind:
-        """The input that the plan was made for, and the forms of its products were chosen for."""
+        """The kind of input for which the plan and the forms of its products were chosen."""
         return self._first.kind
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that the plan and a run take beside Jacobians and gradients, at most.
+        """A bound on the bytes of the plan and a run, without Jacobians and gradients.
 
-        These are products with their indices, scratch memory of every thread, and tables, for as
-        many samples as ran last; before the first run, for `batch` samples of `dtype`, or for one
-        of float64. Every Jacobian counts as if it differed between samples.
+        It counts products with their indices, scratch memory of every thread, and tables, for as
+        many samples as the latest run had. Before the first run, it is for `batch` samples of
+        `dtype`, or for one sample of float64. Every Jacobian counts as if it differed between
+        samples.
         """
         return self._latest.workspace_bytes
 
     def settle(self, kind: InputKind) -> Program:
-        """Return what runs input of this kind: from now on, all that is printed is about it."""
+        """Return the choice for this kind of input, which the plan describes from now on."""
         choice = self._latest
         if kind != choice.kind:
             choice = self._first
@@ -176,7 +177,7 @@ class ScanPlan(Frozen):
         return choice.program
 
     def _choose(self, kind: InputKind) -> PlanChoice:
-        """Choose what runs input of a new kind; no threads wait, since all choose the same."""
+        """Choose for a new kind of input. Threads do not wait: all make the same choice."""
         choice = first = self._first
         if self.auto:
             choice = choose_schedule(self.patterns, None, kind, self.memory_limit)
@@ -194,27 +195,27 @@ class ScanPlan(Frozen):
     def exclusive_scan(
         self, grad: ArrayLike | None, jacobians: Any, *, local_grads: Any = None, stream: Any = None
     ) -> Gradients:
-        """Return what :func:`sparsescan.exclusive_scan` does, for a chain of these patterns.
+        """Return the gradients of :func:`sparsescan.exclusive_scan`, for a chain of these patterns.
 
         Parameters
         ----------
         grad : array_like, shape (d_n,) or (batch, d_n), or None
-            Gradient at the end of the chain; None is zeros, if there are `local_grads`.
+            Gradient at the end of the chain. None means zeros; there must be `local_grads` then.
         jacobians : sequence, CSRChain, ImplicitChain, PeriodicChain or ndarray
-            Jacobians of the plan's patterns; or only their values, in the order of the patterns: a
+            Jacobians with the plan's patterns, or only their values in the order of the patterns: a
             sequence of arrays ``(nnz,)`` or ``(batch, nnz)``, or one array ``(n, nnz)`` or
-            ``(n, batch, nnz)``. For a pattern that is not dense, an array always holds values.
+            ``(n, batch, nnz)``. If a pattern is not dense, an array always means values.
         local_grads : sequence or ndarray, optional
-            A term that is added to each returned gradient, ``local_grads[0]`` to `grad` (see
-            :func:`sparsescan.exclusive_scan`, double-counted gradient).
+            A term for each returned gradient, which the scan adds. ``local_grads[0]`` is added to
+            `grad` (see :func:`sparsescan.exclusive_scan`, double-counted gradient).
         stream : optional
             As for :func:`sparsescan.exclusive_scan`.
 
         Returns
         -------
         list of ndarray, or ndarray
-            The ``n`` gradients ``[∇x_n, …, ∇x_1]``; one array if the Jacobians came as one, one for
-            each pattern of a :class:`.PeriodicChain`.
+            The ``n`` gradients ``[∇x_n, …, ∇x_1]``: one array if the Jacobians came as one array, a
+            list with one array per pattern for a :class:`.PeriodicChain`.
 
         Raises
         ------
@@ -249,8 +250,8 @@ class ScanPlan(Frozen):
         Returns
         -------
         list of ndarray, or ndarray
-            The ``n + 1`` gradients ``[∇x_n, …, ∇x_0]``. A list also for a single rectangular
-            Jacobian that came as an array, since the two gradients differ in length.
+            The ``n + 1`` gradients ``[∇x_n, …, ∇x_0]``. For a single rectangular Jacobian in an
+            array, it is a list too, since the two gradients differ in length.
 
         Raises
         ------
@@ -268,14 +269,14 @@ class ScanPlan(Frozen):
             return self.run(slot, first, local_grads, inclusive=True, stream=current)
 
     def predict(self, workers: int) -> ScanPrediction:
-        """Return steps and work of an exclusive scan of one sample with any number of workers.
+        """Return the steps and the work of an exclusive scan of one sample with some workers.
 
-        The schedule is that of the latest run.
+        It is for the schedule of the latest run.
 
         Parameters
         ----------
         workers : int
-            The number of workers, at least 1; it may be more than this machine has.
+            The number of workers, at least 1; there may be more than this machine has.
 
         Returns
         -------
@@ -285,7 +286,7 @@ class ScanPlan(Frozen):
         Raises
         ------
         InputError, InputTypeError
-            If `workers` is no positive integer.
+            If `workers` is not a positive integer.
 
         Examples
         --------
@@ -297,12 +298,12 @@ class ScanPlan(Frozen):
         return predict(self._latest.program, check_count("workers", workers, 1))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the plan prints, for programs: lists, numbers and strings, as JSON has them.
+        """Return what the plan prints as lists, numbers and strings, which JSON can store.
 
         Returns
         -------
         dict
-            ``levels`` has a dict for each level: the counts are for one sample. Bytes and times are
+            ``levels`` has a dict for each level, with counts for one sample. Bytes and times are
             for the dtype and the number of samples under ``predicted_for``, those of the latest
             run.
 
@@ -336,7 +337,8 @@ class ScanPlan(Frozen):
 
         Notes
         -----
-        The file has the patterns, the schedule of the latest run and the options, but no products.
+        The file stores the patterns, the schedule of the latest run and the options. It stores no
+        products.
 
         Examples
         --------
@@ -369,18 +371,19 @@ class ScanPlan(Frozen):
         Returns
         -------
         ScanPlan
-            It prints the same, and gives the same bits. With ``"auto"`` this holds for the kind of
-            input that ran last before the plan was saved; for any other it chooses again, on this
-            machine. A plan for a device can be loaded without one.
+            The plan prints the same text as the saved one, and its results have the same bits. With
+            ``"auto"`` this holds for the kind of input of the last run before the plan was saved;
+            for other kinds the plan chooses again, on this machine. A plan for a device can be
+            loaded on a machine without one.
 
         Raises
         ------
         FileError
-            If the file is damaged or something else. It is a :class:`ValueError`.
+            If the file is damaged or is no plan. It is a :class:`ValueError`.
         InputError, InputTypeError
             If `path` is no path.
         MemoryLimitError
-            If a run on this machine, with more threads maybe, needs more than the plan's limit.
+            If a run on this machine, which may have more threads, needs more than the plan's limit.
         OSError
             If the file cannot be opened, such as :class:`FileNotFoundError`.
 
@@ -421,14 +424,14 @@ class ScanPlan(Frozen):
         self._idle.append(slot)
 
     def waiting(self) -> list[tuple[Program, InputKind]]:
-        """Return what each workspace ran that waits for the next run."""
+        """Return the programs of the workspaces that wait for the next run."""
         slots = [*self._idle]
         return [(program, kind) for slot in slots for program, kind, *_ in [*slot.workspaces]]
 
     def hold(self, most: int) -> tuple[list[tuple[Program, InputKind]], int]:
-        """Return what :meth:`waiting` does, and bytes of all these and of all programs, at most.
+        """Return :meth:`waiting`, and a bound on the bytes of these workspaces and of all programs.
 
-        While it is more than `most`, slots are given up, those that have waited longest first.
+        While this bound is above `most`, slots are freed, those that have waited longest first.
         """
         choices = [self._first, *[*self._others.values()]]
         chosen = Counter({(each.program, each.kind) for each in choices if each.program})
@@ -464,7 +467,7 @@ class ScanPlan(Frozen):
         batch = shape[0] if len(shape) > 1 else 1
         size = self._offsets[count] if self.n else shape[-1]
         if chain.period > 1:
-            # Whole periods, the last of which may lack its end.
+            # Whole periods; the last one may be incomplete.
             size = -(-count // chain.period) * self._offsets[chain.period]
         if not on_device:
             check_memory("the gradients", batch * size * dtype.itemsize)
@@ -494,8 +497,8 @@ class ScanPlan(Frozen):
                 inclusive,
                 Given(chain.array, local.array, chain.name) if program.solved else None,
             ):
-                # The linear scan defines what a value reaches that is not finite, of which a
-                # product may make something else; nor can a product hold entries of any range.
+                # The linear scan defines which gradients a non-finite value reaches. A product may
+                # spread it differently, and cannot hold entries of any range.
                 if self._linear is None:
                     self._linear = Program(self.patterns, Schedule.linear(self.n))
                 self._workspace(slot, self._linear, kind, local).run(out, inclusive)
@@ -505,7 +508,7 @@ class ScanPlan(Frozen):
     def _check(
         self, chain: Chain, first: Any, local_grads: Any, inclusive: bool
     ) -> tuple[LocalGrads, np.dtype[Any]]:
-        """Return local gradients, and the dtype of all gradients, after what comes is checked."""
+        """Check the arguments; return local gradients, and the dtype of all gradients."""
         check_grad(first, self._sizes[0] if self.n else None, chain.batch)
         batch_shape, local = first.shape[:-1], _NO_LOCAL_GRADS
         if self.batch is not None and batch_shape != (self.batch,):
@@ -576,7 +579,7 @@ class ScanPlan(Frozen):
     def _make_room(
         self, slot: ScanSlot, program: Program, kind: InputKind, whole: bool = True
     ) -> None:
-        """Make room for one more workspace, if its memory is granted."""
+        """Make room for one more workspace; raise if the memory limit forbids it."""
         admit(program, kind, self.memory_limit, whole=whole)
         while len(slot.workspaces) >= _KEPT:
             del slot.workspaces[next(iter(slot.workspaces))]
@@ -584,10 +587,10 @@ class ScanPlan(Frozen):
     def _cut(
         self, out: NDArray[Any], shape: tuple[int, ...], count: int, period: int, whole: bool
     ) -> Gradients:
-        """Return the gradients of so many steps, the first of which has a shape.
+        """Cut the buffer of all gradients into the gradients of steps.
 
-        They lie one after the other; those within implicit steps, unless these ran `whole`, lie
-        between them.
+        They lie one after the other. Gradients within implicit steps lie between them, unless the
+        steps ran `whole`.
         """
         starts, batch_shape = self._steps.starts, shape[:-1]
         gradients: Gradients
@@ -627,9 +630,9 @@ class ScanPlan(Frozen):
 
 
 class _Reading:
-    """A slot that a plan lends for a run, and the place of the run: as long as it takes.
+    """A context for one run: it lends a slot of the plan, and sets the device and stream.
 
-    No generator, and no place where the work is the host's: a call takes as long as a Jacobian.
+    It is no generator, and sets no device for the host: such a call takes as long as a Jacobian.
     """
 
     __slots__ = ("_arguments", "_place", "_plan", "_slot", "_stream")

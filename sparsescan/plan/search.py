@@ -1,8 +1,8 @@
-"""The planner: which schedule, and which form of every product, is predicted to take least.
+"""The planner: find the schedule, and the form of every product, of the least predicted time.
 
-Any tree between the linear and the Blelloch scan may be chosen. Products that no worthwhile plan
-could hold are not worked out: the numeric phase makes every product at least once, so patterns that
-take more multiply-adds than all workers can do in the time of the linear scan are given up.
+It may choose any tree between the linear and the Blelloch scan. The symbolic phase of a schedule is
+given up if its products take more multiply-adds than all workers can do in the time of the linear
+scan: the numeric phase makes every product at least once.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .choice import Alternative, InputKind, PlanChoice, lack_of, said_least, sai
 from .costs.operations import FAMILIES, Model, Operands, Operations, run_time
 from .forms import choose_forms
 
-# A schedule is chosen in place of the linear one if it is predicted to take less than this share of
-# its time. Predictions are not exact, and nobody should wait longer than for back-propagation: a
-# tree of a GRU that was predicted to take 0.86 took 1.3 to 2 times as long.
+# A schedule replaces the linear one if its predicted time is below this share of the linear time.
+# Predictions are not exact, and a scan must not be slower than back-propagation: a tree of a GRU
+# with a predicted share of 0.86 took 1.3 to 2 times as long as the linear scan.
 _MARGIN = 0.75
 _NOTHING_PAYS = "auto: no product of neighbours would save more time than it takes"
 _SOLVED = "auto: products of inverses are not formed"
 _ASKED = "asked for"
-# Entries that int64 can count, with room for sums of products.
+# The most entries to count in int64, which leaves room for sums of products.
 _COUNTED = 1 << 55
-# Levels without gain after which the search goes no deeper.
+# The search stops after this many levels without gain.
 _PATIENCE = 2
 
 
@@ -47,7 +47,7 @@ def choose_schedule(
     kind: InputKind,
     memory_limit: int | None = None,
 ) -> PlanChoice:
-    """Return the schedule that runs input of a kind, and why; None is ``"auto"``."""
+    """Return the schedule for a kind of input, and why; None means ``"auto"``."""
     _check_counts(patterns, kind.batch)
     if schedule is not None and not patterns:
         return PlanChoice(schedule, reason=_ASKED, kind=kind)
@@ -73,7 +73,7 @@ def choose_schedule(
 
 
 def _check_counts(patterns: Sequence[Step], batch: int) -> None:
-    """Raise if a chain is larger than any machine's memory, and than int64 can count."""
+    """Raise if a chain has more entries than int64 can count, and thus any memory can hold."""
     entries = sum(
         count * (pattern.nnz + sum(pattern.shape)) for pattern, count in Counter(patterns).items()
     )
@@ -85,7 +85,7 @@ def _check_counts(patterns: Sequence[Step], batch: int) -> None:
 
 
 def _for_device(patterns: Sequence[Step], kind: InputKind) -> list[Schedule]:
-    """Return chunks for small steps of one pattern, which have kernels of their own on a device."""
+    """Return chunks for small steps of one pattern: a device has special kernels for them."""
     if not (patterns and kind.on_device):
         return []
     from ..execution.cuda.chunks import chunks_of
@@ -95,25 +95,25 @@ def _for_device(patterns: Sequence[Step], kind: InputKind) -> list[Schedule]:
 
 
 class Search:
-    """All schedules for a chain that are worth looking at, and the forms of their products.
+    """A search over the promising schedules for a chain, and the forms of their products.
 
     Parameters
     ----------
     steps : sequence of Pattern or ImplicitPattern
-        At least one, but for :meth:`choose`.
+        At least one, except for :meth:`choose`.
     model : Model
         The cost model.
     fits : callable
-        Whether a program stays within the limit of memory, and within what the machine has.
+        Returns whether a program fits the memory limit and the machine's memory.
     nbytes : float, optional
-        Bytes that patterns of products may take, or one product.
+        The most bytes for patterns of products, or for one product.
 
     Attributes
     ----------
     candidates : list of PlanChoice
-        All that were looked at and fit, without their programs; the linear scan comes first.
+        All schedules that were tried and fit, without their programs; the linear scan comes first.
     given_up : list of Alternative
-        Schedules that do not fit, or take longer than the linear scan for certain.
+        Schedules that do not fit, or are certainly slower than the linear scan.
     program : Program
         The program of the fastest one.
     """
@@ -132,9 +132,9 @@ class Search:
     def in_best_forms(
         self, schedule: Schedule, products: PatternProducts | None = None
     ) -> tuple[frozenset[tuple[int, int]], Program]:
-        """Return a program with every product in the form that takes least, if that fits.
+        """Return a program with every product in its fastest form, if that fits.
 
-        First those that are stored densely, although their patterns are sparse.
+        It returns first the products that are stored densely although their patterns are sparse.
         """
         products = products or PatternProducts(nbytes=self._nbytes)
         program = Program(self._steps, schedule, products=products)
@@ -146,12 +146,12 @@ class Search:
         return frozenset(), program
 
     def choose(self, more: Sequence[Schedule] = ()) -> PlanChoice:
-        """Return the schedule and the forms that take least.
+        """Return the schedule and the forms of the least predicted time.
 
         Parameters
         ----------
         more : sequence of Schedule, optional
-            Schedules to look at besides those of all kinds.
+            Schedules to try in addition to the usual ones.
 
         Returns
         -------
@@ -180,15 +180,15 @@ class Search:
         )
 
     def run(self, more: Sequence[Schedule] = ()) -> None:
-        """Look at schedules of all kinds, and at these."""
+        """Try the usual schedules, and these."""
         n = len(self._steps)
         linear, self.program = self._look_at(Schedule.linear(n), PatternProducts())
         self.candidates.append(linear)
-        # A third for patterns, half for tables: of the fastest so far, and of one more.
+        # A third for patterns, half for tables: those of the fastest so far, and of one more.
         self._products = PatternProducts(
             linear.nanoseconds / _product_rate(self._model), self._nbytes / 3
         )
-        # Trees are looked for as if all steps were explicit, and judged by what they take.
+        # Trees are searched as if all steps were explicit, and judged by their predicted time.
         patterns = list(map(planned, self._steps))
         self._try_while_better(Schedule.truncated(n, k) for k in range(1, n.bit_length()))
         if len(set(patterns)) > 1:
@@ -203,7 +203,7 @@ class Search:
             self._try(schedule)
 
     def _try_while_better(self, schedules: Iterable[Schedule]) -> None:
-        """Look at schedules, each deeper than the one before."""
+        """Try schedules, each deeper than the one before, while they get better."""
         best, waited = math.inf, 0
         try:
             for schedule in schedules:
@@ -233,7 +233,7 @@ class Search:
             self.given_up.append(_looked_at(schedule, option.nanoseconds))
             return math.inf
         if option.nanoseconds < min(other.nanoseconds for other in self.candidates):
-            # The programs of other candidates are let go: together they would take memory.
+            # Free the programs of other candidates: together they would take too much memory.
             self.program = program
         self.candidates.append(option)
         return option.nanoseconds
@@ -244,7 +244,7 @@ class Search:
 
 
 def _looked_at(schedule: Schedule, nanoseconds: float | None) -> Alternative:
-    """Return what is said of a schedule."""
+    """Return the entry for a schedule that was tried."""
     products = _count_products(schedule)
     return Alternative(repr(schedule), schedule.depth, products, nanoseconds)
 
@@ -254,7 +254,7 @@ def _count_products(schedule: Schedule) -> int:
 
 
 def _pays(patterns: Sequence[Pattern], model: Model) -> bool:
-    """Return whether the product of any two neighbours might save more time than it takes."""
+    """Return whether multiplying any two neighbours might save more time than it takes."""
     inner = patterns[:-1]  # the last does not enter an exclusive scan
     if not model.leaves_idle(len(inner), sum(pattern.nnz for pattern in inner)):
         return False
@@ -304,11 +304,11 @@ _Guessed: TypeAlias = tuple[int, _Guess | Pattern]
 
 
 def _merges(pairs: _Pairs, model: Model) -> list[_Merge]:
-    """Return what each pair of neighbours would save.
+    """Return what multiplying each pair of neighbours would save.
 
-    Instead of two steps, one after the other, there is one; but all workers make the product, and
-    afterwards the gradient between the two. Where not even the least that a product can take pays,
-    that bound is taken; else its multiply-adds are counted and its entries estimated.
+    A product turns two dependent steps into one. In return all workers make the product, and
+    afterwards the gradient between the two steps. If even a lower bound on the product's time does
+    not pay, the bound is used. Otherwise its multiply-adds are counted and its entries estimated.
     """
     merges = _in_better_form(pairs, [_at_least(*pair) for pair in pairs], model)
     hopeful = np.flatnonzero(merges[:, 0] > 0)
@@ -320,7 +320,7 @@ def _merges(pairs: _Pairs, model: Model) -> list[_Merge]:
 def _in_better_form(
     pairs: _Pairs, products: Sequence[_Guessed], model: Model
 ) -> NDArray[np.float64]:
-    """Return a :class:`_Merge` a row, of products that are stored sparsely or densely."""
+    """Return a :class:`_Merge` for each row, for products stored sparsely or densely."""
     full = [
         (work, out if isinstance(out, Pattern) else _Guess.of(out.shape, math.prod(out.shape)))
         for work, out in products
@@ -330,7 +330,7 @@ def _in_better_form(
 
 
 def _at_least(left: Pattern, right: Pattern) -> _Guessed:
-    """Return multiply-adds and entries of a product that has no fewer in general."""
+    """Return lower bounds for the multiply-adds and the entries of a product."""
     if "diagonal" in (left.kind, right.kind):
         return _estimate(left, right)
     shape, nnz = (right.shape[0], left.shape[1]), max(left.nnz, right.nnz)
@@ -338,7 +338,7 @@ def _at_least(left: Pattern, right: Pattern) -> _Guessed:
 
 
 def _estimate(left: Pattern, right: Pattern) -> _Guessed:
-    """Return multiply-adds, and what the product is like."""
+    """Return the multiply-adds, and an estimate of the product's pattern."""
     work = patterns_of.multiply_adds(right, left)
     if "diagonal" in (left.kind, right.kind):
         return work, left if right.kind == "diagonal" else right
@@ -347,7 +347,7 @@ def _estimate(left: Pattern, right: Pattern) -> _Guessed:
 
 
 def _merge(pairs: _Pairs, products: Sequence[_Guessed], model: Model) -> NDArray[np.float64]:
-    """Return a :class:`_Merge` a row, of products that are stored like this."""
+    """Return a :class:`_Merge` for each row, for products stored in this form."""
     count = len(pairs)
     stores: list[Any] = [left for left, _ in pairs] + [right for _, right in pairs]
     stores += [out for _, out in products]
@@ -412,7 +412,7 @@ def _merged(
 ) -> Iterator[Schedule]:
     """Return trees of more and more levels; each multiplies the neighbours with the largest gains.
 
-    As long as a level makes products, one worker sweeps what is first, for which none is needed.
+    While a level makes products, one worker already sweeps the first steps, which need none.
     """
     n = len(patterns)
     items = [_Item(k + 1, k + 2, pattern) for k, pattern in enumerate(patterns[:-1])]
@@ -448,7 +448,7 @@ def _merged(
 
 
 def _swept_meanwhile(merges: Sequence[_Merge]) -> int:
-    """Return how many steps one worker takes while all others make products."""
+    """Return how many steps one worker sweeps while all others make products."""
     time = sum(merges[first].product for first in _matching([merge.gain for merge in merges]))
     head = 0
     while head < len(merges) and (time := time - merges[head].step) >= 0:
