@@ -60,42 +60,42 @@ class Cell(Parametrised, Fixed):
     """A recurrent cell ``s_t = f(x_t, s_{t-1}; θ)``, defined by its parameters and its step.
 
     A class of cells declares matrices (:class:`Input`, :class:`Hidden`), other parameters
-    (:class:`Vector`, :class:`Scalar`) and options (:class:`Constant`,
-    :class:`Choice`), and defines ``step(self, x, *states)``, which returns the new states in plain
-    arithmetic on vectors of one number a unit. The first state is the output ``h_t``. The step is
-    called once, on symbols, when the class is made; Jacobians, gradients and kernels follow from
-    it. ``print(cell)`` shows what a step computes, and what is kept of it for the backward pass.
+    (:class:`Vector`, :class:`Scalar`) and options (:class:`Constant`, :class:`Choice`). It defines
+    ``step(self, x, *states)``, which computes the new states in plain arithmetic on vectors of one
+    number per unit. The first state is the output ``h_t``. When the class is made, its step is
+    called once, on symbols; Jacobians, gradients and kernels follow from that. ``print(cell)``
+    shows what a step computes, and what it keeps for the backward pass.
 
-    A step may read further inputs: what each call is given (:class:`Given`), and random masks
-    (:class:`Mask`). Calls of :meth:`training_step` and of modules take them by name. Other methods
-    of a cell take an `x` of ``input_size + further·hidden_size`` columns, with those behind the
-    input in the order in which the class declares them. Masks may be left out there: they are
-    their expectation; and in :meth:`unroll` numbers of steps (:class:`StepNumber`).
+    A step may read further inputs: arrays that each call passes (:class:`Given`), and random masks
+    (:class:`Mask`). :meth:`training_step` and modules take them by name. Other methods of a cell
+    take an `x` of ``input_size + further·hidden_size`` columns: the input, then the further inputs
+    in the order of their declaration. You may leave out masks there, which are then their
+    expectation, and in :meth:`unroll` also step numbers (:class:`StepNumber`).
 
-    :meth:`unroll` runs a sequence step by step, and :meth:`training_step` forward and backward.
+    :meth:`unroll` runs a sequence step by step; :meth:`training_step` runs it forward and backward.
     Other methods compute steps whose previous states are known. Their arrays may have any number of
-    axes before the last one, such as ``(T, batch)``: all steps and samples of a sequence at once.
+    axes before the last one, such as ``(T, batch)`` for all steps and samples of a sequence.
 
     Parameters
     ----------
     input_size, hidden_size : int
         Length of ``x_t`` and ``h_t``.
     bias : bool, default True
-        Whether matrices have biases, if they are declared with one.
+        Whether matrices that are declared with a bias have one.
     dtype : {float32, float64}, default float32
         Dtype of initial parameters.
     rng : numpy.random.Generator or int, optional
         Source of the initial parameters: uniform between ``±1/√hidden_size``, as in PyTorch, unless
         the class declares an initial value.
     **options
-        Options that the class declares; and masks, such as ``weight_hh_mask``: an array of bool of
-        the shape of that matrix, True where a weight is kept. A pruned weight counts as 0 and has a
-        gradient of 0; a pruned hidden weight leaves the pattern.
+        Options that the class declares; and masks such as ``weight_hh_mask``, a bool array of the
+        shape of that matrix, True where a weight is kept. A pruned weight counts as 0 and has a
+        gradient of 0. A pruned hidden weight also leaves the pattern.
 
     Attributes
     ----------
     state_size : int
-        Length of ``s_t``, all states one after the other.
+        Length of ``s_t``, which is all states one after the other.
     pattern : Pattern
         Where ``(∂s_t/∂s_{t-1})ᵀ`` may have nonzeros, whatever the input and the parameters.
 
@@ -137,7 +137,7 @@ class Cell(Parametrised, Fixed):
 
     _programs: ClassVar[dict[Any, CellProgram]]
     _codes: ClassVar[dict[Any, ArrayCode]]
-    # Whether a parameter that the step does not use is a mistake.
+    # Whether a parameter that the step does not use is an error.
     _trains_all: ClassVar[bool] = True
 
     def __init_subclass__(cls, **about: Any) -> None:
@@ -214,16 +214,16 @@ class Cell(Parametrised, Fixed):
         }
 
     def step(self, *vectors: Any, **further: Any) -> Any:
-        """Return the new states: defined by each class as ``step(self, x, *states)``."""
+        """Return the new states; each class defines it as ``step(self, x, *states)``."""
         raise NotImplementedError
 
     @classmethod
     def program_of(cls, options: dict[str, Any], bias: bool = True) -> CellProgram:
-        """Return what the step computes with some options, and its derivatives."""
+        """Return the program of the step with some options, and its derivatives."""
         key = bias, *options.items()
         program = cls._programs.get(key)
         if program is None:
-            # Threads that trace at once all get the same one.
+            # Threads that trace at the same time all get the same program.
             program = cls._programs.setdefault(key, trace(cls, options, bias))
         return program
 
@@ -234,12 +234,12 @@ class Cell(Parametrised, Fixed):
 
     @property
     def _declared(self) -> dict[str, _Declared]:
-        """The parameters that the class declares, biases not among them."""
+        """The parameters that the class declares, without biases."""
         return declared(type(self))
 
     @property
     def _biases(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """For each matrix with a bias its name, and the gates that have one."""
+        """The matrices with a bias, by name, and their gates that have one."""
         return {
             name: (bias_name(name), each.biased)
             for name, each in self._declared.items()
@@ -248,7 +248,7 @@ class Cell(Parametrised, Fixed):
 
     @property
     def _reads_units(self) -> bool:
-        """Whether the input has a number for each unit."""
+        """Whether elementwise operations read the input, so that it has one number per unit."""
         terms = [term for slot in self.program.slots for term in slot.terms]
         return self.program.uses_input or any(
             term.argument is INPUT and isinstance(self._declared[term.matrix], Hidden)
@@ -257,7 +257,7 @@ class Cell(Parametrised, Fixed):
 
     @property
     def _code(self) -> ArrayCode:
-        """The step and its derivatives on arrays, compiled once for all cells of the class."""
+        """The step and its derivatives on arrays, compiled once per class."""
         key = self.bias, *self.options.items()
         if key not in self._codes:
             gates = {name: each.gates for name, each in self._declared.items()}
@@ -274,32 +274,32 @@ class Cell(Parametrised, Fixed):
         return Equations(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Compiled functions stay here: a copy, maybe in another process, makes its own.
+        # Compiled functions are not copied: a copy, maybe in another process, makes its own.
         return {name: each for name, each in vars(self).items() if name != "_equations"}
 
     def source(self, target: str, which: str) -> str:
-        r"""Return the program text of a pass, as it was written from the step.
+        r"""Return the source of a pass that was generated from the step.
 
         Parameters
         ----------
         target : {"numpy", "cpu", "cuda"}
-            The text for arrays of NumPy or CuPy, all steps at once; the compiled loop over
-            steps of a CPU, whose vectors hold units or samples; or that of a GPU, for one unit of
-            one sample.
+            The NumPy or CuPy source for all steps at once; the source of the compiled loop over
+            steps for a CPU, whose vectors hold units or samples; or the source for a GPU, for one
+            unit of one sample.
         which : {"forward", "backward"}
             The pass.
 
         Returns
         -------
         str
-            The text. That for a GPU is of float32 and one sample in a block of threads.
+            The source. For a GPU it is for float32 and one sample per thread block.
 
         Raises
         ------
         InputError, InputTypeError
-            If there is no such target or pass.
+            If `target` or `which` is wrong.
         DeviceError
-            If the text is that for a GPU, and Numba's CUDA target cannot be used.
+            If the target is "cuda", and Numba's CUDA target cannot be used.
 
         Examples
         --------
@@ -338,9 +338,10 @@ class Cell(Parametrised, Fixed):
     def implicit_pattern(self) -> ImplicitPattern:
         """Patterns of the factors of the transposed Jacobian, as an implicit step applies them.
 
-        ``(∂s_t/∂s_{t-1})ᵀ = W D``, the slopes ``D`` sparse, and the weights ``W`` the same in all
-        steps and samples: a linear scan over both reads far less than one over their products. A
-        step with products of what it has computed itself has two more factors for each stage.
+        ``(∂s_t/∂s_{t-1})ᵀ = W D`` with sparse slopes ``D`` and weights ``W`` that all steps and
+        samples share. A linear scan over both factors reads far less memory than a scan over their
+        products. If the step multiplies vectors that it has computed itself, each further stage has
+        two more factors.
         """
         return self._equations.implicit_pattern
 
@@ -427,8 +428,8 @@ class Cell(Parametrised, Fixed):
         Returns
         -------
         TrainingStep
-            It runs this cell alone, and its gradients have the names of the cell's parameters;
-            :class:`Recurrent` has layers and directions.
+            It runs this cell as one layer, and its gradients have the names of the cell's
+            parameters. Use :class:`Recurrent` for layers and directions.
 
         Raises
         ------
@@ -449,8 +450,8 @@ class Cell(Parametrised, Fixed):
         Returns
         -------
         Linearization
-            Its methods are those of the cell, without `x` and `state`. The parameters must stay as
-            they are while it is in use.
+            It has the cell's methods, without `x` and `state`. Do not change the parameters while
+            you use it.
 
         Raises
         ------
@@ -459,7 +460,7 @@ class Cell(Parametrised, Fixed):
 
         Notes
         -----
-        The gates are recomputed, for all steps in one go: BPPSA (MLSys 2020), Appendix E.
+        The gates are recomputed for all steps at once: BPPSA (MLSys 2020), Appendix E.
         """
         xp, lead, (x, state) = read_arrays(self, x=x, state=state)
         return Linearization(self, xp, lead, x, state)
@@ -514,8 +515,8 @@ class Cell(Parametrised, Fixed):
         Returns
         -------
         csr_array, BatchedCSR or CSRChain
-            For none, one or two such axes. A chain runs from the LAST step to the first, for
-            :func:`sparsescan.exclusive_scan`.
+            A csr_array for no such axis, a BatchedCSR for one, a CSRChain for two. A chain runs
+            from the LAST step to the first, for :func:`sparsescan.exclusive_scan`.
 
         Raises
         ------
@@ -546,7 +547,7 @@ class Cell(Parametrised, Fixed):
         Returns
         -------
         dict of str to ndarray
-            A gradient of the shape of each parameter.
+            The gradient of each parameter, in its shape.
 
         Raises
         ------
@@ -568,7 +569,7 @@ class Cell(Parametrised, Fixed):
         Returns
         -------
         ndarray, shape (…, input_size)
-            The gradients ``∇x_t``, for example for the layer below.
+            The gradients ``∇x_t``, which the layer below needs.
 
         Raises
         ------
@@ -579,12 +580,12 @@ class Cell(Parametrised, Fixed):
         return Linearization(self, xp, lead, x, state).pull_inputs(grad)
 
     def restrict(self, units: slice) -> CellUnits:
-        """Return the part of this cell that computes some hidden units from the whole state.
+        """Return a part of this cell, which computes some hidden units from the whole state.
 
         Parameters
         ----------
         units : slice
-            Which of them.
+            Which units.
 
         Returns
         -------
@@ -594,8 +595,8 @@ class Cell(Parametrised, Fixed):
         Raises
         ------
         InputError
-            If the state is more than the hidden units, a step has products of what it has computed
-            itself, or not every parameter is of one unit.
+            If the state has more than the hidden units, the step multiplies vectors that it has
+            computed itself, or a parameter does not belong to single units.
         """
         return CellUnits(self, units)
 

@@ -28,7 +28,7 @@ class RNNCell(Cell):
     Attributes
     ----------
     weight_ih, weight_hh : ndarray, shapes (hidden_size, input_size), (hidden_size, hidden_size)
-        The weights; an array that is set is shared, not copied.
+        The weights. Assigning an array shares it, without a copy.
     bias_ih, bias_hh : ndarray or None, shape (hidden_size,)
         The biases.
 
@@ -43,7 +43,7 @@ class RNNCell(Cell):
 
     Examples
     --------
-    Back-propagation through 100 steps, with a loss at every one, by a scan:
+    Back-propagation by a scan through 100 steps, with a loss at every step:
 
     >>> import numpy as np, sparsescan
     >>> from sparsescan.recurrent import RNNCell
@@ -99,7 +99,7 @@ class GRUCell(Cell):
     Attributes
     ----------
     weight_ih, weight_hh : ndarray, shapes (3·hidden_size, input_size), (3·hidden_size, hidden_size)
-        The weights of the gates r, z and n; an array that is set is shared, not copied.
+        The weights of the gates r, z and n. Assigning an array shares it, without a copy.
     bias_ih, bias_hh : ndarray or None, shape (3·hidden_size,)
         The biases.
 
@@ -123,7 +123,7 @@ class GRUCell(Cell):
     array([[0.75, 0.25],
            [0.  , 0.75]])
 
-    Back-propagation through 50 steps, from a loss that reads the last state:
+    Back-propagation through 50 steps, for a loss of the last state:
 
     >>> import sparsescan
     >>> cell = GRUCell(12, 20, rng=0)
@@ -169,7 +169,7 @@ class LSTMCell(Cell):
     Attributes
     ----------
     weight_ih, weight_hh : ndarray, shapes (4·hidden_size, input_size), (4·hidden_size, hidden_size)
-        The weights of the gates i, f, g and o; an array that is set is shared, not copied.
+        The weights of the gates i, f, g and o. Assigning an array shares it, without a copy.
     bias_ih, bias_hh : ndarray or None, shape (4·hidden_size,)
         The biases.
 
@@ -180,7 +180,7 @@ class LSTMCell(Cell):
 
     Notes
     -----
-    As :class:`torch.nn.LSTMCell`, whose state is a pair.
+    The cell is that of :class:`torch.nn.LSTMCell`, whose state is a pair.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Functions of a cell for the CPU: written, compiled, and found again by later processes."""
+"""Functions of a cell for the CPU: source, machine code, and a cache for later processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _renderers() -> WeakKeyDictionary[CellProgram, CPURenderer]:
 
 
 def renderer_of(program: CellProgram) -> CPURenderer:
-    """Return what has written the functions of a program."""
+    """Return the renderer of the functions of a program."""
     with _lock:
         renderer = _renderers().get(program)
         if renderer is None:
@@ -66,7 +66,7 @@ def renderer_of(program: CellProgram) -> CPURenderer:
 
 
 def source_of(program: CellProgram, name: str) -> str:
-    """Return the source of both functions of a program, of a cell of some name."""
+    """Return the source of both functions of a program; `name` is the cell's."""
     renderer = renderer_of(program)
     return _HEADER.format(name=name) + renderer.forward + "\n\n" + renderer.backward
 
@@ -75,7 +75,7 @@ _codes: dict[tuple[str, str], Code] = {}
 
 
 def code_of(program: CellProgram, name: str, dtype: np.dtype[Any]) -> Code:
-    """Return the functions of a program, of a cell of some name, for a dtype."""
+    """Return the compiled functions of a program for a dtype; `name` is the cell's."""
     source = source_of(program, name)
     key = source, dtype.char
     with _lock:
@@ -96,7 +96,7 @@ _kept: list[Any] = []
 
 @cache
 def _module_of(source: str, name: str) -> ModuleType:
-    """Return a module of this source, from a file if one can be written."""
+    """Return a module with this source, from a file if one can be written."""
     digest = hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
     title = f"sparsescan_{re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '_', name).lower()}_{digest}"
     path = _file_of(source, title)
@@ -109,14 +109,14 @@ def _module_of(source: str, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(title, path)
     assert spec is not None
     assert spec.loader is not None
-    # Code that is kept names its module.
+    # Cached code names its module.
     module = sys.modules[title] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def _file_of(source: str, title: str) -> Path | None:
-    """Return a file of this source, in a folder of its own beside compiled code."""
+    """Return a file with this source, in its own folder next to compiled code."""
     folder = cache_folder(run.py_func)
     if folder is None:
         return None

@@ -1,6 +1,6 @@
-"""Declarations of a class of cells, and how its step is traced.
+"""Declarations of a class of cells, and the tracing of its step.
 
-The step of a class is called once, on symbols, when the class is made, and for other options.
+A class calls its step once, on symbols, when the class is made, and again for new options.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..parameters.parametrised import Parameter
 from .program import INPUT, CellProgram, analyse
 
 Shape = tuple[int, ...]
-_MOST = 1 << 62  # units that no cell has
-# Elementwise functions of one vector, which a Choice may name.
+_MOST = 1 << 62  # more units than any cell has
+# Elementwise functions of one vector that a Choice may name.
 _FUNCTIONS: dict[str, Callable[..., Node]] = {
     name: function
     for name in functions.__all__
@@ -39,7 +39,7 @@ _FUNCTIONS: dict[str, Callable[..., Node]] = {
     if "heads" not in parameters
     and sum(each.default is inspect.Parameter.empty for each in parameters.values()) == 1
 }
-# What a step calls in place of functions that had names in :mod:`sparsescan.recurrent`.
+# What a step calls in place of functions that used to be in :mod:`sparsescan.recurrent`.
 FORMER_FUNCTIONS = {
     **{name: f"np.{name}" for name in (*NUMPYS, "where") if name in functions.__all__},
     "elu": "np.where(a <= 0, np.expm1(np.where(a <= 0, a, 0)), a)",
@@ -67,7 +67,7 @@ _FRONT = Front(
 )
 
 
-# What calls of networks take by name, in any door.
+# Names of arguments of networks, in NumPy, PyTorch and JAX.
 _ARGUMENTS = {
     *("x", "input", "state", "hx", "lengths", "resets", "reset_states", "rng", "key"),
     *("network", "params", "memory_limit", "truncate", "return_states"),
@@ -82,7 +82,7 @@ def bias_name(matrix: str) -> str:
 
 
 class CellLike(Protocol):
-    """A cell, as kernels for whole sequences are made for it."""
+    """The parts of a cell that kernels for whole sequences need."""
 
     input_size: int
     hidden_size: int
@@ -103,7 +103,7 @@ class CellLike(Protocol):
 
 
 class Layers(Protocol):
-    """Layers of cells, as memory is taken for them."""
+    """The layers of cells for which memory is allocated."""
 
     input_size: int
 
@@ -116,7 +116,7 @@ class Layers(Protocol):
 def width_of(network: Layers) -> int:
     """Return how many numbers a network reads in a step: the input, and all further inputs.
 
-    Behind the input there are the further inputs of each direction of each layer.
+    After the input come the further inputs of each direction of each layer.
     """
     cells = [cell for layer in network.cells for cell in layer]
     own = (len(cell.program.further_grads) * cell.hidden_size for cell in cells)
@@ -134,12 +134,12 @@ def _finite(name: str, value: Any) -> float:
 
 
 class _Declared(Parameter):
-    """A parameter that a class of cells declares, in blocks of one number or row a unit.
+    """A parameter that a class of cells declares, in blocks of one number or row per unit.
 
     Parameters
     ----------
     *gates : str
-        Names of the blocks; without any there is one block, without a name.
+        Names of the blocks. Without names there is one unnamed block.
     """
 
     def __init__(self, *gates: str) -> None:
@@ -154,7 +154,7 @@ class _Declared(Parameter):
             raise InputError(f"gates are {gates}; expected different names")
         self.gates = gates
 
-    # The gates of a matrix that have a bias, and what a parameter begins with.
+    # The gates of a matrix that have a bias, and the initial value of a parameter.
     biased: tuple[int, ...] = ()
     initial: float | None = None
 
@@ -174,7 +174,7 @@ class _Declared(Parameter):
         return _Blocks(self, {gate: self.block(k) for k, gate in enumerate(self.gates)})
 
     def block(self, which: int) -> Any:
-        """Return what stands for one block."""
+        """Return the symbol of one block."""
         return symbol("vector", self.name, which)
 
     @property
@@ -189,7 +189,7 @@ class _Matrix(_Declared):
     Parameters
     ----------
     *gates : str
-        Names of the blocks of rows, one row a unit; without any there is one block.
+        Names of the blocks of rows, one row per unit. Without names there is one block.
     bias : bool or sequence of str, default True
         Whether there is a bias, in cells that have biases; or for which gates.
     """
@@ -205,14 +205,14 @@ class _Matrix(_Declared):
 
     def __set_name__(self, owner: type, name: str) -> None:
         super().__set_name__(owner, name)
-        # What the class declares by that name is refused later, when it may raise.
+        # A clash with another declaration raises later, where errors are allowed.
         if self.biased and bias_name(name) not in vars(owner):
             bias = Parameter()
             setattr(owner, bias_name(name), bias)
             bias.__set_name__(owner, bias_name(name))
 
     def symbol(self) -> Any:
-        """Return what stands for the matrix in a step."""
+        """Return the symbol of the matrix in a step."""
         return _MatrixSymbol(self)
 
     def product(self, block: int, vector: Any, is_transposed: bool = False) -> Node:
@@ -226,10 +226,10 @@ class Input(_Matrix):
     Parameters
     ----------
     *gates : str
-        Names of the blocks of rows: ``self.weight_ih.f(x)`` is ``W_f x + b_f``. Without any there
+        Names of the blocks of rows: ``self.weight_ih.f(x)`` is ``W_f x + b_f``. Without names there
         is one block: ``self.weight_ih(x)``.
     bias : bool or sequence of str, default True
-        Whether there is a bias, in cells that have biases; or for which gates. That of
+        Whether there is a bias, in cells that have biases, or for which gates. The bias of
         ``weight_ih`` is ``bias_ih``.
 
     Examples
@@ -262,8 +262,8 @@ class Input(_Matrix):
 class Hidden(_Matrix):
     """Declare a matrix ``(gates·hidden_size, hidden_size)`` that multiplies vectors of units.
 
-    Such vectors are states, and what the step has computed: ``self.weight_hh.n(r * h)``. A matrix
-    without gates has a transpose, ``self.weight_hh.T(h)``, to which no bias is added.
+    Such vectors are states and vectors that the step has computed: ``self.weight_hh.n(r * h)``. A
+    matrix without gates has a transpose, ``self.weight_hh.T(h)``, without a bias.
 
     Parameters
     ----------
@@ -272,14 +272,14 @@ class Hidden(_Matrix):
     bias : bool or sequence of str, default True
         As for :class:`Input`.
     heads : int or Constant, default 1
-        Into how many heads the units are divided, as many in each. A head is multiplied by a matrix
-        of its own, and the parameter has the rows of these, ``(gates·hidden_size,
-        hidden_size/heads)``: a gate is a block-diagonal matrix, of which only the blocks are
-        stored. With a :class:`Constant` of the class each cell has its own number of heads.
+        The number of heads, which divide the units equally. Each head has its own matrix, so a gate
+        is a block-diagonal matrix. Only the blocks are stored: the parameter has shape
+        ``(gates·hidden_size, hidden_size/heads)``. Pass a :class:`Constant` of the class to let
+        each cell choose its number of heads.
     rows, cols : int or Constant, default 0
-        How many rows a gate has, and how many columns: 0 for as many as there are units, or fewer.
-        It multiplies the first units of a vector, and the others of the product are 0. With `rows`
-        there is one head, and no bias.
+        The number of rows and columns of a gate, at most the number of units; 0 means all units.
+        The matrix multiplies the first `cols` units of a vector. Units of the product after the
+        first `rows` are 0. With `rows` there is one head, and no bias.
 
     Examples
     --------
@@ -318,7 +318,7 @@ class Hidden(_Matrix):
             )
 
     def sizes_of(self, options: Mapping[str, Any]) -> tuple[int, int, int]:
-        """Return how many heads, rows and columns a gate has, in a cell with some options."""
+        """Return the numbers of heads, rows and columns of a gate, for a cell's options."""
         found = []
         for which, size in self._sizes.items():
             about = f"{which} of {self.name}", f"Hidden({which}=n)", int(which == "heads")
@@ -338,7 +338,7 @@ class Hidden(_Matrix):
 
 
 def _size(size: Any, options: Mapping[str, Any], what: str, example: str, least: int = 0) -> int:
-    """Return a size, which may be an option of a cell."""
+    """Return a size, which may be one of the cell's options."""
     if not isinstance(size, Constant):
         return check_count(what, size, least)
     name = vars(size).get("_name", "")
@@ -353,17 +353,18 @@ def _size(size: Any, options: Mapping[str, Any], what: str, example: str, least:
 class State:
     """Declare that a state has fewer numbers than there are units.
 
-    It has the name of an argument of the step: in a class with ``h = State(size)``, ``step(self, x,
-    h, c)`` reads an ``h`` of all units, which is 0 behind the first `size`, and returns such a one:
-    a product with a ``Hidden(rows=size)``, or what is computed from it so that it stays 0 there.
-    Calls of networks, modules and :meth:`~.Cell.training_step` take and return the first `size`
-    numbers alone; a layer above reads as many. Other methods of a cell have all of them.
+    Its name is that of an argument of the step. In a class with ``h = State(size)``,
+    ``step(self, x, h, c)`` reads an ``h`` with all units, of which all after the first `size` are
+    0. The new ``h`` must be 0 there too: it is a product with a ``Hidden(rows=size)``, or is
+    computed from one so that these units stay 0. Networks, modules and :meth:`~.Cell.training_step`
+    take and return only the first `size` numbers, and the layer above reads only these. Other
+    methods of a cell use all units.
 
     Parameters
     ----------
     size : int or Constant
-        How many numbers: 0 for as many as there are units, or fewer. With a :class:`Constant` of
-        the class each cell has its own size.
+        The number of numbers, at most the number of units; 0 means all units. Pass a
+        :class:`Constant` of the class to let each cell choose its size.
 
     Examples
     --------
@@ -393,7 +394,7 @@ class State:
         return self._name
 
     def size_of(self, options: Mapping[str, Any]) -> int:
-        """Return how many numbers it has in a cell with some options; 0 for all."""
+        """Return the size of the state, for a cell's options; 0 means all units."""
         return _size(self._size, options, f"size of {self.name}", "State(n)")
 
 
@@ -403,13 +404,13 @@ class Vector(_Declared):
     Parameters
     ----------
     *gates : str
-        Names of the blocks: ``self.weight_ph.i * c``; without any, it is one vector.
+        Names of the blocks: ``self.weight_ph.i * c``. Without names it is one vector.
     initial : float, optional
-        The initial value of all of them; by default they are drawn as weights are.
+        The initial value of all numbers; by default they are drawn like weights.
     is_bias : bool, default False
-        Whether it is a bias, as those that matrices bring: in a cell with ``bias=False`` it is 0,
-        and no parameter. It is for sums without a matrix, such as ``self.u * h + self.bias_hh``, or
-        without a gate of one.
+        Whether it is a bias, like the biases of matrices: in a cell with ``bias=False`` it is 0 and
+        no parameter. Use it for sums without a matrix, such as ``self.u * h + self.bias_hh``, or
+        without a gate of a matrix.
     """
 
     def __init__(self, *gates: str, initial: float | None = None, is_bias: bool = False) -> None:
@@ -418,7 +419,7 @@ class Vector(_Declared):
         self.is_bias = check_flag("is_bias", is_bias)
 
     def without(self) -> Any:
-        """Return what stands for a bias in a step of a cell that has no biases."""
+        """Return the symbol of a bias in a cell without biases."""
         zero = number(0)
         return _Blocks(self, dict.fromkeys(self.gates, zero)) if self.gates else zero
 
@@ -426,15 +427,15 @@ class Vector(_Declared):
 class Initial(Vector):
     """Declare initial states that are trained: parameters ``(states·hidden_size,)``.
 
-    A sequence begins with them in all samples, unless a call is given another state; and so does
-    an episode within it, unless a call with `resets` is given other `reset_states`. Their gradient
-    is that of the states, summed over samples.
+    All samples of a sequence begin with them, unless the call passes another state. An episode
+    within a sequence begins with them too, unless the call passes `reset_states` with its `resets`.
+    Their gradient is the gradient in these states, summed over samples.
 
     Parameters
     ----------
     *states : str
-        Names of states, as the arguments of the step have them: ``Initial("h", "c")``. Others
-        begin with zeros. Without any it is the state of a cell that has one.
+        Names of states, which are names of the step's arguments: ``Initial("h", "c")``. Other
+        states begin with zeros. Without names it is for a cell with one state.
     initial : float, default 0
         The initial value of all of them.
 
@@ -458,7 +459,7 @@ class Initial(Vector):
         super().__init__(*states, initial=initial)
 
 
-# A vector of biases, as the last release called it.
+# The name of a vector of biases in the last release.
 Bias = partial(Vector, is_bias=True)
 
 
@@ -480,12 +481,12 @@ class Scalar(_Declared):
         return ()
 
     def block(self, which: int) -> Any:
-        """Return what stands for the number."""
+        """Return the symbol of the number."""
         return symbol("scalar", self.name, 0)
 
 
 class _Option:
-    """An option that a cell is made with, beside its sizes, and that does not change."""
+    """An option of a cell, in addition to its sizes, that is fixed when the cell is made."""
 
     default: Any
 
@@ -505,20 +506,19 @@ class _Option:
         raise NotImplementedError
 
     def symbol(self, value: Any) -> Any:
-        """Return what stands for a value in a step."""
+        """Return the symbol of a value in a step."""
         return value
 
 
 class Constant(_Option):
-    """Declare an option that is a number, and is not trained.
+    """Declare an option that is a number and is not trained.
 
-    In a class ``LEM`` with ``dt = Constant(1.0)``, the cell ``LEM(3, 4, dt=0.1)`` has another value
-    of it.
+    In a class ``LEM`` with ``dt = Constant(1.0)``, the cell ``LEM(3, 4, dt=0.1)`` has ``dt = 0.1``.
 
     Parameters
     ----------
     default : float
-        The number, unless another one is given.
+        The number, unless the cell gets another one.
     """
 
     def __init__(self, default: float) -> None:
@@ -531,13 +531,13 @@ class Constant(_Option):
 
 
 class Given:
-    """Declare a further input of the step: one number for each unit, which each call is given.
+    """Declare a further input of the step: one number for each unit, passed with each call.
 
     In a class with ``drive = Given()`` the step reads ``self.drive``, elementwise or by a
-    :class:`Hidden`. A call of a cell takes it by its name, ``drive=array``, and one of a network
-    with the layer, ``drive_l0=array``. An array has any shape that broadcasts to ``(T, batch,
-    hidden_size)``: ``(T, batch, 1)`` is one number for each sample and step, and ``(batch,
-    hidden_size)`` the same in all steps. There are gradients in it.
+    :class:`Hidden`. A call of a cell takes it by name, ``drive=array``. A call of a network adds
+    the layer, ``drive_l0=array``. The array has any shape that broadcasts to
+    ``(T, batch, hidden_size)``: ``(T, batch, 1)`` is one number for each sample and step, and
+    ``(batch, hidden_size)`` is the same in all steps. Calls return its gradient.
 
     Examples
     --------
@@ -565,35 +565,36 @@ class Given:
         return self._name
 
     def symbol_at(self, place: int) -> Node:
-        """Return what stands for it in a step, by its number."""
+        """Return its symbol in a step, by its number."""
         return symbol("further", place)
 
 
 class Mask(Given, _Option):
-    """Declare a random mask, which is drawn for each unit and sample while a network trains.
+    """Declare a random mask, drawn for each unit and sample while a network trains.
 
-    It is 0 with probability `p`, and otherwise ``1 / (1 - p)``, as :class:`torch.nn.Dropout`
-    multiplies by; with ``scaled=False`` otherwise 1. In inference it is its expectation: 1, or
-    ``1 - p``. There is no gradient in it. Its name is that of an option, too: in a class with
-    ``drop = Mask(0.5)``, the cell ``Elman(3, 4, drop=0.2)`` has another probability.
+    The mask is 0 with probability `p`, and otherwise ``1 / (1 - p)``, as in
+    :class:`torch.nn.Dropout`; with ``scaled=False``, otherwise 1. In inference it is its
+    expectation: 1, or ``1 - p`` with ``scaled=False``. It has no gradient. Its name is also an
+    option: in a class with ``drop = Mask(0.5)``, the cell ``Elman(3, 4, drop=0.2)`` has another
+    probability.
 
-    A call that is given a source of random numbers draws it (`rng`, or `key` in JAX); a module of
-    PyTorch draws it while it trains, from PyTorch's generator. A call that is given an array by its
-    name, as for :class:`Given`, draws none.
+    A call draws the mask if it gets a source of random numbers (`rng`, or `key` in JAX). A PyTorch
+    module draws it in training mode, from PyTorch's generator. If a call passes an array by the
+    mask's name, as for :class:`Given`, that array is the mask.
 
     Parameters
     ----------
     p : float
-        The probability of 0, unless a cell is made with another one.
+        The probability of 0, unless the cell gets another one.
     per : {"step", "sequence"}, default "step"
-        How often it is drawn: anew in each step, or once for all steps of a sample.
+        Whether to draw a new mask in each step, or one mask for all steps of a sample.
     scaled : bool, default True
-        Whether its expectation is 1.
+        Whether to scale the mask so that its expectation is 1.
 
     Raises
     ------
     InputError, InputTypeError
-        If `p` is no number from 0 to 1, or an argument is wrong.
+        If `p` is not a number from 0 to 1, or an argument is wrong.
 
     Examples
     --------
@@ -628,17 +629,17 @@ class Mask(Given, _Option):
         return stop_gradient(symbol("further", place))
 
     def values(self, p: float) -> tuple[float, float]:
-        """Return what it is where it is not 0, and its expectation."""
+        """Return the value of the mask where it is not 0, and its expectation."""
         return (1 / (1 - p) if p < 1 else 0.0, 1.0) if self.scaled else (1.0, 1 - p)
 
 
 class StepNumber(Given):
-    """Declare the number of the step, from 0 on, as a further input of the step.
+    """Declare the number of the step, counted from 0, as a further input of the step.
 
-    In a class with ``t = StepNumber()`` the step reads ``self.t``, a float, the same in all units
-    and samples: the place of the input in the sequence, in both directions. There is no gradient in
-    it. A call may give other numbers by its name, as for :class:`Given`: in time that goes on from
-    an earlier call, or anew with each episode.
+    In a class with ``t = StepNumber()`` the step reads ``self.t``, a float that is equal in all
+    units and samples. It is the place of the input in the sequence, in both directions. It has no
+    gradient. A call may pass other numbers by this name, as for :class:`Given`, for example to
+    continue an earlier call, or to count anew in each episode.
 
     Examples
     --------
@@ -660,16 +661,16 @@ class StepNumber(Given):
 
 
 class Choice(_Option):
-    """Declare an option that is one of some names: of elementwise functions, or any others.
+    """Declare an option that is one of several names: of elementwise functions, or any names.
 
-    ``nonlinearity = Choice("tanh", "relu")`` is called in a step: ``self.nonlinearity(a)``. Names
-    that are not functions are compared: ``if self.reset == "zero"``.
+    A step calls ``nonlinearity = Choice("tanh", "relu")``: ``self.nonlinearity(a)``. It compares
+    names that are not functions: ``if self.reset == "zero"``.
 
     Parameters
     ----------
     *names : str
-        The names, of which the first is the default. Either all are names of functions of one
-        vector in :mod:`sparsescan.recurrent`, or none is.
+        The names; the first is the default. Either all are names of functions of one vector in
+        :mod:`sparsescan.recurrent`, or none is.
     """
 
     def __init__(self, *names: str) -> None:
@@ -685,12 +686,12 @@ class Choice(_Option):
         return check_choice(self._name, value, *self.names)
 
     def symbol(self, value: Any) -> Any:
-        """Return the name, which is called where it is that of a function."""
+        """Return the name; if it names a function, a step can call it."""
         return _Chosen(value)
 
 
 class _Chosen(str):
-    """A name of what was chosen; as a function, what it names."""
+    """The chosen name; calling it calls the function of that name."""
 
     __slots__ = ()
 
@@ -722,7 +723,7 @@ class _Blocks:
 
 
 class _MatrixSymbol(_Blocks):
-    """The symbol of a matrix: it, or each of its gates, is called with a vector."""
+    """The symbol of a matrix. A step calls it, or one of its gates, with a vector."""
 
     def __init__(self, matrix: _Matrix) -> None:
         super().__init__(matrix, {gate: _Product(matrix, k) for k, gate in enumerate(matrix.gates)})
@@ -748,7 +749,7 @@ class _MatrixSymbol(_Blocks):
         refuse("@", f"a call, {self._call()}{other}")
 
     def _call(self) -> str:
-        """Return how a product with the matrix is written."""
+        """Return the text of a call of the matrix, for errors."""
         return f"{self!r}{''.join(f'.{gate}' for gate in self._matrix.gates[:1])}(a)"
 
 
@@ -771,20 +772,20 @@ class _Product:
         refuse("@", f"a call, {self!r}(a)")
 
     def __rmatmul__(self, _: Any) -> NoReturn:
-        # Behind a row there is the transpose of what is before a column.
+        # ``a @ W.T`` is ``W(a)``.
         matrix, _block, is_transposed = self._about
         refuse("@", f"a call, self.{matrix.name}(a)" if is_transposed else f"a call, {self!r}(a)")
 
 
 class _Traced:
-    """The cell, as its step sees it: symbols for its parameters, and its options."""
+    """The `self` of a traced step: symbols of the parameters, and the options."""
 
     def __init__(self, cls: type, options: Mapping[str, Any], bias: bool) -> None:
         vars(self).update(_cls=cls, _options=options, _bias=bias)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The class of the cell, so that a step may call that of a base: super().step(x, h)."""
+        """The class of the cell, so that a step may call super().step(x, h)."""
         return vars(self)["_cls"]
 
     def __repr__(self) -> str:
@@ -840,7 +841,7 @@ def declared(cls: type) -> dict[str, _Declared]:
 
 
 def partial_of(cls: type, options: Mapping[str, Any]) -> dict[str, tuple[int, int, int]]:
-    """Return heads, rows and columns of matrices that are no square ones of all units."""
+    """Return heads, rows and columns of matrices that are not plain square matrices."""
     found = {
         name: each.sizes_of(options)
         for name, each in declared(cls).items()
@@ -856,9 +857,9 @@ def shapes_of(
     bias: bool,
     partial: Mapping[str, tuple[int, int, int]] | None = None,
 ) -> dict[str, Shape]:
-    """Return the shapes of the parameters of a cell by their names: those of biases come last.
+    """Return the shapes of the parameters of a cell by their names; biases come last.
 
-    What is `partial` :func:`partial_of` returns.
+    `partial` is the result of :func:`partial_of`.
     """
     parameters = declared(cls)
     shapes = {
@@ -875,7 +876,7 @@ def shapes_of(
 
 
 def begins_of(cls: Any, count: int) -> dict[int, tuple[str, int]]:
-    """Return, of `count` states those that begin with parameters, with their names and blocks."""
+    """Return the states of `count` that begin with parameters, with these names and blocks."""
     begins: dict[int, tuple[str, int]] = {}
     for name, each in declared(cls).items():
         if not isinstance(each, Initial):
@@ -894,7 +895,7 @@ def begins_of(cls: Any, count: int) -> dict[int, tuple[str, int]]:
 
 
 def states_of(cls: Any) -> dict[int, State]:
-    """Return the states whose sizes a class declares, by their places."""
+    """Return the states for which a class declares a size, by their places."""
     found = {name: each for name, each in _attributes(cls) if isinstance(each, State)}
     if not found:
         return {}
@@ -919,13 +920,13 @@ def sizes_of(cls: Any, options: Mapping[str, Any], units: int) -> list[int]:
 
 
 def _check_sizes(cls: Any, options: Mapping[str, Any], outputs: Sequence[Node]) -> None:
-    """Raise unless new states are 0 behind the numbers that they have."""
+    """Raise unless new states are 0 after their declared sizes."""
     sizes = {k: each.size_of(options) or _MOST for k, each in states_of(cls).items()}
     if not sizes:
         return
     partial = partial_of(cls, options)
     ends = sorted({*sizes.values(), *(each or _MOST for own in partial.values() for each in own)})
-    places = np.array(ends)  # between which all numbers are alike
+    places = np.array(ends)  # all units between two of these behave alike
 
     def zeros(size: int) -> Known:
         return Known(places >= size, np.zeros(len(places)))
@@ -947,7 +948,7 @@ def _check_sizes(cls: Any, options: Mapping[str, Any], outputs: Sequence[Node]) 
 
 
 def initial_of(cls: type) -> dict[str, float]:
-    """Return what all numbers of some parameters begin with; others are drawn."""
+    """Return the initial values of parameters that are not drawn at random."""
     return {
         name: each.initial
         for name, each in declared(cls).items()
@@ -966,7 +967,7 @@ def matrices_of(cls: type) -> list[str]:
 
 
 def read_options(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a class, those that are given and defaults, which it removes."""
+    """Return the options of a class: the given values, and defaults for the others."""
     known = {name: each for name, each in _attributes(cls) if isinstance(each, _Option)}
     for name in given:
         if name not in known:
@@ -985,9 +986,9 @@ def _attributes(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _check_names(cls: type) -> None:
-    """Raise unless each declaration has one name, which nothing else has."""
+    """Raise unless each declaration has exactly one, unique name."""
     known = dict(_attributes(cls))
-    # The last of all classes that have a step: attributes and arguments of any cell.
+    # The most basic class with a step: its attributes are those of any cell.
     base = [each for each in cls.__mro__ if hasattr(each, "step")][-1]
     taken = {"options", "state_size", *dir(base), *inspect.signature(base).parameters}
     matrices = {name: each for name, each in known.items() if isinstance(each, _Matrix)}
@@ -1012,7 +1013,7 @@ def _check_names(cls: type) -> None:
 
 
 def _count_states(cls: Any, traced: Any) -> int:
-    """Return how many states the step of a class has: its arguments after the input."""
+    """Return the number of states of a class: the step's arguments after the input."""
     arguments = inspect.Parameter
     step = inspect.getattr_static(cls, "step")
     found = list(inspect.signature(step).parameters.values()) if inspect.isfunction(step) else []
@@ -1040,7 +1041,7 @@ def _count_states(cls: Any, traced: Any) -> int:
 
 
 def _place(step: Any) -> str:
-    """Return where a step is defined, or what it is."""
+    """Return the place of a step's definition, or its repr."""
     code = getattr(step, "__code__", None)
     if code is None:
         return short(step)
@@ -1048,7 +1049,7 @@ def _place(step: Any) -> str:
 
 
 def trace(cls: Any, options: Mapping[str, Any], bias: bool = True) -> CellProgram:
-    """Return the program of a class of cells, whose step is called on symbols."""
+    """Call the step of a class of cells on symbols, and return its program."""
     _check_names(cls)
     step, traced = cls.step, _Traced(cls, options, bias)
     count = _count_states(cls, traced)
@@ -1074,9 +1075,9 @@ def trace(cls: Any, options: Mapping[str, Any], bias: bool = True) -> CellProgra
 
 
 def check_uses(cls: Any) -> None:
-    """Raise if the step never uses something that a class declares, whose gradient would be 0.
+    """Raise if the step never uses a declared parameter, whose gradient would be 0.
 
-    It may do so for another choice among its options.
+    A parameter that some other choice of options uses is allowed.
     """
     options = read_options(cls, {})
     unused = _unused(cls, cls.program_of(options))
@@ -1094,7 +1095,7 @@ def check_uses(cls: Any) -> None:
 
 
 def _unused(cls: Any, program: CellProgram) -> list[str]:
-    """Return what a class declares and a program does not use."""
+    """Return the declarations that a program does not use."""
     leaves = topological(program.traced)
     uses = {
         each.details if each.operation == "product" else (*each.details, False)
@@ -1118,9 +1119,9 @@ def _unused(cls: Any, program: CellProgram) -> list[str]:
 
 
 def _with_names(step: Callable[..., Any], traced: Any, *given: Any) -> tuple[Any, dict[Node, str]]:
-    """Return what a step returns, and the names that it has for its vectors."""
+    """Return the results of a step, and its local names for vectors."""
     returned = step(traced, *given)
-    # The frame of the step has its variables as long as it is held.
+    # The frame keeps the step's local variables as long as we hold the frame.
     frame = vars(traced).pop("_frame", None)
     names: dict[Node, str] = {}
     for name, each in frame.f_locals.items() if frame is not None else ():

@@ -1,4 +1,4 @@
-"""Initial states that are parameters: what a call begins with, and their gradients."""
+"""Initial states that are parameters: the states that a call begins with, and gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 Array = Any
 Shape = tuple[int, ...]
-# The name of a parameter and the block of it that a state begins with.
+# The name and the block of the parameter that a state begins with.
 Begins = Mapping[int, tuple[str, int]]
 
 
@@ -23,11 +23,11 @@ def initial_states(
     begins : dict of int to (str, int)
         The states that begin with parameters; others begin with zeros.
     states : int
-        How many states a cell has.
+        The number of states of a cell.
     params : sequence of dict of str to array
         The parameters of each direction of each layer, by their names in the cell.
     shape : tuple of int
-        That of a state of a direction: ``(batch, hidden_size)`` or ``(hidden_size,)``.
+        The shape of one state of a direction: ``(batch, hidden_size)`` or ``(hidden_size,)``.
     """
     parts = []
     for k in range(states):
@@ -44,7 +44,7 @@ def initial_states(
 def add_initial_grads(
     begins: Begins, grads: Sequence[Mapping[str, Array]], state_grad: Array, units: int
 ) -> None:
-    """Add gradients in initial states, ``(layers · directions, batch, …)``, to parameters'."""
+    """Add gradients in initial states, ``(layers · directions, batch, …)``, to parameters."""
     for own, grad in zip(grads, state_grad, strict=True):
         for k, (name, block) in begins.items():
             total = grad[:, k * units : (k + 1) * units].sum(0)

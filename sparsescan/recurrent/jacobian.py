@@ -1,13 +1,13 @@
-"""Jacobians and gradients of recurrent cells, of all steps at once, from the graph of a step.
+"""Jacobians and gradients of recurrent cells, for all steps at once, from the graph of a step.
 
-Beyond its sums of products, ``slots``, a cell computes elementwise. So a gradient runs back through
-its stages, the last one first, by two kinds of factors in turn,
+Apart from sums of products, called ``slots``, a cell computes elementwise. So a gradient passes its
+stages, from the last to the first, by two alternating kinds of factors,
 
     (∂s_t/∂s_{t-1})ᵀ = W_0 D_0 W_1 D_1 ⋯,
 
-where ``D`` has the slopes of each slot, a diagonal for each gradient it depends on, and ``W`` the
-weights, which all steps and samples share; and both pass on what earlier stages need. Most cells
-have one stage. The slots of all steps are recomputed at once.
+``D`` has the slopes of each slot: one diagonal for each gradient that it depends on. ``W`` has the
+weights, which all steps and samples share. Both also pass on gradients that earlier stages need.
+Most cells have one stage. The slots of all steps are recomputed at once.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from .loops.values import fill_blocks, fill_entries, multiply_rows, put_column
 from .program import INPUT
 from .structure import DENSE, Places, Structure
 
-# Rows of a block, of at most so many units, which fits the cache with its slots and slopes.
+# Rows of a block, for up to this many units: the block, its slots and slopes fit the cache.
 _ROWS, _UNITS = 8192, 40
-# OpenBLAS gives a product of so many multiplications to one thread. It wakes its threads for each
-# larger one, and those spin while they wait for the next: beside other work, products then take
-# up to thirty times as long. So they are cut into tiles of so many rows, unless they are wide.
+# OpenBLAS computes products up to this size on one thread. For each larger product it wakes its
+# threads, which then spin until the next one; if other work runs, products take up to thirty times
+# as long. So products are cut into tiles of this many rows, unless they are wide.
 _ONE_THREAD, _ROWS_OF_TILE, _WIDE = 1 << 18, 64, 150
-# Numbers of Jacobians of several stages that are written at once, and on a device.
+# The most numbers of multi-stage Jacobians to write at once on the host, and on a device.
 _AT_ONCE, _AT_ONCE_ON_DEVICE = 1 << 17, 1 << 26
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -59,11 +59,11 @@ class _Weights(NamedTuple):
     Attributes
     ----------
     matrices : dict of Key to Array
-        What products multiply by, 0 where it is pruned.
+        The matrices of products, 0 where pruned.
     rows : list of Array
-        What elementwise operations read of parameters.
+        Parameters that elementwise operations read.
     packed : Array, shape (slots, width, units)
-        What all columns of rows are multiplied by.
+        One matrix that multiplies all columns of rows.
     """
 
     matrices: dict[Key, Array]
@@ -72,7 +72,7 @@ class _Weights(NamedTuple):
 
 
 class Equations(Structure):
-    """A cell on arrays."""
+    """The equations of a cell on arrays."""
 
     # -- Parameters -----------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Equations(Structure):
     # -- The step -------------------------------------------------------------------------------
 
     def read_rows(self, xp: Any, x: Array, state: Array) -> Array:
-        """Return the rows that products read, but for arguments, which are written later."""
+        """Return the rows that products read; arguments in them are written later."""
         rows = xp.empty((len(x), self.width), x.dtype)
         rows[:, self.one] = 1
         for at, part in self.copied:
@@ -176,7 +176,7 @@ class Equations(Structure):
             map_shared(advance, blocks)
 
     def blocks(self, xp: Any, count: int) -> list[slice]:
-        """Return blocks of rows, which do not depend on the number of threads."""
+        """Return blocks of rows, which are the same for any number of threads."""
         rows = max(1, _ROWS * _UNITS // max(_UNITS, self.units))
         # A device takes all at once.
         return even_slices(count, max(1, round(count / rows)) if xp is np else 1)
@@ -186,7 +186,7 @@ class Equations(Structure):
     def grads(
         self, xp: Any, which: str, weights: _Weights, block: _Rows, grad: Array, count: int
     ) -> Array:
-        """Return gradients in slots, and so many others, of a block."""
+        """Return the gradients of a block in slots, and `count` others."""
         program, rows = self.program, block.rows
         out = xp.empty((len(program.slots) + count, len(rows), self.units), grad.dtype)
 
@@ -207,7 +207,7 @@ class Equations(Structure):
     def pull(
         self, xp: Any, weights: _Weights, grads: Array, argument: Node, out: Array = None
     ) -> Array:
-        """Return the gradient in what products multiply, or add it to `out`."""
+        """Return the gradient in the vector that products multiply, or add it to `out`."""
         for slot, grad in zip(self.program.slots, grads, strict=False):
             for matrix, gate, is_transposed, read in slot.terms:
                 if read is argument:
@@ -219,7 +219,7 @@ class Equations(Structure):
         return out
 
     def sum_up(self, xp: Any, grads: Array, rows: Array) -> list[Array]:
-        """Return what gradients of parameters are made of, from those in slots and in rows."""
+        """Return the sums for gradients of parameters, from gradients in slots and in rows."""
         count = len(self.program.slots)
         found = [
             _sum_of_products(xp, grads[group.first : group.last], rows[:, group.columns])
@@ -276,7 +276,7 @@ class Equations(Structure):
     # -- Values of Jacobians --------------------------------------------------------------------
 
     def filler(self, xp: Any, weights: _Weights, dtype: np.dtype[Any]) -> _Fill:
-        """Return what writes the values of rows, ``(n, nnz)``, from their slopes."""
+        """Return a function that writes the values of rows, ``(n, nnz)``, from their slopes."""
         is_sparse = self.pattern.nnz < DENSE * self.state_size * self.pattern.shape[1]
         if xp is not np or (len(self.factors) > 1 and not is_sparse):
             return partial(self._fill_products, xp, weights)
@@ -291,7 +291,7 @@ class Equations(Structure):
         return lambda slopes, out: fill_blocks(matrices, slopes, *tables, out)
 
     def _entry_filler(self, weights: _Weights, dtype: np.dtype[Any]) -> _Fill:
-        """Return what writes the values of a pattern with masks, of one stage."""
+        """Return a function that writes the values of a one-stage pattern with masks."""
         ranges, parts, added = self.entries
         factors = np.zeros((int(ranges[:, 2].max()), self.pattern.nnz), dtype)
         for which, key, places, inside, _, _ in parts:
@@ -302,7 +302,8 @@ class Equations(Structure):
             sources = np.zeros(factors.shape, np.uint64)
             diagonals = [np.empty((0, 2), np.uint64)]
             for places, unit, slope in added:
-                # No slope that an entry does not have is multiplied by 0: it may be infinite.
+                # A slope that an entry does not use is skipped, not multiplied by 0: it may be
+                # infinite.
                 sources[:, places] = slope * size + unit
                 table = np.stack([places, slope * size + unit], axis=1)
                 diagonals.append(table.astype(np.uint64))
@@ -314,7 +315,7 @@ class Equations(Structure):
         return fill
 
     def _factor_filler(self, weights: _Weights, dtype: np.dtype[Any]) -> _Fill:
-        """Return what writes the values of sparse Jacobians of several stages."""
+        """Return a function that writes the values of sparse Jacobians of several stages."""
         shared = [
             self.weights_of(np, k, weights, dtype, pattern)[None]
             for k, (pattern, _) in enumerate(self.exact_products[1::2])
@@ -344,7 +345,7 @@ class Equations(Structure):
         return fill
 
     def _fill_products(self, xp: Any, weights: _Weights, slopes: Array, out: Array) -> None:
-        """Write the values by products of whole blocks, of some samples at a time."""
+        """Write the values by products of whole blocks, for some samples at a time."""
         most = (_AT_ONCE if xp is np else _AT_ONCE_ON_DEVICE) // (self.size * self.units)
         for at in _tiles(len(out), max(1, most)):
             jacobians = self._jacobians(xp, weights, slopes[:, at])
@@ -354,7 +355,7 @@ class Equations(Structure):
     def _jacobians(self, xp: Any, weights: _Weights, slopes: Array) -> dict[tuple[int, int], _Part]:
         """Return the blocks of Jacobians, by states before the step and after it."""
         ones = xp.ones(slopes.shape[1:], slopes.dtype)
-        # For each vector its derivatives in the states after the step.
+        # For each vector, the derivatives of the new states in it.
         parts: list[dict[int, _Part]] = [
             {j: (None, ones)} for j in range(len(self.factors[0].given))
         ]
@@ -362,7 +363,7 @@ class Equations(Structure):
             after: list[dict[int, _Part]] = [{} for _ in factors.returned]
             for block in factors.blocks:
                 own: dict[int, _Part] = {}
-                # What is not multiplied comes last, and others are added to new arrays.
+                # Vectors that no product multiplies come last; products make new arrays to add to.
                 for place, which in sorted(block.slopes, key=lambda pair: pair[1] == ONE):
                     slope = None if which == ONE else slopes[which]
                     for j, part in parts[place].items():
@@ -394,7 +395,7 @@ class Equations(Structure):
     def weights_of(
         self, xp: Any, number: int, weights: _Weights, dtype: np.dtype[Any], pattern: Pattern
     ) -> Array:
-        """Return the values of a factor of weights, of a pattern."""
+        """Return the values of a factor of weights in the order of its pattern."""
         _, blocks, returned = self.factors[number]
         whole = xp.zeros((len(returned), self.size, len(blocks), self.units), dtype)
         for b, block in enumerate(blocks):
@@ -409,7 +410,7 @@ class Equations(Structure):
 
 
 def _add(parts: dict[int, _Part], j: int, part: _Part) -> None:
-    """Add a block to those there are, in place."""
+    """Add a block to the existing ones, in place."""
     if j not in parts:
         parts[j] = part
         return
@@ -422,7 +423,7 @@ def _add(parts: dict[int, _Part], j: int, part: _Part) -> None:
 
 
 def _scaled(part: _Part, slope: Array | None) -> _Part:
-    """Return a block with each row multiplied by a slope; None stands for 1."""
+    """Return a block with each row multiplied by a slope; None means 1."""
     if slope is None:
         return part
     whole, diagonal = part
@@ -452,7 +453,7 @@ def _multiplied(xp: Any, matrix: Array, part: _Part) -> _Part:
 
 
 def _write(xp: Any, places: Places, part: _Part, out: Array) -> None:
-    """Write a block to where its entries are."""
+    """Write a block to the places of its entries."""
     whole, diagonal = part
     if whole is None:
         out[:, places.places.on(xp)] = 0
@@ -464,13 +465,13 @@ def _write(xp: Any, places: Places, part: _Part, out: Array) -> None:
         entries = whole.reshape(len(whole), whole.shape[1] * whole.shape[2])
         out[:, places.places.on(xp)] = entries[:, places.inside.on(xp)]
     if diagonal is not None:
-        # A diagonal that has all entries is there in equal steps.
+        # The places of a complete diagonal are equally spaced.
         at: Any = places.on_diagonal.on(xp) if places.steps is None else places.steps
         out[:, at] += diagonal if places.steps is not None else diagonal[:, places.units.on(xp)]
 
 
 class _Rows(NamedTuple):
-    """The rows that products read, and the slopes of the states after them, of a block."""
+    """The rows of a block that products read, and the slopes of the new states."""
 
     at: slice
     rows: Array
@@ -478,7 +479,7 @@ class _Rows(NamedTuple):
 
 
 class Linearization:
-    """Derivatives of a cell at given inputs and states, made by :meth:`.Cell.linearize`.
+    """Derivatives of a cell at given inputs and states; :meth:`.Cell.linearize` makes it.
 
     Examples
     --------
@@ -533,18 +534,18 @@ class Linearization:
         Parameters
         ----------
         reverse : bool, default False
-            Whether to return them in the order of time, for scans with ``reverse=True``.
+            Whether to return the steps in the order of time, for scans with ``reverse=True``.
 
         Returns
         -------
         ImplicitChain
-            The steps from the LAST one to the first, unless `reverse`. Its memory for each step and
-            sample grows with the state, not with its square.
+            The steps from the LAST to the first, unless `reverse`. Its memory per step and sample
+            grows with the length of the state, not with its square.
 
         Raises
         ------
         InputError
-            If the input had no axis of steps, or more than one of samples.
+            If the input had no axis of steps, or more than one axis of samples.
         MemoryLimitError
             If the slopes would take more memory than there is.
 
@@ -596,7 +597,7 @@ class Linearization:
         self._for_blocks(fill, out.reshape(self._shape[0], self._cell.nnz))
 
     def _for_blocks(self, call: _Fill, out: Array) -> None:
-        """Call a function of the slopes of each block and its part of an array."""
+        """Call a function with the slopes of each block and the block's part of an array."""
         columns, dtype = self._equations.code.on(self._xp)["columns"], self._dtype.type
         has_columns = self._has_columns
 
@@ -640,7 +641,7 @@ class Linearization:
         return out.reshape(*self._lead, self._shape[1])
 
     def _read(self, grad_state: Array) -> Array:
-        """Return the gradients as rows of the cell's dtype."""
+        """Return the caller's gradients as rows in the cell's dtype."""
         grad = read_array("grad_state", grad_state)
         check_has_shape("grad_state", grad, (*self._lead, self._cell.state_size), ", as state")
         namespace(grad, *(block.rows for block in self._blocks))
@@ -651,7 +652,7 @@ class Linearization:
 
 
 def read_arrays(cell: Any, **arrays: Any) -> tuple[Any, Shape, list[Array]]:
-    """Return NumPy or CuPy, the leading axes, and the arrays in one dtype, ``(n, size)``."""
+    """Return NumPy or CuPy, the leading axes, and the arrays as ``(n, size)`` in one dtype."""
     checked = {name: read_array(name, array) for name, array in arrays.items()}
     x = checked["x"] = filled_up(cell, checked["x"])
     lead: Shape = x.shape[:-1]
@@ -671,7 +672,7 @@ def read_arrays(cell: Any, **arrays: Any) -> tuple[Any, Shape, list[Array]]:
 
 
 def place_of(cell: Any, *arrays: Array) -> tuple[Any, np.dtype[Any]]:
-    """Return NumPy or CuPy, and the dtype that arrays and parameters have in common."""
+    """Return NumPy or CuPy, and the dtype to which arrays and parameters promote."""
     everything = *arrays, *cell.params.values()
     return namespace(*everything), np.result_type(*(array.dtype for array in everything))
 
@@ -688,7 +689,7 @@ def values_room(
 
 
 def _tiles(size: int, most: int) -> list[slice]:
-    """Return slices of at most so many, and about even."""
+    """Return slices of about equal length, at most `most`."""
     return even_slices(size, max(1, -(-size // most)))
 
 

@@ -1,4 +1,4 @@
-"""Recurrent networks: cells, layer upon layer, in one direction or both."""
+"""Recurrent networks: layers of cells, in one direction or both."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
     from .arguments import OptionsDict
 
-# Each takes 100 µs to make, whatever its size, and no network has nearly as many.
+# A layer takes 100 µs to make, whatever its size, and no network needs nearly as many.
 _MOST_LAYERS = 10_000
 
 
 class Recurrent(Fixed):
     """Layers of recurrent cells of one class, in one direction or both.
 
-    The second layer reads the outputs ``h_t`` of the first, and so on. A bidirectional layer has
-    two cells, one of which begins with the last step; its outputs are ``[h_t, h'_t]``. Parameters
-    have the names of the cell's and of the layer, as in PyTorch: ``weight_hh_l0``,
+    Each layer reads the outputs ``h_t`` of the layer below. A bidirectional layer has two cells,
+    one of which runs from the last step to the first; its outputs are ``[h_t, h'_t]``. The name of
+    a parameter is that of the cell's, with the layer, as in PyTorch: ``weight_hh_l0``,
     ``bias_ih_l1_reverse``.
 
     Parameters
@@ -48,9 +48,9 @@ class Recurrent(Fixed):
     bidirectional : bool, default False
         Whether each layer has two directions.
     masks : dict of str to array_like of bool, optional
-        For the names of matrices, True where a weight is kept. A pruned weight counts as 0 and has
-        a gradient of 0. Where less than a quarter of a matrix is kept, kernels read only that, so
-        that a NaN does not pass a pruned weight, as it passes a weight of 0.
+        By the name of a matrix: True where a weight is kept. A pruned weight counts as 0 and has a
+        gradient of 0. If less than a quarter of a matrix is kept, kernels read only the kept
+        weights. A NaN then does not pass a pruned weight, though it would pass a weight of 0.
     dtype : {float32, float64}, default float32
         Dtype of initial parameters.
     rng : numpy.random.Generator or int, optional
@@ -61,9 +61,9 @@ class Recurrent(Fixed):
     Attributes
     ----------
     cells : tuple of tuple of Cell
-        The cells of each layer, the one that runs forward in time before the other.
+        The cells of each layer; the forward direction comes first.
     state_size : int
-        Length of a cell's state: `hidden_size` for each of its states, such as ``[h, c]``, or fewer
+        Length of a cell's state: `hidden_size` for each state, such as ``h`` and ``c``, or fewer
         for a :class:`.State`.
 
     Raises
@@ -187,7 +187,7 @@ class Recurrent(Fixed):
 
     @cached_property
     def _places(self) -> dict[str, tuple[Cell, str]]:
-        """Return the cell of each parameter, and its name there."""
+        """Return the cell of each parameter, and the parameter's name in the cell."""
         return {
             self.name_of(name, layer, back): (cell, name)
             for layer, cells in enumerate(self.cells)
@@ -206,7 +206,7 @@ class RNN(Recurrent):
     nonlinearity : {"tanh", "relu"}, default "tanh"
         ``φ``.
     **options
-        The other arguments of :class:`Recurrent`.
+        Any other arguments of :class:`Recurrent`.
 
     Examples
     --------
@@ -237,7 +237,7 @@ class RNN(Recurrent):
 class GRU(Recurrent):
     """Layers of :class:`GRUCell`, with the arguments of :class:`Recurrent`.
 
-    Parameters are those of :class:`torch.nn.GRU`.
+    The parameters are those of :class:`torch.nn.GRU`.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class GRU(Recurrent):
 class LSTM(Recurrent):
     """Layers of :class:`LSTMCell`, with the arguments of :class:`Recurrent`.
 
-    Parameters are those of :class:`torch.nn.LSTM`, whose state is a pair; here it is ``[h, c]``.
+    The parameters are those of :class:`torch.nn.LSTM`. Its state is a pair; here it is ``[h, c]``.
     """
 
     def __init__(
@@ -273,14 +273,14 @@ def _read_masks(masks: Any) -> dict[Any, Any]:
         return {}
     try:
         return dict(masks)
-    except Exception:  # a caller's own class may raise any
+    except Exception:  # a caller's own class may raise anything
         raise InputTypeError(
             f"masks is {short(masks)}; expected a dict from names of weights to arrays"
         ) from None
 
 
 def _seeds(rng: Any, count: int) -> Any:
-    """Return a source of random numbers for each cell; what is wrong with `rng` a cell says."""
+    """Return a source of random numbers for each cell; cells raise if `rng` is wrong."""
     try:
         seed = operator.index(rng)
     except Exception:

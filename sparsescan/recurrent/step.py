@@ -41,28 +41,29 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-_SEGMENT = 256  # the fewest steps whose gates are computed at once where not all are kept
+_SEGMENT = 256  # the least steps of a segment of gates if not all are kept
 
 
 AnyMemory: TypeAlias = "DeviceMemory | RecordedMemory | TruncatedMemory"
 
 
 class Gradients(NamedTuple):
-    """Gradients of a loss, as :meth:`TrainingStep.backward` returns them.
+    """Gradients of a loss, which :meth:`TrainingStep.backward` returns.
 
     Attributes
     ----------
     input : ndarray or None, shape of the input
-        In the input; None if it was not asked for.
+        The gradient in the input; None if it was not asked for.
     state : ndarray, shape (layers · directions, [batch,] state_size)
-        In the initial state.
+        The gradient in the initial state.
     params : dict of str to ndarray
-        In each parameter, summed over steps and samples.
+        The gradient in each parameter, summed over steps and samples.
     reset_states : ndarray or None, shape (layers · directions, [batch,] state_size)
-        In the states that resets set, summed over the resets of each sample; None without them.
+        The gradient in the states that resets set, summed over the resets of each sample; None if
+        the call had no `reset_states`.
     further : dict of str to ndarray, or None
-        In each further input that was given, of its shape; None where `input` is, or if cells have
-        none.
+        The gradient in each further input that the call passed, in its shape. None if `input` is
+        None, or if cells have no further inputs.
     """
 
     input: Array | None
@@ -75,58 +76,61 @@ class Gradients(NamedTuple):
 class TrainingStep:
     """Run a recurrent network forward and backward, again and again.
 
-    A call of :meth:`forward` and one of :meth:`backward` are a whole training step but for the loss
-    and the optimiser. Both run compiled loops over all steps, and their memory is kept from one
-    training step to the next, so one thread at a time may call them. It is made by
-    :meth:`.Recurrent.training_step`, or :meth:`.Cell.training_step` for one cell.
+    A call of :meth:`forward` and a call of :meth:`backward` are a whole training step, except for
+    the loss and the optimiser. Both run compiled loops over all steps. They reuse their memory in
+    the next training step, so only one thread at a time may call them.
+    :meth:`.Recurrent.training_step` makes a training step, or :meth:`.Cell.training_step` for one
+    cell.
 
-    With `truncate` gradients flow at most to the segment before. The steps are cut into segments of
-    ``k = truncate`` steps, and the loss ``L = Σ L_s`` into those of the outputs of each segment
-    ``s = 0, 1, …``, where the loss of a sample's last state is in its last segment. Gradients are
+    With `truncate`, gradients flow at most to the previous segment. The steps are cut into segments
+    ``s = 0, 1, …`` of ``k = truncate`` steps. The loss ``L = Σ L_s`` is split likewise: ``L_s``
+    reads the outputs of segment ``s``; a loss of a sample's last state belongs to its last segment.
+    Gradients are
 
         Σ_s ∂L_s/∂θ, with the state before segment ``s - 1`` taken as a constant,
 
-    and likewise of inputs and, from the losses of the first two segments, of initial states. The
-    gradient of a loss reaches ``k`` to ``2·k - 1`` steps back, and no further (Williams and Peng,
-    1990, "BPTT(2k; k)"). Outputs are not changed by it. Gradients are biased, since they leave out
-    the effect of earlier steps: dependencies over more than ``2·k`` steps are learned only as far
-    as shorter ones lead there. In turn nothing but the inputs and the state before each segment is
-    kept: the backward pass runs windows of two segments again, as samples of one batch. Up to
-    ``2·k`` steps nothing is cut off. It works for networks of one direction, in host memory.
+    and likewise for inputs and, from the losses of the first two segments, for initial states. The
+    gradient of a loss reaches ``k`` to ``2·k - 1`` steps back (Williams and Peng, 1990, "BPTT(2k;
+    k)"). Outputs do not change. Gradients are biased, since they leave out the effect of earlier
+    steps: dependencies over more than ``2·k`` steps are learned only if shorter ones lead there. In
+    return the forward pass keeps only the inputs and the state before each segment. The backward
+    pass recomputes windows of two segments, as samples of one batch. Up to ``2·k`` steps, gradients
+    are complete. `truncate` works for networks of one direction, in host memory.
 
-    The states of all steps are kept for the backward pass, and, if `memory_limit` allows, the gates
-    of all steps; otherwise the backward pass computes the gates again, 256 steps at a time. The
-    memory of two results of each kind is kept, too, and is used again when the caller holds them no
-    more.
+    Without `truncate`, the forward pass keeps the states of all steps for the backward pass and, if
+    `memory_limit` allows, the gates of all steps. Otherwise the backward pass recomputes the gates
+    in segments, of 256 steps or more. The training step also keeps the memory of two results of
+    each kind, and reuses it once the caller has dropped them.
 
-    With arrays of CuPy, parameters among them, all runs on their device, on the current stream, and
-    results are CuPy's. The products with inputs, and the gradients of parameters, are matrix
-    products over all steps; all else of a layer is one launch forward and one backward.
+    If all arrays, parameters included, are CuPy's, everything runs on their device, on the current
+    stream, and results are CuPy's. Products with inputs and gradients of parameters are matrix
+    products over all steps. The rest of a layer is one kernel launch forward and one backward.
 
     Parameters
     ----------
     network : Recurrent
-        The network. Its parameters are read by each :meth:`forward`.
+        The network. Each :meth:`forward` reads its parameters.
     **options
         Any of these:
 
-        - `memory_limit`, an int: bytes to take, beside the caller's arrays and results; by default
-          what the machine, or the device, has.
-        - `truncate`, an int: steps of a segment; by default gradients flow through all steps.
-        - `return_states`, a bool or ``"layers"``: whether outputs are all states of the last layer,
-          ``[h, c]`` of an LSTM, and not the first alone, which is the default; with ``"layers"``
-          those of each direction of all layers.
+        - `memory_limit`, an int: the most bytes to take, without the caller's arrays and results;
+          by default what the machine or the device has.
+        - `truncate`, an int: the number of steps of a segment; by default gradients flow through
+          all steps.
+        - `return_states`, a bool or ``"layers"``: if True, outputs are all states of the last
+          layer, such as ``[h, c]`` of an LSTM; with ``"layers"``, all states of each direction of
+          all layers. By default outputs are the first state of the last layer.
 
     Raises
     ------
     InputError, InputTypeError
-        If `memory_limit` is no count of bytes, `truncate` none of steps, or `return_states` another
-        value; or if `truncate` is given, and the network has two directions.
+        If `memory_limit`, `truncate` or `return_states` is wrong, or if `truncate` is given and the
+        network has two directions.
 
     Attributes
     ----------
     nbytes : int
-        Bytes that are kept for inputs of the last shape, beside those of results.
+        Bytes that are kept for inputs of the last shape, without results.
     keeps_gates : bool
         Whether the gates of all steps are kept for inputs of the last shape.
 
@@ -146,7 +150,7 @@ class TrainingStep:
 
     def __init__(self, network: RecurrentLike, **options: Unpack[arguments.OptionsDict]) -> None:
         self.network, self._short = network, short_of(network)
-        # What kernels run.
+        # The cells as kernels run them.
         self._inner: RecurrentLike = network if self._short is None else self._short.network
         self.options = arguments.Options.read(network, options)
         self._count = len(network.cells) * len(network.cells[0])
@@ -159,9 +163,9 @@ class TrainingStep:
         one = network.cells[0][0]
         self._units, self._states = one.hidden_size, one.program.states
         self._begins: Begins = begins_of(type(one), self._states)
-        # Whether the parameters were initial states, and those that resets set.
+        # Whether parameters served as initial states, and as the states that resets set.
         self._has_begun = False, False
-        # Of further inputs that a call gave by their names; None if they are columns of its input.
+        # Shapes of further inputs passed by name; None if they are columns of the input.
         self._given_shapes: dict[str, tuple[int, ...]] | None = None
         self._directions: list[Direction] = []
         self._made_for: tuple[np.dtype[Any], int] | None = None
@@ -171,7 +175,7 @@ class TrainingStep:
         self._has_reset_states = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles take: no memory, whose views would lose their arrays."""
+        """Return the state for copies and pickles, without memory: its views would break."""
         none = dict.fromkeys(("_made_for", "_memory"))
         return vars(self) | none | {"_directions": [], "_is_forward": False}
 
@@ -215,37 +219,36 @@ class TrainingStep:
         x : array_like of float32 or float64, shape (T, batch, input_size) or (T, input_size)
             The inputs, of NumPy or CuPy.
         state : array_like, shape (layers · directions, [batch,] state_size), optional
-            The initial states, by default zeros, or the parameters of cells that declare an
-            :class:`.Initial`: layer by layer, and in each layer the direction forward in time
-            before the other. The state of an LSTM is ``[h, c]``.
+            The initial states, layer by layer; in each layer the forward direction comes first. The
+            default is zeros, or the parameters of cells that declare an :class:`.Initial`. The
+            state of an LSTM is ``[h, c]``.
         lengths : array_like of int, shape (batch,), optional
-            How many steps each sample has, from 0 to T, in host memory; by default all have T.
+            The number of steps of each sample, from 0 to T, in host memory; by default T.
         resets : array_like of bool, shape (T[, batch][, 1]), optional
-            True where the state of a sample is set to zero, or to `reset_states`, before a step,
-            such as the first of an episode; in host memory, or where the input is. In a direction
-            that runs backward in time, the state is set on the way from such a step to the one
-            before it, so that episodes do not affect each other. ``resets[0]`` replaces the initial
-            state of the direction that runs forward. Steps that a sample does not have are not
-            reset.
+            True at a step before which the state of a sample is set to zero, or to `reset_states`,
+            such as the first step of an episode. In host memory, or where the input is. A direction
+            that runs backward in time sets its state between such a step and the step before it, so
+            that episodes do not affect each other. ``resets[0]`` replaces the initial state of the
+            forward direction. Resets beyond the length of a sample have no effect.
         reset_states : array_like, shape (layers · directions, [batch,] state_size), optional
-            The states that `resets` set, by default those that a sequence begins with by default.
-            In all resets of a sample they are the same: its row of each direction.
+            The states that `resets` set; the defaults are those of `state`. All resets of a sample
+            set the same states.
         rng : numpy.random.Generator or int, optional
-            Source of the random masks of cells that declare a :class:`.Mask`; by default masks are
-            their expectation, as in inference.
+            Source of the random masks of cells that declare a :class:`.Mask`. By default each mask
+            is its expectation, as in inference.
         **further : array_like
-            The further inputs that cells declare (:class:`.Given`), by the names that parameters
-            have: ``drive_l0``, or ``drive`` of one cell. Each has a shape that broadcasts to ``(T,
-            [batch,] hidden_size)``. A mask may be given in place of the one that would be drawn.
+            The further inputs that cells declare (:class:`.Given`). Names are formed like those of
+            parameters: ``drive_l0``, or ``drive`` for one cell. Each has a shape that broadcasts to
+            ``(T, [batch,] hidden_size)``. A mask that is passed here is not drawn.
 
         Returns
         -------
         output : ndarray, shape (T, [batch,] directions · hidden_size)
-            The outputs ``h_t`` of the last layer, 0 in steps that a sample does not have. With
-            `return_states` there are ``states · directions · hidden_size``: those of one state of
-            the cells after the other, ``[h, c]`` of an LSTM. With ``"layers"`` the shape is ``(T,
-            [batch,] layers · directions, state_size)``: ``output[..., k, :]`` are the states that
-            ``state[k]`` is the last of, ``[h, c]`` of an LSTM.
+            The outputs ``h_t`` of the last layer, 0 after the last step of a sample. With
+            `return_states` the last axis is ``states · directions · hidden_size``, one state after
+            the other: ``[h, c]`` of an LSTM. With ``"layers"`` the shape is
+            ``(T, [batch,] layers · directions, state_size)``: ``output[..., k, :]`` are the states
+            whose last is ``state[k]``.
         state : ndarray, shape (layers · directions, [batch,] state_size)
             The states after the last step of each sample.
 
@@ -253,10 +256,10 @@ class TrainingStep:
         ------
         InputError, InputTypeError
             If a shape, a dtype or a length is wrong; if there are `reset_states` without `resets`;
-            or if there are more units than a GPU's kernels take, in float32 at least 1,228 of an
-            LSTM, in float64 half as many.
+            or if there are more units than the kernels of a GPU take. That limit is at least 1,228
+            units of an LSTM in float32, half as many in float64.
         DeviceError
-            If arrays and parameters are not in one place.
+            If arrays and parameters are not all on one device.
         MemoryLimitError
             If the states take more memory than `memory_limit`, or than there is.
         """
@@ -292,7 +295,7 @@ class TrainingStep:
         return output, last
 
     def _filled(self, name: str, array: Any, shape: tuple[int, ...], sizes: list[int]) -> Any:
-        """Return what a call has of shorter states, of some shape, with zeros behind them."""
+        """Return the caller's short states, padded with zeros to all units."""
         if array is None:
             return None
         array = read_array(name, array)
@@ -310,7 +313,7 @@ class TrainingStep:
         resets: Any = None,
         reset_states: Any = None,
     ) -> tuple[Array, Array]:
-        """Compute what :meth:`forward` does, with parameters that may be another network's."""
+        """Do :meth:`forward`, with parameters that may be another network's."""
         self._is_forward, self._given_shapes, self._has_begun = False, None, (False, False)
         x = read_array("x", x)
         if reset_states is not None:
@@ -323,7 +326,7 @@ class TrainingStep:
                 resets = _read_resets(resets, x, self._is_batched)
             self._has_reset_states = reset_states is not None
             if self._has_reset_states and resets is None:
-                resets = np.zeros(x.shape[:2], np.uint8)  # no reset: gradients in them are 0
+                resets = np.zeros(x.shape[:2], np.uint8)  # without resets their gradients are 0
             if memory is None or not memory.fits(x, has_resets):
                 self._memory = None  # before there is another
                 memory = self._memory = self._allocate(x, has_resets)
@@ -344,26 +347,26 @@ class TrainingStep:
         *,
         needs_input_grad: bool = True,
     ) -> Gradients:
-        """Return the gradients of the loss, once after each :meth:`forward`.
+        """Return the gradients of the loss; call it once after each :meth:`forward`.
 
         Parameters
         ----------
         grad_output, grad_state : array_like, optional
-            Gradients in both results of :meth:`forward`; by default zeros.
+            Gradients in the two results of :meth:`forward`; by default zeros.
         needs_input_grad : bool, default True
-            Whether gradients in the input are computed.
+            Whether to compute the gradient in the input.
 
         Returns
         -------
         Gradients
-            Those in the input, in the initial states and in those that resets set, and in the
+            The gradients in the input, the initial states, the states that resets set, and the
             parameters.
 
         Raises
         ------
         InputError, InputTypeError, DeviceError
-            If a shape or a dtype is wrong, or an array is elsewhere than the input was; or if there
-            was no forward pass, or another backward pass, which has used what was kept.
+            If a shape or a dtype is wrong, an array is on another device than the input was, or no
+            forward pass came before: each backward pass uses up its forward pass.
         """
         needs_input_grad = check_flag("needs_input_grad", needs_input_grad)
         memory = self._memory
@@ -382,7 +385,7 @@ class TrainingStep:
             above, carry = self._read_grads(memory, grad_output, grad_state)
             self._is_forward = False
             input_grad, state_grad, params = memory.backward(above, carry, needs_input_grad)
-        # The names that a cell has for its parameters are in the order of the network's.
+        # A cell's names of parameters are in the order of the network's.
         named = {
             name: grad
             for shapes, grads in zip(self._shapes, params, strict=True)
@@ -446,7 +449,7 @@ class TrainingStep:
         return memory
 
     def _directions_for(self, dtype: np.dtype[Any], batch: int) -> list[Direction]:
-        """Return all directions on the host, with their weights packed for so many samples."""
+        """Return all directions on the host, with weights packed for this number of samples."""
         key = dtype, rows_of_lanes(self._inner, dtype, batch)
         if self._made_for != key:
             self._made_for, self._directions = key, directions_of(self._inner, *key)
@@ -457,9 +460,9 @@ class TrainingStep:
     ) -> tuple[Array, Array | None, NDArray[np.int64] | None]:
         """Return the input with an axis of samples, the states, and the lengths.
 
-        Input and states have the dtype to which they and the parameters promote. States that are
-        not given are None, and so are lengths if each sample has all steps. Those that resets set
-        are :func:`~sparsescan.recurrent.memory.beside` the initial ones.
+        Input and states have the dtype to which they and the parameters promote. States that the
+        caller did not pass are None, and so are lengths if each sample has all steps. The states
+        that resets set are stored :func:`~sparsescan.recurrent.memory.beside` the initial ones.
         """
         net = self._inner
         arguments.check_input("x", x, width_of(net), "T, batch", "T")
@@ -468,7 +471,7 @@ class TrainingStep:
         named = {"state": state, "reset_states": reset_states}
         states = {k: read_array(k, each) for k, each in named.items() if each is not None}
         every = [param for own in params for param in own]
-        xp = namespace(x, *every, *states.values())  # which raises if they are not in one place
+        xp = namespace(x, *every, *states.values())  # raises if they are on different devices
         for name, each in states.items():
             arguments.check_state(each, (self._count, *x.shape[1:-1], net.state_size), x, name)
         dtype = np.result_type(*{array.dtype for array in (x, *every, *states.values())})
@@ -491,7 +494,7 @@ class TrainingStep:
             ("grad_state", state, rows, rows),
         ):
             if grad is None:
-                # On the host nothing stands for zeros.
+                # On the host, an empty array means zeros.
                 checked.append(xp.zeros(shape if xp is not np else 0, memory.dtype))
                 continue
             array = read_array(name, grad)
@@ -502,13 +505,13 @@ class TrainingStep:
         return checked[0], checked[1]
 
     def _output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of outputs: with an axis of directions if they are of all layers."""
+        """Return the shape of outputs, with an axis of directions if they are of all layers."""
         if self.options.return_states != "layers":
             return shape
         return *shape[:2], self._count, self._inner.state_size
 
     def _as_given(self, array: Array) -> Array:
-        """Return a result with an axis of samples if the input had one."""
+        """Return a result with an axis of samples only if the input had one."""
         return array if self._is_batched else array[:, 0]
 
 
@@ -534,7 +537,7 @@ def _read_lengths(lengths: Any, steps: int, batch: int) -> NDArray[np.int64] | N
 
 
 def _read_resets(resets: Any, x: Array, is_batched: bool) -> NDArray[np.uint8] | None:
-    """Return where states begin anew, as kernels read it; None if they never do."""
+    """Return where states are reset, in the form of kernels; None if they never are."""
     is_on_device = is_cupy(resets)
     if is_on_device:
         check_one_place("resets", device_of(resets), "x", device_of(x))
@@ -543,16 +546,16 @@ def _read_resets(resets: Any, x: Array, is_batched: bool) -> NDArray[np.uint8] |
         array = array.astype(bool)  # NumPy makes float64 of an empty list
     array = arguments.check_resets(array, x if is_batched else x[:, 0])
     if is_on_device:
-        # Whether any is True only the device knows.
+        # Only the device knows whether any is True.
         whole: NDArray[np.uint8] = array.reshape(x.shape[:2])
         return whole
-    # A copy, which is looked at before it is used.
+    # A copy, which is checked before use.
     flags = np.array(array, bool, order="C").view(np.uint8).reshape(x.shape[:2])
     return flags if flags.any() else None
 
 
 class OneCell:
-    """A network of one cell, whose parameters have the names that they have there."""
+    """A network of one cell; its parameters have the names of the cell's."""
 
     def __init__(self, cell: CellLike) -> None:
         self.cells: tuple[tuple[CellLike, ...], ...] = ((cell,),)
@@ -574,7 +577,7 @@ class OneCell:
 
 
 def segments(steps: int) -> list[int]:
-    """Return how many steps may have their gates kept at once: all, or fewer and fewer."""
+    """Return sizes of segments of gates to try: all steps, then fewer and fewer."""
     found = [max(steps, 1)]
     while found[-1] > _SEGMENT:
         found.append(max(found[-1] // 2, _SEGMENT))
@@ -582,7 +585,7 @@ def segments(steps: int) -> list[int]:
 
 
 def check_limit(limit: int | None, nbytes: int, steps: int, batch: int) -> None:
-    """Raise if a training step takes more bytes than it may."""
+    """Raise if a training step exceeds its limit of bytes."""
     if limit is not None and nbytes > limit:
         raise MemoryLimitError(
             f"memory_limit is {exact_bytes(limit)}; {steps} steps of {batch} samples need "
@@ -593,7 +596,7 @@ def check_limit(limit: int | None, nbytes: int, steps: int, batch: int) -> None:
 def unroll(cell: CellLike, x: Array, state: Array) -> Array:
     """Return the states ``s_0, …, s_T`` of a cell, ``(T + 1, batch, state_size)``.
 
-    The inputs are ``(T, batch, input_size)``, in the dtype of the result, as is the state.
+    The inputs are ``(T, batch, input_size)``. Inputs and state have the dtype of the result.
     """
     steps, batch, _ = x.shape
     with streams.place("x", x, None, None):
@@ -614,7 +617,7 @@ def unroll(cell: CellLike, x: Array, state: Array) -> Array:
 
 
 def _check_on_host(network: RecurrentLike, x: Any) -> None:
-    """Raise if an input is on a device, and a step reads further inputs."""
+    """Raise if an input is on a device and a step reads further inputs."""
     if device_of(x) is not None and width_of(network) > network.input_size:
         raise InputError(
             f"x is on a device, and cells of {network!r} have further inputs or masks; expected "
@@ -625,9 +628,9 @@ def _check_on_host(network: RecurrentLike, x: Any) -> None:
 def _on_device(
     network: RecurrentLike, x: Array, segment: int, has_resets: bool = False
 ) -> DeviceMemory:
-    """Return memory for inputs like `x`, where they are, with the gates of so many steps."""
+    """Return memory for inputs like `x` on their device, with the gates of `segment` steps."""
     _check_on_host(network, x)
-    # Which imports Numba's CUDA target.
+    # Imported here: it imports Numba's CUDA target.
     from .device import DeviceDirection, DeviceMemory
 
     directions = [

@@ -1,4 +1,4 @@
-"""Lengths of steps that keep an estimated error below a tolerance."""
+"""Choose lengths of steps that keep an estimated error below a tolerance."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .factors import Vector
 from .newton import NotSolved, Solver, Tolerance
 from .schemes import Place, Scheme
 
-# The next length is this share of what the estimate allows, and no less than this of the last one.
+# The next length is this share of what the estimate allows, and at least this share of the last.
 _SAFE, _LEAST = 0.9, 0.2
-# A step is given up below so many distances of floating-point numbers at its time, which it would
-# hardly change, and below this share of the time to go, where its time is 0.
+# The shortest step: this many spacings of floating-point numbers at its time, which a shorter step
+# would hardly change; at time 0, this share of the remaining time.
 _DISTANCES, _TINY = 10, 1e-30
 
 
@@ -28,13 +28,13 @@ class March(NamedTuple):
     lengths : list of float
         The lengths of steps.
     states : list of ndarray
-        The initial state, and that behind each step; the last two if not all are kept.
+        The initial state, and the state after each step; only the last two if not all are kept.
     inner : list of ndarray
         The states within each step.
     newton : list of int
         Newton's iterations of each step.
     keeps_all : bool
-        Whether all states are kept, and those within steps.
+        Whether all states, and the states within steps, are kept.
     """
 
     times: list[float]
@@ -46,23 +46,23 @@ class March(NamedTuple):
 
     @classmethod
     def of(cls, t0: float, u0: Vector, keeps_all: bool) -> March:
-        """Return that of no steps."""
+        """Return a march without steps."""
         return cls([t0], [], [u0], [], [], keeps_all)
 
 
 class End(NamedTuple):
-    """Where a march ends, what it meets on the way, and which steps it may take.
+    """The end of a march, the times it has to meet, and limits for its steps.
 
     Attributes
     ----------
     stops : list of float
-        Times that steps end at, one after the other; the last one is the end.
+        Ordered times at which steps must end; the last one is the end.
     error : Tolerance
         The error that a step may have.
     max_dt : float
         The greatest length of a step.
     dt : float
-        The length that is tried first, which is negative where time runs backward.
+        The first length to try; it is negative if time runs backward.
     """
 
     stops: list[float]
@@ -81,23 +81,23 @@ def march_until(
     watch: Callable[[int], object] | None,
     name: Callable[[str, int], str],
 ) -> None:
-    """March to a time, with steps as long as the error of each allows; note them in `found`.
+    """March to a time, with steps as long as their errors allow; record them in `found`.
 
-    After each step `watch` is called with their number. `name` returns what errors call an equation
-    or an unknown.
+    After each step, `watch` is called with the number of steps. `name` returns the name in errors
+    of an equation or an unknown.
 
-    A step whose error is too large, or is not a number, is taken again, shorter; so is one that is
-    not solved. After Hairer, Nørsett and Wanner, "Solving Ordinary Differential Equations I",
-    section II.4.
+    If the error of a step is too large or not a number, or the step is not solved, a shorter step
+    is tried. After Hairer, Nørsett and Wanner, "Solving Ordinary Differential Equations I", section
+    II.4.
     """
     n, size, ahead = len(found.states[0]), abs(end.dt), np.sign(end.dt)
-    cause: Vector | NotSolved | None = None  # of a step that is taken again
+    cause: Vector | NotSolved | None = None  # this step is repeated
     for stop in end.stops:
         while (time := found.times[-1]) != stop:
             rest = abs(stop - time)
             least = max(_DISTANCES * float(np.spacing(abs(time))), _TINY * rest)
             length = min(max(min(size, end.max_dt), least), rest)
-            # No rest that is shorter than half a step.
+            # Leave no remainder shorter than half a step.
             if 0 < rest - length < 0.5 * length:
                 length = rest / 2
             before = found.lengths[-1] if found.lengths else None
@@ -114,7 +114,7 @@ def march_until(
                 cause = error if off > 1 else None
             except NotSolved as failure:
                 solver.forget()
-                # Very short steps may not be solved for their rounding errors.
+                # Rounding errors may make very short steps unsolvable.
                 if cause is None or failure.equation is not None:
                     cause = failure
             change = _SAFE * off ** (-1 / scheme.error_order) if off > 0 else np.inf

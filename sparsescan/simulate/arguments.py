@@ -1,4 +1,4 @@
-"""What users of other libraries pass: other keywords, and functions in another order."""
+"""Refuse arguments of other libraries: other keywords, and other orders of arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 _TIMES = "t", "time"
-# What to pass in place of keywords of SciPy's solve_ivp, and of others.
+# What to pass in place of the keywords of SciPy's solve_ivp and other solvers.
 _INSTEAD = {
     "args": "params takes parameters",
     "dense_output": "t_eval takes times that steps end at",
@@ -34,7 +34,7 @@ _INSTEAD = {
 
 
 def refuse_unknown(name: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise an error of keywords that a function does not have, and say which it has."""
+    """Raise an error for unknown keywords that lists the known ones."""
     known = list(known)
     for each in given:
         if each not in known:
@@ -45,7 +45,7 @@ def refuse_unknown(name: str, given: Iterable[str], known: Iterable[str]) -> Non
 
 
 def names_unknown(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Return a method that refuses unknown keywords by :func:`refuse_unknown`."""
+    """Decorate a method to refuse unknown keywords by :func:`refuse_unknown`."""
     known = [each for each in inspect.signature(function).parameters if each != "self"]
 
     @wraps(function)
@@ -57,10 +57,10 @@ def names_unknown(function: Callable[_Arguments, _Result]) -> Callable[_Argument
 
 
 def check_form(name: str, function: Callable[..., Any], form: tuple[str, ...]) -> None:
-    """Raise an error of a function that takes other arguments, or the time before the state."""
+    """Raise if a function takes other arguments, or the time before the state."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a compiled function
+    except (TypeError, ValueError):  # for a compiled function
         return
     first, second = [*signature.parameters, "", ""][:2]
     try:
@@ -77,16 +77,16 @@ def check_form(name: str, function: Callable[..., Any], form: tuple[str, ...]) -
 def check_order(
     name: str, function: Callable[..., Any], form: tuple[str, ...], given: tuple[Any, ...]
 ) -> None:
-    """Raise an error if a function returns a state where it is called with the time first.
+    """Raise if a function returns a state when it is called with the time first.
 
-    It has not returned one for its arguments, which are `given`.
+    It did not return one for the arguments `given`, in the right order.
     """
     if form[1] not in _TIMES:
         return
     state, time, *others = given
     try:
         is_swapped = np.shape(function(time, state, *others)) == state.shape
-    except Exception:  # what the function raises is its own
+    except Exception:  # the function may raise anything
         return
     if is_swapped:
         raise InputError(f"{name} takes the time before the state; {_expected(name, form)}")

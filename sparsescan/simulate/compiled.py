@@ -1,4 +1,4 @@
-"""Steps of small systems in one compiled loop, of a function that was read."""
+"""Run the steps of small systems in one compiled loop, if the user's function was read."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from .schemes import Grads, Place, Scheme
 from .tape import FLAT, SELECTIONS, Graph, real_part
 from .traced import Traced
 
-# The most unknowns of a sample, for dense factors, and numbers of all samples.
+# The most unknowns of a sample, for dense factors, and the most numbers of all samples.
 _SIZE, _NUMBERS = 32, 100_000
-# A loop takes at first so many steps, and then more, as long as it takes no longer than this.
+# A loop first takes this many steps, then more, as long as it runs no longer than this time.
 _FIRST, _SECONDS = 16, 0.02
-# After a step that a loop has not solved so many are taken without it, at first and at most.
+# After a step that a loop could not solve, this many run without it, at first and at most.
 _APART = 64
 
 
 class _Form(NamedTuple):
-    """What loops need of a function that was read, and numbers that never change."""
+    """A function that was read, in the form that loops need, and its constants."""
 
     tables: Tables
     first: Vector
@@ -46,9 +46,9 @@ class _Form(NamedTuple):
 
 
 def _form_of(graph: Graph, size: int) -> _Form | None:
-    """Return what loops need of a graph, for matrices of a size; None if they cannot run it.
+    """Return a graph in the form that loops need; None if they cannot run it.
 
-    The size is 0 for methods that solve for nothing.
+    `size` is the size of matrices, 0 for explicit methods.
     """
     kept = graph.kept.get(("form", size))
     if kept is None:
@@ -67,7 +67,7 @@ def _read(graph: Graph, size: int) -> _Form | None:
     operations: list[tuple[list[int], bool]] = []
     reads, slopes, edges, begin, at = [np.empty(0, np.int64)], [np.empty(0)], [], 0, 0
     own = [k for k in arguments if k < len(arguments) - 1]
-    # The tangents of elements: where they begin, of how many unknowns, and of which.
+    # The tangents of elements: their first place, and their number and first of unknowns.
     widths, firsts = np.zeros(count, np.int64), np.zeros(count, np.int64)
     leaf = arguments[0]
     widths[leaf.own], firsts[leaf.own] = 1, np.arange(leaf.size)
@@ -207,18 +207,18 @@ class Loops:
         return int(self._known[3])
 
     def _waits_on(self) -> bool:
-        """Return whether the next step is to be taken without a loop."""
+        """Return whether the next step must run without a loop."""
         if not self._waits:
             return not self._can
         self._waits -= 1
         return True
 
     def _march_at(self, place: Place) -> March | None:
-        """Return what loops read and write where the function branches as at the end of a step."""
+        """Return the arguments of loops, for the branches that the function takes at the end."""
         source: Traced = self._scheme.source  # type: ignore[assignment]
         arguments = self._scheme.arguments(place)
         if self._march is None:
-            source.value(arguments)  # which raises errors of the user's function as they are
+            source.value(arguments)  # errors of the user's function pass unchanged
         graph = source.graph(arguments, self._scheme.patterns)
         self._can = source.refusal is None
         if graph is not None and (self._march is None or self._march[0] is not graph):
@@ -239,13 +239,13 @@ class Loops:
         return March(form.tables, values, self._method, self._work, self._rules, self._run)
 
     def _is_right(self, place: Place) -> bool:
-        """Return whether the function has the values of what was read at the end of a step."""
+        """Return whether the graph has the function's values at the end of a step."""
         source: Traced = self._scheme.source  # type: ignore[assignment]
         self._can = source.agrees(self._scheme.arguments(place))
         return self._can
 
     def _note(self, seconds: float, steps: int, is_solved: bool) -> None:
-        """Choose how long the next loop is, and how many steps come before it."""
+        """Choose the length of the next loop, and how many steps run before it."""
         if seconds < _SECONDS and steps >= self._length:
             self._length *= 2
         self._apart = 1 if steps else min(2 * self._apart, _APART)
@@ -253,7 +253,7 @@ class Loops:
             self._waits = self._apart
 
     def advance(self, k: int, end: int, place: Callable[[int, int], Place]) -> int:
-        """Take steps from `k` on; return the first that is left to take.
+        """Take steps from `k` on; return the first step that is left.
 
         `place` is `Run._place`.
         """
@@ -276,7 +276,7 @@ class Loops:
         grads: Grads,
         in_dt: Vector,
     ) -> int:
-        """Go back from the end of step ``k - 1``; return the step whose end is reached."""
+        """Go back from the end of step ``k - 1``; return the step whose end was reached."""
         march = None if self._waits_on() else self._march_at(place(k - 1, 1))
         if march is None:
             return k
@@ -289,7 +289,7 @@ class Loops:
         start, reached = time.perf_counter(), -1
         while reached != begin:
             if reached >= 0:
-                # Gradients are of no use where a step was not solved, and those above are.
+                # The loop stopped at an unsolved step: go back only to that step.
                 above, begin = above[reached - begin :], reached
             trial = Adjoints(*(getattr(grads, name).copy() for name in Adjoints._fields))
             reached = pull_steps_back(march, begin, above.copy(), trial, in_dt)

@@ -16,26 +16,26 @@ from ..symbolic.factorisation import Factorisation, factorisation_of
 from ..symbolic.pattern import Pattern, rows_of
 
 Vector: TypeAlias = NDArray[np.float64]
-# ``solve(x, transposed)`` returns ``A⁻¹ x`` or ``A⁻ᵀ x``, for one column or several.
+# ``solve(x, transposed)`` returns ``A⁻¹ x`` or ``A⁻ᵀ x``, for one or more columns.
 Solve: TypeAlias = Callable[[Vector, bool], Vector]
 
-# A diagonal entry is the pivot unless another one of its column is so many times larger: the order
-# that keeps sparse factors sparse is then kept, and the solves that follow are refined.
+# The diagonal entry is the pivot unless another entry of its column is this many times larger. That
+# keeps the order for which factors are sparse; later solves are refined.
 _THRESHOLD = 0.1
-# Several columns with fewer numbers are solved for one by one: for two columns OpenBLAS wakes its
-# threads, which takes milliseconds where cores are busy.
+# With fewer numbers, columns are solved one by one: for two columns OpenBLAS wakes its threads,
+# which takes milliseconds if cores are busy.
 _FEW = 40_000
-# Matrices of unknowns of very different scales have such entries beside 1. Pivots are chosen by
-# size, so that small numbers of a solution have large errors: a refinement mends these (Skeel,
+# If unknowns have very different scales, matrices have such entries as well as 1. Pivots are chosen
+# by size, so small numbers of a solution get large errors. One refinement corrects them (Skeel,
 # "Iterative refinement implies numerical stability for Gaussian elimination", 1980).
 WIDE = 2.0**20
 
 
 class Filled:
-    """Sparse matrices like one, with other values.
+    """Make sparse matrices with the pattern of one matrix, and other values.
 
-    SciPy checks indices in each matrix that it makes, which takes longer than a small product. Here
-    it has checked them once.
+    SciPy checks the indices of each new matrix, which takes longer than a small product. Here it
+    checks them once.
     """
 
     def __init__(self, matrix: sp.csr_array | sp.csc_array) -> None:
@@ -43,7 +43,7 @@ class Filled:
 
     @classmethod
     def transposes(cls, pattern: Pattern) -> Filled:
-        """Return the transposes of the matrices of a pattern, which take values in its order."""
+        """Return a maker of transposed matrices; it takes values in the order of the pattern."""
         values = np.zeros(pattern.nnz)
         return cls(sp.csc_array((values, pattern.indices, pattern.indptr), pattern.shape[::-1]))
 
@@ -57,9 +57,8 @@ class Filled:
 class Matrices:
     """The square matrices of one pattern: their transposes, and their factors.
 
-    Rows with nothing but a diagonal entry are solved at once, if they are the half of all or more:
-    such are the gates of a neuron that take steps of their own. The others, a smaller matrix, are
-    factorised.
+    If at least half of the rows have only a diagonal entry, such as the gates of a neuron, these
+    rows are solved by division. The other rows, a smaller matrix, are factorised.
 
     Parameters
     ----------
@@ -69,7 +68,7 @@ class Matrices:
     Attributes
     ----------
     cost : float
-        How many solves take as long as the factors of a matrix.
+        How many solves take as long as one factorisation.
     adjoint : Filled
         The transpose of a matrix of some values.
     """
@@ -104,17 +103,17 @@ class Matrices:
         self.cost = self._core.cost
 
     def row_sizes(self, values: Vector, x: Vector) -> Vector:
-        """Return how large products with the rows of a matrix are, given sizes of a vector."""
+        """Return a bound for the product of each row with a vector of some sizes."""
         terms = np.abs(values) * x[self.pattern.indices]
         return np.asarray(np.bincount(self._rows, terms, self.pattern.shape[0]))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the factors of a matrix take, about, and the matrix twice."""
+        """The approximate bytes of a matrix's factors and of two copies of the matrix."""
         return self._core.nbytes + 32 * self.pattern.nnz
 
     def factorise(self, values: Vector) -> Solve | None:
-        """Return what solves with a matrix of these values; None if it is singular."""
+        """Return a solver for the matrix with these values; None if it is singular."""
         largest = np.abs(values).max(initial=0.0)
         if not largest < np.inf:
             return None
@@ -164,7 +163,7 @@ class _Core:
         self._symmetric = np.array_equal(transposed.indptr, indptr) and np.array_equal(
             transposed.indices, indices
         )
-        # SuperLU's multiply-adds are in blocks, and those of a solve are not.
+        # SuperLU factorises in blocks; it does not solve in blocks.
         self.cost = max(1.0, 0.4 * self._form.multiply_adds / max(self._form.entries, 1))
 
     @property
@@ -207,7 +206,7 @@ class _Core:
         return solve if info == 0 else None
 
     def _by_superlu(self, values: Vector) -> Solve | None:
-        # A matrix in rows is its transpose in columns.
+        # The CSR arrays of a matrix are the CSC arrays of its transpose.
         shape = self.pattern.shape
         columns = sp.csc_array(
             (values, self.pattern.indices.astype(np.int32), self.pattern.indptr.astype(np.int32)),

@@ -1,4 +1,4 @@
-"""Methods that march in time: tableaus of Runge and Kutta, and BDF2."""
+"""Methods of time stepping: Runge–Kutta tableaus and BDF2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .factors import Vector
 
 
 class Tableau(NamedTuple):
-    """A method of Runge and Kutta, whose last stage is the next state.
+    """A Runge–Kutta method whose last stage is the next state.
 
     A stage is ``M (U_i - u) = Δ Σ_j a_ij f(U_j, t + c_i Δ)``, ``j ≤ i``.
 
@@ -22,9 +22,9 @@ class Tableau(NamedTuple):
     order : int
         Errors over a fixed time shrink as ``Δ^order``.
     estimates : tuple of tuple of float
-        What the rates at the beginning of a step and in its stages are multiplied by to estimate
-        its error, the difference to a method of a lower order; the largest of these counts. Empty
-        where half the change of the rate over a step is the estimate.
+        Rows of weights for the rates at the beginning of a step and in its stages. Each row
+        estimates the error, as the difference to a method of lower order; the largest estimate
+        counts. If it is empty, half the change of the rate over a step is the estimate.
     """
 
     a: Vector
@@ -33,17 +33,17 @@ class Tableau(NamedTuple):
 
     @property
     def c(self) -> Vector:
-        """The times of stages, in steps; sums of the rows of `a`."""
+        """The times of stages as shares of a step; sums of the rows of `a`."""
         return np.asarray(self.a.sum(1))
 
     @property
     def is_implicit(self) -> bool:
-        """Whether a stage is solved for."""
+        """Whether a stage needs a solve."""
         return bool(np.diag(self.a).any())
 
     @property
     def inner(self) -> list[int]:
-        """The stages that are neither the first of all, if that is the state, nor the last."""
+        """The stages strictly within the step: not the last, nor a first one that is the state."""
         stages = range(len(self.a) - 1)
         return [i for i in stages if self.a[i].any()]
 
@@ -61,16 +61,16 @@ def _sdirk3() -> Tableau:
     roots = np.roots([1.0, -3.0, 1.5, -1 / 6])
     x = float(next(root.real for root in roots if 1 / 6 < root.real < 1 / 2))
     b1, b2 = -(6 * x * x - 16 * x + 1) / 4, (6 * x * x - 20 * x + 5) / 4
-    # Other methods, of order two, do not weigh the last stage; the first one weighs the beginning.
-    # So a jump of the rate moves its estimate by at least its error, wherever within the step it
-    # is, and what else may cancel that does not cancel both.
+    # Both estimates compare with methods of order two that give the last stage no weight; only the
+    # first gives the beginning a weight. So a jump of the rate anywhere in the step moves an
+    # estimate by at least its error, and other terms cannot cancel both estimates.
     middle = 2 * x / (1 - x)
     estimates = (-x, middle, -middle, x), (0.0, x, -2 * x, x)
     return _tableau(3, [x], [(1 - x) / 2, x], [b1, b2, x])._replace(estimates=estimates)
 
 
 _X = 1 - np.sqrt(0.5)
-# Explicit methods have their weights as a last stage.
+# In explicit methods the weights form the last stage.
 TABLEAUS = {
     "backward_euler": _tableau(1, [1.0]),
     "crank_nicolson": _tableau(2, [], [0.5, 0.5]),
@@ -84,7 +84,7 @@ METHODS = (*TABLEAUS, "bdf2")
 
 
 def check_method(method: object) -> str:
-    """Return the name of a method."""
+    """Return the name of a method; raise if there is none."""
     if not isinstance(method, str) or method not in METHODS:
         raise InputError(f"method is {short(method)}; expected one of {', '.join(METHODS)}")
     return method
@@ -93,7 +93,7 @@ def check_method(method: object) -> str:
 class Differentiation(NamedTuple):
     """Coefficients of BDF2: ``M (a u_{t+1} + b u_t + c u_{t-1}) = Δ f(u_{t+1})``.
 
-    `slopes` are their derivatives in the ratio of a step's length to that of the step before.
+    `slopes` are their derivatives in the ratio of a step's length to the previous length.
     """
 
     values: tuple[float, float, float]
@@ -101,7 +101,7 @@ class Differentiation(NamedTuple):
 
     @classmethod
     def of(cls, ratio: float | None) -> Differentiation:
-        """Return those for a ratio; None for the first step, which is one of backward Euler."""
+        """Return the coefficients for a ratio; None means the first step, of backward Euler."""
         if ratio is None:
             return cls((1.0, -1.0, 0.0), (0.0, 0.0, 0.0))
         w = ratio

@@ -1,4 +1,4 @@
-"""Newton's method, and linear solves, with factors that are kept as long as they serve."""
+"""Newton's method and linear solves, which reuse factors as long as they are good enough."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import scipy.sparse as sp
 
 from .factors import Matrices, Solve, Vector
 
-# Iterations of a step, halvings of a correction, and refinements of a linear solve, at most.
+# The most iterations of a step, halvings of a correction, and refinements of a linear solve.
 MOST, _HALVINGS, _REFINED = 100, 40, 40
-# Corrections may shrink by this factor from one to the next, with factors of other matrices; and
-# with those of the same state, before each iteration has its own.
+# Factors are renewed if a correction is more than SLOW times the one before; or more than OWN
+# times, if they were made in this solve.
 SLOW, OWN = 0.4, 0.1
-# The error that is left is to be this share of the tolerance.
+# The remaining error must be below this share of the tolerance.
 MARGIN = 0.1
-# A correction of so many tolerances is not the last one, however fast corrections shrink: the first
-# two say little of a rate.
+# A correction of this many tolerances is never the last, however fast corrections shrink: the first
+# two corrections say little about the rate.
 FAR = 1000.0
-# A rate that was measured in an earlier step is taken for so many times larger, each time.
+# For each step since it was measured, a rate counts as this many times larger.
 _OLDER = 2.0
-# A guess is worth an iteration if its residual is smaller than this share of the right-hand side.
+# A guess saves an iteration if its residual is below this share of the right-hand side.
 _NEAR = 0.1
-# Without factors of its own a linear solve takes two refinements or more, each with a product.
+# With another matrix's factors, a linear solve takes at least two refinements, each with a product.
 _CHEAP = 3.0
 _EPS = float(np.finfo(np.float64).eps)
 
 
 class Tolerance(NamedTuple):
-    """How exact the states are: errors of ``atol + rtol |u|`` in each unknown."""
+    """The tolerance of states: an error of ``atol + rtol |u|`` in each unknown."""
 
     rtol: float
     atol: float
@@ -43,24 +43,24 @@ class Tolerance(NamedTuple):
         return found
 
     def sizes(self, correction: Vector, state: Vector) -> Vector:
-        """Return how large a correction of each unknown is, in tolerances."""
+        """Return the correction of each unknown in units of its tolerance."""
         found: Vector = np.abs(correction) / self.allowed(state)
         return found
 
     def size(self, correction: Vector, state: Vector) -> float:
-        """Return how large the largest one is."""
+        """Return the largest of these."""
         return float(np.max(self.sizes(correction, state), initial=0.0))
 
 
 def is_enough(size: float, rate: float) -> bool:
-    """Return whether a correction, in tolerances, and how they shrink leave a small error."""
+    """Return whether the remaining error is small, given a correction and the rate of shrinking."""
     if size < MARGIN:
         return True
     return size < FAR and 0 < rate < 1 and size * rate / (1 - rate) < MARGIN
 
 
 class NotSolved(Exception):  # noqa: N818
-    """No solution was found; `why` says so, and `equation` is one that has no value, if any."""
+    """No solution was found; `why` is the reason, `equation` one without a value, if any."""
 
     def __init__(self, why: str, equation: int | None = None) -> None:
         super().__init__(why)
@@ -68,25 +68,24 @@ class NotSolved(Exception):  # noqa: N818
 
 
 class Solver:
-    """Solutions of nonlinear equations and of linear ones, whose matrices change little by little.
+    """Solve nonlinear and linear equations whose matrices change slowly.
 
-    Factors are of the matrix at some earlier state. They are made anew where corrections shrink too
-    slowly, and once the iterations that old ones cost beyond those of new ones have taken as long
-    as new factors do.
+    Factors belong to the matrix at some earlier state. They are renewed if corrections shrink too
+    slowly, or once the extra iterations with old factors have taken as long as a factorisation.
 
     Parameters
     ----------
     matrices : Matrices
         The matrices of all equations.
     tolerance : Tolerance
-        How exact solutions are.
+        The tolerance of solutions.
     room : int
-        Bytes for factors of earlier steps, which serve on the way back.
+        Bytes for factors of earlier steps, for the backward pass.
 
     Attributes
     ----------
     factorisations : int
-        How many there were.
+        How many matrices were factorised.
     """
 
     def __init__(self, matrices: Matrices, tolerance: Tolerance, room: int) -> None:
@@ -95,35 +94,35 @@ class Solver:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the factors, so that what comes does not depend on what was before."""
+        """Drop the factors, so that later results do not depend on earlier calls."""
         self._solve: Solve | None = None
         self._new_factors()
         self._past: dict[int, tuple[Vector, ...]] = {}
-        # Factors by the steps that they were made in, and these steps in order.
+        # Factors by the step in which they were made, and these steps in order.
         self._kept: dict[int, Solve] = {}
         self._made: list[int] = []
         self._step = self._of = 0
 
     def _new_factors(self) -> None:
-        """Note that nothing is known of the factors that come."""
+        """Reset what was measured with the old factors."""
         self._best, self._wasted = np.inf, 0.0
-        # How refinements with them shrink, for each step between them and the matrix.
+        # How fast refinements shrink, by the number of steps between factors and matrix.
         self._rate = np.inf
 
     def snapshot(self) -> tuple[Any, ...]:
-        """Return what :meth:`restore` takes: all that later results depend on."""
+        """Return the state for :meth:`restore`: everything that later results depend on."""
         kept = dict(self._kept), list(self._made)
         return self._solve, *kept, self._step, self._of
 
     def restore(self, snapshot: tuple[Any, ...]) -> None:
-        """Go back to how it was when a snapshot was taken."""
+        """Restore a snapshot."""
         self._past = {}
         self._new_factors()
         self._solve, kept, made, self._step, self._of = snapshot
         self._kept, self._made = dict(kept), list(made)
 
     def turn_to(self, step: int) -> None:
-        """Go on with another step, and with factors that were made closer to it."""
+        """Go to another step, and to the kept factors that are nearest to it."""
         self._step = step
         at = bisect(self._made, step)
         for made in self._made[max(at - 1, 0) : at + 1]:
@@ -147,14 +146,14 @@ class Solver:
         if self._of not in self._kept:
             insort(self._made, self._of)
         self._kept[self._of] = self._solve
-        if len(self._made) > self._most:  # the farthest is dropped
+        if len(self._made) > self._most:  # the farthest ones
             begin, end = self._made[0], self._made[-1]
             is_first = self._step - begin > end - self._step
             del self._kept[self._made.pop(0 if is_first else -1)]
         return self._solve
 
     def _count(self, iterations: int) -> None:
-        """Note how many iterations a solve has taken, and drop factors that have cost too many."""
+        """Count the iterations of a solve, and drop factors that have cost too many."""
         self._best = min(self._best, iterations)
         self._wasted += iterations - self._best
         if self._wasted > self.matrices.cost:
@@ -166,14 +165,14 @@ class Solver:
         values: Callable[[Vector], Vector],
         guess: Vector,
     ) -> tuple[Vector, int]:
-        """Return a root, and after how many iterations.
+        """Return a root, and the number of iterations.
 
         Parameters
         ----------
         residual, values : callable
             The equations at a state, and the values of their Jacobian there.
         guess : ndarray, shape (n,)
-            Where iterations begin.
+            The first iterate.
         """
         state, rest = guess, residual(guess)
         if not _norm(rest) < np.inf:
@@ -192,8 +191,8 @@ class Solver:
             new = state - correction
             sizes = self._tolerance.sizes(correction, new)
             size = float(sizes.max())
-            # How the largest correction has shrunk: of others, which one iteration may have found,
-            # none tells that.
+            # How the largest correction has shrunk. Other corrections may vanish after one
+            # iteration, so they do not show the rate.
             one = before if sizes_before is None else float(sizes_before[sizes.argmax()])
             if is_enough(size, size / one if one else np.inf):
                 self._count(iteration)
@@ -201,7 +200,7 @@ class Solver:
             new_rest = residual(new)
             is_worse = not size <= 2 * before or not _norm(new_rest) < np.inf
             if is_own and (is_worse or (is_new and size > 1)):
-                # Rounding of a large equation is not to hide a small one.
+                # The rounding of a large equation must not hide a small one.
                 allowed = self._tolerance.allowed(np.abs(state) + np.abs(correction))
                 scale = self.matrices.row_sizes(entries, allowed)
                 is_worse = is_worse or not _largest(new_rest / scale) < _largest(rest / scale)
@@ -220,19 +219,19 @@ class Solver:
         )
 
     def solve_near(self, right: Vector, values: Callable[[], Vector]) -> Vector:
-        """Return ``A⁻¹ right`` by the factors that are there, of a matrix near ``A``.
+        """Return ``A⁻¹ right`` approximately, by the current factors of a matrix near ``A``.
 
-        `values` returns those of ``A``, if there are none.
+        If there are no factors, `values` returns the values of ``A`` to factorise.
         """
         solve = self._factorise(values()) if self._solve is None else self._solve
         return solve(right, False)
 
     def transposed(self, values: Vector, right: Vector, stage: int = 0) -> Vector:
-        """Return ``A⁻ᵀ right``, for the matrix ``A`` with these values; a column for each.
+        """Return ``A⁻ᵀ right`` for the matrix ``A`` with these values, column by column.
 
-        It is refined with factors of a matrix that may be another one, from where the solutions of
-        the last four calls for the same stage lead. Where factors take little longer than a solve,
-        each matrix has its own.
+        The solution is refined with factors that may belong to another matrix. The first guess
+        extrapolates the last four solutions of the same stage. If a factorisation takes little
+        longer than a solve, each matrix gets its own factors.
         """
         if not right.any():
             return np.zeros_like(right)
@@ -257,7 +256,7 @@ class Solver:
     def _refined(
         self, adjoint: sp.csc_array, right: Vector, past: tuple[Vector, ...]
     ) -> tuple[Vector | None, int]:
-        """Return a solution and how often it was refined; None if that does not converge."""
+        """Return a solution and the number of refinements; None if they do not converge."""
         assert self._solve is not None
         solution, rest = np.zeros_like(right), right
         if len(past) == 4 and past[0].shape == right.shape:
@@ -272,7 +271,7 @@ class Solver:
             size = float(np.max(np.abs(correction)))
             if not size < np.inf:
                 return None, iteration
-            # Each column has a scale of its own, but all converge as the slowest does.
+            # Each column has its own scale; the slowest column decides.
             scale = float(np.min(np.max(np.abs(solution), axis=0)))
             distance = abs(self._step - self._of)
             if before == np.inf:
@@ -292,8 +291,8 @@ class Solver:
 
 
 def _norm(x: Vector) -> float:
-    """Return the 2-norm; infinity where squares are too large."""
-    return math.sqrt(np.square(x).sum())  # threads of BLAS would wait for busy cores
+    """Return the 2-norm; infinity if squares overflow."""
+    return math.sqrt(np.square(x).sum())  # BLAS would start threads, which wait for busy cores
 
 
 def _largest(x: Vector) -> float:
@@ -308,9 +307,9 @@ def _shorter(
     rest: Vector,
     correction: Vector,
 ) -> tuple[Vector, Vector, Vector]:
-    """Return a part of a correction, the state behind it, and the residual there.
+    """Return a shortened correction, the state it leads to, and the residual there.
 
-    It is smaller than that at the state, each equation in its scale.
+    That residual is smaller than the one before, with each equation in its own scale.
     """
     norm = _largest(rest / scale)
     for k in range(1, _HALVINGS + 1):

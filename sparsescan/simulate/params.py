@@ -1,4 +1,4 @@
-"""Parameters of a simulation as one vector: a number, an array, or a dict or tuple of these."""
+"""Turn parameters (a number, an array, or a dict or tuple of these) into one vector."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .factors import Vector
 
 
 class Leaves(NamedTuple):
-    """Parameters one by one.
+    """The parameters as a flat list.
 
     Attributes
     ----------
     kind : type or None
-        What they are in: a dict, a tuple, or nothing where there is one or none.
+        The container: a dict or a tuple; None for one parameter or none.
     names : list
-        Their names in it, or ``[""]``.
+        Their names or places in the container, or ``[""]``.
     leaves : list
         The parameters.
     """
@@ -31,7 +31,7 @@ class Leaves(NamedTuple):
 
     @classmethod
     def of(cls, params: Any) -> Leaves:
-        """Take parameters apart."""
+        """Flatten parameters."""
         if isinstance(params, dict):
             return cls(dict, list(params), list(params.values()))
         if isinstance(params, tuple):
@@ -39,7 +39,7 @@ class Leaves(NamedTuple):
         return cls(None, [], []) if params is None else cls(None, [""], [params])
 
     def joined(self, leaves: Sequence[Any]) -> Any:
-        """Return other leaves in the structure of these."""
+        """Return other leaves in the same container."""
         if self.kind is dict:
             return dict(zip(self.names, leaves, strict=True))
         if self.kind is tuple:
@@ -48,7 +48,7 @@ class Leaves(NamedTuple):
 
     @property
     def titles(self) -> list[str]:
-        """What errors call them."""
+        """The names of the parameters in errors."""
         return ["params" if name == "" else f"params[{name!r}]" for name in self.names]
 
 
@@ -63,7 +63,7 @@ class Params:
     Attributes
     ----------
     vector : ndarray of float64
-        A copy of all their numbers, which functions of the user may read only.
+        A read-only copy of all their numbers.
     """
 
     def __init__(self, params: Any) -> None:
@@ -80,19 +80,19 @@ class Params:
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """What :meth:`of` depends on."""
+        """A key: parameters of the same structure have the same key."""
         return self._own.kind, tuple(self._names), tuple(self._shapes), tuple(self._is_number)
 
     @property
     def told(self) -> str:
-        """The parameters as a message ends with them; nothing where there are none."""
+        """The end of an error message about the parameters; empty if there are none."""
         if not len(self.vector):
             return ""
         leaves = [leaf.tolist() for leaf in self._cut(self.vector)]
         return f", params={short(self._own.joined(leaves))}"
 
     def title_of(self, place: int) -> str:
-        """Return what errors call a number of the vector."""
+        """Return the name in errors of a number of the vector."""
         k = int(np.searchsorted(self._ends, place, side="right")) - 1
         shape, title = self._shapes[k], self._own.titles[k]
         if not shape:
@@ -101,14 +101,14 @@ class Params:
         return f"{title}[{', '.join(map(str, places))}]"
 
     def slice_of(self, name: Any) -> slice:
-        """Return where the numbers of a parameter are in the vector."""
+        """Return the slice of a parameter in the vector."""
         if name not in self._names:
             raise InputError(f"param_patterns has {name!r}; expected names among {self._names}")
         k = self._names.index(name)
         return slice(self._ends[k], self._ends[k + 1])
 
     def of(self, vector: Any, lead: tuple[int, ...] = ()) -> Any:
-        """Return a vector's numbers, real or complex, in the structure of the parameters.
+        """Return the numbers of a vector, real or complex, in the structure of the parameters.
 
         `lead` are axes before those of each parameter.
         """
@@ -146,7 +146,7 @@ class Params:
 
 
 def read_array(name: str, given: Any) -> NDArray[Any]:
-    """Return a copy of numbers as an array, which may be of any dtype."""
+    """Return a copy of numbers as an array of any dtype."""
     try:
         return np.array(given)
     except Exception as error:  # ragged, or what a class of the caller raises

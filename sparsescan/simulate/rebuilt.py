@@ -1,6 +1,6 @@
-"""Functions of the user with other modules in the place of NumPy and math, to read them.
+"""Copy the user's functions with replacements for NumPy and math, to read them on symbols.
 
-The user's function stays as it is, and so does its module: the copy has globals of its own.
+The user's function and its module stay unchanged: the copy has its own globals.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from scipy import special
 from .symbols import Symbols, elements, has_symbols, is_float, symbols
 from .tape import RefusedError, Tape
 
-# Functions of :mod:`math` that NumPy has by another name.
+# Functions of :mod:`math` that have another name in NumPy.
 _MATHS = {"fabs": "absolute", "pow": "power", "atan": "arctan", "asin": "arcsin", "acos": "arccos"}
 _MATHS |= {"atan2": "arctan2", "asinh": "arcsinh"}
 
 
 class _Module:
-    """A module some of whose functions are others."""
+    """A module in which some functions are replaced."""
 
     def __init__(self, module: types.ModuleType, others: dict[str, Any]) -> None:
         self.__dict__.update(others)
@@ -39,7 +39,7 @@ class _Module:
 
 
 class _Rows:
-    """``np.r_`` and ``np.c_`` of arrays."""
+    """``np.r_`` and ``np.c_`` for arrays of symbols."""
 
     def __init__(self, tape: Tape, plain: Any, join: Callable[..., Any]) -> None:
         self._tape, self._plain, self._join = tape, plain, join
@@ -53,7 +53,7 @@ class _Rows:
 
 
 class Rebuilt:
-    """What functions see in the place of others, while a tape reads them.
+    """The replacements that functions see while a tape reads them.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ class Rebuilt:
         return others
 
     def _filled(self, plain: Any, value: float | None) -> Callable[..., Any]:
-        """Return a function that makes arrays which may hold symbols later."""
+        """Return a function that makes arrays into which symbols may be written later."""
 
         def filled(shape: Any, *given: Any, **options: Any) -> Any:
             fill = (
@@ -132,7 +132,7 @@ class Rebuilt:
         return array
 
     def _each(self, function: Any, *given: Any, **options: Any) -> Callable[..., Any]:
-        """Return a function of arrays that calls another one with each element."""
+        """Return a function of arrays that calls another function with each element."""
         plain = np.vectorize(function, *given, **options)
 
         def each(*arrays: Any) -> Any:
@@ -146,7 +146,7 @@ class Rebuilt:
         return each
 
     def _joined(self, plain: Any) -> Callable[..., Any]:
-        """Return a function of lists that may have lists of symbols in them."""
+        """Return a function of lists that may contain symbols."""
 
         def joined(arrays: Any, *rest: Any, **options: Any) -> Any:
             if isinstance(arrays, list | tuple) and has_symbols(arrays):
@@ -156,7 +156,7 @@ class Rebuilt:
         return joined
 
     def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same with symbols."""
+        """Return a copy of a function that works on symbols."""
         if isinstance(function, types.MethodType):
             return types.MethodType(self.function(function.__func__), function.__self__)
         if isinstance(function, functools.partial):
@@ -182,7 +182,7 @@ class Rebuilt:
             function.__code__, own, function.__name__, function.__defaults__, tuple(cells)
         )
         found.__kwdefaults__ = function.__kwdefaults__
-        self._known[id(function)] = function, found  # before others are, which may call it
+        self._known[id(function)] = function, found  # first: the others may call it
         for name in names & own.keys():
             own[name] = self._other(own[name])
         for cell, other in zip(cells, function.__closure__ or (), strict=True):
@@ -190,7 +190,7 @@ class Rebuilt:
                 cell.cell_contents = self._other(other.cell_contents)
 
     def _plain(self, function: Any) -> Any:
-        """Return what Numba compiles, which has powers of complex numbers of its own."""
+        """Return the function that Numba compiles, with Numba's powers of complex numbers."""
         found = getattr(function, "py_func", None)
         if isinstance(found, types.FunctionType):
             self._tape.is_compiled = True
@@ -198,12 +198,12 @@ class Rebuilt:
         return function
 
     def _other(self, value: Any) -> Any:
-        """Return what a function sees in the place of something it names."""
+        """Return the replacement of an object that a function names."""
         other = self._others.get(id(value))
         if other is not None:
             return other
         if type(value) is np.ndarray and value.dtype == np.float64:
-            # So that a product is noted, or what is written to it.
+            # So that the tape records products with it, and writes to it.
             self._others[id(value)] = array = Symbols(self._tape, self._tape.constant(value))
             self._kept.append(value)
             return array
@@ -213,7 +213,7 @@ class Rebuilt:
 
 
 def state_of(function: Any) -> bytes | None:
-    """Return a digest of all that a function may read beside its arguments; None if not known."""
+    """Return a digest of everything a function may read besides its arguments; None if unknown."""
     digest = hashlib.blake2b()
     try:
         _add_state(digest.update, function, set())
@@ -223,11 +223,11 @@ def state_of(function: Any) -> bytes | None:
 
 
 class _UnknownError(Exception):
-    """A function may read what nothing is known of."""
+    """A function may read an object whose state is unknown."""
 
 
 def _add_state(update: Callable[[bytes], None], value: Any, seen: set[int]) -> None:
-    """Add what a function, or something that it reads, depends on."""
+    """Add to the digest everything that an object depends on."""
     value = getattr(value, "py_func", value)
     update(type(value).__name__.encode())
     inner: Any = ()
@@ -269,7 +269,7 @@ def _add_state(update: Callable[[bytes], None], value: Any, seen: set[int]) -> N
 
 
 _PLAIN = bool, int, float, complex, str, bytes, np.number, np.bool_
-# Modules whose functions stay what they are.
+# Modules whose functions are not copied.
 _KNOWN = {"builtins", "numpy", "math", "scipy"}
 _DESCRIPTORS = types.GetSetDescriptorType | types.MemberDescriptorType
 
@@ -284,7 +284,7 @@ class _Checks(type):
 
 
 class _Number(metaclass=_Checks):
-    """``float``, which leaves symbols what they are."""
+    """``float``, which leaves symbols unchanged."""
 
     dtype = np.dtype(float)
 
@@ -293,7 +293,7 @@ class _Number(metaclass=_Checks):
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Return all names that code, and functions in it, may look up."""
+    """Return all names that code and its inner functions may look up."""
     inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     return set(code.co_names).union(*inner)
 

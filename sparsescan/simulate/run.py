@@ -1,4 +1,4 @@
-"""A simulation that has run: its states, and gradients in all that it was given."""
+"""A simulation that has run: its states, and gradients in all its inputs."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from .newton import NotSolved, Solver, Tolerance
 from .params import Params
 from .schemes import Grads, Place, Scheme
 
-# Bytes for factors beside the newest, without a memory limit.
+# Bytes for factors other than the newest, without a memory limit.
 ROOM = 1 << 28
 
 
 class SimulationGradients(NamedTuple):
-    """Gradients of losses in what a simulation was given.
+    """Gradients of losses in the inputs of a simulation.
 
     Attributes
     ----------
     u0 : ndarray, shape (n,) or (losses, n)
-        In the initial state.
+        The gradient in the initial state.
     params : float, ndarray, dict, tuple or None
-        In the parameters, in their structure; with several losses each has their axis in front.
+        The gradients in the parameters, in their structure; with several losses, each has an axis
+        of losses in front.
     dt : float or ndarray
-        In the length of all steps, if that was one number, and otherwise in that of each,
-        ``(steps,)``; with several losses their axis is in front.
+        The gradient in the length of all steps, if that was one number; otherwise the gradients in
+        each length, ``(steps,)``. With several losses, an axis of losses is in front.
     """
 
     u0: Vector
@@ -45,16 +46,16 @@ class SimulationGradients(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What is solved, but for the lengths of steps.
+    """The problem to solve, without the lengths of steps.
 
     Attributes
     ----------
     scheme : Scheme
         The equations of a step.
     u0 : ndarray
-        The initial state, of all samples in a row, which nobody else writes to.
+        The initial state of all samples as one vector; a private copy.
     shape : tuple of int
-        The shape of states for the user, ``(n,)`` or ``(batch, n)``.
+        The user's shape of states, ``(n,)`` or ``(batch, n)``.
     params : Params
         The parameters.
     t0 : float
@@ -75,27 +76,27 @@ class Problem(NamedTuple):
 
 
 class Run:
-    """States of a simulation, made by ``forward`` of `ImplicitSteps` or `TimeSteps`.
+    """A simulation that has run, as ``forward`` of `ImplicitSteps` or `TimeSteps` returns it.
 
     Attributes
     ----------
     states : ndarray, shape (steps + 1, n) or (steps + 1, batch, n), or None
-        The states, of which the first is the initial one; None where a memory limit left no room
-        for all of them. If `forward` raised, those before are here; see :class:`.NewtonError`.
+        The states, the initial one first. None if a memory limit left no room for all of them. If
+        `forward` raised, these are the states before the error; see :class:`.NewtonError`.
     last : ndarray, shape (n,) or (batch, n)
         The last state.
     times : ndarray, shape (steps + 1,)
-        The times of states.
+        The times of the states.
     evaluated : ndarray of int64, or None
-        The numbers of the states at the times of `t_eval`, if it was given: these states are
-        ``run.states[run.evaluated]``.
+        The numbers of the states at the times of `t_eval`, if that was given:
+        ``run.states[run.evaluated]`` are these states.
     newton : ndarray of int64, shape (steps,)
-        Newton's iterations of each step.
+        The number of Newton iterations of each step.
     factorisations : int
-        Matrices that were factorised.
+        How many matrices were factorised.
     derivatives : str
-        Where derivatives of the function come from that no function of the user returns: the
-        function, which was read; JAX; or complex steps and differences, and why.
+        The source of the derivatives that no function of the user returns: the function itself,
+        which was read; JAX or PyTorch; or complex steps and differences, and why.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Run:
         scheme, u0 = problem.scheme, problem.u0
         self._scheme, self._params = scheme, problem.params
         self._dt, self._has_one_dt = dt, has_one_dt
-        # A backward pass changes factors, and which states are kept.
+        # A backward pass changes the factors and the kept states.
         self._lock = new_lock()
         self._is_half_way = False
         self._left: tuple[Any, ...] | None = None
@@ -125,10 +126,10 @@ class Run:
         self._length, room = self._segment(problem.memory_limit)
         self._solver = solver or Solver(scheme.matrices, problem.tolerance, room)
         rows = min(self._length, self._count)
-        # The state before the first of a segment, and those of the segment.
+        # The state before a segment, and the states of the segment.
         self._states = np.empty((rows + 2, self._n))
         self._inner = np.empty((rows, scheme.stages, self._n))
-        # The first states of segments, each with the one before it.
+        # The first state of each segment, with the state before it.
         self._marks = np.empty((-(-self._count // self._length) if rows else 1, 2, self._n))
         self._loops: Loops | None = None
         if self._length >= self._count:
@@ -146,13 +147,13 @@ class Run:
             self._done, self._last = self._count, march.states[-1]
 
     def _segment(self, limit: int | None) -> tuple[int, int]:
-        """Return the steps whose states are kept at a time, and bytes for more factors than one."""
+        """Return how many steps a segment has, and the bytes for factors other than the newest."""
         vector, count, factors = 8 * self._n, self._count, self._scheme.matrices.nbytes
         if limit is None or count == 0:
             return max(count, 1), ROOM
 
         def needed(length: int) -> int:
-            # Beside these there are factors, values of a Jacobian or two, and a few vectors.
+            # The rest: factors, values of a Jacobian or two, and a few vectors.
             marks = 2 * vector * -(-count // length)
             return factors + 14 * vector + length * (1 + self._scheme.stages) * vector + marks
 
@@ -167,7 +168,7 @@ class Run:
         return fitting[-1], limit - needed(fitting[-1])
 
     def note_evaluated(self, t_eval: NDArray[np.float64]) -> None:
-        """Note which states are those at times that steps have met, of those that were to be."""
+        """Record the numbers of the states at the times of `t_eval` that were reached."""
         ahead = np.sign(self.times[-1] - self.times[0])
         reached = t_eval[ahead * t_eval <= ahead * self.times[-1]]
         self.evaluated = np.searchsorted(ahead * self.times, ahead * reached)
@@ -175,7 +176,7 @@ class Run:
     # -- Forward ----------------------------------------------------------------------------------
 
     def _advance(self, k: int) -> None:
-        """Take a step, of the segment whose states are kept or the first of the next."""
+        """Take a step of the current segment, or the first step of the next."""
         if k == self._begin + self._length:
             self._states[:2] = self._states[self._length : self._length + 2]
             self._begin = k
@@ -191,14 +192,14 @@ class Run:
             self._done, self._last = k + 1, state
 
     def _failure(self, k: int, error: NotSolved) -> NewtonError:
-        """Return an error that says which step has no solution."""
+        """Return the error for a step without a solution."""
         return NewtonError(
             f"step {k} has no solution that was found, from t={self.times[k]:.6g} with "
             f"dt={self._dt[k]:.6g}{self._params.told}: {error.why}"
         )
 
     def _place(self, k: int, ends: int) -> Place:
-        """Return a step with so many states behind its beginning."""
+        """Return a step, with `ends` states after its beginning."""
         at = k - self._begin
         first = 1 if k == 0 else at
         return Place(
@@ -212,13 +213,13 @@ class Run:
 
     @property
     def kept(self) -> tuple[Vector, ...]:
-        """What a backward pass needs of this one: states, or those that segments begin with."""
+        """What a backward pass needs of the forward pass: all states, or those before segments."""
         if self._length < self._count:
             return (self._marks,)
         return self._states, self._inner
 
     def restore(self, kept: Sequence[Vector]) -> None:
-        """Go on as if the steps had been taken, by what another run has kept."""
+        """Take over what another run has kept, as if this run had taken the steps."""
         for own, given in zip(self.kept, kept, strict=True):
             own[:] = given
         self._done = self._count
@@ -228,7 +229,7 @@ class Run:
             self._last = self._states[-1]
 
     def march(self, watch: Callable[[int], object] | None, each: bool = False) -> None:
-        """Take all steps; after some, or after each, `watch` is called with their number."""
+        """Take all steps; call `watch` with their number after some steps, or after each."""
         k = 0
         with self._told():
             while k < self._count:
@@ -244,9 +245,9 @@ class Run:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Let whoever catches an exception find what has been computed before.
+        """Attach the run to an exception that passes through the block.
 
-        States that Newton's method tries may be anywhere: NumPy does not warn of them.
+        NumPy's warnings are off: Newton's method may try any state.
         """
         try:
             with np.errstate(all="ignore"):
@@ -257,12 +258,12 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Steps that were taken."""
+        """How many steps were taken."""
         return self._done
 
     @property
     def planned(self) -> int:
-        """Steps that there are to take."""
+        """How many steps there are."""
         return self._count
 
     @property
@@ -281,12 +282,12 @@ class Run:
 
     @property
     def derivatives(self) -> str:
-        """Where derivatives of the function come from."""
+        """The source of the function's derivatives."""
         return self._scheme.source.origin
 
     @property
     def factorisations(self) -> int:
-        """Matrices that were factorised, in both directions."""
+        """How many matrices were factorised, forward and backward."""
         compiled = 0 if self._loops is None else self._loops.factorisations
         return self._solver.factorisations + compiled
 
@@ -309,21 +310,21 @@ class Run:
     ) -> SimulationGradients:
         """Return gradients in the initial state, the parameters and the lengths of steps.
 
-        This is one sweep of linear solves, from the last step to the first, of steps
-        ``F(u_{t+1}, u_t) = 0``:
+        For steps ``F(u_{t+1}, u_t) = 0`` this is one sweep of linear solves, from the last step to
+        the first:
 
             (∂F/∂u_{t+1})ᵀ λ_t = ∇u_{t+1},    ∇u_t += -(∂F/∂u_t)ᵀ λ_t,    ∇p += -(∂F/∂p)ᵀ λ_t
 
-        It may be called any number of times; calls of several threads wait for each other.
+        You may call it any number of times. Calls from several threads wait for each other.
 
         Parameters
         ----------
         grad_states : array_like, shape (steps + 1, n) or (losses, steps + 1, n), or callable
-            The derivative of the loss itself in each state, or those of several losses; or a
-            function that takes the number of a state and returns the derivative in it, ``(n,)`` or
-            ``(losses, n)``, or None. It is called from the last state to the first.
+            The partial derivative of the loss in each state, or of several losses. Or a function
+            that takes the number of a state and returns the derivative in it, ``(n,)`` or
+            ``(losses, n)``, or None; it is called from the last state to the first.
         grad_last : array_like, shape (n,) or (losses, n), optional
-            The derivative in the last state, which is added.
+            A derivative in the last state, which is added.
 
         Returns
         -------
@@ -338,19 +339,20 @@ class Run:
             If the Jacobian of a step is singular.
         GradientError
             If derivatives of the function are wrong: the pattern lacks an entry, or complex steps
-            and differences are apart and do not tell which of them is right.
+            and differences disagree and it is unclear which are right.
         """
         with self._lock:
             while True:
                 try:
                     return self._backward(grad_states, grad_last)
-                except RenewedError:  # which happens once for each argument of the function at most
+                except RenewedError:  # at most once per argument of the function
                     continue
 
     def _backward(self, grad_states: Any, grad_last: Any) -> SimulationGradients:
         own, losses = self._read_grads(grad_states, grad_last)
         if self._begin == max(self._done - 1, 0) // self._length * self._length:
-            # Each call begins with the factors that the forward pass has left, for the same bits.
+            # Each call begins with the factors of the forward pass, so that all calls give the same
+            # bits.
             if self._left is None:
                 self._left = self._solver.snapshot()
             self._solver.restore(self._left)
@@ -367,7 +369,7 @@ class Run:
                 if k < begin:
                     continue
                 k -= 1
-                # The caller's function may call this method, too, which keeps other states.
+                # The caller's function may call this method itself, which changes the kept states.
                 above = grads.old + own(k + 1, k + 2)[0]
                 self._keep(k)
                 grads.begin()
@@ -394,11 +396,11 @@ class Run:
         )
 
     def _keep(self, k: int) -> None:
-        """Compute the states around a step again, if others are kept."""
+        """Recompute the states around a step, unless they are kept."""
         number = k // self._length
         if number * self._length == self._begin and not self._is_half_way:
             return
-        # An interrupt may come, or a fork, which leaves a child with some of the states.
+        # An interrupt or a fork may leave only some of the states.
         self._is_half_way = True
         self._begin = number * self._length
         self._states[:2] = self._marks[number]
@@ -410,9 +412,9 @@ class Run:
     def _read_grads(
         self, grad_states: Any, grad_last: Any
     ) -> tuple[Callable[[int, int], Vector], int | None]:
-        """Return what returns the gradients in some states, and the number of losses.
+        """Return a function for the gradients in some states, and the number of losses.
 
-        Those in states from one number to before another have the shape ``(states, n, losses)``.
+        The gradients in a range of states have the shape ``(states, n, losses)``.
         """
         if grad_states is None and grad_last is None:
             raise InputError("grad_states and grad_last are None; expected one of them")
@@ -439,7 +441,7 @@ class Run:
                 )
             losses = many
         columns = 1 if losses is None else losses
-        known: dict[int, Vector | None] = {}  # what the function has returned: it is called once
+        known: dict[int, Vector | None] = {}  # the function is called once per state
 
         def of_state(k: int) -> Vector | None:
             if (given := function(k)) is None:
@@ -472,7 +474,7 @@ class Run:
 
 
 def too_short(dt: float, time: float) -> str:
-    """Return what an error says of a step that does not change the time."""
+    """Return the error text for a step that is too short to change the time."""
     return (
         f"dt is {dt:.6g} at t={time:.6g}, where numbers are {np.spacing(abs(time)):.3g} apart; "
         "expected one that changes the time"
@@ -480,7 +482,7 @@ def too_short(dt: float, time: float) -> str:
 
 
 def _read(name: str, given: Any, shape: tuple[int, ...]) -> Vector:
-    """Return a copy of numbers of a shape, which may have an axis of losses before it."""
+    """Return a copy of numbers of a shape, which may have an axis of losses in front."""
     array = np.asarray(given)
     if array.dtype.kind not in "fiub":
         raise InputTypeError(f"{name} is {short(given)}; expected real numbers")

@@ -1,4 +1,4 @@
-"""What a step is: equations for the next state, and what its adjoint is."""
+"""Schemes: the equations of a step, and their adjoint."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from .factors import Matrices, Vector
 from .methods import Differentiation, Tableau
 from .newton import NotSolved, Solver
 
-# The share of a first step of the user's own by which the slope before it is found.
+# The length, as a share of the first step, of the short step that finds the slope before it.
 _SHORT = 1e-6
 
 
 class Place(NamedTuple):
-    """A step: what it reads, what is within it, and where it is in time.
+    """A step: the states and parameters it reads, its stages, and its place in time.
 
     Attributes
     ----------
     states : ndarray
-        The states around it, the newest last. Before it is taken these are its beginning and, if
-        there is one, the state before; afterwards its end is behind them.
+        The states around the step, the newest last: the state before its beginning if there is one,
+        its beginning, and, once the step was taken, its end.
     params : ndarray
         The parameters.
     inner : ndarray, shape (stages, n)
-        The states within the step, which :meth:`Scheme.advance` writes.
+        The states of stages, which :meth:`Scheme.advance` writes.
     time : float
-        Its beginning.
+        The time of its beginning.
     dt : float
         Its length.
     before : float or None
-        The length of the step before; None for the first.
+        The length of the previous step; None for the first.
     """
 
     states: Vector
@@ -56,16 +56,16 @@ class Place(NamedTuple):
 
 
 class Grads:
-    """Gradients that a backward pass adds to; with an axis for losses at the end.
+    """Gradients that a backward pass accumulates; the last axis is for losses.
 
     Attributes
     ----------
     old, older : ndarray, shape (n, losses)
-        Those in the state before a step, and in the one before that.
+        The gradients in the state before a step, and in the state before that.
     params : ndarray, shape (size, losses)
-        Those in parameters.
+        The gradients in parameters.
     dt, dt_before, time : ndarray, shape (losses,)
-        Those in the length of a step, in that of the step before, and in the time of its beginning.
+        The gradients in the lengths of a step and of the previous step, and in the step's time.
     """
 
     def __init__(self, n: int, size: int, losses: int) -> None:
@@ -74,24 +74,24 @@ class Grads:
         self.dt, self.dt_before, self.time = (np.zeros(losses) for _ in range(3))
 
     def begin(self) -> None:
-        """Begin with another step."""
+        """Reset for another step."""
         self.old, self.older = self.older, np.zeros_like(self.older)
         self.dt, self.dt_before = self.dt_before, np.zeros_like(self.dt)
 
 
 class Form(NamedTuple):
-    """The equations of a step, as compiled loops read them.
+    """The equations of a step, in the form of compiled loops.
 
     Attributes
     ----------
     kind : int
-        Which ones: of `kernels.cpu.marching`.
+        Their kind in `kernels.cpu.marching`.
     a, c : ndarray
-        The tableau; that of backward Euler for others.
+        The tableau; for other methods that of backward Euler.
     inner : list of int
-        Where the state of each stage is kept within the step; -1 if it is not.
+        The place where each stage's state is kept in the step; -1 if it is not kept.
     mass : csr_array
-        The mass.
+        The mass matrix.
     """
 
     kind: int
@@ -109,56 +109,56 @@ class Scheme(Protocol):
 
     @property
     def form(self) -> Form:
-        """The equations, as compiled loops read them."""
+        """The equations, in the form of compiled loops."""
 
     def arguments(self, place: Place) -> Arguments:
         """Return the arguments of the user's function at the end of a step."""
 
     @property
     def matrices(self) -> Matrices:
-        """The matrices that are solved with."""
+        """The matrices of the linear systems."""
 
     @property
     def stages(self) -> int:
-        """How many states there are within a step, beside its ends."""
+        """How many states a step has between its ends."""
 
     def advance(self, solver: Solver, place: Place) -> tuple[Vector, int]:
-        """Return the next state, and how many iterations were needed."""
+        """Return the next state, and the number of iterations."""
 
     @property
     def error_order(self) -> int:
-        """The power of a step's length by which the estimate of its error shrinks."""
+        """The power of the step's length with which the error estimate shrinks."""
 
     @property
     def growth(self) -> float:
-        """How many times as long as the step before a step may be."""
+        """The largest ratio of a step's length to the previous one."""
 
     def error(self, solver: Solver, place: Place) -> Vector:
         """Estimate the error of a step that was taken."""
 
     def equations(self, place: Place, state: Vector, time: float) -> Vector:
-        """Return what the user's function returns at a state that a step comes to."""
+        """Return the user's function at the end of a step."""
 
     @property
     def algebraic(self) -> NDArray[np.int64]:
-        """The equations that hold at each time, without a rate of change."""
+        """The algebraic equations, which have no rate of change."""
 
     def pull_back(self, solver: Solver, place: Place, above: Vector, grads: Grads) -> None:
-        """Add gradients of all that a step has read, given that in its end.
+        """Add the gradients in everything a step has read, from the gradient in its end.
 
         Raises
         ------
         RenewedError
-            If derivatives were wrong: the whole pass begins again.
+            If derivatives were wrong: the caller repeats the whole pass.
         """
 
 
 class ResidualScheme:
-    """Steps ``F(u, u_old, t, dt, p) = 0``, of which `t` is the end."""
+    """Steps ``F(u, u_old, t, dt, p) = 0``, where `t` is the time of the step's end."""
 
     stages = 0
     error_order, growth = 2, 5.0
-    algebraic = np.empty(0, np.int64)  # which these are is not known
+    algebraic = np.empty(0, np.int64)  # not known
 
     def __init__(self, source: Source, new: Coloured, old: Coloured) -> None:
         self.source, self.matrices = source, Matrices(new.pattern)
@@ -184,10 +184,10 @@ class ResidualScheme:
         return self.source.value((state, place.states[0], time, place.dt, place.params))
 
     def error(self, solver: Solver, place: Place) -> Vector:
-        """Return half the change of the slope over a step, as the step hands on an error before it.
+        """Return half the change of the slope over a step, as the step passes on an old error.
 
-        That is nothing in unknowns that follow from the others. The slope before the first step is
-        that of a step so short that one iteration of Newton's method solves it.
+        The estimate is zero in algebraic unknowns. The slope before the first step comes from a
+        step so short that one Newton iteration solves it.
         """
         *older, old, new = place.states
         source, rest = self.source, (place.end, place.dt, place.params)
@@ -219,7 +219,7 @@ class ResidualScheme:
 
 
 class _Rated:
-    """What steps of ``M u' = f(u, t, p)`` have in common."""
+    """Base of steps of ``M u' = f(u, t, p)``."""
 
     error_order, growth = 2, 5.0
 
@@ -229,7 +229,7 @@ class _Rated:
         self.patterns = [coloured]
         n = pattern.shape[0]
         self._matrix = matrix = sp.eye_array(n, format="csr") if mass is None else mass
-        # The matrices M - a J have the entries of both.
+        # The matrices M - a J have the union of both patterns.
         own = Pattern(matrix)
         both = union([own, pattern])
         self.matrices = Matrices(both)
@@ -251,11 +251,11 @@ class _Rated:
         return self._filtered(solver, place, place.dt / 2 * (new - old))
 
     def _filtered(self, solver: Solver, place: Place, error: Vector) -> Vector:
-        """Return what an error in the rate moves the state by, which stiff unknowns damp."""
+        """Return the change of the state by an error in the rate; stiff unknowns damp it."""
         return solver.solve_near(error, lambda: self._last_matrix(place))
 
     def _last_matrix(self, place: Place) -> Vector:
-        """Return the values of the matrix by which the end of a step was solved for."""
+        """Return the values of the last matrix with which the step was solved."""
         raise NotImplementedError
 
     def _weighed(self, x: Vector, *, transposed: bool = False) -> Vector:
@@ -279,7 +279,7 @@ class _Rated:
         return values
 
     def _values_near(self, arguments: Arguments, mass: float, rate: float) -> Vector:
-        """Return such values for Newton's method."""
+        """Return ``mass M - rate J`` for Newton's method, which tolerates errors in it."""
         return self._values(arguments, mass, rate, partial(near, self.source))
 
     def _below(self, arguments: Arguments, above: Vector) -> Vector:
@@ -290,7 +290,7 @@ class _Rated:
 
 
 class RungeKutta(_Rated):
-    """Steps of a method of Runge and Kutta, whose last stage is the next state."""
+    """Steps of a Runge–Kutta method whose last stage is the next state."""
 
     def __init__(self, tableau: Tableau, *about: Any) -> None:
         super().__init__(*about)
@@ -349,7 +349,7 @@ class RungeKutta(_Rated):
             if a[i + 1 :, i].any():
                 rates.append(self.source.value(self._arguments(state, place, i)))
             else:
-                rates.append(state)  # which nobody reads
+                rates.append(state)  # never read
         return state, iterations
 
     def pull_back(self, solver: Solver, place: Place, above: Vector, grads: Grads) -> None:
@@ -386,10 +386,10 @@ class RungeKutta(_Rated):
 
 
 class BackwardDifferences(_Rated):
-    """Steps of BDF2, the first of which is one of backward Euler."""
+    """Steps of BDF2; the first step is backward Euler."""
 
     stages = 0
-    growth = 2.0  # errors would grow without bound in steps of 1 + √2 times the length each
+    growth = 2.0  # steps that grow by 1 + √2 or more are unstable
 
     def _coefficients(self, place: Place) -> Differentiation:
         return Differentiation.of(None if place.before is None else place.dt / place.before)
@@ -444,14 +444,14 @@ AnyScheme = TypeVar("AnyScheme", bound=Scheme)
 
 
 def fresh(scheme: AnyScheme) -> AnyScheme:
-    """Return the equations for another run."""
+    """Return a copy of the equations for another run."""
     found = copy(scheme)
     found.source = scheme.source.fresh()
     return found
 
 
 def near(source: Source, arguments: Arguments, where: int, coloured: Coloured) -> Vector:
-    """Return the values of a Jacobian for Newton's method, which corrects what is left."""
+    """Return the values of a Jacobian for Newton's method, which tolerates errors in it."""
     while True:
         values = source.jacobian(arguments, where, coloured, exact=False)
         try:
@@ -468,7 +468,7 @@ def solve(
     place: Place,
     part: float,
 ) -> tuple[Vector, int]:
-    """Return a stage at a part of a step: by Newton's method, from where the last step leads."""
+    """Solve for a stage by Newton's method, starting from an extrapolation of the last step."""
     old = place.states[-1]
     if len(place.states) > 1 and place.before is not None:
         guess = old + (part * place.dt / place.before) * (old - place.states[-2])
@@ -480,10 +480,10 @@ def solve(
 
 
 def _dot(x: Vector, columns: Vector) -> Vector:
-    """Return ``xᵀ columns``, in one order of additions, on one thread."""
+    """Return ``xᵀ columns``, summed in a fixed order, on one thread."""
     return np.asarray(np.einsum("i,ij->j", x, columns))
 
 
 def _sum(terms: Iterable[tuple[float, Vector]]) -> Any:
-    """Return a sum of multiples; 0 of none."""
+    """Return a sum of multiples; 0 if there are none."""
     return sum((factor * each for factor, each in terms), 0.0)

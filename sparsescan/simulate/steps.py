@@ -1,4 +1,4 @@
-"""Simulations: a residual or a rate of the user, a pattern, and a method."""
+"""Simulations: the user's residual or rate, a pattern, and a method."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ from .traced import Traced
 
 How = Literal["complex", "forward", "jax", "torch"]
 Watch = Callable[[int], object] | None  # called after each step, with their number
-# Called with a state, the time since the last one, and the length of a step.
+# Called with a state, the time before it, and the length of a step.
 Compare = Callable[[Vector, float, float], None]
 
-# Numbers of parameters without a pattern whose derivatives are taken one by one.
+# Up to this many parameters without a pattern, derivatives are taken one by one.
 _MOST_PARAMS = 256
 
 
 class _Given:
-    """Derivatives that functions of the user return, and others of another source.
+    """Derivatives from the user's functions where given, and from another source otherwise.
 
     Parameters
     ----------
     source : Source
-        What the others come from.
+        The other source.
     functions : dict of int to callable
-        Functions of the values of the Jacobian in an argument, by its place.
+        By the place of an argument: the user's function for the Jacobian in it.
     vjp : callable or None
-        A function of λ and the arguments that returns ``(∂f/∂p)ᵀ λ``.
+        The user's function of λ and the arguments that returns ``(∂f/∂p)ᵀ λ``.
     form : _Form
-        What the functions take.
+        The form of the functions' arguments.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class _Given:
         return values
 
     def in_params(self, arguments: Arguments, above: Vector) -> Vector:
-        """Return ``(∂f/∂p)ᵀ above``, for its columns."""
+        """Return ``(∂f/∂p)ᵀ above``, column by column."""
         if self._vjp is None:
             return self._source.in_params(arguments, above)
         vjp, form, own = self._vjp, self._form, self._form.of(arguments)
@@ -105,14 +105,14 @@ class _Given:
 
 
 class _Form(NamedTuple):
-    """How the user's functions take their arguments.
+    """The form in which the user's functions take their arguments.
 
     Attributes
     ----------
     params : Params
         The structure of parameters.
     batch : int or None
-        Samples, if states have an axis of them.
+        The number of samples, if states have an axis of samples.
     """
 
     params: Params
@@ -120,15 +120,15 @@ class _Form(NamedTuple):
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """What else is made for one form serves for another of this structure."""
+        """A key: forms of the same structure share compiled functions."""
         return *self.params.structure, self.batch
 
     def shaped(self, state: Any) -> Any:
-        """Return a state as functions take it."""
+        """Return a state in the user's shape."""
         return state if self.batch is None else state.reshape(self.batch, -1)
 
     def of(self, arguments: Arguments) -> Arguments:
-        """Return arguments as functions take them: states, which are kept, to read only."""
+        """Return arguments in the user's form; states are read-only, since they are kept."""
         *own, vector = arguments
         for k, argument in enumerate(own):
             if isinstance(argument, np.ndarray):
@@ -139,7 +139,7 @@ class _Form(NamedTuple):
         return *own, self.params.of(vector)
 
     def flat(self, name: str, found: Any, arguments: Arguments) -> Any:
-        """Return what a function returned, as a vector."""
+        """Return a function's result as a vector."""
         if self.batch is None:
             return found
         shape = self.batch, arguments[0].shape[0] // self.batch
@@ -152,7 +152,7 @@ class _Form(NamedTuple):
 
 
 def _values(name: str, found: Any, pattern: Pattern) -> Vector:
-    """Return the values of a matrix that a function returned, in the order of a pattern."""
+    """Return the values of a matrix from a function, in the order of a pattern."""
     if sp.issparse(found):
         matrix = sp.csr_array(found)
         if not matrix.has_sorted_indices:
@@ -180,11 +180,11 @@ def _values(name: str, found: Any, pattern: Pattern) -> Vector:
 
 
 class _Simulation:
-    """What both kinds of simulations have in common."""
+    """Base of both kinds of simulations."""
 
-    _name: str  # of the function, in errors
-    _form: tuple[str, ...]  # of its arguments
-    # What errors call its arguments before the parameters, and how many of them are states.
+    _name: str  # name of the function in errors
+    _form: tuple[str, ...]  # names of its arguments
+    # Names in errors of the arguments before the parameters, and how many of them are states.
     _kinds: tuple[str, ...]
     _states: int
 
@@ -222,7 +222,7 @@ class _Simulation:
                 "pattern is None; expected one for a function of JAX or PyTorch, or with a jacobian"
             )
         self._schemes: dict[Any, Scheme] = {}
-        self._is_known = False  # that the function takes its arguments in their order
+        self._is_known = False  # whether the function was seen to take its arguments in this order
         self._function, self._jacobians, self._vjp = function, jacobians, vjp
         self._derivatives, self._param_patterns = derivatives, dict(param_patterns or {})
 
@@ -235,19 +235,19 @@ class _Simulation:
 
     @property
     def uses_jax(self) -> bool:
-        """Whether the function is one of JAX."""
+        """Whether the function is a JAX function."""
         return self._derivatives == "jax"
 
     def _scheme(self, source: Source, batch: int) -> Scheme:
-        """Return the equations of a step of so many samples."""
+        """Return the equations of a step of `batch` samples."""
         raise NotImplementedError
 
     def _arguments(self, u: Vector, old: Vector, time: float, dt: float) -> Arguments:
-        """Return the function's arguments but for parameters; the step of `dt` ends at `time`."""
+        """Return the function's arguments except parameters; the step of `dt` ends at `time`."""
         raise NotImplementedError
 
     def _scheme_for(self, form: _Form) -> Scheme:
-        """Return the equations of a step for a run; what is compiled for them is kept."""
+        """Return the equations of a step for a run; their compiled functions are kept."""
         known = self._schemes.get(form.structure)
         if known is not None:
             return fresh(known)
@@ -268,7 +268,7 @@ class _Simulation:
         return fresh(scheme)
 
     def _flat(self, form: _Form, *arguments: Any) -> Any:
-        """Return what the function returns, as a vector."""
+        """Return the function's result as a vector."""
         return form.flat(self._name, self._called(form.of(arguments)), arguments)
 
     def _differences(self, form: _Form) -> Differences:
@@ -283,13 +283,13 @@ class _Simulation:
         return Traced(on_symbols, self._function, self._names(form), others)
 
     def _with(self, patterns: list[Any]) -> _Simulation:
-        """Return this simulation with patterns."""
+        """Return this simulation with other patterns."""
         raise NotImplementedError
 
     def _patterned(self, u0: Any, params: Any, t0: Any, dt: Any) -> _Simulation:
-        """Return this simulation, with the pattern of its function at the first state if it reads.
+        """Return this simulation with the pattern of its function at the first state.
 
-        Entries that the runs before had are kept: the function may branch to them again.
+        Entries of earlier runs are kept: the function may take those branches again.
         """
         if not self._reads:
             return self
@@ -316,7 +316,7 @@ class _Simulation:
         return self._made
 
     def _names(self, form: _Form) -> Names:
-        """Return what errors call the function and its arguments."""
+        """Return the names of the function and its arguments in errors."""
 
         def number(where: int, k: int) -> str:
             if where >= len(self._kinds):
@@ -331,9 +331,9 @@ class _Simulation:
         return Names(self._name, ("pattern", "pattern_old")[: self._states], number)
 
     def _called(self, arguments: Arguments) -> Any:
-        """Return what the function returns, or say that it takes another order of arguments.
+        """Return the function's result, or raise if it takes its arguments in another order.
 
-        That it does so is known from its first calls; later ones may fail for reasons of their own.
+        Only the first calls are checked so; later calls may fail for other reasons.
         """
         if self._is_known:
             return self._function(*arguments)
@@ -348,7 +348,7 @@ class _Simulation:
         return found
 
     def _pattern_of_params(self, form: _Form) -> Pattern:
-        """Return where parameters take part: everywhere, but for those with a pattern."""
+        """Return the pattern of parameters: dense, except for parameters with a pattern."""
         params = form.params
         n, size = self.pattern.shape[0] * (form.batch or 1), len(params.vector)
         blocks: dict[int, sp.csr_array] = {}
@@ -394,49 +394,49 @@ class _Simulation:
         Parameters
         ----------
         u0 : array_like, shape (n,) or (batch, n)
-            The initial state, of any dtype of real numbers; all is computed in float64. Those of
-            several samples are one call: functions then take and return the states of all samples,
-            ``(batch, n)``, values of Jacobians are ``(batch, nnz)``, and steps are as exact for
-            each sample as for one alone.
+            The initial state, of any real dtype; all computation is in float64. One call can run
+            several samples. Functions then take and return the states of all samples,
+            ``(batch, n)``, and values of Jacobians are ``(batch, nnz)``. The steps of each sample
+            are as exact as if it ran alone.
         params : float, array_like, dict, tuple or None
-            Parameters, as the function takes them; those in a dict or a tuple are numbers or
-            arrays. They are copied.
+            Parameters, as the function takes them. A dict or a tuple holds numbers or arrays. The
+            call copies them.
         steps : int, optional
-            How many steps; by default as many as `dt` has lengths.
+            The number of steps; by default the number of lengths in `dt`.
         dt : float or array_like, shape (steps,)
-            The length of all steps, or of each. All are positive, or all negative: then the march
-            is backward in time.
+            The length of all steps, or of each step. Lengths are all positive or, to go backward in
+            time, all negative.
         t0 : float, default 0
             The time of `u0`.
         until : float, optional
-            The time to march to, with steps that are as long as their errors allow; `dt` is then
-            the length that is tried first, negative if `until` is before `t0`, and `steps` is not
-            given. Gradients are those of the steps that were taken, whose lengths do not change
-            with anything.
+            The time to reach, with steps as long as their errors allow. `dt` is then the first
+            length to try, negative if `until` is before `t0`, and `steps` is not given. Gradients
+            are for the steps that were taken, with constant lengths.
         error : tuple of float, default (1e-3, 1e-6)
-            The error of a step that `until` allows, relative and absolute: ``abs + rel |u|`` in
-            each unknown. It is estimated by a method of a lower order, ``"sdirk3"``'s by one of
-            order two and all others by half the change of the rate, which for residuals of one's
-            own is that of the slope of states; ``"rk4"`` has no estimate. It sees a jump of the
-            rate wherever it is, but not a pulse that is over before the step ends: see `max_dt`.
+            With `until`, the relative and the absolute error that a step may have:
+            ``abs + rel |u|`` in each unknown. For ``"sdirk3"`` a method of order two estimates the
+            error. For all other methods half the change of the rate estimates it; for
+            :class:`ImplicitSteps` this is the slope of states. ``"rk4"`` has no estimate. The
+            estimate sees a jump of the rate anywhere in a step, but not a pulse that ends within
+            the step: see `max_dt`.
         max_dt : float, optional
-            The greatest length of a step that `until` allows.
+            With `until`, the greatest length of a step.
         t_eval : array_like, shape (k,), optional
-            Times from `t0` to `until`, one after the other, that steps end at exactly. States there
-            are ``run.states[run.evaluated]``.
+            Ordered times from `t0` to `until`, at which steps end exactly. The states there are
+            ``run.states[run.evaluated]``.
         rtol, atol : float
-            Newton's corrections are to leave an error of a tenth of ``atol + rtol |u|`` in each
-            unknown, as how fast they shrink shows. Gradients are those of the exact solution of
-            each step up to that.
+            Newton's method stops when its remaining error, estimated by how fast corrections
+            shrink, is a tenth of ``atol + rtol |u|`` in each unknown. Gradients are those of the
+            exact solution of each step, up to this error.
         memory_limit : int, optional
-            Bytes for states, factors and what else is kept beside inputs and outputs. Where all
-            states do not fit, those of one segment at a time are kept, and `Run.backward` takes its
-            steps again.
+            Bytes for states, factors and everything else that is kept, without inputs and outputs.
+            If not all states fit, only those of one segment at a time are kept, and `Run.backward`
+            repeats the steps of each segment.
         check : bool, default False
-            Whether to compare the Jacobians with differences of the function, entry by entry, at
-            ``u0`` and behind each step, and products of `vjp`, parameter by parameter.
+            Whether to compare Jacobians with differences of the function, entry by entry, at ``u0``
+            and after each step, and products of `vjp`, parameter by parameter.
         progress : bool, default False
-            Whether to show a bar, by tqdm, once that takes longer than two seconds.
+            Whether to show tqdm's progress bar, if the run takes longer than two seconds.
 
         Returns
         -------
@@ -448,11 +448,12 @@ class _Simulation:
         InputError, InputTypeError
             If an argument is wrong, or a function returns a wrong shape.
         NewtonError
-            If a step was not solved, or no step to `until` is short enough for its error: its
-            attribute `run` has the states before. So has :class:`KeyboardInterrupt`.
+            If a step was not solved, or with `until` no step is short enough for its error. Its
+            attribute `run` has the states before. A :class:`KeyboardInterrupt` has this attribute
+            too.
         GradientError
-            If a pattern lacks an entry, as far as that is seen; with `check` also if a Jacobian or
-            a product that a function returns is wrong.
+            If the run notices that a pattern lacks an entry; with `check` also if a Jacobian or a
+            product that a function returns is wrong.
         MemoryLimitError
             If `memory_limit` is too low even for segments.
         """
@@ -495,7 +496,7 @@ class _Simulation:
         atol: float = 1e-10,
         memory_limit: int | None = None,
     ) -> Run:
-        """Return a run whose steps are not taken yet; arguments are those of :meth:`forward`."""
+        """Return a run before its first step; arguments are those of :meth:`forward`."""
         patterned = self._patterned(u0, params, t0, dt)
         problem = patterned._problem(u0, params, t0, rtol, atol, memory_limit)
         return Run(problem, *_read_dt(steps, dt))
@@ -503,7 +504,7 @@ class _Simulation:
     def _problem(
         self, u0: Any, params: Any, t0: Any, rtol: Any, atol: Any, memory_limit: Any
     ) -> Problem:
-        """Return what is solved, of checked copies."""
+        """Return the problem, made of checked copies."""
         n = self.pattern.shape[0]
         first = read_array("u0", u0)
         is_state = first.ndim in (1, 2) and first.shape[-1] == n and len(first)
@@ -526,7 +527,7 @@ class _Simulation:
     def _read_end(
         self, t0: float, until: Any, steps: Any, dt: Any, error: Any, max_dt: Any, t_eval: Any
     ) -> tuple[End, Vector | None]:
-        """Return the time to march to, and times to meet, having checked what goes with them."""
+        """Check `until` and its options; return the time to reach, and the times to meet."""
         until = _number("until", until)
         if steps is not None or np.ndim(dt):
             raise InputError("until is given with the number or the lengths of steps; expected dt")
@@ -536,7 +537,7 @@ class _Simulation:
                 f"dt is {first} and until, {until}, is {'after' if ahead > 0 else 'before'} t0, "
                 f"{t0}; expected a dt that leads there"
             )
-        longest = np.inf  # which SciPy's users pass, too
+        longest = np.inf  # SciPy's users pass it too
         if max_dt is not None and not (isinstance(max_dt, float) and max_dt == np.inf):
             longest = _positive("max_dt", max_dt)
         if ahead and t0 + ahead * min(abs(first), longest) == t0 and first:
@@ -563,7 +564,7 @@ class _Simulation:
         return End(stops, allowed, longest, first), times
 
     def _comparing(self, problem: Problem) -> Compare:
-        """Return what compares Jacobians with differences at one state after another."""
+        """Return a function that compares Jacobians with differences at each state."""
         old, time = problem.u0, problem.t0
 
         def compare(u: Vector, passed: float, dt: float) -> None:
@@ -611,7 +612,7 @@ def _march_until(
     watch: Watch,
     compare: Compare | None,
 ) -> Run:
-    """March by lengths that are chosen; within a memory limit they are marched once more."""
+    """March with chosen lengths; under a memory limit, march again with these lengths."""
     solver = Solver(problem.scheme.matrices, problem.tolerance, ROOM)
     march = March.of(problem.t0, problem.u0, keeps_all=problem.memory_limit is None)
 
@@ -644,7 +645,7 @@ def _march_until(
                 name=name,
             )
     except BaseException as failure:
-        # As those of a march by given lengths have.
+        # As in a march with given lengths.
         told = failure
         if isinstance(failure, NotSolved):
             told = NewtonError(f"{failure.why}{problem.params.told}")
@@ -659,7 +660,7 @@ def _march_until(
 
 @contextmanager
 def _watching(shows: bool, total: int | None) -> Iterator[Watch]:
-    """Return what shows a bar for so many steps, once they take long; None without one."""
+    """Return a function that shows a bar once steps take long; None without a bar."""
     if not shows:
         yield None
         return
@@ -674,7 +675,7 @@ def _watching(shows: bool, total: int | None) -> Iterator[Watch]:
 
 
 def _of_one(pattern: Pattern, n: int) -> Pattern:
-    """Return the pattern of one sample's Jacobian, of which that of all samples has blocks."""
+    """Return the pattern of one sample's Jacobian, which is a block of the whole."""
     if pattern.shape == (n, n):
         return pattern
     rows = rows_of(pattern)
@@ -687,7 +688,7 @@ def _check_jacobian(derivative: Derivative, value: Value, names: Names) -> None:
     """Compare a Jacobian with differences, along a direction and entry by entry."""
     x, rng = derivative.x, np.random.default_rng(0)
     direction = rng.choice([-1.0, 1.0], len(x)) * rng.uniform(0.5, 1.0, len(x)) * scales(x)
-    if x.any():  # numbers that are 0 have no scale
+    if x.any():  # a number that is 0 has no scale
         direction *= x != 0
     row, column = derivative.compare(value, direction, names), None
     if row is None:
@@ -704,7 +705,7 @@ def _check_jacobian(derivative: Derivative, value: Value, names: Names) -> None:
 def _check_vjp(
     source: Source, arguments: Arguments, base: Vector, size: Vector, names: Names
 ) -> None:
-    """Compare what `vjp` returns with differences: number by number, or all of many at once."""
+    """Compare `vjp` with differences: number by number, or many numbers at once."""
     x, rng = arguments[-1], np.random.default_rng(0)
     directions = np.diag(scales(x))
     if len(x) > _MOST_PARAMS:
@@ -716,7 +717,7 @@ def _check_vjp(
         lambda params: source.value((*arguments[:-1], params)), x, directions, base, size
     )
     bound = (8 * by_steps.errors + CLOSE * np.abs(by_steps.values)) @ np.abs(above)
-    # At a kink either side is right.
+    # At a kink the slope of either side is right.
     bound += np.nan_to_num(by_steps.most - by_steps.least) @ np.abs(above)
     bound += CLOSE * np.abs(found).sum(1)
     is_apart = np.abs(found.sum(1) - by_steps.values @ above) > bound
@@ -728,7 +729,7 @@ def _check_vjp(
 
 
 def _read_dt(steps: Any, dt: Any) -> tuple[NDArray[np.float64], bool]:
-    """Return the length of each step, and whether one was given for all."""
+    """Return the length of each step, and whether the caller gave one for all."""
     lengths = read_array("dt", dt)
     if lengths.dtype.kind not in "fiu" or lengths.ndim > 1:
         raise InputError(f"dt is {short(dt)}; expected a number, or one for each step")
@@ -746,7 +747,7 @@ def _read_dt(steps: Any, dt: Any) -> tuple[NDArray[np.float64], bool]:
 
 
 def _check_dt(lengths: NDArray[Any]) -> None:
-    """Raise unless all steps lead forward in time, or all backward."""
+    """Raise unless all steps go forward in time, or all backward."""
     with np.errstate(invalid="ignore"):
         ahead = np.sign(lengths)
         bad = np.flatnonzero(~np.isfinite(lengths) | (ahead == 0) | (ahead != ahead[:1]))
@@ -776,29 +777,28 @@ class ImplicitSteps(_Simulation):
     ----------
     residual : callable
         ``residual(u, u_old, t, dt, p)`` returns ``F``, an array of the length of ``u``. The time
-        `t` is the end of the step. It is a function of NumPy arrays, maybe compiled by Numba, or
-        one of JAX or PyTorch.
+        `t` is the end of the step. The function is of NumPy (Numba may compile it), JAX or PyTorch.
     pattern : Pattern, sparse array or mask, shape (n, n), optional
-        Where ``∂F/∂u`` may be nonzero. By default the function is read at the first state of each
-        run, and this is where it depends on ``u``.
+        Where ``∂F/∂u`` may be nonzero. By default each run reads the function at its first state,
+        and finds where it depends on ``u``.
     pattern_old : Pattern, sparse array or mask, shape (n, n), optional
-        Where ``∂F/∂u_old`` may be; by default there as well, if `pattern` is given.
+        Where ``∂F/∂u_old`` may be nonzero. The default is `pattern`, if that is given.
     jacobian, jacobian_old : callable, optional
-        Functions of the arguments of `residual` that return these Jacobians: values in the order of
-        the pattern, or sparse arrays that have it.
+        Functions of the arguments of `residual` that return these Jacobians, as values in the order
+        of the pattern, or as sparse arrays with the pattern.
     vjp : callable, optional
         ``vjp(λ, u, u_old, t, dt, p)`` returns ``(∂F/∂p)ᵀ λ`` in the structure of ``p``.
     derivatives : {"complex", "forward", "jax", "torch"}, optional
-        Where all other derivatives come from: complex steps, exact to rounding, of a function that
-        takes complex numbers; "forward", differences of the function, whose steps fit each number;
-        JAX; or PyTorch, of a function of tensors of float64. By default the function is read: each
-        of its operations has its exact derivative. One that cannot be read is differentiated by
-        complex steps, as long as they agree with differences, which then take their place;
-        `Run.derivatives` and a warning say so.
+        The source of all other derivatives. "complex" takes complex steps, which are exact to
+        rounding; the function must take complex numbers. "forward" takes differences of the
+        function, with steps that fit each number. "jax" is for JAX functions, "torch" for PyTorch
+        functions of float64 tensors. By default the function is read: each of its operations has
+        its exact derivative. If it cannot be read, complex steps are taken as long as they agree
+        with differences, and then differences; `Run.derivatives` and a warning say so.
     param_patterns : dict, optional
-        For parameters of a function that is not read and that are long arrays, by their names:
-        where ``∂F/∂p`` may be nonzero, ``(n, size)``. The derivatives in other parameters are taken
-        number by number.
+        Only for a function that is not read: by the name of a parameter that is a long array, where
+        ``∂F/∂p`` may be nonzero, ``(n, size)``. Derivatives in other parameters are taken number by
+        number.
 
     Attributes
     ----------
@@ -813,17 +813,17 @@ class ImplicitSteps(_Simulation):
     See Also
     --------
     TimeSteps : Methods for ``M u' = f(u, t, p)``.
-    sparsescan.SolveStep : The adjoint chain alone, for given matrices.
+    sparsescan.SolveStep : Only the adjoint chain, for given matrices.
 
     Notes
     -----
-    A step is a function of implicit form, whose derivatives are linear solves:
-    ``∂u/∂u_old = -(∂F/∂u)⁻¹ ∂F/∂u_old``. The transposed Jacobian of a step is the pair
-    ``[SolveStep((∂F/∂u)ᵀ), -(∂F/∂u_old)ᵀ]`` of a chain, and the gradient between both is ``λ``.
+    A step is an implicit function. Its derivatives are linear solves:
+    ``∂u/∂u_old = -(∂F/∂u)⁻¹ ∂F/∂u_old``. The transposed Jacobian of a step is a pair of steps of a
+    chain, ``[SolveStep((∂F/∂u)ᵀ), -(∂F/∂u_old)ᵀ]``; the gradient between them is ``λ``.
 
-    Columns of a pattern that share no row are differentiated together (Curtis, Powell and Reid,
-    "On the estimation of sparse Jacobian matrices", 1974). Factors of a Jacobian are kept for later
-    iterations and steps, and the solves of the backward pass are refined with them.
+    Columns of a pattern that share no row are differentiated together (Curtis, Powell and Reid, "On
+    the estimation of sparse Jacobian matrices", 1974). Later iterations and steps reuse the factors
+    of a Jacobian, and the backward pass refines its solves with them.
 
     Examples
     --------
@@ -909,25 +909,25 @@ class TimeSteps(_Simulation):
     Parameters
     ----------
     rate : callable
-        ``rate(u, t, p)`` returns ``f``, an array of the length of ``u``: a function of NumPy
-        arrays, maybe compiled by Numba, or one of JAX or PyTorch.
+        ``rate(u, t, p)`` returns ``f``, an array of the length of ``u``. The function is of NumPy
+        (Numba may compile it), JAX or PyTorch.
     pattern : Pattern, sparse array or mask, shape (n, n), optional
-        Where ``∂f/∂u`` may be nonzero. By default the function is read at the first state of each
-        run, and this is where it depends on ``u``.
+        Where ``∂f/∂u`` may be nonzero. By default each run reads the function at its first state,
+        and finds where it depends on ``u``.
     method : str, default "backward_euler"
-        ``"backward_euler"`` (order 1), ``"crank_nicolson"`` (2), ``"bdf2"`` (2, whose first step is
-        one of backward Euler), ``"sdirk2"`` and ``"sdirk3"`` (2 and 3, stiffly accurate and
-        L-stable); and explicit ones, ``"euler"``, ``"heun"`` and ``"rk4"`` (1, 2 and 4).
+        Implicit methods: ``"backward_euler"`` (order 1), ``"crank_nicolson"`` (2), ``"bdf2"`` (2;
+        its first step is backward Euler), ``"sdirk2"`` and ``"sdirk3"`` (2 and 3, stiffly accurate
+        and L-stable). Explicit methods: ``"euler"``, ``"heun"`` and ``"rk4"`` (1, 2 and 4).
     mass : sparse array, shape (n, n), optional
-        The matrix ``M``, the identity by default. It may be singular, for algebraic equations; then
-        backward Euler, BDF2 and SDIRK keep these exact.
+        The matrix ``M``, the identity by default. It may be singular, for algebraic equations.
+        Backward Euler, BDF2 and SDIRK then satisfy these equations exactly.
     jacobian : callable, optional
-        ``jacobian(u, t, p)`` returns ``∂f/∂u``: values in the order of the pattern, or a sparse
-        array that has it.
+        ``jacobian(u, t, p)`` returns ``∂f/∂u``, as values in the order of the pattern, or as a
+        sparse array with the pattern.
     vjp : callable, optional
         ``vjp(λ, u, t, p)`` returns ``(∂f/∂p)ᵀ λ`` in the structure of ``p``.
     derivatives, param_patterns
-        As those of :class:`ImplicitSteps`.
+        As for :class:`ImplicitSteps`.
 
     Attributes
     ----------
@@ -943,7 +943,7 @@ class TimeSteps(_Simulation):
 
     See Also
     --------
-    ImplicitSteps : Steps by equations of one's own.
+    ImplicitSteps : Steps with your own equations.
 
     Notes
     -----
@@ -951,10 +951,11 @@ class TimeSteps(_Simulation):
 
         M (U_i - u) = Δ Σ_j a_ij f(U_j, t + c_i Δ, p),    j ≤ i,
 
-    and the last stage is the next state. BDF2 is ``M (a u_{t+1} + b u_t + c u_{t-1}) =
-    Δ f(u_{t+1})``, whose coefficients follow from the lengths of two steps. The SDIRK methods are
-    those of Alexander, "Diagonally implicit Runge-Kutta methods for stiff O.D.E.'s", 1977.
-    Gradients are those of the discrete steps, in the lengths of steps, too.
+    and the last stage is the next state. BDF2 is
+    ``M (a u_{t+1} + b u_t + c u_{t-1}) = Δ f(u_{t+1})``; its coefficients follow from the lengths
+    of two steps. The SDIRK methods are those of Alexander, "Diagonally implicit Runge-Kutta methods
+    for stiff O.D.E.'s", 1977. Gradients are those of the discrete steps, and include the gradients
+    in their lengths.
 
     Examples
     --------

@@ -1,8 +1,8 @@
 """Arrays of symbols, on which a function of the user is read with NumPy's own functions.
 
-An array of symbols is an array of the places of its elements on a tape. So indexing, views,
-reshaping and writing in place are NumPy's own on these places, and who shares memory is right.
-Values are computed beside: where a function branches on one, the tape has a guard.
+An array of symbols holds the places of its elements on a tape. So NumPy's own indexing, views,
+reshaping and writes in place act on these places, with NumPy's rules of shared memory. Values are
+computed at the same time. Where a function branches on a value, the tape records a guard.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Symbols(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of an array of such values."""
+        """The dtype of the values."""
         return np.dtype(bool if self.is_logical else float)
 
     @property
@@ -83,7 +83,7 @@ class Symbols(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def values(self) -> Any:
-        """The values that elements have while they are read."""
+        """The values of the elements during this reading."""
         return self.tape.values(self.ids).astype(self.dtype)
 
     @property
@@ -127,7 +127,7 @@ class Symbols(np.lib.mixins.NDArrayOperatorsMixin):
     # -- Elements ----------------------------------------------------------------------------------
 
     def known(self) -> Any:
-        """Return the values, for which alone the reading holds from now on."""
+        """Return the values; a guard limits the reading to these values from now on."""
         self.tape.guard(self.ids)
         return self.values
 
@@ -172,7 +172,7 @@ class Symbols(np.lib.mixins.NDArrayOperatorsMixin):
         return box
 
     def astype(self, dtype: Any, **_: Any) -> Any:
-        """Return a copy; integers are known."""
+        """Return a copy; a conversion to integers makes the values known."""
         kind = np.dtype(dtype).kind
         if kind == "f":
             return Symbols(self.tape, self.ids.copy())
@@ -188,7 +188,7 @@ class Symbols(np.lib.mixins.NDArrayOperatorsMixin):
         return self._like(self.ids.reshape(*shape, order=order))
 
     def ravel(self, order: Any = "C") -> Symbols:
-        """Return all elements, as a view where that can be."""
+        """Return all elements, as a view where possible."""
         return self._like(self.ids.ravel(order))
 
     def flatten(self, order: Any = "C") -> Symbols:
@@ -275,7 +275,7 @@ class Symbols(np.lib.mixins.NDArrayOperatorsMixin):
         return function(*known, **dict(zip(options, named, strict=True)))
 
     def _moved(self, function: Any, first: Any, *given: Any, **options: Any) -> Any:
-        """Return what a function that only moves elements does."""
+        """Apply a function that only moves elements."""
         is_logical = isinstance(first, Symbols) and first.is_logical
         if function in _JOINS or function is np.broadcast_arrays:
             moved: Any = [elements(self.tape, each) for each in first]
@@ -304,7 +304,7 @@ class Symbols(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def has_symbols(given: Any) -> bool:
-    """Return whether something is, or holds, symbols."""
+    """Return whether an object is symbols or contains symbols."""
     if isinstance(given, list | tuple):
         return any(map(has_symbols, given))
     return isinstance(given, Symbols)
@@ -333,7 +333,7 @@ def elements(tape: Tape, given: Any) -> Ids:
 
 
 def symbols(tape: Tape, given: Any) -> Symbols:
-    """Return symbols as they are, and others as symbols."""
+    """Return symbols unchanged, and anything else as symbols."""
     return given if isinstance(given, Symbols) else Symbols(tape, elements(tape, given))
 
 
@@ -361,7 +361,7 @@ def _is_logical(given: Any) -> bool:
 
 
 def linear(tape: Tape, matrix: Any, given: Any, shape: tuple[int, ...]) -> Symbols:
-    """Return a product with a constant sparse matrix, in a shape."""
+    """Return the product with a constant sparse matrix, in a shape."""
     ids, matrix = elements(tape, given).reshape(-1), sp.csr_array(matrix, dtype=np.float64)
     with np.errstate(all="ignore"):
         values = (matrix @ tape.values(ids)).reshape(shape)
@@ -371,12 +371,12 @@ def linear(tape: Tape, matrix: Any, given: Any, shape: tuple[int, ...]) -> Symbo
 
 
 def _plain(given: Any) -> Any:
-    """Return the values of symbols that depend on no argument, and others as they are."""
+    """Return the values of constant symbols, and anything else unchanged."""
     return given.values if isinstance(given, Symbols) and given.is_constant else given
 
 
 def _all_plain(given: Any) -> Any:
-    """Return arguments, of which symbols that depend on no argument are numbers."""
+    """Return arguments in which constant symbols are replaced by numbers."""
     if isinstance(given, list | tuple):
         return [_all_plain(each) for each in given]
     return _plain(given)
@@ -427,7 +427,7 @@ def _reduced(
     keepdims: bool = False,
     **options: Any,
 ) -> Any:
-    """Return the reduction of an array over axes: a sum is linear, others are pairs of pairs."""
+    """Return a reduction over axes: a sum is a linear map, others are trees of pairs."""
     if out is not None or not is_float(dtype) or _given(options):
         raise RefusedError(f"np.{function.__name__}.reduce with such arguments")
     x = symbols(tape, given)
@@ -455,12 +455,12 @@ def _reduced(
 
 
 def _given(options: dict[str, Any]) -> bool:
-    """Return whether options other than NumPy's defaults are given."""
+    """Return whether options differ from NumPy's defaults."""
     return any(value is not None for value in options.values())
 
 
 def _by_axis(tape: Tape, given: Any, axis: int, matrix: Callable[[int], Any]) -> Symbols:
-    """Return a linear map along an axis; `matrix` returns it for a length."""
+    """Return a linear map along an axis; `matrix` returns its matrix for a length."""
     ids = np.moveaxis(elements(tape, given), axis, -1)
     one = sp.csr_array(matrix(ids.shape[-1]))
     shape = *ids.shape[:-1], one.shape[0]
@@ -632,7 +632,7 @@ def _inner(tape: Tape, a: Any, b: Any) -> Any:
 
 
 def _einsum(tape: Tape, subscripts: Any, *given: Any, **options: Any) -> Any:
-    """Return sums of products: of all elements at once, so that these are for small arrays."""
+    """Return sums of products; all products are made at once, so arrays must be small."""
     if not isinstance(subscripts, str) or "." in subscripts or _given(options):
         raise RefusedError("np.einsum with such arguments")
     left, _, out = subscripts.replace(" ", "").partition("->")
@@ -653,7 +653,7 @@ def _einsum(tape: Tape, subscripts: Any, *given: Any, **options: Any) -> Any:
 
 
 def _solve(tape: Tape, a: Any, b: Any) -> Any:
-    """Return the solution of a small system, by Gaussian elimination with pivots known by value."""
+    """Return the solution of a small system, by Gaussian elimination with fixed pivots."""
     a, right = _plain(a), symbols(tape, b)
     if right.ndim not in (1, 2) or np.ndim(a) != 2:
         raise RefusedError("np.linalg.solve of many systems")
@@ -678,7 +678,7 @@ def _rounded(tape: Tape, a: Any, decimals: int = 0, **options: Any) -> Any:
 
 
 def _of_conjugates(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes conjugates of complex numbers."""
+    """Return a function for complex numbers that conjugates its arguments."""
 
     def noted(tape: Tape, *given: Any, **options: Any) -> Any:
         return apply(tape, real_part, function(tape, *given, **options))

@@ -1,10 +1,10 @@
-"""What a function of the user computes, element by element: values and exact derivatives.
+"""A tape of what a user's function computes, element by element, with exact derivatives.
 
-A function that was read once is a list of parts, each of which computes some numbers from others:
-an elementwise function of NumPy, or a product with a constant sparse matrix. Derivatives are those
-of the parts, by the chain rule, forward or in reverse (Griewank and Walther, Evaluating
-Derivatives, 2008, chapter 3). Branches of the function that depended on numbers are guards: another
-outcome of one needs another reading.
+A function that was read once is a list of parts. Each part computes some numbers from others, by an
+elementwise NumPy function or a product with a constant sparse matrix. The chain rule gives
+derivatives, forward or in reverse (Griewank and Walther, Evaluating Derivatives, 2008, chapter 3).
+Each branch of the function that depended on numbers is a guard: if its outcome changes, the
+function must be read again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Ids = NDArray[np.int64]  # of elements: their places among all numbers
 Vector = NDArray[np.float64]
 
 _EPS = float(np.finfo(np.float64).eps)
-# What a function may take to be read: so many parts, elements, and seconds.
+# The most parts, elements and seconds for reading a function.
 _PARTS, _ELEMENTS, _SECONDS = 200_000, 20_000_000, 5.0
 
 
 class RefusedError(Exception):
-    """A function does what cannot be read."""
+    """A function does something that cannot be read."""
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
@@ -38,7 +38,7 @@ def where(condition: Any, a: Any, b: Any) -> Any:
 
 
 def real_part(x: Any) -> Any:
-    """Return a number, of which a function takes the real part: complex steps do not see it."""
+    """Return a number whose real part a function takes, which complex steps do not see."""
     return x
 
 
@@ -55,11 +55,11 @@ class Table(NamedTuple):
     values: tuple[float, ...]
 
     def __call__(self, x: Any) -> Any:
-        """Return the values between those of the table."""
+        """Interpolate in the table."""
         return np.interp(x, self.points, self.values)
 
     def slope(self, x: Any) -> Any:
-        """Return the derivative; at a point that on its right."""
+        """Return the derivative; at a point of the table, the right-hand one."""
         points, values = np.array(self.points), np.array(self.values)
         slopes = np.concatenate([[0.0], np.diff(values) / np.diff(points), [0.0]])
         return slopes[np.searchsorted(points, x, "right")]
@@ -77,13 +77,13 @@ def _power(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _either(is_first: Any) -> tuple[Any, Any]:
-    """Return the derivatives in two numbers, of which the result is one."""
+    """Return the derivatives of a function that returns one of two numbers."""
     return is_first * 1.0, ~is_first * 1.0
 
 
 def _angle(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
     square = a * a + b * b
-    share = np.where(square == 0, 0.0, 1.0 / square)  # nothing where there is no angle
+    share = np.where(square == 0, 0.0, 1.0 / square)  # 0 where there is no angle
     return share * b, -share * a
 
 
@@ -92,7 +92,7 @@ def _share(y: Any, a: Any, b: Any) -> tuple[Any, Any]:
     return share, np.exp(b - y)
 
 
-# ``(y, *arguments)`` to the derivative in each argument; None, or no row, for none.
+# Maps ``(y, *arguments)`` to the derivative in each argument; None, or no row, if there is none.
 PARTIALS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     np.add: lambda y, a, b: (1.0, 1.0),
     np.subtract: lambda y, a, b: (1.0, -1.0),
@@ -119,7 +119,7 @@ PARTIALS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     np.arctan: lambda y, a: (1.0 / (1.0 + a * a),),
     np.sinh: lambda y, a: (np.cosh(a),),
     np.cosh: lambda y, a: (np.sinh(a),),
-    # 1 - tanh² would round to 0 where it is not.
+    # 1 - tanh² would round to 0 where the derivative is not 0.
     np.tanh: lambda y, a: (np.cosh(np.clip(a, -350.0, 350.0)) ** -2.0,),
     np.arcsinh: lambda y, a: (1.0 / np.hypot(1.0, a),),
     np.power: _power,
@@ -143,7 +143,7 @@ PARTIALS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     where: lambda y, condition, a, b: (None, *_either(condition != 0)),
     real_part: lambda y, a: (1.0,),
 }
-# Those of scipy.special, by their names.
+# Functions of scipy.special, by name.
 _SPECIAL: dict[str, Callable[..., tuple[Any, ...]]] = {
     "expit": lambda y, a: (y * (1.0 - y),),
     "logit": lambda y, a: (1.0 / (a * (1.0 - a)),),
@@ -158,9 +158,9 @@ FLAT = {
     *(np.logical_and, np.logical_or, np.logical_not, np.logical_xor),
     *(np.isnan, np.isfinite, np.isinf, np.signbit),
 }
-# Those whose results are true or false.
+# Functions whose results are true or false.
 LOGICAL = {each for each in FLAT if each(*[0.5] * each.nin).dtype == bool}
-# Functions of which one argument only counts.
+# Functions that depend on only one argument.
 SELECTIONS = {where, np.maximum, np.minimum, np.fmax, np.fmin}
 # Functions that complex steps differentiate exactly, and whose derivatives are finite.
 _ANALYTIC = {
@@ -196,7 +196,7 @@ class Part(NamedTuple):
     inputs : tuple of ndarray of int
         The elements that it reads.
     begin, size : int
-        Where its numbers begin, and how many they are.
+        The place of its first number, and how many numbers it has.
     """
 
     function: Any
@@ -206,7 +206,7 @@ class Part(NamedTuple):
 
     @property
     def own(self) -> slice:
-        """Where its numbers are."""
+        """The slice of its numbers."""
         return slice(self.begin, self.begin + self.size)
 
     @property
@@ -277,7 +277,7 @@ class Tape:
         return self._numbers[key].copy()
 
     def guard(self, ids: Ids) -> None:
-        """Note that the reading holds for these values of elements alone."""
+        """Record that the reading is valid only for these values of elements."""
         if not self.is_constant(ids):
             ids = ids.reshape(-1).copy()
             self.guards.append((ids, self.values(ids)))
@@ -296,7 +296,7 @@ class Graph:
     Attributes
     ----------
     kept : dict
-        What else is known of its Jacobians.
+        Cached properties of its Jacobians.
     """
 
     def __init__(self, tape: Tape, results: Ids) -> None:
@@ -313,7 +313,7 @@ class Graph:
         self.kept: dict[tuple[str, int], Any] = {}
 
     def is_like(self, other: Graph) -> bool:
-        """Return whether it computes the same of its arguments as another one."""
+        """Return whether two graphs compute the same function."""
         if len(self.parts) != len(other.parts) or len(self.first) != len(other.first):
             return False
         return (
@@ -342,21 +342,21 @@ class Graph:
 
     @cached_property
     def places(self) -> list[list[slice | Ids]]:
-        """Where each part reads: a slice where it can be, of one number for one that all read."""
+        """The places that each part reads, as a slice where possible; one place if all read it."""
         return [[_place(ids) for ids in part.inputs] for part in self.parts]
 
     @cached_property
     def is_smooth(self) -> bool:
-        """Whether complex steps are exact: all that the results are computed by is smooth."""
+        """Whether complex steps are exact: all parts behind the results are smooth."""
         return all(self._is_smooth(self.parts[k]) for k in self._computing(self.results))
 
     @cached_property
     def guarding(self) -> list[int]:
-        """What guards read: the numbers of parts, in their order."""
+        """The numbers of the parts that guards need, in order."""
         return self._computing(self.guards)
 
     def _computing(self, ids: Ids) -> list[int]:
-        """Return the numbers of the parts that compute some elements, in their order."""
+        """Return the numbers of the parts that compute some elements, in order."""
         is_read = np.zeros(len(self.parts), bool)
         is_read[self.owners(ids)] = True
         for k in range(len(self.parts))[::-1]:
@@ -368,7 +368,7 @@ class Graph:
     def _is_smooth(self, part: Part) -> bool:
         if part.function is not np.power:
             return part.is_leaf or part.is_linear or part.function in _ANALYTIC
-        # Powers of small integers are products, but those that Numba compiles.
+        # Powers with small integers are products, except in functions that Numba compiles.
         exponents = self.first[part.inputs[1]]
         owners = np.unique(self.owners(part.inputs[1]))
         is_constant = all(self.parts[k].function is None for k in owners)
@@ -376,7 +376,7 @@ class Graph:
         return is_constant and is_small and not self._is_compiled
 
     def owners(self, ids: Ids) -> Ids:
-        """Return which parts elements are of."""
+        """Return the part of each element."""
         return np.searchsorted(self._begins, ids, "right") - 1
 
     def depends(self, where: int) -> NDArray[np.bool_]:
@@ -416,7 +416,7 @@ class Graph:
         return depends, Pattern(pattern.indptr, pattern.indices, pattern.shape)
 
     def _rows(self, rows: list[Any], ids: Ids) -> Any:
-        """Return a copy of the rows of elements, from those of the parts."""
+        """Return a copy of the rows of elements, taken from their parts."""
         owners = self.owners(ids)
         parts = np.unique(owners)
         begins = np.cumsum([0, *(self.parts[k].size for k in parts)])
@@ -427,9 +427,9 @@ class Graph:
 
 
 def _grouped(parts: list[Part]) -> tuple[list[Part], Ids]:
-    """Join scalars that the same function computes of what is known then; return elements' places.
+    """Join scalars that one function computes from known elements; return the new places.
 
-    So is a loop over elements, as users write it, computed at once.
+    So a loop over elements in the user's code is computed at once.
     """
     count = parts[-1].begin + parts[-1].size if parts else 0
     levels = np.zeros(count, np.int64)
@@ -471,7 +471,7 @@ class Evaluation:
         self._sums: dict[tuple[int, int], Any] = {}
 
     def holds(self, arguments: Sequence[Any]) -> bool:
-        """Return whether every guard holds; only what guards read is computed."""
+        """Return whether every guard holds; compute only what guards need."""
         self._compute(self.graph.guarding, arguments)
         return bool((self._values[self.graph.guards] == self.graph.expected).all())
 
@@ -506,7 +506,7 @@ class Evaluation:
         return np.asarray(self._values[self.graph.results])
 
     def rounding(self) -> Vector:
-        """Return how far off rounding may have made the results: to first order, in all parts."""
+        """Return a first-order bound for the rounding errors of the results, over all parts."""
         errors = np.zeros(len(self._values))
         with np.errstate(all="ignore"):
             for k, part in enumerate(self.graph.parts):
@@ -524,7 +524,7 @@ class Evaluation:
         return np.asarray(errors[self.graph.results])
 
     def _slopes(self, k: int) -> tuple[Any, ...]:
-        """Return the derivatives of a part in what it reads."""
+        """Return the derivatives of a part in the numbers it reads."""
         if k not in self._partials:
             part = self.graph.parts[k]
             self._partials[k] = partials(part.function, self._values[part.own], self._read(k))
@@ -546,12 +546,12 @@ class Evaluation:
         return slopes[graph.results]
 
     def _along(self, k: int, slopes: Any) -> Any:
-        """Return derivatives of a part, from those of what it reads."""
+        """Return derivatives of a part from those of the numbers it reads."""
         found: Any = 0.0
         for place, by in zip(self._places[k], self._slopes(k), strict=True):
             if by is not None:
                 more = _weighed(by, slopes[place])
-                if self.graph.parts[k].function in SELECTIONS:  # what is not chosen may be any
+                if self.graph.parts[k].function in SELECTIONS:  # the branch not taken has any value
                     more = np.where(np.reshape(by, (-1, 1)) == 0, 0.0, more)
                 found = found + more
         return found
@@ -592,14 +592,14 @@ class Evaluation:
 
 
 def _weighed(by: Any, slopes: Any) -> Any:
-    """Return slopes times a derivative: those of 0 are 0, also where that is infinite."""
+    """Return slopes times a derivative; a slope of 0 gives 0, even times infinity."""
     weights = np.reshape(by, (-1, 1))
     found = weights * slopes
     return found if np.isfinite(weights).all() else np.where(slopes == 0, 0.0, found)
 
 
 def _place(ids: Ids) -> slice | Ids:
-    """Return a slice of elements that are one after the other, or are one; else their places."""
+    """Return a slice for consecutive or single elements; otherwise their places."""
     if len(ids):
         if (ids == ids[0]).all():
             return slice(int(ids[0]), int(ids[0]) + 1)

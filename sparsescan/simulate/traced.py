@@ -1,4 +1,4 @@
-"""Derivatives of a function of the user that was read once: exact, wherever it could be read."""
+"""Exact derivatives of a user's function that was read once on symbols."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from .rebuilt import Rebuilt, state_of
 from .symbols import Symbols, elements
 from .tape import Evaluation, Graph, RefusedError, Tape
 
-# How many outcomes of its branches a function may have, and how many complex steps take less time
-# than its graph.
+# The most sets of branches of a function, and the most complex steps that are faster than its
+# graph.
 _MOST_GRAPHS, _MOST_STEPS = 64, 12
-# Values of a graph are those of the function but for so many times their rounding. They are
-# compared at the first so many states of a pass back, and then at every state of this number.
+# A graph's values may differ from the function's by this many roundings. They are compared at the
+# first `_FIRST` states of a backward pass, then at every `_EVERY`-th.
 _ROUNDINGS, _FIRST, _EVERY = 16.0, 16, 32
-# Complex steps are exact if they are the derivatives of the graph to this share.
+# Complex steps count as exact if they agree with the graph's derivatives to this share.
 _SAME = 1e-8
 
 
 class Traced:
     """Derivatives of a function of NumPy that was read on symbols.
 
-    The function is read again where it branches in another way. Where it cannot be read, or what
-    was read has other values, other derivatives serve.
+    The function is read again if it takes other branches. If it cannot be read, or the graph has
+    other values, `others` computes the derivatives.
 
     Parameters
     ----------
     function : callable
-        ``function(rebuilt, arguments)`` calls the user's function, or a rebuilt one.
+        ``function(rebuilt, arguments)`` calls the user's function or its copy on symbols.
     user : callable
         The user's function.
     names : Names
-        What errors call it and its arguments.
+        Names of the function and its arguments in errors.
     others : Differences
-        Derivatives where the function cannot be read.
+        Derivatives for functions that cannot be read.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Traced:
         others: Differences,
     ) -> None:
         self._function, self._user, self._names, self._others = function, user, names, others
-        # What runs have read, and the state of the function then; and why it could not be read.
+        # The graphs that runs have read, with the function's state then; and why reading failed.
         self._graphs: list[Graph] = []
         self._shared: dict[str, Any] = {"state": None, "refusal": None, "is told": False}
         self._evaluations: list[Evaluation] = []
         self.refusal: str | None = None
         self._is_known = True
-        # What was found for the last arguments, and those that it has its values at.
+        # The evaluation for the last arguments, and the arguments of its values.
         self._found: tuple[Arguments, Evaluation] | None = None
         self._at: Arguments | None = None
         self._calls = 0
@@ -87,16 +87,16 @@ class Traced:
     # -- Reading -----------------------------------------------------------------------------------
 
     def _evaluation(self, arguments: Arguments) -> Evaluation | None:
-        """Return what the function was read as where it branches as at arguments, or None.
+        """Return the graph for the branches taken at these arguments, or None.
 
-        Its values may be those at others, up to :meth:`_there`.
+        Its values may belong to other arguments; :meth:`_there` updates them.
         """
         if self._found is not None and self._found[0] is arguments:
             return self._found[1]
         if self.refusal is not None:
             return None
         self._at = None
-        if not self._is_known:  # a reading of another run holds if its values do
+        if not self._is_known:  # a graph of another run is right if its values are
             self._is_known = True
             if not all(map(partial(self._is_alike, arguments=arguments), self._evaluations)):
                 self._evaluations = []
@@ -107,7 +107,7 @@ class Traced:
                 return known
         try:
             found = self._read(arguments)
-        except Exception as error:  # what the function raises on symbols is its own
+        except Exception as error:  # the function may raise anything on symbols
             self._refuse(_told(error))
             return None
         self._evaluations.insert(0, found)
@@ -115,7 +115,7 @@ class Traced:
         return found
 
     def _there(self, found: Evaluation, arguments: Arguments) -> Evaluation:
-        """Return an evaluation with its values at arguments."""
+        """Return the evaluation at these arguments."""
         if self._at is not arguments:
             found.at(arguments)
             self._at = arguments
@@ -139,7 +139,7 @@ class Traced:
         return f"{self._names.function}, which was read"
 
     def _read(self, arguments: Arguments) -> Evaluation:
-        """Read the function at arguments, and compare what was read with it."""
+        """Read the function at these arguments, and compare the graph with it."""
         if len(self._evaluations) >= _MOST_GRAPHS:
             raise RefusedError(f"more than {_MOST_GRAPHS} outcomes of branches")
         tape = Tape()
@@ -162,7 +162,7 @@ class Traced:
             del self._graphs[:-_MOST_GRAPHS]
         evaluation = Evaluation(graph)
         moved = tuple(_moved(each, k) for k, each in enumerate(arguments))
-        # A function with a state of its own, or with random numbers, differs from call to call.
+        # A function with a state or random numbers differs from call to call.
         for each in (moved, arguments, arguments):
             if not self._is_alike(evaluation, each):
                 raise RefusedError("values that differ from what was read")
@@ -171,7 +171,7 @@ class Traced:
         return evaluation
 
     def _is_alike(self, evaluation: Evaluation, arguments: Arguments) -> bool:
-        """Return whether values are those of the function, if it branches as it was read."""
+        """Return whether values are the function's, if it takes the branches that were read."""
         if not evaluation.holds(arguments):
             return True
         evaluation.at(arguments)
@@ -182,7 +182,7 @@ class Traced:
         return bool((is_alike | (np.isnan(found) & np.isnan(expected))).all())
 
     def patterns(self, arguments: Arguments, count: int) -> list[Pattern]:
-        """Return where the function depends on the first so many of its arguments.
+        """Return the patterns in which the function depends on its first `count` arguments.
 
         Raises
         ------
@@ -201,9 +201,9 @@ class Traced:
     # -- Compiled loops ----------------------------------------------------------------------------
 
     def graph(self, arguments: Arguments, patterns: list[Coloured]) -> Graph | None:
-        """Return what the function was read as where it branches as at arguments.
+        """Return the graph for the branches taken at these arguments.
 
-        None if it cannot be read, or patterns of the user lack entries of its Jacobians.
+        None if the function cannot be read, or the user's patterns lack entries of its Jacobians.
         """
         found = self._evaluation(arguments)
         if found is None:
@@ -213,7 +213,7 @@ class Traced:
         return None if lacks else found.graph
 
     def agrees(self, arguments: Arguments) -> bool:
-        """Return whether the function has the values of what was read; else it is refused."""
+        """Return whether the graph has the function's values; if not, stop using the graph."""
         found = self._evaluation(arguments)
         if found is not None and not self._is_alike(found, arguments):
             self._refuse("values that differ from what was read")
@@ -245,7 +245,7 @@ class Traced:
         values = self._others.by_complex(arguments, where, coloured)
         if values is None or ("complex", where) in graph.kept:
             return values
-        # NumPy's functions may be others of complex numbers, as those that take conjugates.
+        # NumPy's functions may differ for complex numbers, such as those that conjugate.
         exact = _compressed(self._there(found, arguments), where, coloured)
         size = np.max(np.abs(exact), initial=0.0)
         if not np.allclose(values, exact, _SAME, _SAME * size, equal_nan=True):
@@ -255,7 +255,7 @@ class Traced:
         return values
 
     def _lack(self, graph: Graph, where: int, pattern: Pattern) -> _Lack | None:
-        """Return which entries of a graph's Jacobian a pattern lacks, if it lacks any."""
+        """Return the entries of a graph's Jacobian that a pattern lacks, if any."""
         known = graph.kept.get(("lack", where))
         if known is None or known[0] is not pattern:
             own = self._exact(graph, where)
@@ -296,7 +296,7 @@ class Traced:
     # -- Comparisons -------------------------------------------------------------------------------
 
     def confirm(self, arguments: Arguments, always: bool = False) -> None:
-        """Compare values with those of the function at some states: it may have a state."""
+        """Compare values with the function's at some states: the function may have a state."""
         found = self._evaluation(arguments)
         if found is None:
             self._others.confirm(arguments, always)
@@ -320,16 +320,16 @@ class Traced:
 
 
 class _Lack:
-    """The pattern of a graph, some entries of which the user's pattern lacks.
+    """The pattern of a graph that has entries outside the user's pattern.
 
     Parameters
     ----------
     own : Coloured
-        The first.
+        The graph's pattern.
     given : Pattern
-        The other.
+        The user's pattern.
     has : ndarray of bool
-        Which entries of `own` the other has.
+        Which entries of `own` are in `given`.
     """
 
     def __init__(self, own: Coloured, given: Pattern, has: NDArray[np.bool_]) -> None:
@@ -337,7 +337,7 @@ class _Lack:
         self._to = np.searchsorted(keys_of(given), keys_of(own.pattern)[has])
 
     def jacobian(self, found: Evaluation, where: int, coloured: Coloured, names: Names) -> Vector:
-        """Return the values of the Jacobian; those that the pattern lacks are 0, or an error."""
+        """Return the values in the user's pattern; raise if an entry outside it is not 0."""
         values = _compressed(found, where, self._coloured)
         is_lost = ~self._has & (values != 0)
         if is_lost.any():
@@ -353,7 +353,7 @@ class _Lack:
 
 
 def _told(error: Exception) -> str:
-    """Return why a function cannot be read, and the last line of the user's that says so."""
+    """Return why a function cannot be read, with the last line of the user's code."""
     why, own = (str(error) or type(error).__name__).splitlines()[0], Path(__file__).parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
@@ -363,7 +363,7 @@ def _told(error: Exception) -> str:
 
 
 def _compressed(found: Evaluation, where: int, coloured: Coloured | None) -> Vector:
-    """Return the values of a Jacobian, from its products with a vector of each group."""
+    """Return the values of a Jacobian from its products with the seed of each group."""
     if coloured is None:  # of a number
         return np.asarray(found.along(where, np.ones((1, 1)))[:, 0])
     columns = found.along(where, coloured.seeds.T.astype(np.float64))
@@ -371,7 +371,7 @@ def _compressed(found: Evaluation, where: int, coloured: Coloured | None) -> Vec
 
 
 def _moved(argument: object, seed: int) -> object:
-    """Return an argument nearby."""
+    """Return a nearby argument."""
     x = np.asarray(argument, np.float64)
     by = 1 + 1e-3 * np.random.default_rng(seed).uniform(0.5, 1.0, x.shape)
     moved = x * by

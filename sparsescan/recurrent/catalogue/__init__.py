@@ -1,8 +1,8 @@
 """Recurrent cells of the literature, each as its paper defines it.
 
-In the docstrings, ``h'`` is the new state and ``h`` the last one, ``∘`` multiplies units, σ is the
-sigmoid, and products have their biases, which are not written: ``W x`` is ``weight_ih``'s, ``U h``
-is ``weight_hh``'s. Where torchrecurrent has a cell, it has these parameters, by name and shape.
+In the docstrings, ``h'`` is the new state and ``h`` the last one, ``∘`` multiplies elementwise, and
+σ is the sigmoid. ``W`` is ``weight_ih`` and ``U`` is ``weight_hh``; the biases of their products
+are not written. Cells that torchrecurrent has too have the names and shapes of its parameters.
 
 Examples
 --------

@@ -1,4 +1,4 @@
-"""Functions that a cell of the catalogue may be made with."""
+"""The activation functions of cells of the catalogue."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ _NAMES = (
 
 
 def activation(default: str) -> Choice:
-    """Return a choice among elementwise functions, of which `default` is taken unless said."""
+    """Return a Choice among elementwise functions; `default` is the default."""
     return Choice(default, *(name for name in _NAMES if name != default))

@@ -1,4 +1,4 @@
-"""Cells whose state is a weighted sum of inputs: no function is between one step and the next."""
+"""Cells whose state is a weighted sum of inputs: no nonlinear function links the steps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class JANET(Cell):
         n  = tanh(W_n x + U_n h)
         h' = σ(s) ∘ h + (1 - σ(s - β)) ∘ n
 
-    The paper's ``c`` is ``h`` here. Its β is chosen; here it is trained, as in torchrecurrent.
+    The paper's ``c`` is ``h`` here. The paper fixes β; here it is trained, as in torchrecurrent.
     """
 
     weight_ih = Input("s", "n")

@@ -1,4 +1,4 @@
-"""Cells that look back further than one step: at an input, or at a state."""
+"""Cells that read an earlier input, or a state of more than one step before."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class TLSTM(Cell):
         c' = f ∘ c + (1 - f) ∘ z
         h' = c' ∘ o
 
-    The state is ``[h, c, V_z x₋, V_f x₋, V_o x₋]``, where V is `weight_hh`; no step reads the
-    output ``h`` of the step before.
+    The state is ``[h, c, V_z x₋, V_f x₋, V_o x₋]``, where V is `weight_hh`. No step reads the
+    previous output ``h``.
     """
 
     weight_ih = Input("z", "f", "o")

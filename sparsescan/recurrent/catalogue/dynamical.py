@@ -105,7 +105,7 @@ class LEM(Cell):
         z' = (1 - s) ∘ z + s ∘ tanh(W_z x + U_z h)
         h' = (1 - r) ∘ h + r ∘ tanh(W_h x + V z')
 
-    torchrecurrent multiplies V with z, where the paper has z'; so does ``memory="old"``.
+    The paper multiplies V with z'. torchrecurrent multiplies V with z, as does ``memory="old"``.
     """
 
     weight_ih = Input("r", "s", "z", "h")

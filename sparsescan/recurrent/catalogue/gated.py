@@ -57,7 +57,7 @@ class LiGRU(Cell):
         n  = relu(W_n x + U_n h)
         h' = z ∘ h + (1 - z) ∘ n
 
-    The paper normalises the products ``W x`` over a batch; here that is left to the layer before.
+    The paper normalises ``W x`` over a batch. This cell does not: normalise in the layer before.
     """
 
     weight_ih = Input("z", "n")

@@ -1,4 +1,4 @@
-"""Cells some of whose units see no state but their own."""
+"""Cells with units that read only their own state."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ class SCRN(Cell):
         h' = σ(P s' + A x + R h)
         y' = tanh(U h' + V s')
 
-    The state is ``[y, h, s]``. torchrecurrent multiplies R with y, where the paper has h; so does
-    ``recurrent="output"``. The paper's α is 0.95; here it begins so, and is trained.
+    The state is ``[y, h, s]``. The paper multiplies R with h. torchrecurrent multiplies R with y,
+    as does ``recurrent="output"``. The paper's α is 0.95; here that is its initial value, and it is
+    trained.
     """
 
     weight_ih = Input("s", "h")

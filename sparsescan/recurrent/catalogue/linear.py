@@ -1,4 +1,4 @@
-"""Cells that are linear in the state, so that their Jacobians are diagonal."""
+"""Cells that are elementwise linear in the state, so that their Jacobians are diagonal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long short-term memory: before it had a forget gate, and since then."""
+"""Long short-term memory: without a forget gate, and later variants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OriginalLSTM(Cell):
         c' = c + σ(W_i x + U_i h) ∘ tanh(W_g x + U_g h)
         h' = σ(W_o x + U_o h) ∘ tanh(c')
 
-    The paper leaves both functions that are tanh here open, and has ``4σ - 2`` and ``2σ - 1``.
+    The paper leaves both functions open, and uses ``4σ - 2`` and ``2σ - 1``; here both are tanh.
     """
 
     weight_ih = Input("i", "g", "o")
@@ -38,8 +38,8 @@ class BlockDiagonalLSTM(Cell):
         c' = σ(W_f x + U_f h) ∘ c + σ(W_i x + U_i h) ∘ tanh(W_g x + U_g h)
         h' = σ(W_o x + U_o h) ∘ tanh(c')
 
-    All ``U`` are block-diagonal, of a block for each of the ``heads``. There is one by default,
-    with which it is an LSTM.
+    All ``U`` are block-diagonal, with one block for each of the ``heads``. With one head, the
+    default, the cell is an LSTM.
     """
 
     heads = Constant(1)
@@ -115,7 +115,7 @@ class MCLSTM(Cell):
         v' = m ∘ tanh(c')
         h' = o ∘ tanh(c')
 
-    The state is ``[h, v, c]``; no step reads the output ``h`` of the step before.
+    The state is ``[h, v, c]``. No step reads the previous output ``h``.
     """
 
     weight_ih = Input("f", "i", "o", "m", "n")
@@ -146,7 +146,7 @@ class MogrifierLSTM(Cell):
         c'  = σ(W_f x_5 + U_f h_4) ∘ c + σ(W_i x_5 + U_i h_4) ∘ tanh(W_g x_5 + U_g h_4)
         h'  = σ(W_o x_5 + U_o h_4) ∘ tanh(c')
 
-    ``Q`` and ``R`` have no biases, and there are as many inputs as units.
+    ``Q`` and ``R`` have no biases. The number of inputs must be the number of units.
     """
 
     weight_ih = Hidden("i", "f", "g", "o")
@@ -197,8 +197,8 @@ class ProjectedLSTM(Cell):
         c' = σ(W_f x + U_f h) ∘ c + σ(W_i x + U_i h) ∘ tanh(W_g x + U_g h)
         h' = P (σ(W_o x + U_o h) ∘ tanh(c'))
 
-    ``h`` has ``proj_size`` numbers, as in :class:`torch.nn.LSTM` with that argument; by default, 0,
-    as many as there are units.
+    ``h`` has ``proj_size`` numbers, as in :class:`torch.nn.LSTM` with that argument. The default,
+    0, means as many as units.
     """
 
     proj_size = Constant(0)

@@ -16,9 +16,9 @@ class ZoneoutLSTM(Cell):
         h' = h + k_h ∘ (σ(o) ∘ tanh(σ(f) ∘ c + σ(i) ∘ tanh(g)) - h)
 
     with ``(i, f, g, o) = W x + U h``. In each step ``k_h`` is 0 with probability `zoneout_h`, and
-    otherwise 1, and ``k_c`` likewise with `zoneout_c`; in inference they are ``1 - zoneout_h`` and
-    ``1 - zoneout_c``. The defaults are those of the paper's best model of characters. The states
-    are ``[h, c]``.
+    otherwise 1; ``k_c`` likewise with `zoneout_c`. In inference they are ``1 - zoneout_h`` and
+    ``1 - zoneout_c``. The defaults are those of the paper's best character model. The states are
+    ``[h, c]``.
     """
 
     weight_ih = Input("i", "f", "g", "o")
@@ -87,7 +87,7 @@ class VariationalLSTM(Cell):
         c' = σ(f) ∘ c + σ(i) ∘ tanh(g)
         h' = σ(o) ∘ tanh(c')
 
-    with ``(i, f, g, o) = W x + U (d ∘ h)``. In all steps of a sample ``d`` is the same: 0 with
+    with ``(i, f, g, o) = W x + U (d ∘ h)``. All steps of a sample share one ``d``: 0 with
     probability `state_dropout`, and otherwise ``1 / (1 - state_dropout)``; in inference it is 1.
     All gates share it: equation 7 of the paper. The states are ``[h, c]``.
     """
@@ -111,7 +111,7 @@ class VariationalGRU(Cell):
         n  = tanh(W_n x + r ∘ (U_n (d ∘ h)))
         h' = (1 - z) ∘ n + z ∘ h
 
-    with ``r, z = σ(W x + U (d ∘ h))``, each with rows of its own: PyTorch's GRU, with the mask of
+    with ``r, z = σ(W x + U (d ∘ h))``, each with its own rows: PyTorch's GRU, with the mask of
     :class:`VariationalLSTM`.
     """
 

@@ -31,8 +31,8 @@ class LayerNormLSTM(Cell):
         h' = σ(o) ∘ tanh(a_c ∘ LN(c') + b_c)
 
     LN, ``(v - mean(v)) / sqrt(mean((v - mean(v))²) + 1e-5)``, is over the units of all four gates.
-    The biases of the first sum, three in the paper, are one: ``bias_hh``. The states are ``[h,
-    c]``.
+    The first sum has three biases in the paper; here it has one, ``bias_hh``. The states are
+    ``[h, c]``.
     """
 
     weight_ih = Input("f", "i", "o", "g", bias=False)
@@ -61,8 +61,8 @@ class LayerNormGRU(Cell):
         n  = tanh(a_n ∘ LN(W_n x) + σ(r) ∘ (b_n ∘ LN(U_n h)))
         h' = (1 - σ(z)) ∘ h + σ(z) ∘ n
 
-    LN is as for :class:`LayerNormLSTM`, over the units of two gates, then over those of ``n``. All
-    sums have biases: those of ``W x`` and ``U h`` are one for ``(z, r)``, and two for ``n``.
+    LN is that of :class:`LayerNormLSTM`, over the units of both gates, and separately over those of
+    ``n``. All sums have biases: ``(z, r)`` has one bias for its sum, ``n`` has one for each term.
     """
 
     weight_ih = Input("z", "r", "n", bias=False)

@@ -1,4 +1,4 @@
-"""Cells whose state is mixed with the next one by numbers, which may be trained."""
+"""Cells that mix the old state with a candidate by scalars, which may be trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FastRNN(Cell):
         n  = φ(W x + U h)
         h' = σ(α) n + σ(β) h
 
-    The paper begins with a small ``σ(α)`` and ``σ(β)`` near 1; torchrecurrent's are exchanged.
+    The paper starts with a small ``σ(α)`` and ``σ(β)`` near 1; torchrecurrent exchanges the two.
     """
 
     weight_ih = Input()
@@ -39,7 +39,7 @@ class FastGRNN(Cell):
         n  = tanh(W x + U h + b_n)
         h' = (σ(ζ) (1 - z) + σ(ν)) ∘ n + z ∘ h
 
-    The paper's ``φ`` is ``σ``; torchrecurrent's is tanh unless it is told otherwise.
+    The paper's ``φ`` is ``σ``; torchrecurrent's default is tanh.
     """
 
     weight_ih = Input(bias=False)

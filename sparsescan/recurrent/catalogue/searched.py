@@ -1,4 +1,4 @@
-"""Cells that a search has found."""
+"""Cells that an architecture search has found."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MUT1(Cell):
         r  = σ(W_r x + U_r h)
         h' = z ∘ tanh(U_n (r ∘ h) + tanh(W_n x)) + (1 - z) ∘ h
 
-    The paper has ``x`` where ``W_n x`` is, for as many inputs as units.
+    The paper has ``x`` in place of ``W_n x``, with as many inputs as units.
     """
 
     weight_ih = Input("z", "r", "n")
@@ -37,7 +37,7 @@ class MUT2(Cell):
         r  = σ(W_r x + U_r h)
         h' = z ∘ tanh(W_n x + U_n (r ∘ h)) + (1 - z) ∘ h
 
-    The paper has ``x`` where ``W_r x`` is, for as many inputs as units.
+    The paper has ``x`` in place of ``W_r x``, with as many inputs as units.
     """
 
     weight_ih = Input("z", "r", "n")
@@ -50,7 +50,7 @@ class MUT2(Cell):
         return h + z * (n - h)
 
     def seen(self, h):
-        """Return what ``z`` sees of the state."""
+        """Return the function of the state that ``z`` reads."""
         return h
 
 
@@ -78,7 +78,7 @@ class NAS(Cell):
         b  = tanh(tanh(tanh(g_5) ∘ σ(g_6)) + σ(tanh(g_7) + σ(g_8)))
         h' = tanh(c' ∘ b)
 
-    torchrecurrent adds where the paper's cell multiplies, in ``g_4``; so does ``join="sum"``.
+    In ``g_4`` the paper multiplies. torchrecurrent adds, as does ``join="sum"``.
     """
 
     weight_ih = Input(*"abcdefgh")

@@ -1,4 +1,4 @@
-"""Simple gated units, whose input multiplies the state; and a cell whose output mixes with x."""
+"""Simple gated units, whose input multiplies the state; and the intersection RNN."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SGU(Cell):
         return h + z * (n - h)
 
     def project(self, gated):
-        """Return what the output's function is applied to."""
+        """Return the argument of the output's function."""
         return gated
 
 
@@ -63,8 +63,8 @@ class IntersectionRNN(Cell):
         y' = a ∘ x + (1 - a) ∘ d
         h' = b ∘ h + (1 - b) ∘ n
 
-    The state is ``[y, h]``; no step reads the output ``y`` of the step before. There are as many
-    inputs as units.
+    The state is ``[y, h]``. No step reads the previous output ``y``. The number of inputs must be
+    the number of units.
     """
 
     weight_ih = Input("d", "n", "a", "b")

@@ -1,4 +1,4 @@
-"""Spiking neurons, which have no weights of their own: as many inputs as units."""
+"""Spiking neurons. They have no weights, so there are as many inputs as units."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..definition import Choice, Constant, Scalar
 
 
 def atan(alpha: float = 2.0):
-    """Return a step at 0 that is differentiated as ``arctan(π α u / 2) / π``.
+    """Return a step function whose derivative is that of ``arctan(π α u / 2) / π``.
 
     Fang et al., 2021, arXiv 2007.05785.
     """
@@ -18,7 +18,7 @@ def atan(alpha: float = 2.0):
 
 
 def fast_sigmoid(slope: float = 25.0):
-    """Return a step at 0 that is differentiated as ``u / (1 + slope |u|)``.
+    """Return a step function whose derivative is that of ``u / (1 + slope |u|)``.
 
     Zenke and Ganguli, 2018, arXiv 1705.11146.
     """
@@ -28,8 +28,8 @@ def fast_sigmoid(slope: float = 25.0):
 class Spiking(Cell):
     """Base of neurons that spike where a potential is above a threshold.
 
-    Parameters have the names of snnTorch's, and are trained. Rates of decay count as 0 below 0, and
-    as 1 above 1. A class that inherits may make them vectors: ``beta = Vector(initial=0.9)``.
+    Parameters have snnTorch's names, and are trained. Decay rates are clipped to [0, 1]. A derived
+    class may make them vectors: ``beta = Vector(initial=0.9)``.
     """
 
     beta = Scalar(initial=0.9)
@@ -46,7 +46,7 @@ class Spiking(Cell):
         return kind(u - self.threshold)
 
     def decay(self, rate):
-        """Return a rate from 0 to 1."""
+        """Return a rate clipped to [0, 1]."""
         return hardtanh(rate, 0, 1)
 
 
@@ -56,7 +56,7 @@ class LIF(Spiking):
     reset_delay = Constant(True)
 
     def fire(self, u, r):
-        """Return the spikes, and the potential as the next step begins with it."""
+        """Return the spikes, and the potential with which the next step begins."""
         s = self.spike(u)
         if not self.reset_delay and self.reset_mechanism != "none":
             u = u - (s - r) * (u if self.reset_mechanism == "zero" else self.threshold)
@@ -72,8 +72,8 @@ class Leaky(LIF):
         u' = β u + x - r ϑ                        or β (1 - r) u + x, to reset to zero
         s' = 1 where u' > ϑ, else 0               differentiated as `spike_grad`
 
-    The state is ``[s, u]``; no step reads the spikes ``s`` of the step before. With
-    ``reset_delay=False`` the potential is reset in the step of the spike, which is differentiated.
+    The state is ``[s, u]``. No step reads the previous spikes ``s``. With ``reset_delay=False`` the
+    potential is reset in the step of the spike, and gradients flow through the reset.
     """
 
     def step(self, x, s, u):
@@ -95,7 +95,7 @@ class Synaptic(LIF):
         u' = β u + i' - r ϑ                       or (1 - r) (β u + i'), to reset to zero
         s' = 1 where u' > ϑ, else 0               differentiated as `spike_grad`
 
-    The state is ``[s, i, u]``; no step reads the spikes ``s`` of the step before.
+    The state is ``[s, i, u]``. No step reads the previous spikes ``s``.
     """
 
     alpha = Scalar(initial=0.9)
@@ -123,8 +123,8 @@ class Alpha(Spiking):
         u' = (1 - r) τ (e' + i')                  τ = log α / (log β - log α) + 1
         s' = 1 where u' > ϑ, else 0               differentiated as `spike_grad`
 
-    The state is ``[s, e, i, u]``; no step reads the spikes ``s`` of the step before. α must be
-    greater than β. With ``reset_mechanism="subtract"``, as in snnTorch, ``e' = α e + x - r ϑ``,
+    The state is ``[s, e, i, u]``. No step reads the previous spikes ``s``. α must be greater than
+    β. With ``reset_mechanism="subtract"``, as in snnTorch, ``e' = α e + x - r ϑ``,
     ``i' = (1 - r) (β i - x)`` and ``u' = τ (α e + β i) + r i``.
     """
 

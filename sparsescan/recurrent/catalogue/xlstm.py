@@ -19,9 +19,9 @@ class sLSTM(Cell):
         n' = f ∘ n + i
         h' = σ(õ) ∘ c' / n'
 
-    The state is ``[h, c, n, m]``. Where ``n`` is still 0, ``m'`` is ``ĩ``, lest ``n'`` be 0, too.
-    With ``heads``, by default 1, a head of ``h`` has matrices ``U`` of its own: the recurrent
-    kernel of the package xlstm, of axes (head, column, gate, row), is ``weight_hh`` as
+    The state is ``[h, c, n, m]``. While ``n`` is 0, ``m'`` is ``ĩ``, so that ``n'`` is not 0. Each
+    of the ``heads``, by default 1, has its own matrices ``U``. The recurrent kernel of the package
+    xlstm, with axes (head, column, gate, row), becomes ``weight_hh`` by
     ``kernel.permute(2, 0, 3, 1).reshape(weight_hh.shape)``.
     """
 
