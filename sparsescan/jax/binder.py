@@ -147,7 +147,8 @@ def bind(operation: Operation) -> Callable[..., list[Any]]:
     def compute_gradients(kept: Any, *both: Any, form: _Form, needs: Sequence[bool]) -> list[Any]:
         above, given = both[:count], both[count:]
         shapes = shapes_of(form, given)
-        if ops.is_empty(shapes) or (jnp.iscomplexobj(kept) and not operation.has_complex):
+        is_real = operation.has_complex or not jnp.iscomplexobj(kept)
+        if ops.is_empty(shapes) or operation.backward is None or not is_real:
             return compute_again(kept, *both, form=form, needs=needs)
         flags = tuple(map(bool, form.whole(needs)))
         about = operation, form.form, shapes, kept.dtype.name, flags, False

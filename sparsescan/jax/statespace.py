@@ -1,14 +1,15 @@
-"""Linear Gaussian state spaces for JAX: the log-likelihood of series."""
+"""Linear Gaussian state spaces for JAX: log-likelihoods of series, and states."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..ops import kalman as ops
+from ..ops.kalman import Filtered, Smoothed
 from .binder import FUNCTIONS
 from .ffi.calls import FLOATS, as_arrays, check_platform
 
-__all__ = ["log_likelihood"]
+__all__ = ["kalman_filter", "kalman_smoother", "log_likelihood"]
 
 
 def log_likelihood(
@@ -76,9 +77,7 @@ def log_likelihood(
     >>> jax.grad(loss)(one).tolist()
     [[0.25]]
     """
-    check_platform()
-    values = {
-        "observations": observations,
+    model = {
         "transition": transition,
         "observation": observation,
         "transition_covariance": transition_covariance,
@@ -88,5 +87,80 @@ def log_likelihood(
         "transition_offset": transition_offset,
         "observation_offset": observation_offset,
     }
-    given = as_arrays(FLOATS, ops.OPTIONAL, **values)
-    return ops.likelihood(FUNCTIONS, dict(zip(values, given, strict=True)))
+    return ops.likelihood(FUNCTIONS, _given("log_likelihood", observations, model))
+
+
+def _given(function: str, observations: Any, model: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments by their names, as arrays of one dtype."""
+    check_platform()
+    named = ops.named_model(function, observations, model)
+    given = as_arrays(FLOATS, ops.OPTIONAL, **named)
+    return dict(zip(named, given, strict=True))
+
+
+def kalman_filter(observations: Any, **model: Any) -> Filtered:
+    """Return the means and covariances of states, given the observations so far.
+
+    As :func:`sparsescan.statespace.kalman_filter`, under ``jax.jit`` and ``jax.vmap``.
+    All derivatives are those of a ``jax.lax.scan``.
+
+    Parameters
+    ----------
+    observations, **model
+        As :func:`log_likelihood` takes them.
+
+    Returns
+    -------
+    Filtered
+        Log-likelihoods, and moments of states, as arrays of JAX.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError
+        As :func:`log_likelihood`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from sparsescan.jax.statespace import kalman_filter
+    >>> one = jnp.ones((1, 1))
+    >>> model = dict(transition=one, observation=one, transition_covariance=one)
+    >>> model |= dict(observation_covariance=one, initial_covariance=one)
+    >>> kalman_filter(jnp.array([[2.0], [jnp.nan]]), **model).means.tolist()
+    [[1.0], [1.0]]
+    """
+    return ops.kalman_filter(FUNCTIONS, _given("kalman_filter", observations, model))
+
+
+def kalman_smoother(observations: Any, **model: Any) -> Smoothed:
+    """Return the means and covariances of states, given all observations.
+
+    As :func:`sparsescan.statespace.kalman_smoother`, under ``jax.jit`` and ``jax.vmap``.
+    All derivatives are those of a ``jax.lax.scan``.
+
+    Parameters
+    ----------
+    observations, **model
+        As :func:`log_likelihood` takes them.
+
+    Returns
+    -------
+    Smoothed
+        Log-likelihoods, and moments of states, as arrays of JAX.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError
+        As :func:`log_likelihood`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from sparsescan.jax.statespace import kalman_smoother
+    >>> one = jnp.ones((1, 1))
+    >>> model = dict(transition=one, observation=one, transition_covariance=one)
+    >>> model |= dict(observation_covariance=one, initial_covariance=one)
+    >>> kalman_smoother(jnp.array([[2.0], [jnp.nan]]), **model).means.tolist()
+    [[1.0], [1.0]]
+    """
+    return ops.kalman_smoother(FUNCTIONS, _given("kalman_smoother", observations, model))

@@ -124,9 +124,9 @@ class Operation:
     forward : callable
         ``forward(calls, form, given, keeps)`` writes the results and, if `keeps`, what is kept,
         into memory that it takes from `calls`, in this order.
-    backward : callable
+    backward : callable or None
         ``backward(calls, form, kept, above, given, needs, conjugated=…)`` writes the gradients that
-        are needed, from the gradients `above` in the results.
+        are needed, from the gradients `above` in the results. By default `plain` is differentiated.
     plain : callable
         ``plain(xp, form, *given)`` returns the results by differentiable functions.
     slope : callable or None
@@ -163,7 +163,7 @@ class Operation:
     decode: Callable[[Sequence[int], Sequence[Array]], Any]
     shapes: Callable[[Any, Shapes], list[Shape]]
     forward: Callable[..., list[Array]]
-    backward: Callable[..., list[Array]]
+    backward: Callable[..., list[Array]] | None
     plain: Callable[..., Sequence[Any]]
     axes: Callable[[Shapes], list[MappedAxis]]
     out_axes: tuple[int, ...]
@@ -252,6 +252,7 @@ def record_gradients(
     A replay takes these arrays: the memory, what is kept, the gradients in results, the given
     inputs that it reads, and the gradients that are needed.
     """
+    assert operation.backward is not None
     results = operation.shapes(form, shapes)
     read = [shape if k in operation.reads else None for k, shape in enumerate(shapes)]
     about = results[operation.kept], *results[: operation.results], *read

@@ -1,10 +1,20 @@
-"""Linear Gaussian state spaces: the log-likelihood of series, and its gradients.
+"""Linear Gaussian state spaces: log-likelihoods of series, their gradients, and states.
 
     y_t = H_t x_t + d_t + v_t,    x_{t+1} = F_t x_t + c_t + w_t,    v_t ~ N(0, R_t), w_t ~ N(0, Q_t)
 
 ``sparsescan.torch.statespace`` and ``sparsescan.jax.statespace`` have the same functions.
 """
 
+from ..ops.kalman import Filtered, Smoothed
 from .likelihood import LikelihoodGrads, log_likelihood, log_likelihood_vjp
+from .smoothing import kalman_filter, kalman_smoother
 
-__all__ = ["LikelihoodGrads", "log_likelihood", "log_likelihood_vjp"]
+__all__ = [
+    "Filtered",
+    "LikelihoodGrads",
+    "Smoothed",
+    "kalman_filter",
+    "kalman_smoother",
+    "log_likelihood",
+    "log_likelihood_vjp",
+]

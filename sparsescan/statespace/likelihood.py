@@ -122,7 +122,7 @@ def log_likelihood(
     ... ).round(4)
     np.float64(-3.3823)
     """
-    given, has_series, _ = _read_all(
+    given, has_series, _ = read_all(
         {
             "observations": observations,
             "transition": transition,
@@ -184,11 +184,8 @@ def log_likelihood_vjp(
     >>> grads.observations, grads.initial_covariance
     (array([[-1.]]), array([[0.25]]))
     """
-    named = {name: model.pop(name, None) for name in ops.NAMES[1:]}
-    if model:
-        raise TypeError(f"log_likelihood_vjp has no argument {next(iter(model))!r}")
-    named = {"observations": observations, **named}
-    given, _, above = _read_all(named, grads)
+    named = ops.named_model("log_likelihood_vjp", observations, model)
+    given, _, above = read_all(named, grads)
     with Allocating("the gradients"):
         calls = Calls()
         if is_empty([None if each is None else each.shape for each in given]):
@@ -205,7 +202,7 @@ def log_likelihood_vjp(
     return LikelihoodGrads(**grads_of)
 
 
-def _read_all(named: dict[str, Any], grads: Any = 1.0) -> tuple[list[Any], bool, Array]:
+def read_all(named: dict[str, Any], grads: Any = 1.0) -> tuple[list[Any], bool, Array]:
     """Return arguments as contiguous arrays of one dtype, checked, and gradients of each series."""
     arrays = {}
     for name, each in named.items():

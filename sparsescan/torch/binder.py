@@ -498,7 +498,8 @@ class Program:
                 )
         kept, *above = [_plain(each) for each in (kept, *above)]
         read = {k: None if each is None else _plain(each) for k, each in given.items()}
-        by_kernels = not self._is_empty and (operation.has_complex or not self._dtype.is_complex)
+        by_kernels = not self._is_empty and operation.backward is not None
+        by_kernels &= operation.has_complex or not self._dtype.is_complex
         shapes = [shape for shape, need in zip(self.shapes, needs, strict=True) if need]
         on_device = operation.on_device if is_on_device(kept) else None
         if by_kernels and on_device is None:
@@ -512,7 +513,8 @@ class Program:
             kept, above, whole = self.view.inside(kept, above, whole)
         if on_device is None or not by_kernels:
             every = ops.again(operation, FUNCTIONS, self.form, kept, above, whole)
-            found = [each for each, need in zip(every, needs, strict=True) if need]
+            # Gradients by PyTorch's own operations have a graph, which nobody has asked for.
+            found = [each.detach() for each, need in zip(every, needs, strict=True) if need]
         else:
             with here(kept):
                 known = array_of(kept), list(map(array_of, above)), list(map(array_of, whole))

@@ -1,16 +1,20 @@
-"""Linear Gaussian state spaces for PyTorch: the log-likelihood of series."""
+"""Linear Gaussian state spaces for PyTorch: log-likelihoods of series, and states."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
 from ..ops import kalman as ops
+from ..ops.kalman import Filtered, Smoothed
 from .binder import FUNCTIONS, bind
 from .calls.arrays import check_tensors
 
-__all__ = ["log_likelihood"]
+__all__ = ["kalman_filter", "kalman_smoother", "log_likelihood"]
 
-bind(ops.LOG_LIKELIHOOD)
+for _operation in (ops.LOG_LIKELIHOOD, ops.FILTER, ops.SMOOTHER):
+    bind(_operation)
 
 
 def log_likelihood(
@@ -79,8 +83,7 @@ def log_likelihood(
     >>> p.grad
     tensor([[0.2500]])
     """
-    given = {
-        "observations": observations,
+    model = {
         "transition": transition,
         "observation": observation,
         "transition_covariance": transition_covariance,
@@ -90,6 +93,82 @@ def log_likelihood(
         "transition_offset": transition_offset,
         "observation_offset": observation_offset,
     }
-    check_tensors(given, ops.OPTIONAL)
-    found: Tensor = ops.likelihood(FUNCTIONS, given)
+    found: Tensor = ops.likelihood(FUNCTIONS, _given("log_likelihood", observations, model))
     return found
+
+
+def _given(function: str, observations: Any, model: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments by their names, checked."""
+    given = ops.named_model(function, observations, model)
+    check_tensors(given, ops.OPTIONAL)
+    return given
+
+
+def kalman_filter(observations: Tensor, **model: Tensor | None) -> Filtered:
+    """Return the means and covariances of states, given the observations so far.
+
+    As :func:`sparsescan.statespace.kalman_filter`, for tensors in host memory, of one dtype.
+    All derivatives are those of PyTorch's own operations, step by step: right, but slow.
+
+    Parameters
+    ----------
+    observations, **model
+        As :func:`log_likelihood` takes them.
+
+    Returns
+    -------
+    Filtered
+        Log-likelihoods, and moments of states, as tensors.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError
+        As :func:`log_likelihood`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sparsescan.torch.statespace import kalman_filter
+    >>> one = torch.ones(1, 1)
+    >>> model = dict(transition=one, observation=one, transition_covariance=one)
+    >>> model |= dict(observation_covariance=one, initial_covariance=one)
+    >>> kalman_filter(torch.tensor([[2.0], [torch.nan]]), **model).means
+    tensor([[1.],
+            [1.]])
+    """
+    return ops.kalman_filter(FUNCTIONS, _given("kalman_filter", observations, model))
+
+
+def kalman_smoother(observations: Tensor, **model: Tensor | None) -> Smoothed:
+    """Return the means and covariances of states, given all observations.
+
+    As :func:`sparsescan.statespace.kalman_smoother`, for tensors in host memory, of one dtype.
+    All derivatives are those of PyTorch's own operations, step by step: right, but slow.
+
+    Parameters
+    ----------
+    observations, **model
+        As :func:`log_likelihood` takes them.
+
+    Returns
+    -------
+    Smoothed
+        Log-likelihoods, and moments of states, as tensors.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError
+        As :func:`log_likelihood`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sparsescan.torch.statespace import kalman_smoother
+    >>> one = torch.ones(1, 1)
+    >>> model = dict(transition=one, observation=one, transition_covariance=one)
+    >>> model |= dict(observation_covariance=one, initial_covariance=one)
+    >>> kalman_smoother(torch.tensor([[2.0], [torch.nan]]), **model).means
+    tensor([[1.],
+            [1.]])
+    """
+    return ops.kalman_smoother(FUNCTIONS, _given("kalman_smoother", observations, model))

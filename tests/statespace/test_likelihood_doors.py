@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 import torch
 from dense_gaussian import dense_likelihood
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax_doubles import double as double
+from sampling import long_run
+from state_spaces import drawn
 from torch import Tensor
 
 from sparsescan import InputError, InputTypeError
@@ -49,6 +53,24 @@ def test_pytorch_has_derivatives_of_first_and_second_order() -> None:
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
 
 
+@settings(max_examples=long_run(200, 20))
+@given(seed=st.integers(0, 2**32), steps=st.integers(1, 9))
+def test_pytorch_of_random_models(seed: int, steps: int) -> None:
+    """Whose matrices are stored by columns, and whose series are every other number."""
+    y, model = drawn(np.random.default_rng(seed), steps)
+    series = torch.stack([torch.tensor(y)] * 2, -1)[..., 0].requires_grad_()
+    own = {
+        name: torch.tensor(each).mT.contiguous().mT.requires_grad_() for name, each in model.items()
+    }
+    leaves, grads = [series, *own.values()], []
+    for function in (log_likelihood, dense_likelihood):
+        grads.append(torch.autograd.grad(function(series, **own).sum(), leaves, allow_unused=True))
+    for one, other in zip(*grads, strict=True):
+        right = torch.zeros_like(one) if other is None else other.nan_to_num()
+        bound = 1e-9 * (1 + right.abs().max().item())
+        torch.testing.assert_close(one, right, rtol=0, atol=bound)
+
+
 def test_maps_of_pytorch_are_more_series() -> None:
     y, own = model()
     two = torch.stack([own["transition"], own["transition"] / 2])
@@ -64,7 +86,9 @@ def test_no_axis_of_series_and_no_steps() -> None:
     short = {name: each[:0] if len(each) == len(y) else each for name, each in own.items()}
     found = log_likelihood(y[:0], **short)
     assert found.tolist() == [0]
-    assert all(not g.any() for g in torch.autograd.grad(found.sum(), list(own.values())))
+    for each in torch.autograd.grad(found.sum(), list(own.values())):
+        assert not each.any()
+        assert not each.requires_grad
 
 
 def test_compiled_graphs_are_whole() -> None:

@@ -1,4 +1,4 @@
-"""Kalman filters: the log-likelihood of series, and its gradients by the adjoint of the recursion.
+"""Kalman filters: the log-likelihood of series, its gradients, and filtered and smoothed states.
 
     y_t = H_t x_t + d_t + v_t,    x_{t+1} = F_t x_t + c_t + w_t,    v_t ~ N(0, R_t), w_t ~ N(0, Q_t)
 
@@ -13,7 +13,8 @@ transition, ``q = Fᵀ r``, ``A = Fᵀ N F``, ``u = S⁻¹ (y - d - H m) - Kᵀ 
     r = q + Hᵀ u,    N = (I - K H)ᵀ A (I - K H) + Hᵀ S⁻¹ H
 
 (de Jong, 1989; Koopman and Shephard, 1992). All gradients follow from these, and from the smoothed
-means ``m⁺ + P⁺ q``.
+means ``m⁺ + P⁺ q``. Smoothed covariances are ``P⁺ - P⁺ A P⁺``, and those of a state with the one
+before ``(I - P N) F P⁺``, with `P` and `N` after the transition (de Jong and MacKinnon, 1988).
 
 Rows of matrices are padded to whole vectors, and a tile of four rows is kept in registers. Scratch
 is of float64. The forward pass keeps ``m`` and ``P`` before each segment of steps; the backward
@@ -119,6 +120,26 @@ class ModelGradients(NamedTuple):
     d: Array
     m: Array
     p: Array
+
+
+class Moments(NamedTuple):
+    """Means and covariances of states, of shape (steps, series, ...); empty if nobody needs them.
+
+    Attributes
+    ----------
+    means, covariances : ndarray
+        Those of states after an observation, or given all observations.
+    predicted_means, predicted_covariances : ndarray
+        Those before an observation.
+    cross_covariances : ndarray, shape (steps - 1, series, states, states)
+        The covariances of each state but the first with the one before, given all observations.
+    """
+
+    means: Array
+    covariances: Array
+    predicted_means: Array
+    predicted_covariances: Array
+    cross_covariances: Array
 
 
 # What is in scratch, and how large it is: the matrices of a step, of all observed numbers and (`h`,
@@ -351,6 +372,14 @@ def _bring(array, at, rows, columns, room, to, step):
             room[to + i * step + j] = array[at + i * columns + j]
 
 
+@njit(_nrt=False)
+def _write(array, at, rows, columns, sign, room, place, step):
+    """Copy a matrix with a sign from scratch, where its rows are `step` apart."""
+    for i in range(rows):
+        for j in range(columns):
+            array[at + i * columns + j] = sign * room[place + i * step + j]
+
+
 @njit(_nrt=False, forceinline=True)
 def _bring_step(s, r, room, n, t, is_first):
     """Copy what belongs to a step of a series to scratch, unless steps share it and it is there."""
@@ -501,7 +530,7 @@ def _observe_mean(s, r, room, k, gain, mean):
 
 
 @njit(_nrt=False, forceinline=True)
-def _segment(s, r, room, n, begin, count, halted, keeps):
+def _segment(s, r, room, n, begin, count, halted, keeps, filtered):
     """Take a series through steps, and return their log-likelihood; `keeps` what each has."""
     likelihood, size, row = 0.0, s.states, r.row
     for i in range(count):
@@ -513,6 +542,13 @@ def _segment(s, r, room, n, begin, count, halted, keeps):
         if not halted:
             _update(s, r, room, k, gain)
         likelihood += _observe_mean(s, r, room, k, gain, mean)
+        if filtered.means.size > 0:
+            at = (t * s.series + n) * size
+            _symmetrise(room, gain, size, row)
+            _write(filtered.predicted_means, at, 1, size, 1.0, room, r.m, row)
+            _write(filtered.predicted_covariances, at * size, size, size, 1.0, room, r.p, row)
+            _write(filtered.means, at, 1, size, 1.0, room, mean, row)
+            _write(filtered.covariances, at * size, size, size, 1.0, room, gain, row)
         if i == count - 1 and keeps:
             break
         _product(room, r.m, r.c, (mean, 0, 1), r.ft, 1, size, row)
@@ -541,7 +577,7 @@ def _freeze(s, r, room, n, t):
 
 
 @njit(nogil=True, cache=True, _nrt=False)
-def forward(s, r, first, last, out, kept, room):
+def forward(s, r, first, last, out, kept, filtered, room):
     """Write the log-likelihoods of some series, and what is before segments.
 
     Parameters
@@ -557,6 +593,8 @@ def forward(s, r, first, last, out, kept, room):
     kept : ndarray, shape (segments, series, states * (states + 1) + 1)
         Means and covariances before segments, and a number that segments share for which the
         covariance has come to the same halt, 0 before any; empty if they are not needed.
+    filtered : Moments
+        What is written, besides `cross_covariances`.
     room : ndarray of float64
         Scratch.
     """
@@ -583,7 +621,7 @@ def forward(s, r, first, last, out, kept, room):
                     for j in range(size):
                         kept[at + size * (i + 1) + j] = room[r.p + i * row + j]
                 kept[at + size * (size + 1)] = halt
-            likelihood += _segment(s, r, room, n, begin, count, halt > 0, 0)
+            likelihood += _segment(s, r, room, n, begin, count, halt > 0, 0, filtered)
         out[n] = likelihood
 
 
@@ -664,6 +702,27 @@ def _place(s, bases, k, n, t):
 
 
 @njit(_nrt=False, forceinline=True)
+def _smooth(s, r, room, n, t, gain, smoothed):
+    """Write the moments of a state given all observations, once `A`, `N` and its mean are there."""
+    size, row, at = s.states, r.row, (t * s.series + n) * s.states
+    square = size * row
+    _write(smoothed.means, at, 1, size, 1.0, room, r.smooth, row)
+    if t < s.steps - 1:
+        _product(room, r.w, -1, (r.f, row, 1), gain, size, size, row)
+        _product(room, r.nf, r.q, (r.w, row, 1), r.ft, size, size, row)
+        _symmetrise(room, r.nf, size, row)
+        _product(room, r.in_next, -1, (r.nf, row, 1), r.nfp, size, size, row)
+        _add_scaled(room, r.in_next, r.w, -1.0, square)
+        into = smoothed.cross_covariances
+        _write(into, at * size, size, size, -1.0, room, r.in_next, row)
+    _product(room, r.w, -1, (r.a, row, 1), gain, size, size, row)
+    _product(room, r.nf, -1, (gain, row, 1), r.w, size, size, row)
+    _add_scaled(room, r.nf, gain, -1.0, square)
+    _symmetrise(room, r.nf, size, row)
+    _write(smoothed.covariances, at * size, size, size, -1.0, room, r.nf, row)
+
+
+@njit(_nrt=False, forceinline=True)
 def _put_all(s, r, room, into, bases, n, t, is_end, g):
     """Write the gradients in what belongs to a step, or at the end in what steps share."""
     row, side, size, observed = r.row, r.side, s.states, s.observed
@@ -683,8 +742,8 @@ def _put_all(s, r, room, into, bases, n, t, is_end, g):
 
 
 @njit(nogil=True, cache=True, _nrt=False)
-def backward(s, r, first, last, grads, kept, into, bases, room):
-    """Add the gradients of the log-likelihoods of some series.
+def backward(s, r, first, last, grads, kept, into, bases, nothing, smoothed, room):
+    """Add the gradients of the log-likelihoods of some series, and write smoothed states.
 
     Parameters
     ----------
@@ -702,6 +761,10 @@ def backward(s, r, first, last, grads, kept, into, bases, room):
         What is written.
     bases : tuple of int
         Where the gradients of these series begin in `f` to `p`.
+    nothing : Moments
+        Empty arrays.
+    smoothed : Moments
+        What is written, besides what is predicted.
     room : ndarray of float64
         Scratch.
     """
@@ -723,7 +786,7 @@ def backward(s, r, first, last, grads, kept, into, bases, room):
                 halt, is_still, still, since = flag, False, 0, -1
                 if halt > 0:
                     _freeze(s, r, room, n, begin)
-            _segment(s, r, room, n, begin, count, halt > 0, 1)
+            _segment(s, r, room, n, begin, count, halt > 0, 1, nothing)
             if halt > 0 and not is_still and (since < 0 or since - begin >= _WINDOW):
                 is_still = since >= 0 and _is_at_halt(room, r.in_p, r.before, size, row)
                 _copy(room, r.before, r.in_p, square)
@@ -734,11 +797,14 @@ def backward(s, r, first, last, grads, kept, into, bases, room):
                 k = _observe(s, r, room, n, t)
                 gain = r.frozen if halt > 0 else r.gains + i * r.gain
                 if not is_still:
-                    _pull_covariance(s, r, room, k, gain, into.f.size > 0)
+                    needs_f = into.f.size > 0 or smoothed.means.size > 0
+                    _pull_covariance(s, r, room, k, gain, needs_f)
                     _add_covariance(s, r, room, k, gain, 1.0)
                     _copy(room, r.in_p, r.in_next, square)
                 still += is_still
                 _pull_mean(s, r, room, k, gain, r.means + i * r.mean)
+                if smoothed.means.size > 0:
+                    _smooth(s, r, room, n, t, gain, smoothed)
                 if into.y.size > 0:
                     to = (t * s.series + n) * s.observed
                     for j in range(k):
