@@ -1,7 +1,7 @@
-"""Front door for JAX: recurrences, networks and simulations under ``jit``, ``grad``, ``vmap``.
+"""The JAX interface: recurrences, networks and simulations under ``jit``, ``grad``, ``vmap``.
 
-JAX is imported when this is. Its compiled programs call compiled kernels on their own buffers, on
-the CPU, with its threads; and without Python, but for a simulation, whose function is the user's.
+Importing it imports JAX. JAX's compiled programs call our kernels on the CPU, on JAX's buffers and
+threads. They do not call Python, except in simulations, whose function is the user's.
 """
 
 try:

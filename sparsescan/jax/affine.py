@@ -24,26 +24,26 @@ def affine_scan(
 ) -> Any:
     """Return the states of a linear recurrence in the order of time, ``y_t = A_t y_{t-1} + b_t``.
 
-    As :func:`sparsescan.affine_scan`, for arrays of JAX, under ``jax.jit``, ``jax.vmap``, whose
-    mapped axis becomes samples of a batch, and all derivatives, of any order: ``jax.grad``,
-    ``jvp``, ``jacfwd``, ``jacrev``, ``hessian``. It takes the place of a ``jax.lax.scan`` over
-    matrix-vector products.
+    This is :func:`sparsescan.affine_scan` for JAX arrays. It replaces a ``jax.lax.scan`` over
+    matrix-vector products. It works under ``jax.jit``, under ``jax.vmap`` (a mapped axis becomes
+    samples), and with all derivatives of any order: ``jax.grad``, ``jvp``, ``jacfwd``, ``jacrev``,
+    ``hessian``.
 
     Parameters
     ----------
     matrices : array_like
         The matrices ``A_1, …, A_T``: dense, ``(T, size, size)`` or ``(T, batch, size, size)``;
         diagonals, ``(T, size)`` or ``(T, batch, size)``; a number for each step, ``(T,)``; values
-        in the order of `pattern`, ``(T, nnz)`` or ``(T, batch, nnz)``; or one of these for all
-        steps, without the first axis or with one of length one. Samples share matrices without a
-        batch axis.
+        in the order of `pattern`, ``(T, nnz)`` or ``(T, batch, nnz)``. One matrix for all steps has
+        no first axis, or one of length one. Samples share matrices without a batch axis.
     offsets : array_like, shape (T, size) or (T, batch, size), optional
         The terms ``b_1, …, b_T``; zeros by default.
     initial : array_like, shape (size,) or (batch, size), optional
         The state ``y_0``; zeros by default.
     pattern : Pattern, optional
-        The pattern of the matrices, if their values are given; or, where shapes leave two readings,
-        ``Pattern.diagonal(size)`` for diagonals and ``Pattern.dense((size, size))`` for dense ones.
+        The pattern of the matrices, if `matrices` are values. If shapes are ambiguous, pass
+        ``Pattern.diagonal(size)`` for diagonals or ``Pattern.dense((size, size))`` for dense
+        matrices.
     transposed : bool, default False
         Whether a step applies ``A_tᵀ`` in place of ``A_t``.
 
@@ -55,11 +55,11 @@ def affine_scan(
     Raises
     ------
     InputError
-        If a shape or a size is wrong, or if shapes leave two readings, when it is traced.
+        If a shape or a size is wrong, or if shapes are ambiguous; it is raised during tracing.
     InputTypeError
         If a type is not supported.
     DeviceError
-        If JAX computes elsewhere than on the CPU.
+        If JAX does not compute on the CPU.
 
     Examples
     --------

@@ -22,44 +22,44 @@ def linear_attention(
 ) -> Any:
     """Return the outputs of linear attention, whose states are matrices, with decay and delta rule.
 
-    For each sample and head it is
+    For each sample and head it computes
 
     ``S_t = diag(w_t) S_{t-1} + b_t (a_tᵀ S_{t-1}) + k_t v_tᵀ``, ``o_t = S_tᵀ q_t``
 
-    from ``S_0`` on, where ``w`` is `decay`. With a `bonus` ``u`` outputs read the states before
-    their steps, ``o_t = S_{t-1}ᵀ q_t + ((q_t ∘ u)·k_t) v_t``, as in RWKV-6. RetNet, gated linear
-    attention, DeltaNet, gated DeltaNet, RWKV-6 and RWKV-7, Mamba-2 and the mLSTM are special cases:
+    from ``S_0`` on, where ``w`` is `decay`. With a `bonus` ``u``, outputs read the old states,
+    ``o_t = S_{t-1}ᵀ q_t + ((q_t ∘ u)·k_t) v_t``, as in RWKV-6. RetNet, gated linear attention,
+    DeltaNet, gated DeltaNet, RWKV-6 and RWKV-7, Mamba-2 and the mLSTM are special cases:
     :doc:`each in a few lines </how/attention>`.
 
-    As :func:`sparsescan.torch.linear_attention`, for arrays of JAX, under ``jax.jit``,
-    ``jax.vmap``, by which heads become more heads, and all derivatives, of any order. It takes the
-    place of a ``jax.lax.scan`` over the steps, in memory of a few of the inputs. Results have the
-    same bits for any number of threads. Gradients of gradients and forward mode are a
-    ``jax.lax.scan``.
+    This is :func:`sparsescan.torch.linear_attention` for JAX arrays. It replaces a ``jax.lax.scan``
+    over the steps, and takes the memory of a few inputs. It works under ``jax.jit``, under
+    ``jax.vmap`` (a mapped axis becomes heads), and with all derivatives of any order. Results have
+    the same bits for any number of threads. A ``jax.lax.scan`` computes gradients of gradients and
+    forward mode.
 
     Parameters
     ----------
     q, k : array_like, shape (batch, length, heads, keys)
-        What reads the states, and the keys under which values are written.
+        The queries that read the states, and the keys under which values are written.
     v : array_like, shape (batch, length, heads, values)
         The values.
     decay : array_like, shape (batch, length, heads) or (batch, length, heads, keys), optional
-        The factor of a state, or of each of its rows, which belong to keys. Any axis may be 1, for
-        what all samples, steps or heads share. By default nothing decays.
+        The factor of a state, or of each of its rows; a row belongs to a key. An axis of length 1
+        means that all samples, steps or heads share the factor. By default nothing decays.
     a, b : array_like, shape (batch, length, heads, keys), optional
-        What the delta rule reads from the state before a step, and where it adds that.
+        The vectors of the delta rule: it reads ``a_tᵀ S_{t-1}`` from the old state, and adds the
+        result under the key ``b_t``.
     bonus : array_like, shape (heads, keys), optional
-        The weights of what a step adds to its own output.
+        The weight of a step's own value in its output, for each key.
     initial_state : array_like, shape (batch, heads, keys, values), optional
-        The states ``S_0``, such as those that another call has returned as last ones; zeros by
-        default.
+        The states ``S_0``, such as the last states of another call; zeros by default.
     return_last_state : bool, default False
-        Whether to return the last states, too, which are differentiable as well.
+        Whether to return the last states too. They are differentiable.
 
     Returns
     -------
     out : jax.Array, shape (batch, length, heads, values)
-        The outputs, of the widest dtype of all that is given, float32 or float64.
+        The outputs, in the widest dtype of all arguments, float32 or float64.
     last_state : jax.Array, shape (batch, heads, keys, values)
         The states after the last step, if asked for.
 
@@ -70,7 +70,7 @@ def linear_attention(
     InputTypeError
         If a type is not supported.
     DeviceError
-        If JAX computes elsewhere than on the CPU.
+        If JAX does not compute on the CPU.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Operations for JAX: three primitives each, with derivatives of any order and maps."""
+"""Make each operation three JAX primitives, with derivatives of any order and ``vmap``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Functions:
 
     @staticmethod
     def filled(like: Any, shape: Shape, value: float) -> Any:
-        """Return an array of one number of the kind of another."""
+        """Return an array of one repeated number, with the dtype of another array."""
         return vary(jnp.full(shape, value, like.dtype), varying(like))
 
     @staticmethod
@@ -59,7 +59,7 @@ class Functions:
 
     @staticmethod
     def adjoint(x: Any) -> Any:
-        """Return the array itself: JAX's gradients in complex numbers are no conjugates."""
+        """Return the array itself: JAX does not conjugate gradients in complex numbers."""
         return x
 
     @staticmethod
@@ -69,12 +69,12 @@ class Functions:
 
     @staticmethod
     def add_at(x: Any, places: Any, values: Any) -> Any:
-        """Return an array to whose places along the last axis values are added."""
+        """Return an array with values added at places along the last axis."""
         return x.at[..., places].add(values)
 
     @staticmethod
     def softplus(x: Any) -> Any:
-        """Return ``log(1 + exp(x))``; as PyTorch's, it is the identity beyond 20."""
+        """Return ``log(1 + exp(x))``; like PyTorch's, it is the identity beyond 20."""
         return jnp.where(x > 20, x, jax.nn.softplus(jnp.minimum(x, 20)))
 
     @staticmethod
@@ -91,7 +91,7 @@ class Functions:
 
     @staticmethod
     def pull(function: Any, given: Any, above: Any) -> Sequence[Any]:
-        """Return the gradients in all that is given."""
+        """Return the gradients in all arguments."""
         pulled: Sequence[Any] = jax.vjp(lambda *own: tuple(function(*own)), *given)[1](tuple(above))
         return pulled
 
@@ -100,18 +100,18 @@ FUNCTIONS = Functions()
 
 
 class _Form(NamedTuple):
-    """A form of an operation, and which of its inputs are there."""
+    """A form of an operation, and which of its inputs are given."""
 
     form: Any
     there: tuple[bool, ...]
 
     def whole(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return what belongs to all inputs: None in place of those that are not there."""
+        """Return a list for all inputs, with None for inputs that are not given."""
         rest = iter(arrays)
         return [next(rest) if there else None for there in self.there]
 
     def only(self, whole: Sequence[Any]) -> list[Any]:
-        """Return what belongs to inputs that are there."""
+        """Return a list for the given inputs only."""
         return [each for each, there in zip(whole, self.there, strict=True) if there]
 
 
@@ -119,7 +119,7 @@ class _Form(NamedTuple):
 def bind(operation: Operation) -> Callable[..., list[Any]]:
     """Return a function ``call(form, *given)`` with derivatives of any order, in both modes.
 
-    Reverse mode of first order runs kernels, and so do maps.
+    First gradients in reverse mode and ``vmap`` run kernels.
     """
     name, count, behind = operation.name, operation.results, operation.kept
 
@@ -214,7 +214,7 @@ def bind(operation: Operation) -> Callable[..., list[Any]]:
         for shape, axis, need in own:
             if need:
                 each = ops.parted(FUNCTIONS, maps, next(grads), axis.place)
-                # Where the samples of a map share an argument, there is a gradient of each.
+                # If the samples of a map share an argument, each sample has its own gradient.
                 adds = shape[axis.place] != axis.size
                 apart.append(each.sum(1 + axis.place, keepdims=True) if adds else each)
         return apart, [0] * len(apart)
@@ -245,7 +245,7 @@ def bind(operation: Operation) -> Callable[..., list[Any]]:
 def _folded(
     maps: int, args: Sequence[Any], dims: Sequence[Any], axes: Sequence[MappedAxis]
 ) -> list[Any]:
-    """Return arguments that have those of all maps side by side on an axis."""
+    """Return the arguments of all maps concatenated along an axis."""
     return [
         ops.folded(FUNCTIONS, maps, each, dim, axis)
         for each, dim, axis in zip(args, dims, axes, strict=True)

@@ -16,53 +16,51 @@ def lfilter(b: Any, a: Any, x: Any, axis: int = -1, zi: Any = None) -> Any:
 
         a_0[t] y[t] = Σ_k b_k[t] x[t-k] - Σ_{k>0} a_k[t] y[t-k]
 
-    As :func:`sparsescan.torch.lfilter`, for arrays of JAX, under ``jax.jit``, ``jax.vmap``, by
-    which samples become more samples, and all derivatives, of any order: ``jax.grad``, ``jvp``,
-    ``jacfwd``, ``jacrev``, ``hessian``. It takes the place of a ``jax.lax.scan`` over the steps.
+    This is :func:`sparsescan.torch.lfilter` for JAX arrays. It replaces a ``jax.lax.scan`` over the
+    steps. It works under ``jax.jit``, under ``jax.vmap`` (a mapped axis becomes samples), and with
+    all derivatives of any order: ``jax.grad``, ``jvp``, ``jacfwd``, ``jacrev``, ``hessian``.
 
     Parameters
     ----------
     b, a : array_like, shape (taps,), (T, taps) or (…, T, taps), or number
-        The coefficients ``b_0, b_1, …`` and ``a_0, a_1, …``: constant, or those of each of the `T`
-        steps of `x`, or of each sample, too. Axes before the last two broadcast against those of
-        `x` without `axis`; a time axis of length 1 stands for coefficients that do not change. A
-        number is ``b_0`` or ``a_0`` alone.
+        The coefficients ``b_0, b_1, …`` and ``a_0, a_1, …``: constant, or for each of the `T` steps
+        of `x`, or for each sample and step. Axes before the last two broadcast against those of `x`
+        without `axis`. A time axis of length 1 means that coefficients do not change. A number is a
+        filter with ``b_0`` or ``a_0`` only.
     x : array_like
-        The samples, of any shape. There are zeros before their first step.
+        The samples, of any shape. Before the first step they count as zeros.
     axis : int, default -1
         The axis of time.
     zi : array_like, optional
-        Initial conditions: of the shape of `x`, but with ``max(len(a), len(b)) - 1`` numbers along
-        `axis`, the delays of the transposed direct form II, as ``scipy.signal.lfilter_zi`` and
-        ``lfiltic`` make them. Axes of length 1 broadcast. They are what steps before the first one
-        add to the first results; where coefficients change, too.
+        Initial conditions in the shape of `x`, but with ``max(len(a), len(b)) - 1`` numbers along
+        `axis`: the delays of the transposed direct form II, which ``scipy.signal.lfilter_zi`` and
+        ``lfiltic`` return. Axes of length 1 broadcast. They are the terms that earlier steps add to
+        the first results, also if coefficients change.
 
     Returns
     -------
     y : jax.Array
-        The filtered samples, of the shape of `x` and the dtype that JAX promotes those of all that
-        is given to. If coefficients have more axes, so has `y`; `axis` then counts from the last
-        one.
+        The filtered samples, in the shape of `x` and in the dtype to which JAX promotes all
+        arguments. If coefficients have more axes, so has `y`, and `axis` counts from the last axis.
     zf : jax.Array
-        The final delays, if `zi` is given: `zi` of the samples that follow. Where coefficients
-        change, those of the last step count for what the steps add to later results.
+        The final delays, if `zi` is given: the `zi` for the samples that follow. If coefficients
+        change, later terms use the coefficients of the last step.
 
     Raises
     ------
     InputError
-        If a shape or the axis is wrong, or a constant ``a_0`` is 0 that is known when the call is
-        traced.
+        If a shape or the axis is wrong, or if tracing shows that a constant ``a_0`` is 0.
     InputTypeError
-        If a type is not supported. Real and complex numbers are.
+        If a type is not supported. Real and complex numbers are supported.
     DeviceError
         If JAX computes elsewhere than on the CPU.
 
     Notes
     -----
     This is the direct form I, equation (6.28) of Oppenheim and Schafer, "Discrete-Time Signal
-    Processing", 2010, with coefficients of the step whose result they give. First gradients are one
-    more filter by the same kernels, from the last step to the first, and so are directional ones.
-    The bits do not depend on the number of threads. Subnormal numbers count as 0.
+    Processing", 2010. Each result uses the coefficients of its own step. First gradients are a
+    filter by the same kernels, from the last step to the first; directional derivatives are a
+    filter too. The bits do not depend on the number of threads. Subnormal numbers count as 0.
 
     Examples
     --------
@@ -82,32 +80,32 @@ def lfilter(b: Any, a: Any, x: Any, axis: int = -1, zi: Any = None) -> Any:
 def sosfilt(sos: Any, x: Any, axis: int = -1, zi: Any = None) -> Any:
     """Filter along an axis by a cascade of sections of order two, whose coefficients may change.
 
-    Each section is what :func:`lfilter` does, of what the section before it has made:
+    Each section filters the output of the section before it, as :func:`lfilter` does:
 
         a_0[t] y[t] = b_0[t] x[t] + b_1[t] x[t-1] + b_2[t] x[t-2] - a_1[t] y[t-1] - a_2[t] y[t-2]
 
-    As :func:`sparsescan.torch.sosfilt`, for arrays of JAX, and as differentiable as
+    This is :func:`sparsescan.torch.sosfilt` for JAX arrays, with the derivatives of
     :func:`lfilter`. ``a_0`` need not be 1.
 
     Parameters
     ----------
     sos : array_like, shape (sections, 6), (T, sections, 6) or (…, T, sections, 6)
-        The coefficients ``b_0, b_1, b_2, a_0, a_1, a_2`` of each section: constant, or those of
-        each of the `T` steps of `x`, or of each sample, too, as those of :func:`lfilter`.
+        The coefficients ``b_0, b_1, b_2, a_0, a_1, a_2`` of each section: constant, or for each of
+        the `T` steps of `x`, or for each sample and step, as for :func:`lfilter`.
     x : array_like
         The samples, of any shape.
     axis : int, default -1
         The axis of time.
     zi : array_like, optional
-        Initial conditions: of shape ``(sections, …)``, then that of `x`, but with 2 numbers along
-        `axis`, as ``scipy.signal.sosfilt_zi`` makes them.
+        Initial conditions, which ``scipy.signal.sosfilt_zi`` returns: shape ``(sections, …)``,
+        where the rest is the shape of `x`, but with 2 numbers along `axis`.
 
     Returns
     -------
     y : jax.Array
-        The filtered samples, of the shape of `x`, as :func:`lfilter` returns them.
+        The filtered samples, in the shape of `x`, as :func:`lfilter` returns them.
     zf : jax.Array
-        The final delays, if `zi` is given, of its shape.
+        The final delays, if `zi` is given, in its shape.
 
     Raises
     ------
@@ -136,7 +134,7 @@ def sosfilt(sos: Any, x: Any, axis: int = -1, zi: Any = None) -> Any:
 
 
 def _as_arrays(**given: Any) -> list[Any]:
-    """Return arrays of one precision, of which coefficients that are real stay real."""
+    """Return arrays of one precision; real coefficients stay real."""
     names = [name for name in ("b", "a", "sos") if name in given]
     numbers = {name: float(given[name]) for name in names if type(given[name]) is int}
     arrays = dict(zip(given, as_arrays(NUMBERS, **given | numbers), strict=True))

@@ -41,65 +41,64 @@ def recurrent(
 ) -> tuple[Any, Any]:
     """Return the outputs and the last states of a recurrent network.
 
-    As :meth:`.TrainingStep.forward`, for arrays of JAX, under ``jax.jit``,
-    ``jax.vmap``, and all of its derivatives, of any order: ``jax.grad``, ``jvp``, ``jacfwd``,
-    ``jacrev``, ``hessian``. A mapped axis becomes samples of a batch; one of parameters becomes
-    members of an ensemble, which threads share. It takes the place of a ``jax.lax.scan`` over a
-    cell. Forward mode, and derivatives of gradients, are passes of the cell that also computes the
-    derivatives of the states.
+    This is :meth:`.TrainingStep.forward` for JAX arrays. It replaces a ``jax.lax.scan`` over a
+    cell. It works under ``jax.jit``, under ``jax.vmap``, and with all derivatives of any order:
+    ``jax.grad``, ``jvp``, ``jacfwd``, ``jacrev``, ``hessian``. A mapped axis becomes samples; a
+    mapped axis of parameters becomes members of an ensemble, which threads share. Forward mode and
+    derivatives of gradients run a cell that also computes the derivatives of the states.
 
     Parameters
     ----------
     network : Recurrent or Cell
-        A network of :mod:`sparsescan.recurrent`, such as a GRU, or a cell, such as one of a class
-        of your own, which defines the computation. Its own parameters are not used, but
-        ``network.params`` may be the initial ones.
+        A network of :mod:`sparsescan.recurrent`, such as a GRU, or a cell, such as one of your own
+        class. It defines the computation. Its own parameters are not used, but you may pass
+        ``network.params`` as initial `params`.
     params : dict of str to array_like
-        The parameters, by the names that ``network.params`` has.
+        The parameters, by the names in ``network.params``.
     x : array_like, shape (T, batch, input_size) or (T, input_size)
         The inputs.
     state : array_like, shape (layers · directions, [batch,] state_size), optional
-        The initial states, by default zeros, or parameters of cells that declare an
-        :class:`.Initial`; those of an LSTM are ``[h, c]``. A cell is one layer.
+        The initial states, ``[h, c]`` for an LSTM. The default is zeros, or the parameters of cells
+        that declare an :class:`.Initial`. A cell counts as one layer.
     lengths : array_like of int, shape (batch,), optional
-        How many steps each sample has; by default all have T.
+        The number of steps of each sample; by default T.
     resets : array_like of bool, shape (T[, batch][, 1]), optional
-        True where the state of a sample is set to zero before a step, such as the first of an
-        episode. In a direction that runs backward in time, the state is set to zero on the way from
-        such a step to the one before it.
+        True at a step before which the state of a sample is set to zero, such as the first step of
+        an episode. A direction that runs backward in time sets its state to zero between such a
+        step and the step before it.
     reset_states : array_like, shape (layers · directions, [batch,] state_size), optional
-        The states that `resets` set, by default those that a sequence begins with by default.
+        The states that `resets` set; the defaults are those of `state`.
     key : PRNG key, optional
-        Source of the random masks of cells that declare a :class:`.Mask`; by default masks are
-        their expectation, as in inference.
+        Source of the random masks of cells that declare a :class:`.Mask`. By default each mask is
+        its expectation, as in inference.
     **options
-        The further inputs that cells declare (:class:`.Given`), by the names that parameters have,
-        such as ``drive_l0``, of any shape that broadcasts to ``(T, [batch,] hidden_size)``; and
-        `memory_limit`, `truncate` and `return_states`, as for :class:`.TrainingStep`. Truncated
-        gradients are computed in reverse mode alone, and the limit is then that of the windows that
-        are computed at once.
+        The further inputs that cells declare (:class:`.Given`), of any shape that broadcasts to
+        ``(T, [batch,] hidden_size)``. Names are formed like those of parameters, such as
+        ``drive_l0``. And `memory_limit`, `truncate` and `return_states`, as for
+        :class:`.TrainingStep`. Truncated gradients exist only in reverse mode; `memory_limit` is
+        then for the windows that are computed at once.
 
     Returns
     -------
     output : jax.Array, shape (T, [batch,] directions · hidden_size)
-        The outputs ``h_t`` of the last layer, 0 in steps that a sample does not have. With
-        `return_states` there are ``states · directions · hidden_size``, one state after the other.
-        With ``"layers"`` the shape is ``(T, [batch,] layers · directions, state_size)``:
-        ``output[..., k, :]`` are the states that ``state[k]`` is the last of.
+        The outputs ``h_t`` of the last layer, 0 after the last step of a sample. With
+        `return_states` the last axis is ``states · directions · hidden_size``, one state after the
+        other. With ``"layers"`` the shape is ``(T, [batch,] layers · directions, state_size)``:
+        ``output[..., k, :]`` are the states whose last is ``state[k]``.
     state : jax.Array, shape (layers · directions, [batch,] state_size)
         The states after the last step of each sample.
 
     Raises
     ------
     InputError, InputTypeError
-        If an argument is wrong, when it is traced; or if `truncate` is given, and the network has
-        two directions.
+        If an argument is wrong, or if `truncate` is given and the network has two directions; it is
+        raised during tracing.
     MemoryLimitError
-        If a backward pass needs more than `memory_limit`, when it is traced.
+        If a backward pass needs more than `memory_limit`; it is raised during tracing.
     jax.errors.JaxRuntimeError
-        If lengths are known only when a program runs, and one of them is not from 0 to T.
+        If a length is not from 0 to T, and lengths are known only when the program runs.
     DeviceError
-        If JAX computes elsewhere than on the CPU.
+        If JAX does not compute on the CPU.
 
     Examples
     --------
@@ -192,7 +191,7 @@ def recurrent(
 def _widened(
     x: Any, inputs: Sequence[Further], units: int, given: Mapping[str, Any], key: Any
 ) -> Any:
-    """Return an input with further inputs behind it."""
+    """Return an input with further inputs appended."""
     keys: Any = iter(() if key is None else jax.random.split(key, len(inputs)))
 
     def draw(mask: Mask, p: float, shape: Any) -> Any:
@@ -205,21 +204,21 @@ def _widened(
 
 
 def _read_lengths(lengths: Any, x: tuple[int, ...]) -> Any:
-    """Return lengths as programs take them, which check those that are not known yet."""
+    """Return lengths as programs take them; programs check lengths that are not known yet."""
     array = _as_array("lengths", lengths, np.int32)
     arguments.check_lengths(array, x[1:-1])
     if not isinstance(array, jax.core.Tracer):
         arguments.check_length_range(np.asarray(array), x[0])
-    # Numbers that int32 does not hold stay out of range; bounds have to be of the dtype.
+    # Numbers beyond int32 stay out of range; the bounds must have the same dtype.
     known_range = jnp.iinfo(array.dtype)
     low, high = max(-1, int(known_range.min)), min(x[0] + 1, _MOST, int(known_range.max))
     return jnp.clip(array, low, high).astype(np.int32)
 
 
 def _as_array(name: str, given: Any, dtype: Any) -> Any:
-    """Return an array of JAX; an empty list, of which JAX makes floats, has a dtype."""
+    """Return a JAX array; an empty list gets this dtype, since JAX would make it float."""
     check_no_mask(name, given)
     try:
         return jnp.asarray(given, dtype if isinstance(given, (list, tuple)) and not given else None)
-    except Exception as error:  # of a caller's own class
+    except Exception as error:  # a caller's own class
         raise InputTypeError(f"{name} is {short(given)}, no array: {error}") from None

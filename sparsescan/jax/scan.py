@@ -1,4 +1,4 @@
-"""Loops as JAX has them, by the kernels of recurrent cells."""
+"""Run loops written for ``jax.lax.scan`` by the kernels of recurrent cells."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..capture.run import execute
 from .capture.equations import bind, opened
 from .capture.run import JaxRunner, body_of
 
-# From how many numbers of a carry on kernels are faster than loops that XLA compiles.
+# From this many numbers in a carry on, kernels are faster than loops that XLA compiles.
 _FEWEST = {"hidden": 4, "input": 16, "": 256}
 
 
@@ -26,15 +26,15 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
 ) -> tuple[Any, Any]:
-    """Return what ``jax.lax.scan`` returns, by compiled kernels where they know the step.
+    """Return the results of ``jax.lax.scan``, by compiled kernels if they support the step.
 
-    The equations of the step are read as those of a :class:`sparsescan.recurrent.Cell`, whose
-    kernels run all steps and the backward pass. It takes the place of ``jax.lax.scan``, under
-    ``jax.jit``, ``jax.vmap`` and all derivatives, in everything that `f` closes over, too. A step
-    is cut in three: what waits for no state of floats runs before all steps, at once where it can
-    (products of inputs, random numbers, counters); kernels run the states; and what only outputs
-    or sums of losses read runs behind them. Other steps run as ``jax.lax.scan`` does, of any kind;
-    :func:`explain` says why.
+    It reads the equations of the step as a :class:`sparsescan.recurrent.Cell`, whose kernels run
+    all steps and the backward pass. It replaces ``jax.lax.scan`` under ``jax.jit``, ``jax.vmap``
+    and all derivatives, also in the values that `f` closes over. A step is cut into three parts.
+    Operations that do not wait for a float state run before the loop, for all steps at once if
+    possible: products of inputs, random numbers, counters. Kernels run the states. Operations that
+    only outputs or sums of losses need run after the loop. A step that kernels do not support runs
+    in ``jax.lax.scan``; :func:`explain` says why.
 
     Parameters
     ----------
@@ -43,13 +43,13 @@ def scan(
     init : pytree
         The first carry.
     xs : pytree, optional
-        What differs in each step, along the first axis of each leaf.
+        The inputs of the steps, along the first axis of each leaf.
     length : int, optional
-        How many steps there are, if no `xs` say so.
+        The number of steps, if there are no `xs`.
     reverse : bool, default False
-        Whether the last step is the first.
+        Whether to run from the last step to the first.
     unroll : int or bool, default 1
-        How many steps of a loop of JAX stand behind each other; kernels do not read it.
+        How many steps a loop of JAX unrolls; kernels ignore it.
 
     Returns
     -------
@@ -61,11 +61,11 @@ def scan(
     Raises
     ------
     TypeError, ValueError
-        As ``jax.lax.scan``, which traces the step.
+        As ``jax.lax.scan`` raises them; it traces the step.
 
     See Also
     --------
-    explain : Say what runs, and which equation is in the way.
+    explain : Say what runs the loop, and which equation kernels do not support.
 
     Examples
     --------
@@ -89,7 +89,7 @@ def scan(
 def explain(
     f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None, length: int | None = None
 ) -> Explanation:
-    """Return whether kernels run a loop of :func:`scan`; if not, which equation is in the way.
+    """Return whether kernels run a loop of :func:`scan`; if not, which equation prevents it.
 
     Parameters
     ----------
@@ -99,8 +99,8 @@ def explain(
     Returns
     -------
     Explanation
-        Its `is_captured` says whether kernels run the loop, and its text what they compute, or
-        which equation they do not know, with its line in the program.
+        `is_captured` says whether kernels run the loop. `text` says what they compute, or which
+        equation they do not support, with its line in the program.
 
     Raises
     ------

@@ -22,49 +22,51 @@ def selective_scan(
     return_last_state: bool = False,
     initial_state: Any = None,
 ) -> Any:
-    """Return the outputs of a selective state space model, as Mamba has it.
+    """Return the outputs of a selective state space model, such as Mamba.
 
-    With ``δ = softplus(delta + delta_bias)``, or ``delta + delta_bias``, it is, for each channel,
+    With ``δ = softplus(delta + delta_bias)`` or ``delta + delta_bias`` it computes, for each
+    channel,
 
     ``h_t = exp(δ_t A) h_{t-1} + δ_t B_t u_t``, ``y_t = C_t·h_t + D u_t``, ``out_t = y_t silu(z_t)``
 
     from ``h_0`` on, zeros by default (Gu and Dao, 2023, arXiv 2312.00752, Algorithm 2, with
-    ``exp(δ A)`` of equation 4 for states and ``δ B`` for inputs, as in its code).
+    ``exp(δ A)`` of equation 4 for states and ``δ B`` for inputs, as in the paper's code).
 
-    As :func:`sparsescan.torch.selective_scan`, for arrays of JAX, under ``jax.jit``, ``jax.vmap``,
-    by which channels become more channels, parameters or not, and all derivatives, of any order. It
-    takes the place of a ``jax.lax.scan`` over the steps. States are computed where they are used,
-    and memory is that of a few arrays of the size of `u`. Results have the same bits for any number
-    of threads. Gradients of gradients and forward mode are a ``jax.lax.scan``.
+    This is :func:`sparsescan.torch.selective_scan` for JAX arrays. It replaces a ``jax.lax.scan``
+    over the steps. It works under ``jax.jit``, under ``jax.vmap`` (a mapped axis, of parameters
+    too, becomes channels), and with all derivatives of any order. States are computed where they
+    are needed, so the call takes the memory of a few arrays of the size of `u`. Results have the
+    same bits for any number of threads. A ``jax.lax.scan`` computes gradients of gradients and
+    forward mode.
 
     Parameters
     ----------
     u, delta : array_like, shape (batch, channels, length)
-        The inputs, and the sizes of steps.
+        The inputs, and the step sizes.
     A : array_like, shape (channels, states)
         The rates, real.
     B, C : array_like
-        How inputs enter the states, and how these are read: of shape (batch, states, length) the
-        same for all channels, of shape (batch, groups, states, length) for those of a group, whose
-        number divides that of channels, or of shape (channels, states) constant in time.
+        The vectors that write inputs into states, and that read states. Shape (batch, states,
+        length): shared by all channels. Shape (batch, groups, states, length): shared by the
+        channels of a group; the number of groups divides that of channels. Shape (channels,
+        states): constant in time.
     D : array_like, shape (channels,), optional
         The factor by which inputs are added to the outputs.
     z : array_like, shape (batch, channels, length), optional
         The gate.
     delta_bias : array_like, shape (channels,), optional
-        What is added to `delta`.
+        The bias that is added to `delta`.
     delta_softplus : bool, default False
-        Whether softplus is applied to that sum.
+        Whether to apply softplus to that sum.
     return_last_state : bool, default False
-        Whether to return the last states, too, which are differentiable as well.
+        Whether to return the last states too. They are differentiable.
     initial_state : array_like, shape (batch, channels, states), optional
-        The states ``h_0``, such as those that another call has returned as last ones; zeros by
-        default.
+        The states ``h_0``, such as the last states of another call; zeros by default.
 
     Returns
     -------
     out : jax.Array, shape (batch, channels, length)
-        The outputs, of the widest dtype of all that is given, float32 or float64.
+        The outputs, in the widest dtype of all arguments, float32 or float64.
     last_state : jax.Array, shape (batch, channels, states)
         The states after the last step, if asked for.
 
@@ -75,7 +77,7 @@ def selective_scan(
     InputTypeError
         If a type is not supported, such as a complex `A`.
     DeviceError
-        If JAX computes elsewhere than on the CPU.
+        If JAX does not compute on the CPU.
 
     Examples
     --------

@@ -18,7 +18,7 @@ from ..simulate.run import Run
 from .ffi.calls import FLOATS, check_platform
 from .ffi.host import call_host
 
-# Keywords of ``sim.forward`` that a compiled program may have.
+# Keywords of ``sim.forward`` that a compiled program supports.
 _OPTIONS = "t0", "rtol", "atol", "memory_limit"
 
 
@@ -34,14 +34,14 @@ def simulate(
 ) -> Any:
     """Return the states of a simulation, differentiable in the initial state, parameters and steps.
 
-    As :meth:`sparsescan.simulate.TimeSteps.forward`, under ``jax.jit``, ``jax.grad`` (once, in
-    reverse mode) and ``jax.vmap``, which runs one simulation after the other. States are computed
-    in float64 on the host, whether or not JAX has float64. Numbers of Python and arrays of NumPy
-    keep all their digits. There are no second derivatives and no forward mode, and `until` is not
-    taken: a program of JAX has as many steps whatever its numbers are.
+    This is :meth:`sparsescan.simulate.TimeSteps.forward` under ``jax.jit``, ``jax.grad`` (first
+    gradients, in reverse mode) and ``jax.vmap``, which runs one simulation after the other. States
+    are computed in float64 on the host, whether or not JAX has float64 enabled. Python numbers and
+    NumPy arrays keep full precision. There are no second derivatives and no forward mode. `until`
+    is not supported, since the number of steps in a JAX program must be fixed.
 
-    The functions of the simulation are of NumPy. Those of JAX, with ``derivatives="jax"``, work
-    outside of ``jax.jit`` and ``jax.vmap`` alone: a compiled program waits for them on the threads
+    The simulation's functions are NumPy functions. JAX functions, with ``derivatives="jax"``, work
+    only outside ``jax.jit`` and ``jax.vmap``: a compiled program would wait for them on the threads
     that they need.
 
     Parameters
@@ -49,37 +49,37 @@ def simulate(
     sim : ImplicitSteps or TimeSteps
         The simulation.
     u0 : array_like, shape (n,) or (batch, n)
-        The initial state, or those of samples.
+        The initial state, or one for each sample.
     params : array_like, dict, tuple or None
-        Parameters; those in a dict or a tuple are arrays or numbers.
+        Parameters; a dict or a tuple holds arrays or numbers.
     steps : int, optional
-        How many steps; by default as many as `dt` has lengths.
+        The number of steps; by default the number of lengths in `dt`.
     dt : array_like, shape () or (steps,)
-        The length of all steps, or of each.
+        The length of all steps, or of each step.
     last : bool, default False
-        Whether to return the last state alone, which `memory_limit` asks for.
+        Whether to return only the last state. `memory_limit` needs this.
     **options
         ``t0``, ``rtol``, ``atol`` and ``memory_limit`` of ``sim.forward``.
 
     Returns
     -------
     jax.Array, shape (steps + 1, n) or (n,)
-        The states, the initial one first; or the last one; with an axis of samples before the last
-        if `u0` has one. It has the dtype of `u0`.
+        The states, the initial one first; or the last state. If `u0` has an axis of samples, so has
+        the result, before the last axis. The dtype is that of `u0`.
 
     Raises
     ------
     InputError, InputTypeError
-        If an argument is wrong, or a simulation with a function of JAX is compiled or mapped, or
-        gradients are differentiated once more.
+        If an argument is wrong, if a simulation with a JAX function is compiled or mapped, or for
+        second derivatives.
     DeviceError
-        If JAX computes on another device than the CPU.
+        If JAX does not compute on the CPU.
     NewtonError, MemoryLimitError
-        As ``sim.forward``; within a compiled program an error of JAX has their message.
+        As ``sim.forward``. In a compiled program, an error of JAX has their message.
 
     See Also
     --------
-    sparsescan.torch.simulate : The same for PyTorch.
+    sparsescan.torch.simulate : The function for PyTorch.
 
     Examples
     --------
@@ -124,29 +124,29 @@ def simulate(
 
 
 class _Call:
-    """A simulation with all that is not an array of JAX, for arrays of one shape each.
+    """A simulation and all its arguments except JAX arrays, for fixed shapes of these.
 
-    It is equal to others that compute the same.
+    Two calls are equal if they compute the same function.
 
     Parameters
     ----------
     sim : ImplicitSteps or TimeSteps
         The simulation.
     structure : Leaves
-        That of parameters.
+        The structure of the parameters.
     leaves : list
-        The initial state, lengths of steps and parameters; any numbers for arrays of JAX.
+        The initial state, lengths of steps and parameters; JAX arrays are replaced by any numbers.
     places : list of int
-        The places of arrays of JAX among these.
+        The places of the JAX arrays among the leaves.
     steps, last, options
-        As those of :func:`simulate`.
+        As for :func:`simulate`.
     dtype : dtype
-        That of the states that are returned.
+        The dtype of the returned states.
 
     Attributes
     ----------
     kinds : tuple of jax.ShapeDtypeStruct
-        What the states are, and what is kept of them.
+        The types of the states and of what is kept.
     uses_jax : bool
         Whether the simulation has functions of JAX.
     """
@@ -169,7 +169,7 @@ class _Call:
             *(sim, structure.kind, tuple(structure.names), tuple(places), steps, last, dtype),
             *(tuple(sorted(options)), tuple(map(_identity, [*options.values(), *leaves]))),
         )
-        # A run for shapes, and for errors before there are numbers.
+        # A run only for shapes and early errors.
         run = self._prepare(())
         if run.states is None and not last:
             raise InputError("last is False; expected True: memory_limit keeps no other state")
@@ -185,7 +185,7 @@ class _Call:
         return hash(self._key)
 
     def _prepare(self, arrays: Sequence[Any]) -> Run:
-        """Return a run whose steps are not taken yet."""
+        """Return a run before its first step."""
         leaves = list(self._leaves)
         for place, array in zip(self._places, arrays, strict=False):
             leaves[place] = np.asarray(array, np.float64)[()]
@@ -194,17 +194,17 @@ class _Call:
         return self._sim.prepare(u0, params, steps=self._steps, dt=dt, **self._options)
 
     def states(self, *arrays: Any) -> list[Any]:
-        """Return states, or the last one."""
+        """Return the states, or the last state."""
         return self.passed(*arrays)[:1]
 
     def passed(self, *arrays: Any) -> list[Any]:
-        """Return states, or the last one, and what the backward pass needs, as words."""
+        """Return the states, or the last state, and what the backward pass needs, as words."""
         run = self._prepare(arrays)
         run.march(None)
         return [run.last if self._last else run.states, *map(_words, run.kept)]
 
     def grads(self, above: Any, *both: Any) -> list[Any]:
-        """Return gradients in arrays, given that in states, the arrays, and what was kept."""
+        """Return gradients in arrays, from the gradient in states, the arrays and what was kept."""
         count = len(self._places)
         run = self._prepare(both[:count])
         run.restore([np.ascontiguousarray(each).view(np.float64) for each in both[count:]])
@@ -214,25 +214,25 @@ class _Call:
 
 
 def _identity(leaf: Any) -> tuple[Any, ...]:
-    """Return what tells numbers apart: copies of them, and whether they are numbers of Python."""
+    """Return a comparable form of numbers: copies, and whether they are Python numbers."""
     array = np.asarray(leaf)
     return type(leaf), array.shape, array.dtype.str, array.tobytes()
 
 
 def _words(array: Any) -> Any:
-    """Return numbers in float64 as words, which JAX has whether or not it has float64."""
+    """Return float64 numbers as integer words, which JAX has even without float64."""
     return np.ascontiguousarray(array).view(np.uint32)
 
 
 @functools.cache
 def _same(call: _Call) -> _Call:
-    """Return the first of equal calls, which programs may be compiled for."""
+    """Return the first of equal calls, since programs may be compiled for it."""
     return call
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _computed(call: _Call, name: str, kinds: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """Return what a method of a call returns: at once, or in a program of JAX."""
+    """Return the result of a call's method, at once or in a JAX program."""
     if any(isinstance(each, jax.core.Tracer) for each in arrays):
         if call.uses_jax:
             raise InputTypeError(

@@ -1,8 +1,8 @@
-"""Front door for PyTorch: modules that take the place of its own, and linear recurrences.
+"""The PyTorch interface: modules that replace PyTorch's own, scans, filters and simulations.
 
-PyTorch is imported when this is. ``from sparsescan.torch import GRU`` in place of ``from torch.nn
-import GRU``, or :func:`convert` for a model that is there, which :func:`revert` undoes;
-:func:`module` for any cell.
+Importing it imports PyTorch. Replace ``from torch.nn import GRU`` by
+``from sparsescan.torch import GRU``. Or call :func:`convert` on an existing model; :func:`revert`
+undoes it. :func:`module` makes modules of any cell.
 """
 
 try:

@@ -29,27 +29,27 @@ def affine_scan(
 ) -> Tensor:
     """Return the states of a linear recurrence in the order of time, ``y_t = A_t y_{t-1} + b_t``.
 
-    As :func:`sparsescan.affine_scan`, for tensors of PyTorch, and differentiable any number of
-    times in all of them, in both modes, and under the transforms of ``torch.func``. It is one
-    operator, registered with ``torch.library``, so that ``torch.compile`` keeps a graph whole.
+    This is :func:`sparsescan.affine_scan` for PyTorch tensors. It is differentiable any number of
+    times in all tensors, in both modes, and under the transforms of ``torch.func``. It is one
+    operator, registered with ``torch.library``, so ``torch.compile`` does not break the graph.
     Contiguous tensors are not copied, nor are transposed dense matrices in host memory. Tensors on
-    a CUDA device are scanned there, on PyTorch's current stream, where CuPy is installed.
+    a CUDA device are scanned there, on PyTorch's current stream; this needs CuPy.
 
     Parameters
     ----------
     matrices : Tensor
         The matrices ``A_1, …, A_T``: dense, ``(T, size, size)`` or ``(T, batch, size, size)``;
         diagonals, ``(T, size)`` or ``(T, batch, size)``; a number for each step, ``(T,)``; values
-        in the order of `pattern`, ``(T, nnz)`` or ``(T, batch, nnz)``; or one of these for all
-        steps, without the first axis or with one of length one. Samples share matrices without a
-        batch axis.
+        in the order of `pattern`, ``(T, nnz)`` or ``(T, batch, nnz)``. One matrix for all steps has
+        no first axis, or one of length one. Samples share matrices without a batch axis.
     offsets : Tensor, shape (T, size) or (T, batch, size), optional
         The terms ``b_1, …, b_T``; zeros by default.
     initial : Tensor, shape (size,) or (batch, size), optional
         The state ``y_0``; zeros by default.
     pattern : Pattern, optional
-        The pattern of the matrices, if their values are given; or, where shapes leave two readings,
-        ``Pattern.diagonal(size)`` for diagonals and ``Pattern.dense((size, size))`` for dense ones.
+        The pattern of the matrices, if `matrices` are values. If shapes are ambiguous, pass
+        ``Pattern.diagonal(size)`` for diagonals or ``Pattern.dense((size, size))`` for dense
+        matrices.
     transposed : bool, default False
         Whether a step applies ``A_tᵀ`` in place of ``A_t``.
 
@@ -61,12 +61,13 @@ def affine_scan(
     Raises
     ------
     InputError
-        If a shape or a size is wrong, or if shapes leave two readings.
+        If a shape or a size is wrong, or if shapes are ambiguous.
     InputTypeError
-        If a type or a layout is not supported, or dtypes differ. Complex numbers are scanned in
-        host memory alone.
+        If a type or a layout is not supported, or dtypes differ. Complex numbers are supported only
+        in host memory.
     DeviceError
-        If the tensors are not all in host memory or on one CUDA device, or that cannot be used.
+        If the tensors are not all in host memory or on one CUDA device, or the device cannot be
+        used.
 
     Examples
     --------
@@ -101,7 +102,7 @@ def affine_scan(
             "float64 there: complex numbers are scanned on the CPU (matrices.cpu())"
         )
     added, begin = (None if each is None else tuple(each.shape) for each in (offsets, initial))
-    # What remembers earlier answers, a compiler cannot follow.
+    # A compiler cannot trace a cached function.
     read = read_shapes_anew if torch.compiler.is_compiling() else read_shapes
     reading = read(tuple(matrices.shape), added, begin, pattern)
     if key is not None and _is_one_step(reading, *given):
@@ -112,7 +113,7 @@ def affine_scan(
     if reading.is_number:
         whole = matrices.reshape(reading.axes).expand(reading.shape).contiguous()
     elif reading.kind == "dense" and not matrices.is_contiguous() and matrices.mT.is_contiguous():
-        # Matrices stored column by column are transposed ones, stored row by row.
+        # Column-major matrices are the transposes of row-major ones.
         whole, form = matrices.mT, form.adjoint
     inside = whole_shapes(reading, form, added, begin)
     count = 1 if not reading.batch else reading.batch[0]
@@ -146,7 +147,7 @@ def _key(
     pattern: Pattern | None,
     transposed: bool,
 ) -> Any:
-    """Return all that is read of the arguments but numbers; None if that is not checked here."""
+    """Return all properties of the arguments that a call reads; None for unusual arguments."""
     if type(transposed) is not bool or not (pattern is None or type(pattern) is Pattern):
         return None
     return (
@@ -169,7 +170,7 @@ def _remember(key: Any, program: Any) -> None:
 def _is_one_step(
     reading: Reading, matrices: Tensor, offsets: Tensor | None, initial: Tensor | None
 ) -> bool:
-    """Return whether a scan is one step with diagonals, which PyTorch computes in less time."""
+    """Return whether a scan is one step with diagonals, which PyTorch computes faster."""
     if offsets is None or initial is None or not matrices.is_cpu:
         return False
     return reading.kind == "diagonal" and reading.axes[0] == len(offsets) == 1

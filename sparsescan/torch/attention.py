@@ -54,46 +54,46 @@ def linear_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the outputs of linear attention, whose states are matrices, with decay and delta rule.
 
-    For each sample and head it is
+    For each sample and head it computes
 
     ``S_t = diag(w_t) S_{t-1} + b_t (a_tᵀ S_{t-1}) + k_t v_tᵀ``, ``o_t = S_tᵀ q_t``
 
-    from ``S_0`` on, where ``w`` is `decay`. With a `bonus` ``u`` outputs read the states before
-    their steps, ``o_t = S_{t-1}ᵀ q_t + ((q_t ∘ u)·k_t) v_t``, as in RWKV-6. RetNet, gated linear
-    attention, DeltaNet, gated DeltaNet, RWKV-6 and RWKV-7, Mamba-2 and the mLSTM are special cases:
+    from ``S_0`` on, where ``w`` is `decay`. With a `bonus` ``u``, outputs read the old states,
+    ``o_t = S_{t-1}ᵀ q_t + ((q_t ∘ u)·k_t) v_t``, as in RWKV-6. RetNet, gated linear attention,
+    DeltaNet, gated DeltaNet, RWKV-6 and RWKV-7, Mamba-2 and the mLSTM are special cases:
     :doc:`each in a few lines </how/attention>`.
 
-    Arguments are laid out as in flash-linear-attention, for tensors in host memory. Decay is a
-    factor, not its logarithm, and `q` is multiplied by nothing (Katharopoulos et al., 2020, arXiv
-    2006.16236, equations 16 to 20, without their normalizer; with `a` and `b` the generalized delta
-    rule of Peng et al., 2025, arXiv 2503.14456).
+    Arguments have the layout of flash-linear-attention; tensors are in host memory. Decay is a
+    factor, not a logarithm, and `q` is not scaled (Katharopoulos et al., 2020, arXiv 2006.16236,
+    equations 16 to 20, without their normalizer; with `a` and `b` the generalized delta rule of
+    Peng et al., 2025, arXiv 2503.14456).
 
-    States stay in the first cache, and only those before every 64th step are kept (of keys of more
-    than 64 numbers, more often; every 16th at least), so memory is that of a few of the inputs. It
-    is one operator, registered with ``torch.library``, so that ``torch.compile`` keeps a graph
-    whole. Results have the same bits for any number of threads, among which the heads of all
-    samples are divided. Gradients of gradients, forward mode and the transforms of ``torch.func``
-    are computed by PyTorch's own operations, step by step: right, but slow.
+    States stay in the first-level cache. Only the state before every 64th step is kept (with keys
+    of more than 64 numbers more often, up to every 16th), so the call takes the memory of a few
+    inputs. It is one operator, registered with ``torch.library``, so ``torch.compile`` does not
+    break the graph. Threads divide the heads of all samples; results have the same bits for any
+    number of threads. PyTorch's own operations compute gradients of gradients, forward mode and the
+    transforms of ``torch.func``, step by step: correct, but slow.
 
     Parameters
     ----------
     q, k : Tensor, shape (batch, length, heads, keys)
-        What reads the states, and the keys under which values are written.
+        The queries that read the states, and the keys under which values are written.
     v : Tensor, shape (batch, length, heads, values)
         The values.
     decay : Tensor, shape (batch, length, heads) or (batch, length, heads, keys), optional
-        The factor of a state, or of each of its rows, which belong to keys. Any axis may be 1, for
-        what all samples, steps or heads share. By default nothing decays.
+        The factor of a state, or of each of its rows; a row belongs to a key. An axis of length 1
+        means that all samples, steps or heads share the factor. By default nothing decays.
     a, b : Tensor, shape (batch, length, heads, keys), optional
-        What the delta rule reads from the state before a step, and where it adds that. Of a unit
-        ``k``, ``a = k`` and ``b = -β k`` with values ``β v`` replace what was written under `k`.
+        The vectors of the delta rule: it reads ``a_tᵀ S_{t-1}`` from the old state, and adds the
+        result under the key ``b_t``. If `k` has length 1, ``a = k`` and ``b = -β k`` with values
+        ``β v`` replace the value under `k`.
     bonus : Tensor, shape (heads, keys), optional
-        The weights of what a step adds to its own output.
+        The weight of a step's own value in its output, for each key.
     initial_state : Tensor, shape (batch, heads, keys, values), optional
-        The states ``S_0``, such as those that another call has returned as last ones; zeros by
-        default.
+        The states ``S_0``, such as the last states of another call; zeros by default.
     return_last_state : bool, default False
-        Whether to return the last states, too, which are differentiable as well.
+        Whether to return the last states too. They are differentiable.
 
     Returns
     -------

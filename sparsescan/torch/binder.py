@@ -1,4 +1,4 @@
-"""Operations for PyTorch: an operator of its dispatcher each, with derivatives of any order."""
+"""Make each operation an operator of PyTorch's dispatcher, with derivatives of any order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .calls.direct import is_direct, is_mapped, is_transformed, takes_rules
 from .calls.once import Mappable, gradients_of, over_maps
 from .calls.recorded import ResultTensor, Room, give_scratch, new_tensors, run, take_scratch
 
-# Shapes of calls whose recordings are kept.
+# How many shapes of calls keep their recordings.
 _MOST = 64
 _library = torch.library.Library("sparsescan", "FRAGMENT")
 
@@ -50,7 +50,7 @@ class Functions:
 
     @staticmethod
     def filled(like: Tensor, shape: Shape, value: float) -> Tensor:
-        """Return an array of one number of the kind of another."""
+        """Return a tensor of one repeated number, with the dtype and device of another tensor."""
         return like.new_full(shape, value)
 
     @staticmethod
@@ -60,17 +60,17 @@ class Functions:
 
     @staticmethod
     def constant(array: Any) -> Tensor:
-        """Return an array of NumPy as a tensor."""
+        """Return a NumPy array as a tensor."""
         return torch.from_numpy(array)
 
     @staticmethod
     def contiguous(x: Tensor) -> Tensor:
-        """Return a tensor whose numbers lie end to end."""
+        """Return a contiguous tensor."""
         return x.contiguous()
 
     @staticmethod
     def repeat(x: Tensor, count: int, axis: int) -> Tensor:
-        """Return a tensor in which each entry along an axis comes so often."""
+        """Return a tensor in which each entry along an axis is repeated."""
         return x.repeat_interleave(count, axis)
 
     @staticmethod
@@ -80,7 +80,7 @@ class Functions:
 
     @staticmethod
     def add_at(x: Tensor, places: Any, values: Tensor) -> Tensor:
-        """Return a tensor to whose places along the last axis values are added."""
+        """Return a tensor with values added at places along the last axis."""
         return x.index_add(-1, torch.from_numpy(places), values)
 
     @staticmethod
@@ -99,7 +99,7 @@ class Functions:
 
     @staticmethod
     def pull(function: Any, given: Any, above: Any) -> Sequence[Tensor]:
-        """Return the gradients in all that is given."""
+        """Return the gradients in all arguments."""
         return gradients_of(lambda *own: tuple(function(*own)), given, above)
 
 
@@ -109,7 +109,7 @@ FUNCTIONS = Functions()
 class Bound:
     """An operation as a function ``call(form, *given)`` of PyTorch, which returns all results.
 
-    It is an operator ``sparsescan::name``, so that ``torch.compile`` keeps a graph whole, and it is
+    It is an operator ``sparsescan::name``, so ``torch.compile`` does not break the graph. It is
     differentiable any number of times, in both modes, and under the transforms of ``torch.func``.
     """
 
@@ -137,7 +137,7 @@ class Bound:
     def program(
         self, form: Any, given: Sequence[Tensor | None], view: View | None = None
     ) -> Program:
-        """Return both passes for inputs of the shapes of these."""
+        """Return both passes for inputs of these shapes."""
         shapes = _shapes_of(given)
         first = given[0]
         assert first is not None
@@ -155,7 +155,7 @@ class Bound:
         return program
 
     def run(self, program: Program, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        """Return the results by a program, for calls that nothing else wants to see."""
+        """Return the results by a program, for calls that nothing in PyTorch observes."""
         if _has_graph(given):
             results: Sequence[Tensor] = _Direct.apply(program, *given)
             return results[: self.operation.results]
@@ -190,7 +190,7 @@ class Bound:
         )
 
     def _results(self, results: list[Tensor]) -> Any:
-        """Return results as the operator does: with nothing in place of what is not kept."""
+        """Return the results in the operator's form: an empty tensor replaces what is not kept."""
         if len(results) < max(self.operation.results, self.operation.kept + 1):
             results.append(results[0].new_empty(0))
         return tuple(results) if len(results) > 1 else results[0]
@@ -210,7 +210,7 @@ class Bound:
 
     def _fake(self, *arguments: Any) -> Any:
         *given, numbers, _, keeps = arguments
-        # Tables may be as fake as tensors; no shape depends on them.
+        # Tables may be fake, like tensors; no shape depends on them.
         shapes = self.operation.shapes(self.operation.decode(numbers, []), _shapes_of(given))
         results = [given[0].new_empty(shape) for shape in shapes]
         return self._results(results if keeps else results[: self.operation.results])
@@ -223,10 +223,10 @@ class Bound:
     def _save(self, ctx: Any, inputs: Any, output: Any) -> None:
         *given, numbers, tables, _ = inputs
         results = output if isinstance(output, tuple) else (output,)
-        # Where tables are fake there is no form, which a compiled backward pass does not need.
+        # If tables are fake there is no form; a compiled backward pass needs none.
         ctx.bound, ctx.program, ctx.form, ctx.encoded = self, None, None, (numbers, tables)
         _save(ctx, given, results)
-        # PyTorch takes an empty list for one of tensors.
+        # PyTorch reads an empty list as a list of tensors.
         ctx.behind = None if numbers else [], [None] * len(tables), None
 
     def _differentiate(self, ctx: Any, *above: Any) -> Any:
@@ -234,29 +234,29 @@ class Bound:
         return *_gradients(ctx, above, needs), *ctx.behind
 
     def encoded(self, form: Any) -> tuple[list[int], list[Tensor]]:
-        """Return a form as operators take it: as numbers, and tables."""
+        """Return a form as operators take it: numbers and tables."""
         numbers, tables = self.operation.encode(form)
         return numbers, list(map(torch.from_numpy, tables))
 
     def decoded(self, numbers: Sequence[int], tables: Sequence[Tensor]) -> Any:
-        """Return the form that numbers and tables stand for."""
+        """Return the form that numbers and tables encode."""
         return self.operation.decode(numbers, [each.numpy() for each in tables])
 
 
 def is_on_device(tensor: Tensor) -> bool:
-    """Return whether kernels of another device than the CPU are to take a tensor."""
+    """Return whether a device other than the CPU must run the kernels for a tensor."""
     return not tensor.is_cpu
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory is all that there is of it, in one piece."""
+    """Return a contiguous tensor without conjugation or negation bits."""
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _moved(tensor: Tensor, shape: Shape) -> Tensor:
-    """Return a tensor of another shape with the same numbers, which is no view."""
+    """Return a tensor with the same numbers in another shape, which is not a view."""
     return tensor.new_empty(shape).copy_(tensor.reshape(shape))
 
 
@@ -270,12 +270,12 @@ def _shapes_of(given: Sequence[Tensor | None]) -> tuple[Shape | None, ...]:
     return tuple([None if each is None else tuple(each.shape) for each in given])
 
 
-# Operations by their names: compilers follow a look into a dictionary.
+# Operations by name: compilers can trace a lookup in a dictionary.
 _bounds: dict[str, Bound] = {}
 
 
 def bind(operation: Operation) -> Bound:
-    """Return an operation as a function of PyTorch, and register it if that is new."""
+    """Return an operation as a function of PyTorch; register it at the first call."""
     if operation.name not in _bounds:
         _bounds[operation.name] = Bound(operation)
     return _bounds[operation.name]
@@ -288,13 +288,13 @@ def _save(ctx: Any, given: Sequence[Any], results: Sequence[Any]) -> None:
     operation = ctx.bound.operation
     if operation.kept >= operation.results:
         ctx.mark_non_differentiable(results[operation.kept])
-    # Of inputs that are not read only shapes are kept: they may change before the backward pass.
+    # For inputs that gradients do not read, only shapes are kept: the caller may change them.
     ctx.shapes = _shapes_of(given) if ctx.program is None else ctx.program.shapes
     ctx.save_for_backward(results[operation.kept], *[given[k] for k in operation.reads])
 
 
 def _gradients(ctx: Any, above: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Return the gradients in inputs, given those in all results; None where none is needed."""
+    """Return the gradients in inputs from those in all results; None where not needed."""
     bound, form, program = ctx.bound, ctx.form, ctx.program
     operation, saved = bound.operation, ctx.saved_tensors
     kept, count = saved[0], operation.results
@@ -338,7 +338,7 @@ def _gradients(ctx: Any, above: Sequence[Tensor], needs: Sequence[bool]) -> list
 
 
 class _Direct(torch.autograd.Function):
-    """An operation with its gradients, for calls that nothing else wants to see."""
+    """An operation with its gradients, for calls that nothing in PyTorch observes."""
 
     @staticmethod
     def forward(ctx: Any, program: Program, *given: Tensor | None) -> tuple[Tensor, ...]:
@@ -402,14 +402,14 @@ def _shape_of_one(array: Tensor | None, dim: int | None) -> Shape | None:
 
 
 class View(NamedTuple):
-    """Shapes that an operation sees in place of a caller's, for as many numbers each.
+    """Shapes that an operation sees in place of the caller's, with equal numbers of elements.
 
     Attributes
     ----------
     inputs : sequence
-        Those of the inputs.
+        The shapes of the inputs.
     result, outside : tuple of int
-        That of the result, and what the caller gets in its place.
+        The shape of the result, and the shape that the caller gets.
     """
 
     inputs: Shapes
@@ -439,7 +439,7 @@ class Program:
     shapes : tuple
         The shapes of all inputs.
     view : View, optional
-        What the operation sees in place of these, if that is something else.
+        The shapes that the operation sees, if they differ from `shapes`.
 
     Attributes
     ----------
@@ -462,7 +462,7 @@ class Program:
         self._rooms = StepPool(partial(Room, 0))
 
     def forward(self, given: Sequence[Tensor | None], keeps: bool) -> list[Tensor]:
-        """Return the results, and what is kept behind them if it `keeps`."""
+        """Return the results, and after them what is kept, if `keeps`."""
         operation = self._operation
         given = [None if each is None else _plain(each) for each in given]
         first: Any = given[0]
@@ -531,7 +531,7 @@ class Program:
     def _run(
         self, record: Any, more: Any, given: list[Tensor], shapes: Sequence[Shape]
     ) -> list[Tensor]:
-        """Return the results of a recording, of which the first ones have these shapes."""
+        """Return the results of a recording; the first ones have these shapes."""
         found = self._recorded.get((record, more))
         if found is None:
             recorded = record(self._operation, self.form, self._inputs, str(self._dtype)[6:], *more)

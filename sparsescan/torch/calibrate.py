@@ -1,4 +1,4 @@
-"""Time calls of recurrent modules by both kernels, for ``sparsescan calibrate``."""
+"""Time recurrent modules with our kernels and PyTorch's, for ``sparsescan calibrate``."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .recurrent import GRU, LSTM, RNN
 _HIDDEN, _BATCH, _STEPS = [16, 32, 64, 128, 256, 512], [1, 4, 16, 64, 256], [1, 4, 16, 64, 256]
 _MODULES: dict[str, Any] = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
 _KERNELS = {"ours": "sparsescan", "theirs": "pytorch"}
-# Rounds, calls of a round before those that are timed, seconds of these, and of a call beside which
-# longer sequences are not measured.
+# Rounds; untimed calls of a round; seconds of its timed calls; and the seconds of a call from which
+# on longer sequences are not measured.
 _ROUNDS, _FIRST, _SECONDS, _LONG = 5, 3, 0.001, 0.02
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
 
 
 def calibrate() -> Path:
-    """Measure how long calls of recurrent modules take here, and keep it; the path of the file."""
+    """Time calls of recurrent modules here, save the times, and return the path of the file."""
     return save_table(measure())
 
 
 def measure() -> TimeTable:
-    """Return how long calls of recurrent modules take; it takes some five minutes.
+    """Return the times of calls of recurrent modules; this takes about five minutes.
 
-    Memory is kept, since PyTorch's kernels gain more by it: a module that calls its own where that
-    is faster still is never the slower one.
+    The allocator keeps freed memory, as this favours PyTorch's kernels: where they are faster even
+    then, a module calls them, so it is never slower than PyTorch's.
     """
     keep_memory()
     before, times = torch.get_num_threads(), {}
@@ -55,9 +55,9 @@ def measure() -> TimeTable:
 
 
 def keep_memory() -> None:
-    """Let glibc keep what this process frees: it else gives pages back and asks anew.
+    """Let glibc keep memory that this process frees, in place of returning the pages.
 
-    PyTorch's tuning guide advises that for a CPU. It is done by mallopt.
+    PyTorch's tuning guide for CPUs advises this. It calls mallopt.
     """
     with suppress(AttributeError, TypeError):  # another libc, or Windows
         mallopt = ctypes.CDLL(None).mallopt
@@ -66,7 +66,7 @@ def keep_memory() -> None:
 
 
 def _times(kind: str, has_backward: bool, units: int, batch: int) -> dict[str, list[float]]:
-    """Return seconds of a call for numbers of steps, by the contenders."""
+    """Return seconds of a call for several numbers of steps, for each contender."""
     module = _MODULES[kind](INPUTS, units)
     found: dict[str, list[float]] = {name: [] for name in _KERNELS}
     for steps in _STEPS:
@@ -95,7 +95,7 @@ def _call(module: nn.RNNBase, has_backward: bool, steps: int, batch: int) -> Cal
 
 
 def _seconds(call: Callable[[], Any]) -> dict[str, float]:
-    """Return the least of a few rounds by each contender, in turns: others may use the cores."""
+    """Return each contender's least time of a few alternating rounds, as cores may be busy."""
     found = dict.fromkeys(_KERNELS, float("inf"))
     for _ in range(_ROUNDS):
         for name, kernels in _KERNELS.items():

@@ -1,4 +1,4 @@
-"""Modules of any recurrent cell, by kernels for whole sequences."""
+"""Modules of any recurrent cell, which run whole sequences in kernels."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .calls.shapes import register
 
 
 class CellModule(Sequences, nn.Module):
-    """Layers of recurrent cells of one class, as a module: what :func:`module` returns.
+    """Layers of recurrent cells of one class, as a module; :func:`module` returns its subclasses.
 
-    Arguments, forms of input and results are those of PyTorch's recurrent modules.
+    Arguments, inputs and results have the form of PyTorch's recurrent modules.
 
     Parameters
     ----------
@@ -37,11 +37,11 @@ class CellModule(Sequences, nn.Module):
     batch_first : bool, default False
         Whether inputs and outputs are ``(batch, T, …)``.
     dropout : float, default 0
-        Share of the outputs between layers that are dropped while training.
+        Share of the outputs between layers that are dropped in training mode.
     bidirectional : bool, default False
         Whether each layer has two directions.
     device, dtype : optional
-        Those of the parameters.
+        Device and dtype of the parameters.
     **options
         `memory_limit`, `truncate` and `return_states`, as for :class:`RNN`; and options of the
         cells.
@@ -69,7 +69,7 @@ class CellModule(Sequences, nn.Module):
     ) -> None:
         super().__init__()
         self._set_options(Options.taken_from(options))
-        # Which checks all of them.
+        # This checks all arguments.
         net = Recurrent(
             *(self.cell, input_size, hidden_size, num_layers, bias),
             bidirectional=bidirectional,
@@ -95,7 +95,7 @@ class CellModule(Sequences, nn.Module):
         self.reset_parameters()
 
     def _register(self) -> None:
-        """Find the program of the cells, in this process."""
+        """Find the program of the cells in this process."""
         self.mode = register(self.cell, self.options, self.bias)
         self.states = self.cell.program_of(self.options, self.bias).states
         self._own_sizes = sizes_of(self.cell, self.options, self.hidden_size)
@@ -104,7 +104,7 @@ class CellModule(Sequences, nn.Module):
         self._further = further_inputs(self.cell, self.options, Recurrent.name_of, *about)
 
     def reset_parameters(self) -> None:
-        """Draw the parameters, from the distribution that the cell has."""
+        """Draw the parameters from the cell's distribution."""
         begins, bound = initial_of(self.cell), 1 / math.sqrt(self.hidden_size)
         for name, param in self._named():
             with torch.no_grad():
@@ -121,7 +121,7 @@ class CellModule(Sequences, nn.Module):
 
     @property
     def _sizes(self) -> list[int]:
-        """How many numbers each state has."""
+        """The size of each state."""
         return self._own_sizes
 
     @property
@@ -135,7 +135,7 @@ class CellModule(Sequences, nn.Module):
         return [[getattr(self, name) for name in names] for names in self._names]
 
     def permute_hidden(self, hx: Any, order: Tensor | None) -> Any:
-        """Return states, with their samples in another order."""
+        """Return states with their samples in another order."""
         if order is None or hx is None:
             return hx
         if isinstance(hx, tuple):
@@ -145,7 +145,7 @@ class CellModule(Sequences, nn.Module):
     def _without_kernels(
         self, given: Any, hx: Any, resets: Any = None, reset_states: Any = None, **further: Any
     ) -> Any:
-        """Compute step by step, or refuse, what has no kernels."""
+        """Compute step by step, or refuse, calls that have no kernels."""
         return self._differentiably(given, hx, self._weights(), resets, reset_states, further)
 
     def extra_repr(self) -> str:
@@ -180,37 +180,36 @@ def _check_share(dropout: Any) -> None:
 
 
 def _without_state(cell: type[Cell]) -> CellModule:
-    """Return a module that a copy, or a file, is about to fill."""
+    """Return an empty module, for a copy or a file to fill."""
     kind = module(cell)
     return kind.__new__(kind)
 
 
 def module(cell: type[Cell]) -> type[CellModule]:
-    """Return the class of PyTorch modules of a class of recurrent cells.
+    """Return a class of PyTorch modules for a class of recurrent cells.
 
-    The modules are made as PyTorch's recurrent modules are: ``module(MGU)(12, 20, num_layers=1,
-    bias=True, batch_first=False, dropout=0.0, bidirectional=False, device=None, dtype=None,
-    memory_limit=None, truncate=None, return_states=False)``, and with the options of the cell.
-    Parameters have the names that they have in a :class:`~sparsescan.recurrent.Recurrent`, in the
-    order of the cell's: ``weight_ih_l0``, ….
+    Its constructor takes the arguments of PyTorch's recurrent modules, and the options of the cell:
+    ``module(MGU)(12, 20, num_layers=1, bias=True, batch_first=False, dropout=0.0,
+    bidirectional=False, device=None, dtype=None, memory_limit=None, truncate=None,
+    return_states=False)``. Parameters have the names of a :class:`~sparsescan.recurrent.Recurrent`,
+    in the order of the cell's: ``weight_ih_l0``, ….
 
-    Inputs are ``(T, batch, input_size)``, with `batch_first` ``(batch, T, input_size)``, ``(T,
-    input_size)`` or a `PackedSequence`. Initial and last states are a tensor ``(num_layers ·
-    directions, batch, hidden_size)`` if a cell has one state, else a tuple of as many tensors as it
-    has states, as for :class:`torch.nn.LSTM`.
+    The input is ``(T, batch, input_size)``, with `batch_first` ``(batch, T, input_size)``, or
+    ``(T, input_size)``, or a `PackedSequence`. Initial and last states are tensors
+    ``(num_layers · directions, batch, hidden_size)``: one tensor if the cell has one state, else a
+    tuple with one tensor per state, as in :class:`torch.nn.LSTM`.
 
-    ``net(x, hx, resets=resets)`` sets the state of a sample to zero before each step where these
-    bools are True, or to its `reset_states`; they are in the order of the first axes of the input,
-    or packed like it. See :class:`RNN`. Further inputs of a step come by their names, and random
-    masks are drawn while the module trains (:class:`.Mask`); in ``net.eval()`` they are their
-    expectation.
+    ``net(x, hx, resets=resets)`` sets the state of a sample to zero, or to its `reset_states`,
+    before each step where `resets` is True; `resets` has the first axes of the input, or is packed
+    like it. See :class:`RNN`. Pass further inputs of a step by name. The module draws random masks
+    in training mode (:class:`.Mask`); after ``net.eval()`` they are their expectation.
 
-    A whole sequence, and all gradients of it, are computed by the compiled loops of
-    :class:`.TrainingStep`, and so are derivatives of any order and transforms
-    of ``torch.func`` on the CPU; see :class:`RNN`. Dtypes other than float32 and float64, devices
-    other than the CPU and, with CuPy, CUDA, and autocast are computed step by step, by PyTorch's
-    own operations. So is a call under ``torch.jit.trace``, whose graph has as many steps as it was
-    traced with; ``torch.export`` keeps one operator, for any number of steps and samples.
+    The compiled loops of :class:`.TrainingStep` compute whole sequences and all gradients. On the
+    CPU they also compute derivatives of any order and transforms of ``torch.func``; see
+    :class:`RNN`. PyTorch's own operations compute step by step if the dtype is not float32 or
+    float64, under autocast, and on devices other than the CPU and, with CuPy, CUDA. They also run
+    calls under ``torch.jit.trace``, whose graph has a fixed number of steps. ``torch.export`` keeps
+    one operator, for any number of steps and samples.
 
     Parameters
     ----------
@@ -220,7 +219,7 @@ def module(cell: type[Cell]) -> type[CellModule]:
     Returns
     -------
     class
-        A subclass of :class:`torch.nn.Module`, always the same for a class of cells.
+        A subclass of :class:`torch.nn.Module`; always the same one for a class of cells.
 
     Raises
     ------

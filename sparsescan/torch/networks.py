@@ -1,4 +1,4 @@
-"""Recurrent modules as networks of NumPy, with copies of their parameters."""
+"""Convert recurrent modules to NumPy networks, with copies of their parameters."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .conversion.structure import is_seen
 
 
 def as_network(module: nn.Module) -> Any:
-    """Return a network that computes what a recurrent module does; other modules as they are.
+    """Return a NumPy network equal to a recurrent module; return other modules unchanged.
 
-    Parameters that :mod:`torch.nn.utils.prune` has pruned are those that are kept.
+    Of parameters that :mod:`torch.nn.utils.prune` has pruned, the kept weights are used.
 
     Raises
     ------
     InputTypeError
-        If calls of the module do more than those of PyTorch's or ours: a class with a ``forward``
-        of its own, and hooks.
+        If calls of the module do more than PyTorch's or ours: it has hooks, or its class has its
+        own ``forward``.
     """
     forward = type(module).forward
     if not forward.__module__.startswith(("torch.nn.", "sparsescan.torch.")) or is_seen(module):
@@ -50,12 +50,12 @@ def as_network(module: nn.Module) -> Any:
 
 
 def load(path: str | os.PathLike[str]) -> nn.Module:
-    """Return the module in a file that ``torch.save`` has written; it runs code of the file."""
+    """Load a module from a file of ``torch.save``. This runs code in the file."""
     try:
         module = torch.load(path, map_location="cpu", weights_only=False)
     except OSError:
         raise
-    except Exception as error:  # whatever the file's code, or what is damaged, raises
+    except Exception as error:  # code in the file, or damage, may raise anything
         raise FileError(f"{path}: {error}; expected a file of torch.save(model, path)") from None
     if not isinstance(module, nn.Module):
         raise FileError(
@@ -66,7 +66,7 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
 
 
 def array_of(module: nn.Module, name: str) -> Any:
-    """Return a copy of a parameter in float32 or float64, as the next call would read it."""
+    """Return a copy of a parameter, as the next call would read it, in float32 or float64."""
     value: Tensor | None = getattr(module, name)
     mask = getattr(module, f"{name}_mask", None)
     if mask is not None:

@@ -1,4 +1,4 @@
-"""RNN, GRU and LSTM in place of PyTorch's: the same modules, by kernels for whole sequences."""
+"""RNN, GRU and LSTM that replace PyTorch's, with kernels for whole sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .conversion.kinds import Kind
 
 
 def _signature() -> inspect.Signature:
-    """Return the signature of all three: PyTorch's, and what these take besides."""
+    """Return the signature of all three: PyTorch's, with our options."""
     _, _, *own = inspect.signature(nn.RNNBase.__init__).parameters.values()
     kind = inspect.Parameter.KEYWORD_ONLY
     more = DEFAULTS._asdict().items()
@@ -26,25 +26,25 @@ def _signature() -> inspect.Signature:
     )
 
 
-# What compiles each function that is called next; None outside of ``torch.compile``.
+# The compiler of each function that is called next; None outside of ``torch.compile``.
 _compiler_of_frames: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 @functools.cache
 def _uncompiled() -> Any:
-    """Return the forward pass for calls that a compiled model makes outside of its graphs.
+    """Return the forward pass for calls of a compiled model outside its graphs.
 
-    Unless `allow_rnn` is set, PyTorch leaves recurrent modules out of these, and would compile each
-    of the functions that a call goes through by itself.
+    Unless `allow_rnn` is set, PyTorch leaves recurrent modules out of its graphs, and would compile
+    each function that a call uses separately.
     """
     return torch.compiler.disable(Sequences.forward)
 
 
 def _in_place_of(theirs: Any) -> Any:
-    """Return the forward pass in place of that of a class of PyTorch.
+    """Return the forward pass that replaces that of a PyTorch class.
 
-    ``torch.jit.script`` compiles the source, and exporters read the signature, of what a function
-    wraps: PyTorch's. It finds the names in it among those of this file.
+    ``torch.jit.script`` compiles the source of the wrapped function, PyTorch's, and exporters read
+    its signature. The script compiler looks up its names in this file.
     """
 
     def forward(
@@ -66,11 +66,11 @@ def _in_place_of(theirs: Any) -> Any:
 
 
 class _Recurrent(Sequences, metaclass=Kind):
-    """What all three have beside the attributes of PyTorch's."""
+    """Base of all three: our additions to PyTorch's modules."""
 
     # For `torch.nn.utils.skip_init`, which looks for `device`.
     __signature__: ClassVar[Any] = _signature()
-    # What `torch.jit.script` goes by.
+    # Read by `torch.jit.script`.
     __annotations__ = nn.RNNBase.__annotations__
     __jit_unused_properties__: ClassVar[Any] = [
         *("all_weights", "is_usual", "_options", "_sizes", "_is_short", *Options._fields)
@@ -82,7 +82,7 @@ class _Recurrent(Sequences, metaclass=Kind):
         self._set_options(own)
 
     def _weights(self) -> list[Tensor]:
-        """Return all parameters, made anew as often as PyTorch does: some change by that."""
+        """Return all parameters, recomputed as often as PyTorch does: some change with each use."""
         if "parametrizations" not in self._modules:
             return super()._weights()
         self._update_flat_weights()
@@ -91,7 +91,7 @@ class _Recurrent(Sequences, metaclass=Kind):
     def _without_kernels(
         self, given: Any, hx: Any, resets: Any = None, reset_states: Any = None, **further: Any
     ) -> Any:
-        """Let PyTorch compute, or refuse, what has no kernels, unless states begin anew."""
+        """Let PyTorch compute, or refuse, calls without kernels, unless there are resets."""
         if resets is None and not self.return_states:
             return self._theirs.forward(self, given, hx)
         if self.proj_size and self.return_states:
@@ -103,63 +103,61 @@ class _Recurrent(Sequences, metaclass=Kind):
 
 
 class RNN(_Recurrent, nn.RNN):
-    """Run a simple recurrent network, in place of :class:`torch.nn.RNN`.
+    """Run a simple recurrent network; it replaces :class:`torch.nn.RNN`.
 
-    Arguments, attributes, parameters and results are those of PyTorch's module, and so are its
-    errors. A whole sequence, and all gradients of it, are computed by the compiled loops of
-    :class:`.TrainingStep`, with any number of layers, in one direction or both,
-    and with samples of different lengths (`PackedSequence`). Weights that
-    :mod:`torch.nn.utils.prune` has pruned are not read where less than a quarter of them is kept;
-    each call reads the contents of the masks.
+    Arguments, attributes, parameters, results and errors are those of PyTorch's module. The
+    compiled loops of :class:`.TrainingStep` compute whole sequences and all gradients, with any
+    number of layers, in one direction or both, and with samples of different lengths
+    (`PackedSequence`). If :mod:`torch.nn.utils.prune` has kept less than a quarter of a weight,
+    kernels do not read the pruned part; each call reads the contents of the masks.
 
-    Tensors on a CUDA device take the kernels of a GPU, on PyTorch's current stream, where CuPy is
-    installed. PyTorch computes all that has no kernel: tensors on other devices, more units than a
-    GPU's kernels take, dtypes other than float32 and float64, autocast, ``torch.jit.trace`` and
-    ``torch.jit.script``; and `proj_size` with dropout between layers, on a GPU, in graphs of
-    ``torch.compile``, and over fewer than 8 steps, for which it takes less time.
+    If CuPy is installed, GPU kernels run for tensors on a CUDA device, on PyTorch's current stream.
+    PyTorch itself computes everything that has no kernel: tensors on other devices, more units than
+    GPU kernels take, dtypes other than float32 and float64, autocast, ``torch.jit.trace`` and
+    ``torch.jit.script``. It also computes `proj_size` with dropout between layers, on a GPU, in
+    graphs of ``torch.compile``, and over fewer than 8 steps, where it is faster.
 
-    A module is an instance of PyTorch's, and its class equals PyTorch's, so that it is found where
-    others look for that: by ``type(module)`` in a table, too, as of
-    ``torch.ao.quantization.quantize_dynamic``. Like PyTorch's, it stands outside of the graphs of
-    ``torch.compile`` unless ``torch._dynamo.config.allow_rnn`` is set; then it is one operator.
+    A module is an instance of PyTorch's class, and its class compares equal to PyTorch's. So code
+    that looks for PyTorch's class finds it, even in a table by ``type(module)``, such as that of
+    ``torch.ao.quantization.quantize_dynamic``. Like PyTorch's module, it stays outside the graphs
+    of ``torch.compile`` unless ``torch._dynamo.config.allow_rnn`` is set; then it is one operator.
 
-    The forward pass keeps what the backward pass needs. `memory_limit`, an attribute and an
-    argument by name, bounds the bytes of it, beside input and output: gates that do not fit are
-    computed again. `truncate`, likewise, bounds how far gradients flow: ``truncate=k`` cuts the
-    steps into segments of ``k``, and the gradient of the part of a loss that reads the outputs of a
-    segment flows through that and the one before, not further (truncated back-propagation through
-    time; the formula is that of :class:`.TrainingStep`). Outputs are the same,
-    but gradients leave out the effect of earlier steps, so dependencies over more than ``2·k``
-    steps are not learned. Next to nothing is kept. It works on the CPU, where kernels run, for
-    modules of one direction without dropout between layers.
+    There are three options, each an argument by name and an attribute. `memory_limit` is the most
+    bytes that the forward pass keeps for the backward pass, without input and output. Gates that do
+    not fit are recomputed. `truncate` limits how far gradients flow (truncated back-propagation
+    through time). ``truncate=k`` cuts the steps into segments of ``k``. The gradient of a loss of a
+    segment's outputs flows through that segment and the previous one; :class:`.TrainingStep` has
+    the formula. Outputs stay the same, but gradients leave out the effect of earlier steps, so
+    dependencies over more than ``2·k`` steps are not learned. The forward pass then keeps almost
+    nothing. `truncate` works in kernels on the CPU, for modules of one direction without dropout
+    between layers.
 
-    `return_states`, likewise, returns the states of all steps: ``output, (h_n, c_n), (h, c) =
-    LSTM(12, 20, return_states=True)(x)``, where `c` has the cell states of the last layer in the
-    form of the output, which is `h`. Gradients flow through all of them. Cells of one state return
-    their output a second time. With ``return_states="layers"`` they are the states of all layers,
-    each with one more axis: ``h`` is ``(T, batch, layers · directions, hidden_size)``, or what
-    `batch_first` or a `PackedSequence` make of that, and ``h[..., k, :]`` are the states of which
-    ``h_n[k]`` is the last.
+    `return_states` adds the states of all steps to the results:
+    ``output, (h_n, c_n), (h, c) = LSTM(12, 20, return_states=True)(x)``. Here `h` is the output,
+    and `c` has the cell states of the last layer in the same form. Gradients flow through all of
+    them. Cells of one state return their output a second time. With ``return_states="layers"`` they
+    are the states of all layers, with one more axis: ``h`` is
+    ``(T, batch, layers · directions, hidden_size)``, or the like with `batch_first` or a
+    `PackedSequence`, and ``h[..., k, :]`` are the states whose last is ``h_n[k]``.
 
-    There are derivatives of any order, in both modes. The derivative of a network in a direction is
-    a forward pass of cells of twice as many states, which also compute the derivatives, and the
-    derivative of its gradients is a backward pass of these (Pearlmutter, 1994). On the CPU the
-    transforms of ``torch.func`` take the kernels: under ``vmap`` a new axis of inputs or states
-    makes more samples. A new axis of parameters, as for an ensemble of models, or of gradients in
-    parameters, one for each sample, makes calls that threads share, without a loop in Python.
+    There are derivatives of any order, in both modes. The directional derivative of a network is a
+    forward pass of cells with twice as many states, which also compute the derivatives. The
+    derivative of its gradients is the backward pass of these cells (Pearlmutter, 1994). On the CPU
+    the transforms of ``torch.func`` use the kernels. Under ``vmap`` a new axis of inputs or states
+    becomes more samples. A new axis of parameters, for an ensemble of models, or of gradients in
+    parameters, for per-sample gradients, becomes calls that threads share, without a Python loop.
 
-    Unlike PyTorch's module it takes `resets`: ``net(x, hx, resets=resets)`` sets the state of a
+    Unlike PyTorch's module it takes `resets`. ``net(x, hx, resets=resets)`` sets the state of a
     sample to zero before each step where these bools are True, such as the first step of an
-    episode. They are in the order of the first axes of the input, ``(T, batch)``, with
-    `batch_first` ``(batch, T)`` or, without samples, ``(T,)``; those of a `PackedSequence` are
-    packed like it. In a direction that runs backward in time, the state is set to zero on the way
-    from such a step to the one before it. With resets, modules that have no kernel are computed
-    step by step. ``reset_states=states``, in the form of `hx`, are set in place of zeros; their
-    gradients are sums over the resets of each sample.
+    episode. `resets` have the first axes of the input: ``(T, batch)``, with `batch_first`
+    ``(batch, T)`` or, without samples, ``(T,)``; for a `PackedSequence` they are packed like it. A
+    direction that runs backward in time sets its state to zero between such a step and the step
+    before it. With resets, modules without a kernel run step by step. ``reset_states=states``, in
+    the form of `hx`, replace the zeros; their gradients are sums over the resets of each sample.
 
-    Gradients can be computed more than once from one graph (`retain_graph`). A state or an input
-    that is infinite or NaN has no effect through a pruned weight that is not read, where PyTorch's
-    product with 0 is NaN.
+    Gradients can be computed more than once from one graph (`retain_graph`). If a state or an input
+    is infinite or NaN, it has no effect through a pruned weight that is not read; PyTorch's product
+    with 0 is NaN.
 
     Examples
     --------
@@ -178,7 +176,7 @@ class RNN(_Recurrent, nn.RNN):
 
 
 class GRU(_Recurrent, nn.GRU):
-    """Run a GRU network, in place of :class:`torch.nn.GRU`; see :class:`RNN`."""
+    """Run a GRU network; it replaces :class:`torch.nn.GRU`. See :class:`RNN`."""
 
     _plain = _theirs = nn.GRU
     states = 1
@@ -186,7 +184,7 @@ class GRU(_Recurrent, nn.GRU):
 
 
 class LSTM(_Recurrent, nn.LSTM):
-    """Run an LSTM network, in place of :class:`torch.nn.LSTM`; see :class:`RNN`."""
+    """Run an LSTM network; it replaces :class:`torch.nn.LSTM`. See :class:`RNN`."""
 
     _plain = _theirs = nn.LSTM
     states = 2

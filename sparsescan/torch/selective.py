@@ -58,34 +58,36 @@ def selective_scan(
     return_last_state: bool = False,
     initial_state: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the outputs of a selective state space model, as Mamba has it.
+    """Return the outputs of a selective state space model, such as Mamba.
 
-    With ``δ = softplus(delta + delta_bias)``, or ``delta + delta_bias``, it is, for each channel,
+    With ``δ = softplus(delta + delta_bias)`` or ``delta + delta_bias`` it computes, for each
+    channel,
 
     ``h_t = exp(δ_t A) h_{t-1} + δ_t B_t u_t``, ``y_t = C_t·h_t + D u_t``, ``out_t = y_t silu(z_t)``
 
     from ``h_0`` on, zeros by default (Gu and Dao, 2023, arXiv 2312.00752, Algorithm 2, with
-    ``exp(δ A)`` of equation 4 for states and ``δ B`` for inputs, as in its code). Arguments and
-    results are those of ``selective_scan_fn`` of mamba-ssm, which has no initial states, for
-    tensors in host memory. States are computed where they are used, forward and backward. Only the
-    state before every 32nd step is kept, or less often if a channel has more than 32 states, so
-    memory is that of a few tensors of the size of `u`. It is one operator, registered with
-    ``torch.library``, so that ``torch.compile`` keeps a graph whole. Results have the same bits for
-    any number of threads.
+    ``exp(δ A)`` of equation 4 for states and ``δ B`` for inputs, as in the paper's code). Arguments
+    and results are those of ``selective_scan_fn`` of mamba-ssm, plus initial states; tensors are in
+    host memory. Both passes recompute states where they need them. Only the state before every 32nd
+    step is kept, or less often if a channel has more than 32 states, so the call takes the memory
+    of a few tensors of the size of `u`. It is one operator, registered with ``torch.library``, so
+    ``torch.compile`` does not break the graph. Results have the same bits for any number of
+    threads.
 
-    Gradients of gradients, forward mode and the transforms of ``torch.func`` are computed by
-    PyTorch's own operations, step by step: right, but slow.
+    PyTorch's own operations compute gradients of gradients, forward mode and the transforms of
+    ``torch.func``, step by step: correct, but slow.
 
     Parameters
     ----------
     u, delta : Tensor, shape (batch, channels, length)
-        The inputs, and the sizes of steps.
+        The inputs, and the step sizes.
     A : Tensor, shape (channels, states)
         The rates, real.
     B, C : Tensor
-        How inputs enter the states, and how these are read: of shape (batch, states, length) the
-        same for all channels, of shape (batch, groups, states, length) for those of a group, whose
-        number divides that of channels, or of shape (channels, states) constant in time.
+        The vectors that write inputs into states, and that read states. Shape (batch, states,
+        length): shared by all channels. Shape (batch, groups, states, length): shared by the
+        channels of a group; the number of groups divides that of channels. Shape (channels,
+        states): constant in time.
     D : Tensor, shape (channels,), optional
         The factor by which inputs are added to the outputs.
     z : Tensor, shape (batch, channels, length), optional
@@ -93,12 +95,11 @@ def selective_scan(
     delta_bias : Tensor, shape (channels,), optional
         The bias that is added to `delta`.
     delta_softplus : bool, default False
-        Whether softplus is applied to that sum.
+        Whether to apply softplus to that sum.
     return_last_state : bool, default False
-        Whether to return the last states, too, which are differentiable as well.
+        Whether to return the last states too. They are differentiable.
     initial_state : Tensor, shape (batch, channels, states), optional
-        The states ``h_0``, such as those that another call has returned as last ones; zeros by
-        default.
+        The states ``h_0``, such as the last states of another call; zeros by default.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Sequential in place of PyTorch's: layers that compute with the weights that pruning has kept."""
+"""A Sequential that replaces PyTorch's, and computes with the weights that pruning has kept."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ from .conversion.structure import (
 
 Array = NDArray[Any]
 
-# Share of the weights that are kept, from which on PyTorch's dense products are as fast.
+# From this share of kept weights on, PyTorch's dense products are as fast.
 _DENSE = 0.25
-# Networks that are kept for each stack: of several structures, shapes of the input, or masks.
+# Networks to keep for each stack, for different structures, shapes of the input, or masks.
 _KEPT = 8
-# Networks that are made one after the other, and used once: then a stack changes too often.
+# If this many networks in a row were used only once, a stack changes too often.
 _MOST_NEW = 4
-# Weights of each output, and multiply-adds of all, from which on a convolution is faster here.
+# Our convolution is faster from this many weights per output, and multiply-adds in all, on.
 _TAPS, _LARGE = 128, 10_000_000
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d)
-# Calls that PyTorch computes, since it is faster, until masks are looked at again.
+# Where PyTorch is faster, it computes this many calls before masks are checked again.
 _AGAIN = 64
 
 
-# By kernels here and by PyTorch, without gradients and with a backward pass: `python -m bench map`
-# measured them on a Xeon with AVX-512.
+# Times of our kernels and of PyTorch, without and with a backward pass, which `python -m bench map`
+# measured on a Xeon with AVX-512.
 _OURS = (
     Seconds(call=450e-6, weight=0.42e-9, kept=3.7e-9, product=2.2e-11),
     Seconds(call=950e-6, weight=1.25e-9, kept=8.5e-9, product=4.4e-11),
@@ -72,34 +72,33 @@ _THEIRS = (
 
 
 class Sequential(nn.Sequential, metaclass=Kind):
-    """:class:`torch.nn.Sequential`, whose pruned weights take no time.
+    """A :class:`torch.nn.Sequential` whose pruned weights take no time.
 
-    Where :func:`sparsescan.jacobians.from_torch` has operators for all layers, a call runs as one
-    training step (:meth:`sparsescan.jacobians.Sequential.training_step`): convolutions and linear
-    layers compute with the weights that ``torch.nn.utils.prune`` has kept. Each call uses the stack
-    as it is then: its layers with their settings and hooks, and the contents of parameters,
-    statistics and masks, however they have changed. ``layer.weight`` of a pruned layer is, as
-    PyTorch's pruning leaves it, the product of mask and parameter at the last call; its gradient,
-    if asked for, is dense. In training mode each batch updates the running statistics of batch
-    normalisations.
+    If :func:`sparsescan.jacobians.from_torch` has operators for all layers, a call runs as one
+    training step (:meth:`sparsescan.jacobians.Sequential.training_step`). Convolutions and linear
+    layers then compute only with the weights that ``torch.nn.utils.prune`` has kept. Each call uses
+    the current state of the stack: its layers with their settings and hooks, and the contents of
+    parameters, statistics and masks. As in PyTorch's pruning, ``layer.weight`` of a pruned layer is
+    the product of mask and parameter at the last call; its gradient, if asked for, is dense. In
+    training mode each batch updates the running statistics of batch normalisations.
 
-    PyTorch computes all that has no kernel: other layers, devices and dtypes, dropout in training
-    mode, masks of other numbers than 0 and 1, layers with hooks, parametrisations or methods of
-    their own, a structure or masks that are new at each call, and calls that something records or
-    transforms (``torch.compile``, ``torch.func``, ``torch.jit``, fake tensors). It also computes
-    calls of stacks of linear layers alone with so few samples, or so many weights, that it is
-    faster.
+    PyTorch computes everything that has no kernel: other layers, devices and dtypes, dropout in
+    training mode, masks of numbers other than 0 and 1, layers with hooks, parametrisations or their
+    own methods, a structure or masks that change at each call, and calls that are recorded or
+    transformed (``torch.compile``, ``torch.func``, ``torch.jit``, fake tensors). It also computes
+    stacks of only linear layers if it is faster, because there are few samples or many kept
+    weights.
 
     Parameters
     ----------
     *args
-        The layers, as of :class:`torch.nn.Sequential`.
+        The layers, as for :class:`torch.nn.Sequential`.
 
     Notes
     -----
-    Gradients may be taken once: a second derivative raises a :class:`RuntimeError`. An input or a
-    weight that is infinite or NaN has no effect through a pruned weight, where PyTorch's product
-    with 0 is NaN.
+    There are only first derivatives: a second derivative raises a :class:`RuntimeError`. If an
+    input or a weight is infinite or NaN, it has no effect through a pruned weight; PyTorch's
+    product with 0 is NaN.
 
     Examples
     --------
@@ -122,11 +121,11 @@ class Sequential(nn.Sequential, metaclass=Kind):
         output = run(self, input)
         return super().forward(input) if output is None else output
 
-    # Whose source `torch.jit.script` compiles.
+    # `torch.jit.script` compiles its source.
     forward.__wrapped__ = nn.Sequential.forward  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sequential:
-        """Return a copy, in which masked weights have no graph: PyTorch copies none that has."""
+        """Return a copy; masked weights lose their graph: PyTorch copies only leaf tensors."""
         for module in self.modules():
             weight = vars(module).get("weight")
             if isinstance(weight, Tensor) and not weight.is_leaf:
@@ -138,7 +137,7 @@ class Sequential(nn.Sequential, metaclass=Kind):
 
 
 def run(stack: nn.Module, given: Any) -> Tensor | None:
-    """Return the output of a stack, or None where PyTorch has to compute."""
+    """Return the output of a stack, or None if PyTorch has to compute it."""
     known = _known_of(stack)
     known.runs_here = False
     if known.leaves(given):
@@ -186,7 +185,7 @@ def why_not(module: nn.Sequential) -> str | None:
 
 
 def why_dense(masks: Sequence[Tensor]) -> str:
-    """Return why PyTorch computes with weights of which too many are kept; "" if few are."""
+    """Return why PyTorch computes if too many weights are kept; "" if few are kept."""
     kept = sum(int(torch.count_nonzero(mask)) for mask in masks)
     share = kept / max(sum(mask.numel() for mask in masks), 1)
     if is_sparse(share):
@@ -200,9 +199,9 @@ def is_sparse(share: float) -> bool:
 
 
 def _is_slower(structure: StackStructure, kept: Sequence[Kept], x: Tensor) -> bool:
-    """Return whether kernels take longer than PyTorch: of linear layers, with few samples.
+    """Return whether our kernels are slower than PyTorch: for linear layers with few samples.
 
-    Or of one small convolution alone.
+    Or for a single small convolution.
     """
     if len(structure.layers) == 1 and isinstance(structure.layers[0].module, _CONVOLUTIONS):
         return _is_small(structure.layers[0].module, structure.layers[0].tensors["weight"], x)
@@ -220,7 +219,7 @@ def _is_slower(structure: StackStructure, kept: Sequence[Kept], x: Tensor) -> bo
 
 
 def _is_small(conv: Any, weight: Tensor, x: Tensor) -> bool:
-    """Return whether PyTorch computes a convolution faster, however few weights are kept."""
+    """Return whether PyTorch is faster for a convolution, however few weights are kept."""
     steps = 1 if conv.transposed else math.prod(conv.stride)
     multiply_adds = x.numel() // x.shape[1] // steps * weight.numel()
     return weight.numel() < _TAPS * conv.out_channels or multiply_adds < _LARGE
@@ -230,7 +229,7 @@ def _is_small(conv: Any, weight: Tensor, x: Tensor) -> bool:
 
 
 def _without_arrays(layers: Sequence[Operator]) -> list[Operator]:
-    """Return copies of layers that have zeros, which take no memory, in place of parameters."""
+    """Return copies of layers in which zeros without memory replace the parameters."""
     copies = [copy.copy(layer) for layer in layers]
     for layer in copies:
         _let_go(layer)
@@ -244,12 +243,12 @@ def _let_go(layer: Operator) -> None:
 
 
 class _BoundStep:
-    """Run a training step of layers with parameters that are given at each call.
+    """A training step of layers that takes the parameters with each call.
 
     Parameters
     ----------
     layers : sequence of Operator
-        The layers. They are copied without their arrays, so steps do not disturb each other.
+        The layers. They are copied without their arrays, so that steps are independent.
 
     Attributes
     ----------
@@ -269,11 +268,11 @@ class _BoundStep:
         x : ndarray, shape ``(batch, *input_shape)``
             The inputs.
         arrays : dict of (int, str) to ndarray
-            Parameters, running statistics and counts of batches, by the number of their layer and
-            their names in PyTorch; not copied.
+            Parameters, running statistics and counts of batches, by the number of the layer and the
+            name in PyTorch. They are not copied.
         """
         for (k, name), array in arrays.items():
-            # A read of a parameter checks its shape.
+            # Reading a parameter checks its shape.
             own = "_batches" if name == "num_batches_tracked" else name
             vars(self._layers[k])[own] = array
         return self.step.forward(x)
@@ -288,16 +287,16 @@ _Pool = StepPool[_BoundStep]
 
 
 class _Network:
-    """The operators of a structure with its masks, and training steps of them.
+    """The operators of a structure with its masks, and their training steps.
 
     Attributes
     ----------
     pool : StepPool
         The steps.
     layers : list of Module
-        Copies of the layers as they were, without hooks, for PyTorch to compute with.
+        Copies of the layers without hooks, for PyTorch to compute with.
     reads_again : bool
-        Whether a backward pass reads parameters again.
+        Whether the backward pass reads parameters again.
     """
 
     def __init__(self, structure: StackStructure) -> None:
@@ -308,13 +307,13 @@ class _Network:
         self.pool.give_back(first)
         self.layers = [_copy(module) for module in modules]
         self.reads_again = any(isinstance(module, nn.LayerNorm) for module in modules)
-        # A step without an axis of samples does not know the statistics of the batch.
+        # A step for single samples does not have the statistics of the batch.
         knows_batch = first.step.has_batch_axis or not structure.joint
         self.is_right = knows_batch and _has_parameters(ops, structure.layers)
 
 
 def _has_parameters(ops: Sequence[Operator], layers: Sequence[StackLayer]) -> bool:
-    """Return whether operators have the parameters that their layers have, and no others."""
+    """Return whether operators have exactly the parameters of their layers."""
     return all(
         set(getattr(op, "parameter_names", ())) == layer.tensors.keys() - {"num_batches_tracked"}
         for op, layer in zip(ops, layers, strict=True)
@@ -322,7 +321,7 @@ def _has_parameters(ops: Sequence[Operator], layers: Sequence[StackLayer]) -> bo
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """Return a module with the same settings, and without tensors and hooks."""
+    """Return a module with the same settings, without tensors and hooks."""
     copied = type(module).__new__(type(module))
     own = {name: value for name, value in vars(module).items() if not isinstance(value, Tensor)}
     vars(copied).update(own | vars(nn.Module()) | {"training": module.training})
@@ -331,26 +330,26 @@ def _copy(module: nn.Module) -> nn.Module:
 
 
 class _Stack:
-    """Networks of one stack, those used last, and what its masks were at the last call."""
+    """The latest networks of one stack, and its masks at the last call."""
 
     def __init__(self) -> None:
         self.runs_here = False  # whether the last call was not PyTorch's
         self.kept: list[Kept] = []
         self._lock = new_lock()
-        # The objects whose addresses are in a key, and the network, or None.
+        # By key: the objects whose addresses are in the key, and the network or None.
         self._known: OrderedDict[Any, tuple[Any, _Network | None]] = OrderedDict()
-        self._made = 0  # networks that were made since one was used again
+        self._made = 0  # networks made since the last reuse
         self._passed: OrderedDict[int, None] = OrderedDict()
-        self._left: dict[Any, int] = {}  # calls until it is asked again what is faster
+        self._left: dict[Any, int] = {}  # calls until the choice is made again
 
     def leave(self, x: Tensor) -> None:
-        """Let PyTorch compute the next calls with inputs of a shape, which is faster."""
+        """Let PyTorch, which is faster, compute the next calls with inputs of a shape."""
         if len(self._left) >= _KEPT:
             self._left.clear()
         self._left[x.shape, torch.is_grad_enabled()] = _AGAIN
 
     def leaves(self, x: Any) -> bool:
-        """Return whether this call is one of those."""
+        """Return whether PyTorch is to compute this call."""
         if not self._left or not isinstance(x, Tensor):
             return False
         key = x.shape, torch.is_grad_enabled()
@@ -360,7 +359,7 @@ class _Stack:
         return count > 0
 
     def network(self, structure: StackStructure, kept: Sequence[Kept]) -> _Network | None:
-        """Return the network of a structure; None if there is no operator for something in it."""
+        """Return the network of a structure; None if a layer has no operator."""
         key = structure.key, tuple(map(id, kept))
         with self._lock:
             if key in self._known:
@@ -368,7 +367,8 @@ class _Stack:
                 self._made = 0
                 return self._known[key][1]
             if self._made >= _MOST_NEW and hash(key) not in self._passed:
-                # It may be new at each call, and takes longer to make than PyTorch to compute.
+                # A stack may change at each call; making a network takes longer than PyTorch's
+                # call.
                 _keep(self._passed, hash(key), None)
                 return None
             self._made += 1
@@ -378,7 +378,7 @@ class _Stack:
 
 
 def _keep(those: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-    """Keep a value, and let go of the oldest of too many."""
+    """Keep a value; drop the oldest if there are too many."""
     those[key] = value
     while len(those) > _KEPT:
         those.popitem(last=False)
@@ -402,13 +402,13 @@ class _Pruned(NamedTuple):
     Attributes
     ----------
     place : int
-        Which of the tensors of the call it stands for.
+        The place of the masked parameter among the tensors of the call.
     module : Module
         The layer.
     values : Values
-        What is kept of it.
+        The kept values.
     weight : Tensor
-        What the layer shows.
+        The tensor that the layer shows as its weight.
     """
 
     place: int
@@ -418,16 +418,16 @@ class _Pruned(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call that has kernels.
+    """A call that kernels run.
 
     Attributes
     ----------
     network : _Network
-        What is computed.
+        The network that runs.
     names : list of tuple
-        The number of the layer, and the name, of each tensor.
+        The number of the layer and the name of each tensor.
     tensors : list of Tensor
-        Parameters and statistics; of a pruned layer the parameter that is masked.
+        Parameters and statistics; for a pruned layer the parameter before masking.
     pruned : list of _Pruned
         The masked weights.
     """
@@ -451,7 +451,7 @@ class _Call(NamedTuple):
         return output
 
     def forward(self, step: _BoundStep, x: Tensor) -> Tensor:
-        """Run a step forward, note what it has read, and let statistics take in the batch."""
+        """Run a step forward, record what it read, and update the running statistics."""
         output = _forward(step, x, self.names, self.tensors)
         for each in self.pruned:
             k, _ = self.names[each.place]
@@ -474,7 +474,7 @@ def _forward(
 
 
 def _known_of(stack: nn.Module) -> _Stack:
-    """Return what is known of a stack."""
+    """Return the cached networks of a stack."""
     known = _stacks.get(stack)
     if known is None:
         with _lock:
@@ -483,7 +483,7 @@ def _known_of(stack: nn.Module) -> _Stack:
 
 
 def _prepare(stack: nn.Module, known: _Stack, x: Tensor) -> _Call | None:
-    """Read a stack, and leave masked weights in its pruned layers; None if PyTorch has to run."""
+    """Read a stack, and set masked weights in its pruned layers; None if PyTorch has to run."""
     structure = read(stack, x)
     if structure is None:
         return None
@@ -519,13 +519,13 @@ def _prepare(stack: nn.Module, known: _Stack, x: Tensor) -> _Call | None:
 
 
 class _Lease(NamedTuple):
-    """A step that has run forward and waits for its backward pass."""
+    """The lease of a step that has run forward and waits for its backward pass."""
 
     pool: _Pool
-    steps: list[_BoundStep]  # this one, until its backward pass
+    steps: list[_BoundStep]  # until its backward pass
 
     def end(self) -> None:
-        """Let another call use the step."""
+        """Give the step back for other calls."""
         while self.steps:
             _give_back(self.pool, self.steps.pop())
 
@@ -538,10 +538,10 @@ def _give_back(pool: _Pool, step: _BoundStep) -> None:
 class _Step(torch.autograd.Function):
     """The graph of a call.
 
-    It leads to the parameters behind masked weights, and to these, whose gradients are computed if
-    somebody asks for them: with those of pruned weights, by PyTorch. Tensors are saved as well as
-    the step that has run, so that a second backward pass through the same graph is right, too: it
-    runs forward again.
+    It leads to the parameters behind masked weights, and to the masked weights themselves. PyTorch
+    computes the dense gradients of the latter, if somebody asks for them. The graph saves the
+    tensors as well as the step, so that a second backward pass through it is right too: it runs
+    forward again.
     """
 
     @staticmethod
@@ -549,8 +549,8 @@ class _Step(torch.autograd.Function):
         pool = call.network.pool
         step = pool.take()
         masked = {each.place for each in call.pruned}
-        # What is computed again has not yet taken in the batch. Masked weights are no longer those
-        # of the call, once an optimiser has been at work.
+        # The repeated forward pass must not update statistics again. Masked weights may differ from
+        # those of the call, if an optimiser has stepped.
         saved = [
             None if k in masked else tensor.clone() if name in STATISTICS else tensor
             for k, ((_, name), tensor) in enumerate(zip(call.names, call.tensors, strict=True))
@@ -578,7 +578,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def rows(ctx: Any, above: Tensor) -> list[Tensor | None]:
-        """Return the gradients in all arguments, for each of a batch of those in the result."""
+        """Return the gradients in all arguments, for each of a batch of gradients in the result."""
         found = zip(*(_Step.run(ctx, each) for each in above), strict=True)
         return [None if each[0] is None else torch.stack(each) for each in found]
 
@@ -607,14 +607,14 @@ class _Step(torch.autograd.Function):
             for k, name in ctx.names
         ]
         for place in dense:
-            found[place] = None  # it comes by the masked weight
+            found[place] = None  # the masked weight passes it on
         return [below, *found, *(dense.get(place) for place, *_ in ctx.pruned), None]
 
     @staticmethod
     def tensors(ctx: Any) -> list[Tensor]:
-        """Return the input and all tensors of the call, as they were.
+        """Return the input and all tensors of the call, unchanged.
 
-        This raises if one of them has changed, or they have been let go of.
+        This raises if one of them has changed, or if they were freed.
         """
         x, *tensors = ctx.saved_tensors
         for place, _, values, _ in ctx.pruned:
@@ -623,7 +623,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def dense(ctx: Any, above: Tensor) -> dict[int, Tensor]:
-        """Return the gradients in masked weights, those of pruned ones too, by their places."""
+        """Return the dense gradients in masked weights, by their places."""
         x, *tensors = (each.detach() for each in _Step.tensors(ctx))
         layers = list(map(copy.copy, ctx.network.layers))
         with torch.enable_grad():
@@ -637,26 +637,26 @@ class _Step(torch.autograd.Function):
 
 
 def _is_asked(ctx: Any, edge: int, layer: nn.Module, weight: Tensor | None) -> bool:
-    """Return whether somebody may look at the gradient in a masked weight."""
+    """Return whether somebody may use the gradient in a masked weight."""
     if weight is None:
         return False
     if not is_untouched(weight) and is_looked_at(weight):
         return True
     if not asks_for_some(ctx, [ctx.next_functions[edge][0]]):
         return False
-    # Who asks for some gradients has the tensors, beside the layer.
+    # A caller that asks for some gradients holds a further reference to the tensors.
     own = vars(layer).get("weight") is weight
     return sys.getrefcount(weight) > _alone() + own
 
 
 def _count(_: Any, __: Any, ___: Any, weight: Any) -> int:
-    """Return references to a tensor, as :func:`_is_asked` counts them."""
+    """Return the number of references to a tensor, as :func:`_is_asked` counts them."""
     return sys.getrefcount(weight)
 
 
 @cache
 def _alone() -> int:
-    """Return references to a tensor that nobody has."""
+    """Return the number of references to a tensor that nobody else holds."""
     held = [torch.zeros(1, device="cpu")]
     ref = weakref.ref(held[0])
     return _count(None, None, None, ref()) - len(held)

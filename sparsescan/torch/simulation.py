@@ -34,45 +34,45 @@ def simulate(
 ) -> Tensor:
     """Return the states of a simulation, differentiable in the initial state, parameters and steps.
 
-    As :meth:`sparsescan.simulate.TimeSteps.forward`, for tensors of PyTorch in host memory. The
-    function of the simulation stays one of NumPy or of JAX. States are computed in float64.
+    This is :meth:`sparsescan.simulate.TimeSteps.forward` for PyTorch tensors in host memory. The
+    function of the simulation is still of NumPy or JAX. States are computed in float64.
 
-    There are first derivatives, by ``backward`` and ``torch.autograd.grad``, also of several losses
-    at once (``is_grads_batched=True``). Second ones, transforms of ``torch.func`` and forward mode
-    are refused. In a compiled program the call runs as it stands, between two graphs.
+    There are first derivatives, by ``backward`` and ``torch.autograd.grad``, also for several
+    losses at once (``is_grads_batched=True``). Second derivatives, transforms of ``torch.func`` and
+    forward mode raise. In a compiled program the call runs uncompiled, between two graphs.
 
     Parameters
     ----------
     sim : ImplicitSteps or TimeSteps
         The simulation.
     u0 : Tensor, shape (n,) or (batch, n)
-        The initial state, or those of samples.
+        The initial state, or one for each sample.
     params : Tensor, float, dict, tuple or None
-        Parameters; those in a dict or a tuple are tensors or numbers.
+        Parameters; a dict or a tuple holds tensors or numbers.
     steps : int, optional
-        How many steps; by default as many as `dt` has lengths.
+        The number of steps; by default the number of lengths in `dt`.
     dt : float or Tensor, shape () or (steps,)
-        The length of all steps, or of each. With ``until=`` it is the first that is tried, and has
-        gradients of zero.
+        The length of all steps, or of each step. With ``until=`` it is the first length to try, and
+        its gradient is zero.
     last : bool, default False
-        Whether to return the last state alone, which `memory_limit` asks for.
+        Whether to return only the last state. `memory_limit` needs this.
     **options
-        As those of ``sim.forward``. With ``t_eval=`` states at these times alone are returned.
+        Options of ``sim.forward``. With ``t_eval=`` only the states at these times are returned.
 
     Returns
     -------
     Tensor, shape (steps + 1, n) or (n,)
-        The states, the initial one first, or those at `t_eval`; or the last one; with an axis of
-        samples before the last if `u0` has one. It has the dtype of `u0`.
+        The states, the initial one first, or those at `t_eval`; or the last state. If `u0` has an
+        axis of samples, so has the result, before the last axis. The dtype is that of `u0`.
 
     Raises
     ------
     InputTypeError, DeviceError
-        If `u0` is no dense tensor of real numbers in host memory.
+        If `u0` is not a dense tensor of real numbers in host memory.
     InputError, NewtonError, MemoryLimitError
-        As ``sim.forward``; InputError also under a transform of ``torch.func`` or in forward mode.
+        As ``sim.forward``. InputError also under a transform of ``torch.func`` or in forward mode.
     RuntimeError
-        In the backward pass, if gradients are differentiated once more.
+        In the backward pass, for second derivatives.
 
     Examples
     --------
@@ -115,7 +115,7 @@ _uncompiled = torch.compiler.disable(simulate)
 
 
 def _array(leaf: Any) -> Any:
-    """Return a leaf for the simulation: an array of a tensor, a number as it is."""
+    """Return a parameter for the simulation: a tensor as an array, a number unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     leaf = leaf.detach().resolve_neg().resolve_conj()
@@ -157,7 +157,7 @@ class _Simulate(torch.autograd.Function):
 
 
 def _grads(run: Run, last: bool, leaves: tuple[Any, ...], above: Tensor) -> list[Tensor | None]:
-    """Return gradients in tensors, None in numbers; with an axis of losses if `above` has one."""
+    """Return gradients for tensors, None for numbers; with `above`'s axis of losses, if any."""
     numbers, shape = _array(above), run.last.shape
     lead = numbers.shape[: numbers.ndim - len(shape) - (not last)]
     if not last and run.evaluated is not None:
@@ -166,7 +166,7 @@ def _grads(run: Run, last: bool, leaves: tuple[Any, ...], above: Tensor) -> list
     grads = run.backward(**{"grad_last" if last else "grad_states": numbers})
     in_dt = grads.dt
     if isinstance(leaves[1], Tensor) and np.ndim(in_dt) > len(lead) + leaves[1].ndim:
-        in_dt = np.zeros(lead)  # in the length that was tried first
+        in_dt = np.zeros(lead)  # in the first length to try
     arrays = [grads.u0, in_dt, *Leaves.of(grads.params).leaves]
     return [
         torch.as_tensor(np.asarray(grad)).to(leaf.dtype).reshape((*lead, *leaf.shape))

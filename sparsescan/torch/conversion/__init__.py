@@ -1,1 +1,1 @@
-"""Modules that take the place of those of a model."""
+"""Modules that replace the modules of a model."""

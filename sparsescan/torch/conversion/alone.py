@@ -1,4 +1,4 @@
-"""Pruned layers that a model calls itself: the same modules, by kernels where these are faster."""
+"""Pruned layers outside a Sequential: the same modules, with our kernels where faster."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .structure import is_pruning, without_kernels
 
 
 class _Alone(metaclass=Kind):
-    """The call of a pruned layer that stands in no stack: one of a stack of this layer alone.
+    """The call of a pruned layer outside a stack: it runs as a stack of this layer alone.
 
-    PyTorch's hook would compute the product of mask and weight first.
+    It goes round PyTorch's pruning hook, which would multiply mask and weight first.
     """
 
     _plain: ClassVar[type[nn.Module]]
@@ -71,7 +71,7 @@ class ConvTranspose2d(_Alone, nn.ConvTranspose2d):
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {
     each._plain: each for each in (Linear, Conv1d, Conv2d, ConvTranspose2d)
 }
-# A stack of each layer alone, which holds a plain layer with the same attributes.
+# For each layer a stack of one plain layer with the same attributes.
 _stacks: weakref.WeakKeyDictionary[nn.Module, nn.Sequential] = weakref.WeakKeyDictionary()
 
 
@@ -86,7 +86,7 @@ def _stack_of(layer: Any) -> nn.Sequential:
 
 
 def replacement_of(layer: nn.Module) -> type[nn.Module]:
-    """Return the class that a layer becomes that stands in no stack."""
+    """Return the class that replaces the class of a layer outside a stack."""
     return _KINDS[type(layer)]
 
 
@@ -96,9 +96,9 @@ def is_replacement(layer: nn.Module) -> bool:
 
 
 def why_not(layer: nn.Module) -> str | None:
-    """Return why a layer in no stack stays as it is.
+    """Return why a layer outside a stack stays as it is.
 
-    The answer is "" if it need not, and None for a layer in which nothing is pruned.
+    The answer is "" if it can be replaced, and None if nothing in the layer is pruned.
     """
     kind, hooks = type(layer).__name__, list(layer._forward_pre_hooks.values())
     pruned = {each._tensor_name for each in hooks if isinstance(each, prune.BasePruningMethod)}
@@ -112,7 +112,7 @@ def why_not(layer: nn.Module) -> str | None:
 
 
 def _without_mask(layer: nn.Module) -> str | None:
-    """Return why zeros of a layer are not left out, if most of its weights are zeros."""
+    """Return why zeros without a mask are not skipped, if most weights of a layer are zeros."""
     weight = layer._parameters.get("weight")
     if (
         type(layer) not in _KINDS
@@ -124,7 +124,7 @@ def _without_mask(layer: nn.Module) -> str | None:
         return None
     kept = int(torch.count_nonzero(weight.detach()))
     share = kept / max(weight.numel(), 1)
-    # Some layers begin with nothing but zeros.
+    # Some layers are initialised with zeros.
     if kept == 0 or not is_sparse(share):
         return None
     return (

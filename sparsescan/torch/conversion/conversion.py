@@ -1,4 +1,4 @@
-"""Replace the modules of a model that are computed faster here, and put PyTorch's back."""
+"""Replace the modules of a model that run faster here, and put PyTorch's modules back."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .kinds import plain_class
 from .masked import settle
 from .structure import is_container, modules_of, without_kernels
 
-# Devices whose tensors recurrent modules have kernels for.
+# Devices for which recurrent modules have kernels.
 _DEVICES = ("cpu", "cuda")
 
 
 class Conversion(NamedTuple):
-    """The modules that :func:`.torch.convert` has replaced and left; printed, a line for each.
+    """The modules that :func:`.torch.convert` replaced or left alone; prints one line for each.
 
     Attributes
     ----------
     replaced : list of str
         Names of the modules that were replaced.
     left : dict of str to str
-        Names of recurrent modules, pruned layers and stacks of them that were left alone, and why.
-        A layer in such a stack has no entry of its own.
+        Names of recurrent modules, pruned layers and stacks of these that were left alone, with the
+        reason. A layer in such a stack has no separate entry.
     """
 
     replaced: list[str]
@@ -47,58 +47,58 @@ class Conversion(NamedTuple):
 def convert(
     model: nn.Module, *, memory_limit: int | None = None, truncate: int | None = None
 ) -> Conversion:
-    """Replace the recurrent modules of a model, and its pruned layers, in place.
+    """Replace the recurrent modules and the pruned layers of a model, in place.
 
-    Each :class:`torch.nn.RNN`, ``GRU`` and ``LSTM`` becomes one of this package, and so does each
+    Each :class:`torch.nn.RNN`, ``GRU`` and ``LSTM`` becomes a module of this package. So does each
     :class:`torch.nn.Sequential` of layers that have kernels, if ``torch.nn.utils.prune`` has left
-    at most a quarter of its weights. A ``Linear`` or a convolution that is pruned so, and that a
-    model calls itself, as ``F.relu(self.fc1(x))`` does, is replaced alone; a stack is faster, where
-    kernels go from layer to layer. PyTorch computes where it is faster, as for few samples or small
-    layers. Pruning is recognised by its masks: zeros without one, as ``prune.remove`` leaves them,
-    may be trained.
+    at most a quarter of its weights. A ``Linear`` or a convolution that is pruned as much, and that
+    the model calls itself, as in ``F.relu(self.fc1(x))``, is replaced alone. A stack is faster,
+    since kernels pass results from layer to layer. PyTorch still computes where it is faster, for
+    example with few samples or small layers. Only masks show pruning: zeros without a mask, which
+    ``prune.remove`` leaves, may be trained.
 
-    Layers of torchrecurrent 0.2.5, such as ``torchrecurrent.MGU``, run whole sequences by the
+    Layers of torchrecurrent 0.2.5, such as ``torchrecurrent.MGU``, then run whole sequences in the
     kernels of the cell of that name in :mod:`sparsescan.recurrent.catalogue`; under
-    ``torch.compile`` they run as before. From then on, these and PyTorch's recurrent modules take
-    `resets`, which set states to zero inside a sequence: see :class:`RNN`.
+    ``torch.compile`` they run as before. All converted recurrent modules take `resets`, which set
+    states to zero inside a sequence: see :class:`RNN`.
 
-    Modules stay the same objects, with their parameters, buffers and hooks, so an optimiser that
-    has been made, and a `state_dict` that has been saved, fit as before. Later changes of a module
-    take effect at its next call. Modules stay instances of their classes, too. Of a class derived
-    from PyTorch's ``RNN``, ``GRU`` or ``LSTM``, ``super().forward`` then reaches the kernels; it is
-    left if its `forward` does not call that, or if it changes what PyTorch's goes through. If this
-    function raises, nothing is replaced. :func:`revert` undoes it.
+    Modules stay the same objects, with their parameters, buffers and hooks, so existing optimisers
+    and saved `state_dict` files still fit. Later changes of a module take effect at its next call.
+    Modules also stay instances of their classes. In a class derived from PyTorch's ``RNN``, ``GRU``
+    or ``LSTM``, ``super().forward`` then runs the kernels. Such a module is left alone if its
+    `forward` does not call that, or if it overrides something that PyTorch's `forward` uses. If
+    this function raises, nothing is replaced. :func:`revert` undoes it.
 
-    Modules whose parameters no kernel takes, such as those of half precision, are left, since
-    PyTorch would run them: convert a model once it has the dtype and the device that it runs with.
+    Modules are left alone if no kernel takes their parameters, such as half precision. So convert a
+    model after you have set the dtype and the device for its runs.
 
-    Modules that a model calls step by step itself stay as they are, since each step returns before
-    the next input is there: cells of PyTorch and torchrecurrent, and neurons of snnTorch but
-    ``LeakyParallel``, whose network is replaced. Where nothing else happens between the steps, a
-    layer of ``module(catalogue.Leaky)`` may take their place: see :func:`module`.
+    Modules that a model calls step by step stay as they are, since each call returns before the
+    next input exists. These are the cells of PyTorch and torchrecurrent, and the neurons of
+    snnTorch except ``LeakyParallel``, whose network is replaced. If nothing else happens between
+    the steps, use a layer such as ``module(catalogue.Leaky)`` in their place: see :func:`module`.
 
     Parameters
     ----------
     model : torch.nn.Module
         The model, or one of those modules.
     memory_limit : int, optional
-        Bytes that a call of a recurrent module of PyTorch may keep for its backward pass, beside
-        input and output; see :class:`RNN`. Gates that do not fit are computed again.
+        Bytes that a call of a PyTorch recurrent module may keep for its backward pass, without
+        input and output; see :class:`RNN`. Gates that do not fit are recomputed.
     truncate : int, optional
-        Steps of a segment: gradients of these modules flow at most to the segment before; see
+        Steps of a segment: gradients of these modules flow at most to the previous segment; see
         :class:`RNN`.
 
     Returns
     -------
     Conversion
-        Which modules were replaced, and which were left alone, and why.
+        Which modules were replaced, which were left alone, and why.
 
     Raises
     ------
     InputTypeError
         If `model` is no module.
     InputError
-        If `memory_limit` is no count of bytes, or `truncate` none of steps.
+        If `memory_limit` or `truncate` is not a valid count.
 
     Examples
     --------
@@ -125,9 +125,9 @@ def revert(model: nn.Module) -> Conversion:
     """Put PyTorch's modules back into a model, in place: the inverse of :func:`convert`.
 
     Modules stay the same objects with their parameters, buffers, hooks and mode, so optimisers and
-    a `state_dict` fit as before, and a class that a user has derived from PyTorch's is that again.
-    Layers of torchrecurrent become its own. What has been reverted needs no ``sparsescan`` where it
-    is loaded from a file. `memory_limit` and `truncate` are forgotten.
+    a `state_dict` still fit. Modules get back the classes that they had, the user's derived classes
+    included, and torchrecurrent's layers theirs. A reverted model can be loaded from a file without
+    ``sparsescan``. `memory_limit` and `truncate` are dropped.
 
     Parameters
     ----------
@@ -137,9 +137,9 @@ def revert(model: nn.Module) -> Conversion:
     Returns
     -------
     Conversion
-        Which modules were replaced by PyTorch's, and which of this package were left alone, since
-        PyTorch has none of that kind: those of :func:`module`, those with `return_states`, and
-        those of classes derived from this package's.
+        Which modules were replaced by PyTorch's, and which stay, since PyTorch has no such module:
+        modules of :func:`module`, modules with `return_states`, and classes derived from this
+        package's.
 
     Raises
     ------
@@ -174,19 +174,19 @@ def revert(model: nn.Module) -> Conversion:
 
 
 def _become(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Let a module be of another class, whatever its own does when an attribute is set."""
+    """Set the class of a module, even if its own class overrides the setting of attributes."""
     object.__setattr__(module, "__class__", kind)
 
 
 def _base_of(module: nn.Module) -> Any:
-    """Return the class of a module, as it was before weights were parametrised."""
+    """Return the class that a module had before its weights were parametrised."""
     return type(module).__bases__[0] if is_parametrized(module) else type(module)
 
 
 def _with_base(module: nn.Module, base: Any) -> Any:
-    """Return the class that a module has with another base.
+    """Return the class of a module with another base.
 
-    PyTorch makes a class for each parametrised module, whose properties compute weights.
+    PyTorch makes a class for each parametrised module; its properties compute weights.
     """
     if not is_parametrized(module):
         return base
@@ -201,16 +201,16 @@ def _check_module(model: Any) -> None:
 
 
 class Plan(NamedTuple):
-    """What a conversion of a model does.
+    """The changes that a conversion of a model makes.
 
     Attributes
     ----------
     kinds : dict of Module to type
-        The classes that modules are to become.
+        The new class of each module that changes.
     replaced : list of str
-        Names of the modules that are to be replaced.
+        Names of the modules to replace.
     left : dict of str to str
-        Names of those that are left alone, and why.
+        Names of the modules to leave alone, and why.
     """
 
     kinds: dict[nn.Module, type[nn.Module]]
@@ -219,7 +219,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """Return what a conversion of a model does, which may raise, and changes nothing yet."""
+    """Return the changes of a conversion. This may raise, and changes nothing yet."""
     _check_module(model)
     plan = Plan({}, [], {})
     inside = set[nn.Module]()
@@ -243,7 +243,7 @@ def plan_of(model: nn.Module) -> Plan:
             )
             inside.update(modules_of(module))
         elif type(module) is nn.Sequential and why:
-            # It is said of the layers, too; a stack within this one may be replaced.
+            # The layers get an entry too; a stack inside this one may be replaced.
             inside.update(each for each in modules_of(module) if not is_container(each))
         elif torchrecurrent.is_layer(module):
             inside.update(module.modules())
@@ -251,7 +251,7 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Return whether a module is of this package, such as one that has been replaced."""
+    """Return whether a module is of this package, as replaced modules are."""
     return (
         isinstance(module, (Sequences, Sequential))
         or torchrecurrent.is_replacement(module)
@@ -260,10 +260,9 @@ def is_replaced(module: nn.Module) -> bool:
 
 
 def _replacement_of(module: Any, is_inside: bool) -> tuple[type[nn.Module] | None, str | None]:
-    """Return the class that a module becomes, or has already, or why it stays.
+    """Return the class that a module gets or already has, or why it stays.
 
-    Both are None for what is none of those that might be replaced, such as a layer inside of a
-    stack, for which the stack stands.
+    Both are None for modules that are never replaced by themselves, such as a layer in a stack.
     """
     if is_replaced(module):
         return type(module), None
@@ -286,7 +285,7 @@ def _replacement_of(module: Any, is_inside: bool) -> tuple[type[nn.Module] | Non
 
 
 def _why_not(module: Any) -> str:
-    """Return why PyTorch runs a recurrent module of its own; "" if there are kernels."""
+    """Return why PyTorch has to run its recurrent module; "" if there are kernels."""
     why = without_kernels(module, _DEVICES)
     weight = next(module.parameters())
     if why or weight.is_meta or has_kernels(module.mode, module.hidden_size, weight, module.bias):

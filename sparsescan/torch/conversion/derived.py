@@ -1,4 +1,4 @@
-"""Classes that users derive from PyTorch's recurrent modules, and what can stand behind them."""
+"""Classes that users derive from PyTorch's recurrent modules, with kernels as their base."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..recurrent import GRU, LSTM, RNN
 from .kinds import Kind, plain_class
 
 KINDS: dict[type[nn.RNNBase], type[nn.RNNBase]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
-# Modules whose classes have no say in a forward pass.
+# Python modules whose classes do not change a forward pass.
 _LIBRARIES = ("abc", "typing", "builtins")
 
 
 @functools.cache
 def behind(kind: Any) -> Any:
-    """Return a class derived from a user's, whose ``super().forward`` reaches the kernels.
+    """Return a class derived from a user's class, whose ``super().forward`` runs the kernels.
 
-    In its order of methods a class of ours stands between those of the user and PyTorch's. If that
-    would change more than the forward pass of PyTorch, the reason is returned.
+    In its method resolution order, our class comes between the user's classes and PyTorch's. If
+    that would change more than PyTorch's forward pass, return the reason.
     """
     plain = next((each for each in kind.__mro__ if each in KINDS), None)
     if plain is None:
@@ -52,7 +52,7 @@ def behind(kind: Any) -> Any:
 
 
 def _used(kinds: list[type]) -> Iterator[set[str]]:
-    """Yield the names, and what could be one, in each function of some classes."""
+    """Yield the names, and strings that may be names, in each function of some classes."""
     for kind in kinds:
         for value in vars(kind).values():
             for each in (value, *(getattr(value, name, None) for name in ("fget", "fset"))):
@@ -69,9 +69,9 @@ def _names_in(code: CodeType) -> set[str]:
 
 @functools.cache
 def _reached(plain: Any) -> set[str]:
-    """Return the names of attributes that PyTorch's forward pass goes through, but for `forward`.
+    """Return the names of the attributes that PyTorch's forward pass uses, without `forward`.
 
-    Parameters are laid out for GPUs only.
+    Flattening of parameters is left out: it matters only on GPUs.
     """
     known = {*dir(plain), *plain.__constants__, "_flat_weights", "_flat_weights_names", "training"}
     found, left = {"__getattr__", "__getattribute__"}, ["forward"]
@@ -84,15 +84,15 @@ def _reached(plain: Any) -> set[str]:
 
 
 def _added(ours: type[nn.RNNBase]) -> set[str]:
-    """Return the names that a class of ours has beside those of PyTorch's."""
-    theirs = plain_class(ours)  # to which ours is equal, so that no index finds it
+    """Return the names that our class adds to PyTorch's."""
+    theirs = plain_class(ours)  # compared by identity: our class equals PyTorch's
     before = itertools.takewhile(lambda each: each is not theirs, ours.__mro__)
     added = set[str]().union(*map(vars, before))
     return {name for name in added - {*dir(theirs), *dir(ABC)} if not name.startswith("__")}
 
 
 def _reduced(module: Any, protocol: Any) -> Any:
-    """Return what copies and files of a module are made from: the class of the user."""
+    """Return the reduced form for copies and files: with the user's class."""
     kind = type(module)
     found: Any = object.__reduce_ex__(module, max(int(protocol), 2))
     function, arguments, *rest = found
@@ -102,7 +102,7 @@ def _reduced(module: Any, protocol: Any) -> Any:
 
 
 def _without_state(kind: Any) -> Any:
-    """Return a module that a copy, or a file, is about to fill."""
+    """Return an empty module, for a copy or a file to fill."""
     found = behind(kind)
     made: Any = kind if isinstance(found, str) else found
     return made.__new__(made)

@@ -1,4 +1,4 @@
-"""Explanations of what runs a call of a recurrent module, and of which modules are replaced."""
+"""Explain which kernel runs a call of a recurrent module, and which modules are replaced."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .conversion import Conversion, is_replaced, plan_of
 
 
 class Explanation(NamedTuple):
-    """The kernel that runs a call of a recurrent module; printed, a line.
+    """The kernel that runs a call of a recurrent module; prints as one line.
 
     Attributes
     ----------
     kernel : str
         ``"sparsescan"`` or ``"pytorch"``.
     predicted : float or None
-        Seconds that it is predicted to take; None where nothing is known.
+        Its predicted time in seconds; None if unknown.
     other : float or None
-        Seconds that the other kernel is predicted to take.
+        The predicted time of the other kernel in seconds.
     reason : str
-        Why it is taken.
+        Why this kernel runs.
     """
 
     kernel: str
@@ -50,41 +50,42 @@ def explain(module: nn.Module, input: Any, hx: Any = None) -> Explanation: ...
 @overload
 def explain(module: Callable[..., Any], input: Any, hx: Any) -> loop.Explanation: ...
 def explain(module: Any, input: Any = None, hx: Any = None) -> Any:  # noqa: A002
-    """Say which kernel a call of a recurrent module runs, how long it may take, and why.
+    """Say which kernel a call of a recurrent module runs, its predicted time, and why.
 
-    ``explain(combine_fn, init, xs)`` says whether kernels run a loop of :func:`scan`, and if not,
-    which operator is in the way, with its line.
+    ``explain(combine_fn, init, xs)`` says whether kernels run a loop of :func:`scan`; if not, it
+    names the operator that prevents it, with its line.
 
-    Without an input, say which modules of a model are of this package, and which are not, though
-    :func:`convert` would replace them or has a reason not to: a model that a library has loaded,
-    for example, has PyTorch's modules.
+    Without an input, it lists the modules of a model that are of this package, those that
+    :func:`convert` would replace, and those that it would leave alone, with the reason. For
+    example, a model that a library has loaded has PyTorch's modules.
 
-    Kernels of this package run whole sequences. For an RNN, GRU or LSTM on the CPU, PyTorch's own
-    kernel is taken unless it is predicted to take 10% longer for that shape. Predicted times, with
-    gradients or without, are those that ``sparsescan calibrate`` has measured on this machine, or
-    built-in ones of another processor. The kernel is chosen when a shape comes for the first time;
-    results are the same to rounding.
+    The kernels of this package run whole sequences. For an RNN, GRU or LSTM on the CPU, PyTorch's
+    own kernel runs unless its predicted time for the shape is 10% longer. Predictions, with or
+    without gradients, come from times that ``sparsescan calibrate`` has measured on this machine,
+    or from built-in times of another processor. The choice is made at the first call of a shape.
+    Results are equal up to rounding.
 
     Parameters
     ----------
     module : torch.nn.Module
         A module of :mod:`sparsescan.torch`, or one that :func:`convert` has replaced; without an
-        input any model. Or a step of :func:`scan`, whose `init` and `xs` follow.
+        input, any model. Or a step of :func:`scan`, followed by its `init` and `xs`.
     input, hx : optional
-        What the module would be called with. Whether there will be gradients follows from them,
-        the parameters and ``torch.is_grad_enabled()``, as in a call.
+        The arguments of the call. As in a call, they, the parameters and
+        ``torch.is_grad_enabled()`` decide whether there are gradients.
 
     Returns
     -------
     Explanation or Conversion
-        The kernel, predicted seconds of both, and the reason. Without an input: the modules that
-        are replaced and those that are not, and why, as :func:`convert` returns them. For a step,
-        `is_captured` says whether kernels run it, and `text` why not.
+        The kernel, the predicted seconds of both kernels, and the reason. Without an input: the
+        modules that are replaced and those that are not, with reasons, as :func:`convert` returns
+        them. For a step, `is_captured` says whether kernels run it, and `text` says why not.
 
     Raises
     ------
     InputTypeError
-        If `module` is no recurrent module of this package and there is an input, or no module.
+        If there is an input and `module` is no recurrent module of this package, or if it is no
+        module at all.
 
     Examples
     --------

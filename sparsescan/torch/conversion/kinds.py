@@ -1,4 +1,4 @@
-"""Classes of modules that stand in the place of others, and are found where these are."""
+"""Classes that replace PyTorch's classes, and are found wherever those are looked up."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 
 class Kind(ABCMeta):
-    """The type of classes that stand in the place of others, and are equal to them.
+    """The metaclass of classes that replace others and compare equal to them.
 
-    A module of such a class is an instance of the class that it replaces, and is also found in
-    tables by its exact class, such as those of PyTorch's quantisation or of validators. It is an
-    `ABCMeta`, since classes of users may be abstract.
+    A module of such a class is an instance of the replaced class. Tables that use the exact class
+    as a key, such as those of PyTorch's quantisation or of validators, find it too. The metaclass
+    is an `ABCMeta`, since users' classes may be abstract.
     """
 
     @property
     def __wrapped__(cls) -> Any:
-        """The class that is replaced, whose source ``torch.jit.script`` reads."""
+        """The replaced class; ``torch.jit.script`` reads its source."""
         if "_plain" not in vars(cls):
             raise AttributeError
         return plain_class(cls)
@@ -27,12 +27,12 @@ class Kind(ABCMeta):
     def __hash__(cls) -> int:
         return type.__hash__(plain_class(cls))
 
-    # An `ABCMeta` remembers answers for classes, and those of equal classes differ here.
+    # `ABCMeta` caches answers by class, but equal classes have different answers here.
     __instancecheck__ = type.__instancecheck__
     __subclasscheck__ = type.__subclasscheck__
 
 
 def plain_class(kind: type) -> type[Any]:
-    """Return the class in whose place a class stands; that class itself if it stands in none."""
+    """Return the class that a class replaces, or the class itself if it replaces none."""
     plain: type[Any] = vars(kind).get("_plain", kind)
     return plain

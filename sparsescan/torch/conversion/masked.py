@@ -1,6 +1,6 @@
-"""Pruned weights: masks, compared by content at each call, and masked weights.
+"""Pruned weights: masks, which each call compares by content, and masked weights.
 
-A call leaves masked weights behind, which are computed when somebody looks at them.
+A call leaves lazy masked weights, which are computed when somebody uses them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...execution.calls import call_all
 from ...kernels.cpu.masks import count_changes
 from ...locks import cached_property
 
-# Entries of a mask that are a task.
+# Entries of a mask per task.
 _TASK = 1 << 18
 
 
@@ -40,22 +40,22 @@ class Kept:
 
     @cached_property
     def count(self) -> int:
-        """How many are kept."""
+        """How many weights are kept."""
         return int(np.count_nonzero(self._is_kept))
 
     @cached_property
     def places(self) -> Tensor:
-        """Where kept weights are among all, in order."""
+        """The places of kept weights among all, in order."""
         return torch.from_numpy(np.flatnonzero(self._is_kept))
 
     def full(self, values: Tensor | float, dtype: torch.dtype) -> Tensor:
-        """Return an array of the weights' shape with these values among zeros."""
+        """Return an array in the weights' shape with these values, and zeros elsewhere."""
         array = torch.zeros(self.shape, dtype=dtype, device="cpu")
         array.view(-1)[self.places] = values
         return array
 
     def changes(self, mask: NDArray[Any]) -> tuple[list[partial[None]], NDArray[np.int64]]:
-        """Return tasks that compare a mask, and where they count changes."""
+        """Return tasks that compare a mask, and the array in which they count changes."""
         ends = range(0, mask.size, _TASK)
         counts, entries = np.zeros(len(ends), np.int64), mask.reshape(-1)
         return [
@@ -64,23 +64,23 @@ class Kept:
         ], counts
 
 
-# Equal masks have one object, as long as somebody holds it; by shape and bits.
+# Equal masks share one object, as long as somebody holds it; by shape and bits.
 _kept: weakref.WeakValueDictionary[Any, Kept] = weakref.WeakValueDictionary()
 
 
 def kept_now(
     masks: Sequence[Tensor], dtype: torch.dtype, before: Sequence[Kept | None]
 ) -> list[Kept] | None:
-    """Return what masks keep; None if one of them has something other than 0 and 1.
+    """Return which weights masks keep; None if a mask has values other than 0 and 1.
 
     Parameters
     ----------
     masks : sequence of Tensor
         The masks.
     dtype : dtype
-        That of the weights, to which masks are converted.
+        The dtype of the weights, to which masks are converted.
     before : sequence of Kept or None
-        What they kept at the call before, which is found again fastest.
+        The result of the previous call, which is compared first.
     """
     arrays = [each.detach().to(dtype).contiguous().numpy() for each in masks]
     changes = [
@@ -112,9 +112,9 @@ class Values:
     Attributes
     ----------
     kept : Kept
-        What its mask kept.
+        The weights that its mask kept.
     kept_values : ndarray or None
-        Their values, in order; None before the call has read them.
+        Their values, in order; None until the call has read them.
     """
 
     def __init__(self, kept: Kept, source: Tensor) -> None:
@@ -136,10 +136,10 @@ class Values:
 
 
 class MaskedWeight(Tensor):
-    """A masked weight that has no memory yet.
+    """A lazy masked weight, without memory.
 
-    PyTorch's hook computes the product of mask and weight at each call, and few ever look at it.
-    Whoever uses this in any way finds a plain tensor, with its graph, as if it had been computed.
+    PyTorch's hook computes the product of mask and weight at each call, though it is rarely used.
+    Any use of this tensor turns it into a plain tensor with its graph, as PyTorch's would be.
     """
 
     pending: Values
@@ -159,18 +159,18 @@ class MaskedWeight(Tensor):
 
 
 def is_untouched(weight: Any) -> bool:
-    """Return whether nobody has used a masked weight yet."""
+    """Return whether a masked weight is still unused."""
     return type(weight) is MaskedWeight
 
 
 def settle(weight: Any) -> None:
-    """Make a plain tensor of a masked weight that nobody has used yet."""
+    """Turn an unused masked weight into a plain tensor."""
     if is_untouched(weight):
         _compute(weight)
 
 
 def _compute(weight: MaskedWeight) -> None:
-    """Make a plain tensor of a masked weight, in its place."""
+    """Turn a masked weight into a plain tensor, in place."""
     values = weight.pending
     del weight.pending
     weight.__class__ = Tensor  # type: ignore[assignment]
@@ -179,7 +179,7 @@ def _compute(weight: MaskedWeight) -> None:
 
 
 class _Product(torch.autograd.Function):
-    """The product of a weight and its mask, for gradients that come from elsewhere than a call."""
+    """The product of a weight and its mask, for gradients that do not come from a call."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, values: Values) -> Tensor:
@@ -193,7 +193,7 @@ class _Product(torch.autograd.Function):
 
 
 def _nowhere(like: Tensor) -> Tensor:
-    """Return a tensor of the shape of another that has memory for one number only."""
+    """Return a tensor in the shape of another, with memory for one number only."""
     one = torch.full((1,), torch.nan, dtype=like.dtype, device="cpu").numpy()
     array = np.lib.stride_tricks.as_strided(one, like.shape, (0,) * like.dim())
     return torch.from_numpy(array)

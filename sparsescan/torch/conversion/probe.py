@@ -1,4 +1,4 @@
-"""Gradients in masked weights: whether somebody asks for them."""
+"""Find out whether anybody needs the gradient in a masked weight."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The last input of a function that asks. A pass for all gradients comes to it; one for some of them
-# (`torch.autograd.grad`, or `backward` with `inputs`) does not.
+# The last input of a function that probes. A backward pass for all gradients reaches it; a pass for
+# some gradients (`torch.autograd.grad`, or `backward` with `inputs`) does not.
 probe = torch.zeros((), requires_grad=True, device="cpu")
 
 
@@ -19,7 +19,7 @@ def is_looked_at(weight: Tensor) -> bool:
 
 
 def asks_for_some(ctx: Any, nodes: Iterable[Any]) -> bool:
-    """Return whether a pass for some gradients comes to one of these nodes."""
+    """Return whether a pass for some gradients reaches one of these nodes."""
     edges = ctx.next_functions
     runs = torch._C._will_engine_execute_node
     last = edges[-1][0] if edges else None

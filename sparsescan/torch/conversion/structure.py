@@ -1,4 +1,4 @@
-"""The structure of a stack at a call: layers, what enters of each, and its tensors."""
+"""The structure of a stack at a call: its layers, their settings and their tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.nn.utils import prune
 
 from ... import jacobians
 
-# Layers that normalise by the statistics of a batch.
+# Layers that normalise by batch statistics.
 NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-# The dtypes of kernels.
+# The dtypes that kernels take.
 FLOATS = (torch.float32, torch.float64)
 
 _TENSORS = frozenset((Tensor, nn.Parameter))
@@ -23,13 +23,13 @@ _PARAMETERS = frozenset(("weight", "bias"))
 _HOOKS = attrgetter(
     "_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_pre_hooks_with_kwargs"
 )
-# Layers that return their input, or a view of it, when they do not train.
+# Layers that return their input, or a view of it, outside training mode.
 _VIEWS = (nn.Flatten, nn.Dropout)
-# Layers whose derivatives do not need what they return.
+# Layers whose derivatives do not need their output.
 _REPLACEABLE = frozenset(
     (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, *NORMS, nn.LayerNorm)
 )
-# Methods that a call of a layer goes through.
+# Methods that a call of a layer uses.
 _METHODS = (
     *("__call__", "_call_impl", "forward", "__getattr__", "__getattribute__"),
     *("_conv_forward", "_check_input_dim", "_output_padding"),
@@ -42,15 +42,15 @@ class _Kind:
     Attributes
     ----------
     settings : callable
-        It returns the attributes of a module that enter its forward pass.
+        Returns the attributes of a module that its forward pass reads.
     before : tuple
-        What :meth:`methods` returned.
+        The result of :meth:`methods` at that time.
     names : frozenset of str
-        Names of methods, which no attribute of a module may hide.
+        Names of methods; no attribute of a module may hide one.
     """
 
     def __init__(self, kind: type[nn.Module]) -> None:
-        # The first is there twice, since a getter of one returns no tuple.
+        # The first name is there twice, since attrgetter of a single name returns no tuple.
         settings = "training", "training", *getattr(kind, "__constants__", ())
         self.settings = attrgetter(*settings)
         self.names = frozenset(dir(kind))
@@ -59,7 +59,7 @@ class _Kind:
         self.before = self.methods()
 
     def methods(self) -> Any:
-        """Return the methods that a call goes through, in which somebody may have put others."""
+        """Return the methods that a call uses; somebody may have replaced some."""
         return self._methods(self._kind)
 
 
@@ -71,22 +71,22 @@ _IDENTITY = {nn.Identity: _Kind(nn.Identity)}
 _ALL = _KINDS | _IDENTITY
 _SETTINGS = frozenset((bool, int, float, str, tuple, type(None)))
 _BasePruning = prune.BasePruningMethod
-# What a pruning hook goes through, read as compilers of PyTorch can follow it.
+# The methods that a pruning hook uses, in a form that PyTorch's compilers can trace.
 _pruning = _BasePruning.__call__, _BasePruning.apply_mask
 # Sequences that call their modules one after the other.
 _CONTAINERS: dict[type[nn.Module], _Kind] = {nn.Sequential: _Kind(nn.Sequential)}
 
 
 class StackLayer(NamedTuple):
-    """A layer that has an operator, at one call.
+    """A layer with an operator, at one call.
 
     Attributes
     ----------
     module : Module
         The layer.
     tensors : dict of str to Tensor
-        Its parameters and running statistics by the names of its operator; the weight of a pruned
-        layer is the parameter that is masked.
+        Its parameters and running statistics, by the operator's names; for a pruned layer the
+        weight is the parameter before masking.
     mask : Tensor or None
         The mask of its weight.
     """
@@ -102,13 +102,13 @@ class StackStructure(NamedTuple):
     Attributes
     ----------
     key : tuple
-        Equal for two calls, if they differ in contents of tensors only; as long as `modules` live.
+        Equal for two calls if only contents of tensors differ; valid as long as `modules` live.
     layers : list of StackLayer
-        In the order in which they are called, without those that do nothing.
+        The layers in the order of calls, without layers that do nothing.
     modules : list of Module
-        All modules, for somebody to hold.
+        All modules; the owner of `key` must hold them.
     shape : tuple of int
-        Shape of a sample; that of the batch if samples are coupled.
+        Shape of a sample; the shape of the batch if samples are coupled.
     joint : bool
         Whether a normalisation in training couples samples.
     """
@@ -121,17 +121,17 @@ class StackStructure(NamedTuple):
 
 
 def is_container(module: nn.Module) -> bool:
-    """Return whether a module calls those in it one after the other."""
+    """Return whether a module calls its children one after the other."""
     return type(module) in _CONTAINERS
 
 
 def has_operator(layer: nn.Module) -> bool:
-    """Return whether there is an operator for layers of a class, or none is needed."""
+    """Return whether layers of a class have an operator, or need none."""
     return type(layer) in _ALL
 
 
 def modules_of(stack: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a stack in the order of calls, and the containers among them first."""
+    """Yield the modules of a stack in the order of calls, each container before its children."""
     for child in stack._modules.values():
         if child is None:
             continue
@@ -141,9 +141,9 @@ def modules_of(stack: nn.Module) -> Iterator[nn.Module]:
 
 
 def without_kernels(module: nn.Module, devices: Collection[str]) -> str:
-    """Return why no kernel reads the parameters of a module; "" if one does.
+    """Return why no kernel takes the parameters of a module; "" if one does.
 
-    Parameters on the device ``"meta"`` have no values yet, and may get them on any.
+    Parameters on the device ``"meta"`` pass: they have no values yet, and may get any device.
     """
     for each in module.parameters():
         if each.dtype not in FLOATS:
@@ -158,15 +158,15 @@ def without_kernels(module: nn.Module, devices: Collection[str]) -> str:
 
 
 def is_seen(module: nn.Module) -> bool:
-    """Return whether somebody sees the calls of a module, or has put another in their place.
+    """Return whether somebody observes or has replaced the calls of a module.
 
-    Hooks before them are not asked, which may be those of pruning.
+    Forward pre-hooks are ignored, since pruning uses them.
     """
     return "forward" in vars(module) or any(_HOOKS(module))
 
 
 def is_pruning(hook: Any) -> bool:
-    """Return whether a hook multiplies a parameter by its mask, as PyTorch's own does."""
+    """Return whether a hook is PyTorch's own multiplication of a parameter by its mask."""
     kind = type(hook)
     return (
         isinstance(hook, _BasePruning)
@@ -176,12 +176,12 @@ def is_pruning(hook: Any) -> bool:
 
 
 def read(stack: nn.Module, x: Tensor) -> StackStructure | None:
-    """Return the structure of a stack; None if something in it is not understood."""
+    """Return the structure of a stack; None if it has anything unknown."""
     key: list[Any] = [x.dtype]
     layers: list[StackLayer] = []
     modules: list[nn.Module] = []
     joint = False
-    last: type[nn.Module] | None = None  # what has made the array that the next one is given
+    last: type[nn.Module] | None = None  # the layer whose output the next layer reads
     if None in stack._modules.values():
         return None
     for module in modules_of(stack):
@@ -210,7 +210,7 @@ def read(stack: nn.Module, x: Tensor) -> StackStructure | None:
         types = tuple(map(type, settings))
         if not _SETTINGS.issuperset(types):
             return None
-        # What works in place may change the caller's tensor, or what a derivative needs.
+        # A layer that works in place may change the caller's tensor, or one a derivative needs.
         if getattr(module, "inplace", False) and last not in _REPLACEABLE:
             return None
         if kind not in _VIEWS:
@@ -226,13 +226,13 @@ def read(stack: nn.Module, x: Tensor) -> StackStructure | None:
     key.append(shape)
     try:
         hash(tuple(key))
-    except TypeError:  # a setting that can change where it is
+    except TypeError:  # a mutable setting
         return None
     return StackStructure(tuple(key), layers, modules, shape, joint)
 
 
 def _layer(module: nn.Module, attributes: dict[str, Any], dtype: torch.dtype) -> StackLayer | None:
-    """Return a layer with its tensors; None if one of them is not understood."""
+    """Return a layer with its tensors; None if one of them is unknown."""
     parameters, buffers = attributes["_parameters"], attributes["_buffers"]
     mask = None
     own = parameters

@@ -1,4 +1,4 @@
-"""Layers of torchrecurrent that run whole sequences by kernels."""
+"""Layers of torchrecurrent that run whole sequences in kernels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .structure import is_pruning, is_seen
 
 _VERSION = "0.2.5"
 _DTYPES = (torch.float32, torch.float64)
-# The functions of modules, with the settings of which they are these.
+# Modules that compute a known function, with the settings that this requires.
 _ACTIVATIONS: dict[type[Any], tuple[str, dict[str, Any]]] = {
     nn.Tanh: ("tanh", {}),
     nn.ReLU: ("relu", {"inplace": False}),
@@ -45,16 +45,16 @@ _ACTIVATIONS: dict[type[Any], tuple[str, dict[str, Any]]] = {
 
 
 class _Form(NamedTuple):
-    """The states of a layer of torchrecurrent, beside those of our cell.
+    """How the states of a torchrecurrent layer correspond to those of our cell.
 
     Attributes
     ----------
     states : tuple of int
-        Which of our states it takes and returns; the others begin with zeros.
+        Which of our states the layer takes and returns; the others begin with zeros.
     options : dict of str to str
-        Options that it has no names for.
+        Options of our cell that the layer has no names for.
     keeps_input : bool
-        Whether its second state is the last input of each layer, of which ours keeps the products.
+        Whether its second state is the last input of each layer; our cell keeps products of it.
     """
 
     states: tuple[int, ...]
@@ -75,12 +75,12 @@ _FORMS = {
 }
 
 
-# Types of options that are equal where their values are.
+# Types of options that can be compared by value.
 _NUMBERS = frozenset((bool, int, float, str))
 
 
 class _Kind:
-    """A class of layers of torchrecurrent, as it was when the first one was replaced."""
+    """A class of torchrecurrent layers, as it was when the first layer was replaced."""
 
     def __init__(self, layer: Any, cell: Any, ours: type[Cell]) -> None:
         self.layer, self.cell, self.ours = layer, cell, ours
@@ -98,7 +98,7 @@ class _Kind:
         )
 
     def options_of(self, cell: Any) -> dict[str, Any] | None:
-        """Return the options of ours that a cell has; None if there are none for it."""
+        """Return a cell's options in our terms; None if our cell has no such options."""
         found = dict(self.form.options)
         for name in self._options:
             if name in found or name == "delay":
@@ -121,14 +121,14 @@ class _Kind:
         return self._read[key]
 
     def _checked(self, found: dict[str, Any]) -> dict[str, Any] | None:
-        """Return options as a cell of ours has them; None if they are wrong."""
+        """Return options checked by our cell; None if they are wrong."""
         try:
             return read_options(self.ours, found)
         except InputError:
             return None
 
     def is_as_before(self, cells: Any) -> bool:
-        """Return whether calls of cells do what they did, but for pruning."""
+        """Return whether cells still have their original methods, pruning aside."""
         if type(cells) is not nn.ModuleList or self._methods() != self._before:
             return False
         for cell in cells:
@@ -143,7 +143,7 @@ class _Kind:
 
 
 def _function_of(act: Any) -> str | None:
-    """Return the name of the function that a module computes, if nothing else sees its calls."""
+    """Return the name of the function that a module computes, if nothing observes its calls."""
     name, settings = _ACTIVATIONS.get(type(act), ("", {}))
     if (
         not name
@@ -156,15 +156,15 @@ def _function_of(act: Any) -> str | None:
 
 
 class _Layer(metaclass=Kind):
-    """The forward pass of a layer, in place of torchrecurrent's."""
+    """The forward pass that replaces torchrecurrent's."""
 
     kind: _Kind
 
     def forward(self: Any, inp: Any, state: Any = None, *, resets: Any = None) -> Any:
-        """Run a whole sequence, or let torchrecurrent do it, step by step.
+        """Run a whole sequence, or let torchrecurrent run it step by step.
 
-        Where `resets` are True, ``(T, batch)`` or with `batch_first` ``(batch, T)``, the state of a
-        sample begins anew before a step.
+        `resets` have shape ``(T, batch)``, with `batch_first` ``(batch, T)``. Before a step where
+        they are True, the state of the sample is reset.
         """
         if resets is not None:
             if not isinstance(inp, Tensor) or inp.dim() != 3:
@@ -188,7 +188,7 @@ class _Layer(metaclass=Kind):
 
 
 def _is_slower(layer: Any, inp: Any, resets: Any) -> bool:
-    """Return whether torchrecurrent takes less: for one step of a wide or simple cell."""
+    """Return whether torchrecurrent is faster, as for one step of a wide or simple cell."""
     if resets is not None or not isinstance(inp, Tensor) or inp.dim() != 3:
         return False
     if inp.shape[bool(layer.batch_first)] != 1:
@@ -197,8 +197,8 @@ def _is_slower(layer: Any, inp: Any, resets: Any) -> bool:
     return _is_slower_step(layer.kind.ours, *about)
 
 
-# By kernels here and by torchrecurrent, without gradients and with a backward pass: `python -m
-# bench map` measured them on a Xeon with AVX-512.
+# Times of our kernels and of torchrecurrent, without and with a backward pass, which
+# `python -m bench map` measured on a Xeon with AVX-512.
 _OURS = Seconds(call=90e-6, weight=0.7e-9), Seconds(call=200e-6, weight=3.7e-9)
 _THEIRS = (Seconds(operation=8e-6, weight=0.15e-9), Seconds(operation=25e-6, weight=0.8e-9))
 
@@ -219,7 +219,7 @@ def _is_slower_step(
 
 
 def _by_steps(layer: Any, inp: Tensor, state: Any, resets: Tensor) -> tuple[Tensor, Any]:
-    """Let torchrecurrent run one step after the other, whose states begin anew."""
+    """Let torchrecurrent run step by step, with resets of states."""
     name = layer.kind.layer.__name__
     if name == "tauGRU":
         raise InputError(
@@ -236,7 +236,7 @@ def _by_steps(layer: Any, inp: Tensor, state: Any, resets: Tensor) -> tuple[Tens
 
 
 def _begun(state: Any, anew: Tensor) -> Any:
-    """Return states, 0 for samples that begin anew."""
+    """Return states, set to 0 for samples that are reset."""
     if state is None:
         return None
     if isinstance(state, tuple):
@@ -245,7 +245,7 @@ def _begun(state: Any, anew: Tensor) -> Any:
 
 
 def _without_state(layer: Any) -> Any:
-    """Return a layer that a copy, or a file, is about to fill."""
+    """Return an empty layer, for a copy or a file to fill."""
     kind = _class_of(layer)
     return kind.__new__(kind)
 
@@ -261,13 +261,13 @@ class _Sequence(NamedTuple):
     masks: list[list[Tensor | None]]
 
     def run(self, inp: Tensor, state: Any, resets: Tensor | None = None) -> Any:
-        """Return what the layer returns."""
+        """Return the results of the layer."""
         if self.layer.batch_first:
             inp = inp.transpose(0, 1)
             resets = None if resets is None else resets.transpose(0, 1)
         before: Any = None
         if self.kind.layer.__name__ == "JANET" and state is not None:
-            # Its two states are the same from the first step on.
+            # The layer's two states are equal from the first step on.
             if resets is not None:
                 state, resets = _begun(state, resets[0]), resets[1:]
             given = inp[:1].transpose(0, 1) if self.layer.batch_first else inp[:1]
@@ -280,7 +280,7 @@ class _Sequence(NamedTuple):
         return outputs.transpose(0, 1) if self.layer.batch_first else outputs, last
 
     def _whole(self, x: Tensor, state: Any, resets: Tensor | None) -> tuple[Tensor, Any]:
-        """Run all layers at once, or one after the other if something is between them."""
+        """Run all layers at once, or one by one if there is dropout between them."""
         form, units, layers = self.kind.form, self.layer.hidden_size, len(self.params)
         kept = self._dropout(x)
         calls = layers if kept or form.keeps_input else 1
@@ -308,7 +308,7 @@ class _Sequence(NamedTuple):
                 x = x * kept[call]
         whole = lasts[0] if calls == 1 else torch.cat(lasts)
         parts = apart(whole, self.states)
-        # Callers may change one of two that are equal.
+        # A copy: the caller may change one of two equal states.
         ends = tuple(
             parts[k].clone() if k in form.states[:n] else parts[k]
             for n, k in enumerate(form.states)
@@ -318,7 +318,7 @@ class _Sequence(NamedTuple):
         return x, ends if len(ends) > 1 else ends[0]
 
     def _begin(self, own: slice, x: Tensor, state: Any) -> Tensor:
-        """Return the initial states of some layers, as the operator takes them."""
+        """Return the initial states of some layers in the operator's form."""
         form, states = self.kind.form, state if isinstance(state, tuple) else (state,)
         zeros = torch.zeros_like(states[0][own])
         parts = [zeros] * self.states
@@ -332,7 +332,7 @@ class _Sequence(NamedTuple):
         return joined(parts)
 
     def _dropout(self, x: Tensor) -> list[Tensor]:
-        """Return what the outputs between layers are multiplied by, drawn as for single steps."""
+        """Return the dropout factors of outputs between layers, drawn as for single steps."""
         dropout = self.layer.dropout_layer
         if dropout is None or not dropout.training or dropout.p == 0 or len(self.params) == 1:
             return []
@@ -344,7 +344,7 @@ class _Sequence(NamedTuple):
 
 
 def _sequence_of(layer: Any, inp: Any, state: Any) -> _Sequence | None:
-    """Return what runs a layer; None if there are no kernels, or if something is not understood."""
+    """Return the runner of a layer; None if there are no kernels, or anything is unknown."""
     kind, cells = layer.kind, layer._modules.get("cells")
     if (
         not isinstance(inp, Tensor)
@@ -379,7 +379,7 @@ def _sequence_of(layer: Any, inp: Any, state: Any) -> _Sequence | None:
             if not isinstance(param, Tensor):
                 return None
             if shape == () and param.numel() == 1 and param.is_floating_point():
-                # Of one number it may be float32 beside float64, which has the say then.
+                # A parameter of one number may be float32 among float64 ones, which decide.
                 param = param.reshape(()) if param.dim() else param.to(inp.dtype)
             if tuple(param.shape) != shape or param.dtype != inp.dtype:
                 return None
@@ -417,13 +417,13 @@ def _is_plain_dropout(layer: Any, inp: Tensor) -> bool:
         and not dropout.inplace
         and not is_seen(dropout)
         and not dropout._forward_pre_hooks
-        # Elsewhere what is dropped is drawn in another way.
+        # Other layers draw dropout in another way.
         and (inp.is_cpu or not dropout.training)
     )
 
 
 def _are_states(form: _Form, state: Any, inp: Tensor, layer: Any) -> bool:
-    """Return whether states are those of the layer, of the dtype and where the input is."""
+    """Return whether states fit the layer, and have the input's dtype and device."""
     if state is None:
         return True
     batch = inp.shape[0 if layer.batch_first else 1]
@@ -451,7 +451,7 @@ def _are_states(form: _Form, state: Any, inp: Tensor, layer: Any) -> bool:
 
 
 def _module() -> Any:
-    """Return torchrecurrent, if somebody has imported it."""
+    """Return torchrecurrent, if it was imported."""
     return sys.modules.get("torchrecurrent")
 
 
@@ -464,18 +464,18 @@ def _version() -> str:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Return whether a module is a layer of torchrecurrent, or of a class derived from one."""
+    """Return whether a module is a torchrecurrent layer, or of a class derived from one."""
     base = getattr(getattr(_module(), "base", None), "RecurrentLayerBase", None)
     return base is not None and isinstance(module, base)
 
 
 def is_replacement(module: nn.Module) -> bool:
-    """Return whether a module is a layer that has been replaced."""
+    """Return whether a module is a replaced layer."""
     return isinstance(module, _Layer)
 
 
 def why_not(module: Any) -> str:
-    """Return why a layer of torchrecurrent is left alone; "" if it is not."""
+    """Return why a torchrecurrent layer is left alone; "" if it can be replaced."""
     own: Any = type(module)
     kind = _kind_of(own)
     if kind is None:
@@ -491,14 +491,14 @@ def why_not(module: Any) -> str:
 
 
 def replacement_of(module: Any) -> Any:
-    """Return the class that a layer of torchrecurrent becomes."""
+    """Return the class that replaces the class of a torchrecurrent layer."""
     layer: Any = type(module)
     return _class_of(layer)
 
 
 @functools.cache
 def _kind_of(layer: Any) -> _Kind | None:
-    """Return what is known of a class of layers."""
+    """Return the :class:`_Kind` of a class of layers."""
     package, name = _module(), layer.__name__
     ours = getattr(catalogue, name, None) if name in catalogue.__all__ else None
     cell = getattr(package, f"{name}Cell", None)
@@ -509,7 +509,7 @@ def _kind_of(layer: Any) -> _Kind | None:
 
 @functools.cache
 def _class_of(layer: Any) -> Any:
-    """Return the class of replaced layers of a class."""
+    """Return the class that replaces a class of layers."""
     kind = _kind_of(layer)
     if kind is None:
         raise InputError(f"{layer.__name__} is no layer of torchrecurrent {_VERSION}")
