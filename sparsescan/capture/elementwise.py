@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..graph import functions
-from ..graph.operations import Node, apply, as_node, value_of
+from ..graph import expressions, functions
+from ..graph.operations import Node, apply, as_node, symbol, value_of
 from .equations import Equation, Value, before
 
 Operation = Callable[..., Node]
@@ -96,10 +97,14 @@ def powered(a: Node, exponent: float | None) -> Node:
 
 
 def _real_power(equation: Equation, a: Node, exponent: Node) -> Node:
-    """Return a power that is no integer: exp(p·log(a)), whose derivative is p·a^(p - 1)."""
     power = value_of(exponent)
     if power is None or power.is_integer():
         equation.refuse("an exponent that is no number, or is an integer")
+    return real_power(a, power)
+
+
+def real_power(a: Node, power: float) -> Node:
+    """Return a power that is no integer: exp(p·log(a)), whose derivative is p·a^(p - 1)."""
 
     def raised(power: float) -> Node:
         return apply("exp", power * apply("log", a))
@@ -245,20 +250,6 @@ ELEMENTWISE: dict[str, Operation] = {
 # -- Programs of one number a unit ----------------------------------------------------------------
 
 
-def _is_linear(each: Equation, places: Sequence[int]) -> bool:
-    """Return whether an operation is linear in its arguments of these numbers, all together."""
-    if each.name in ("add", "sub", "add_any"):
-        return len(places) == 2
-    if each.name == "select_n":
-        cases = each.inputs[1:]
-        return 0 not in places and all(
-            k in places or case.number == 0 for k, case in enumerate(cases, 1)
-        )
-    if each.name == "div":
-        return places == [0]
-    return each.name in ("mul", "neg", "convert_element_type", "copy") and len(places) == 1
-
-
 def program(
     equation: Equation,
     arguments: Sequence[Value],
@@ -267,22 +258,24 @@ def program(
 ) -> Operation:
     """Return a program of one number a unit as an operation.
 
-    If it `is_linear` it has to be linear in its first argument.
+    If it `is_linear` in its first argument, the operation is what that is multiplied by.
     """
     equations = before(results, arguments.__contains__)
-    scaled = set(arguments[:1]) if is_linear else set()
+    steps: list[Callable[..., Node]] = []
+    dtypes = set()
     for each in equations:
-        is_spread = each.name == "broadcast_in_dim" and not each.inputs[0].shape
-        if each.name not in ELEMENTWISE and not is_spread:
+        custom, compute = each.custom(), ELEMENTWISE.get(each.name)
+        if compute is not None:
+            custom = functools.partial(compute, each)
+        elif each.name == "broadcast_in_dim" and not each.inputs[0].shape:
+            custom = _same
+        if custom is None:
             equation.refuse(f"a derivative or a value with {each.name}, no operation of cells")
-        places = [k for k, one in enumerate(each.inputs) if one in scaled]
-        if places:
-            if not _is_linear(each, places):
-                equation.refuse("gradients that are not linear in those of results")
-            scaled |= set(each.outputs)
-
-    if is_linear and not scaled.issuperset(results) and results[0].number != 0:
-        equation.refuse("gradients that do not depend on those of results")
+        steps.append(custom)
+        known = [one for one in each.inputs if one.number is None and not is_truth(one)]
+        dtypes |= {one.aval.dtype for one in known}
+    if len(dtypes) > 1:
+        equation.refuse("a derivative or a value of several dtypes")
 
     def run(*given: Node) -> Node:
         nodes = dict(zip(arguments, given, strict=True))
@@ -294,10 +287,34 @@ def program(
                 equation.refuse("a constant that is no number")
             return nodes[each]
 
-        for each in equations:
-            own = [read(one) for one in each.inputs]
-            compute = ELEMENTWISE.get(each.name)
-            nodes[each.outputs[0]] = own[0] if compute is None else compute(each, *own)
+        for each, compute in zip(equations, steps, strict=True):
+            nodes[each.outputs[0]] = compute(*map(read, each.inputs))
         return read(results[0])
 
-    return run
+    def slope(*given: Node) -> Node:
+        above = symbol("above", 0)
+        found = run(above, *given)
+        if not expressions.is_linear([found], {"above"}):
+            equation.refuse("gradients that are not linear in those of results")
+        return expressions.replaced([found], {above: as_node(1)})[0]
+
+    return slope if is_linear else run
+
+
+def _same(a: Node) -> Node:
+    return a
+
+
+def with_slopes(value: Operation, slopes: Sequence[tuple[int, Operation]]) -> Operation:
+    """Return an operation whose derivatives are those in some of its arguments, and no others."""
+
+    def compute(*given: Node) -> Node:
+        total = value(*given)
+        if not slopes:
+            return apply("stop_gradient", total)
+        for index, (k, slope) in enumerate(slopes):
+            own = apply("surrogate", 0 if index else total, given[k], slope(*given))
+            total = total + own if index else own
+        return total
+
+    return compute

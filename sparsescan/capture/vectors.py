@@ -604,7 +604,9 @@ class Reader:
         """Return a value that other equations compute."""
         for each in before([value], lambda each: not self.waits(each) or each in self._vectors):
             self.read(each)
-        return self._vector(value, () if labels is None else labels)
+        if labels is None:
+            labels = self._likely((None,) * len(value.shape), value.shape)
+        return self._vector(value, labels)
 
     def joined(self, equation: Equation, labels: Labels | None) -> list[Vector]:
         """Return vectors one after the other."""

@@ -14,7 +14,8 @@ from ..capture.loop import Body, Explanation, Plan, plan
 from ..capture.run import execute
 from ..errors import InputError, InputTypeError, short
 from .calls.direct import is_eager, is_transformed
-from .capture.equations import kind_of, read_graph
+from .capture.equations import kind_of
+from .capture.graphs import read_graph
 from .capture.run import TorchRunner
 from .capture.trace import Found, Like, Trace, find
 
@@ -35,9 +36,11 @@ def scan(
 
     A step runs once in each call, to see which functions of PyTorch it calls, with tensors that
     have no numbers; so it has to do the same in all steps, apart from what it computes from
-    tensors. It may change tensors that it has made, as in ``h += x`` or ``h[h > 1] = 0``. Other
-    steps run as a loop in Python: those that draw random numbers, change a tensor that they were
-    given, call an ``autograd.Function``, or read numbers out of tensors; :func:`explain` says why.
+    tensors. It may change tensors that it has made, as in ``h += x`` or ``h[h > 1] = 0``, and call
+    an ``autograd.Function`` of one number a unit, such as a spike with a surrogate gradient, whose
+    ``backward`` is read as it is. Other steps run as a loop in Python: those that draw random
+    numbers, change a tensor that they were given, or read numbers out of tensors; :func:`explain`
+    says why.
 
     Parameters
     ----------

@@ -48,37 +48,6 @@ def loop(step: Step, init: Any, xs: Any, reverse: bool = False) -> tuple[Any, An
 l1_unstructured: Any = prune.l1_unstructured
 
 
-class Spike(torch.autograd.Function):
-    """A step whose gradient is that of a smooth function."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return (x > 0).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, above: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        below: Tensor = above / (1 + x.abs()) ** 2
-        return below
-
-
-class Reversal(torch.autograd.Function):
-    """The identity, whose gradient is turned round."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, above: Tensor) -> Tensor:
-        return -above
-
-
-spike: Any = Spike.apply
-reversal: Any = Reversal.apply
-
-
 class LayerNormGRU(nn.Module):
     """A GRU with normalized gates, as people write it."""
 
@@ -219,8 +188,6 @@ def refused() -> dict[str, tuple[Step, str]]:
             return h * 2
 
     some: dict[str, tuple[Step, str]] = {
-        "spike": (after(spike), "Spike"),
-        "identity": (after(reversal), "Reversal"),
         "dropout": (after(lambda h: functional.dropout(h, 0.5)), "bernoulli"),
         "random": (after(lambda h: h + torch.randn(UNITS)), "rand"),
         "statistics": (after(norm), "add_"),
@@ -287,16 +254,6 @@ def test_numbers_that_a_step_draws_are_those_of_the_loop_though_one_without_was_
         torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
     assert explain(made(0), init, xs).is_captured
     assert "random" in explain(made(0.5), init, xs).text
-
-
-def test_a_body_with_a_function_of_its_own_has_its_gradients() -> None:
-    cell = nn.RNNCell(INPUTS, UNITS)
-
-    def step(h: Any, x: Any) -> Any:
-        h = spike(cell(x, h)) + 0.5 * h
-        return h, h
-
-    check(step, torch.randn(BATCH, UNITS), torch.randn(STEPS, BATCH, INPUTS), cell)
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")

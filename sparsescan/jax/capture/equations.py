@@ -14,10 +14,10 @@ import numpy as np
 from jax.extend import core as jex
 
 from ...capture import loop
-from ...capture.elementwise import program
+from ...capture.elementwise import program, with_slopes
 from ...capture.equations import Equation, Value, identity
 from ...graph import functions
-from ...graph.operations import Node, apply, as_node
+from ...graph.operations import Node
 
 _FOLDERS = tuple(
     str(Path(each).parent) for each in (jax.__file__, np.__file__, __file__, loop.__file__)
@@ -195,16 +195,7 @@ def custom(equation: Traced) -> Callable[..., Node]:
         for k, each in enumerate(equation.inputs)
         if each.number is None and each.aval.dtype != bool
     ]
-    slopes = [(k, _slope(equation, k, shapes)) for k in places]
-
-    def compute(*given: Node) -> Node:
-        total = value(*given)
-        for index, (k, slope) in enumerate(slopes):
-            own = apply("surrogate", 0 if index else total, given[k], slope(*given))
-            total = total + own if index else own
-        return total
-
-    return compute
+    return with_slopes(value, [(k, _slope(equation, k, shapes)) for k in places])
 
 
 def _is_softplus(equation: Traced) -> bool:
@@ -248,8 +239,7 @@ def _slope(equation: Traced, k: int, shapes: Sequence[Any]) -> Callable[..., Nod
         equation.refuse("a gradient in a number")
     above = jax.ShapeDtypeStruct(result.shape, result.aval.dtype)
     made = jax.make_jaxpr(backward)(above, *shapes)
-    slope = _program(equation, made.jaxpr, made.consts, is_linear=True)
-    return lambda *given: slope(as_node(1), *given)
+    return _program(equation, made.jaxpr, made.consts, is_linear=True)
 
 
 def _program(

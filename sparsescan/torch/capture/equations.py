@@ -1,22 +1,17 @@
-"""Equations of PyTorch, which stand in a graph of its operators."""
+"""Equations of PyTorch: calls of its operators."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from ...capture.elementwise import ELEMENTWISE
 from ...capture.equations import Equation, NotCaptured, Value
 from ...graph.operations import Node
-from .operators import COPIES, CUSTOM, FILLED, NAMED, OPENED
-from .trace import FOLDERS
+from .operators import CUSTOM, OPENED
 
 _DTYPES = {
     getattr(torch, name): np.dtype(name)
@@ -201,14 +196,15 @@ class EquationMaker:
 
 def _meta(value: Value) -> Tensor:
     """Return a tensor without numbers."""
-    return torch.empty(value.shape, dtype=_torch_dtype(value.aval.dtype), device="meta")
+    return torch.empty(value.shape, dtype=torch_dtype(value.aval.dtype), device="meta")
 
 
 def _kind(tensor: Tensor) -> Kind:
     return Kind(tuple(tensor.shape), _DTYPES[tensor.dtype])
 
 
-def _torch_dtype(dtype: Any) -> torch.dtype:
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """Return a dtype of PyTorch for one of NumPy."""
     found: torch.dtype = getattr(torch, np.dtype(dtype).name)
     return found
 
@@ -257,125 +253,5 @@ _CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-# -- Graphs ----------------------------------------------------------------------------------------
-
-
-def read_graph(
-    module: Any, arguments: Sequence[Value], outside: dict[int, Value]
-) -> list[Value | None]:
-    """Return the results of a graph of operators; None stays None.
-
-    `outside` are values of tensors that the step closes over, by their identity.
-    """
-    values: dict[Any, Any] = {}
-    given = iter(arguments)
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = next(given)
-        elif node.op == "get_attr":
-            tensor = getattr(module, node.target)
-            if not isinstance(tensor, Tensor):
-                raise NotCaptured(f"{node.target}, a function among operators")
-            values[node] = outside.get(id(tensor)) or Value(kind_of(tensor), constant=tensor)
-        elif node.op == "output":
-            leaves = node.args[0]
-            return [None if each is None else values[each] for each in leaves]
-        elif getattr(node.target, "__name__", "") == "getitem":
-            values[node] = values[node.args[0]][node.args[1]]
-        else:
-            values[node] = _call(node, values)
-    raise NotCaptured("no results")
-
-
-_COPY = "convert_element_type", "copy"
-# For values that no operator of the caller's is computed by.
-_MAKER = EquationMaker(Called(torch.reshape, ((), {}), "", [], []))
-
-
-def _call(node: Any, values: dict[Any, Any]) -> Any:
-    """Return what a call in a graph returns."""
-    target = node.target
-    if not isinstance(target, OpOverload):
-        raise NotCaptured(f"{getattr(target, '__name__', target)}: no operator of tensors")
-    found = node.meta["val"]
-    is_many = isinstance(found, (tuple, list))
-    kinds = [kind_of(each) for each in (found if is_many else [found])]
-    short = str(target).removeprefix("aten.").removesuffix(".default")
-    short = short if short in NAMED or "aten." + short in CUSTOM else short.partition(".")[0]
-    filled = FILLED.get(short.partition(".")[0])
-    number = None if filled is None else filled(node)
-    if isinstance(number, (bool, int, float)):
-        constant = torch.tensor(number, dtype=_torch_dtype(kinds[0].dtype))
-        return _MAKER.spread(Value(Kind((), kinds[0].dtype), constant=constant), kinds[0].shape)
-    name = NAMED.get(short, f"aten.{short}")
-    is_elementwise = name in ELEMENTWISE or name in CUSTOM
-    if short in COPIES and COPIES[short](node):
-        own = _kind(node.args[0].meta["val"])
-        if own.shape == kinds[0].shape:
-            given, dtype = values[node.args[0]], _torch_dtype(kinds[0].dtype)
-            is_copy = own.dtype == kinds[0].dtype
-            if is_copy and given.constant is not None:
-                return given
-            call: Callable[..., Any] = torch.clone if is_copy else torch.Tensor.to
-            about: tuple[Any, ...] = (Slot(0),) if is_copy else (Slot(0), dtype)
-            made = Called(call, (about, {}), _COPY[is_copy], [given], kinds)
-            made.where = _line(node)
-            return made.outputs[0]
-    if name in ELEMENTWISE and (node.kwargs or _is_logical(name, node, kinds)):
-        name, is_elementwise = f"aten.{short}", False
-    inputs: list[Value] = []
-    dtypes = [each.meta["val"].dtype for each in node.all_input_nodes]
-    of_numbers = _DTYPES[dtypes[0]] if dtypes else kinds[0].dtype
-    of_numbers = kinds[0].dtype if kinds[0].dtype != bool else of_numbers
-    rank = len(kinds[0].shape)
-
-    def slot(each: Any, is_top: bool) -> Any:
-        if isinstance(each, torch.fx.Node):
-            inputs.append(_of_rank(values[each], rank) if is_elementwise else values[each])
-        elif is_elementwise and is_top and isinstance(each, (bool, int, float)):
-            inputs.append(Value(Kind((), of_numbers), constant=each))
-        elif isinstance(each, (tuple, list)):
-            return type(each)([slot(one, False) for one in each])
-        else:
-            return each
-        return Slot(len(inputs) - 1)
-
-    args = tuple(slot(each, True) for each in node.args)
-    kwargs = {key: slot(each, False) for key, each in node.kwargs.items()}
-    options: dict[str, Any] = {"y": node.args[1]} if name == "integer_pow" else {}
-    if short in ("cat", "concat", "concatenate"):
-        axis = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % rank
-        name, options = "concatenate", {"dimension": axis}
-    made = Called(target, (args, kwargs), name, inputs, kinds, options)
-    made.where = _line(node)
-    return list(made.outputs) if is_many else made.outputs[0]
-
-
-def _is_logical(name: str, node: Any, kinds: Sequence[Kind]) -> bool:
-    """Return whether an operation of numbers is one of truth values, or a power no integer."""
-    if name == "integer_pow":
-        return not isinstance(node.args[1], int)
-    arithmetic = name in ("add", "sub", "mul", "max", "min")
-    return arithmetic and kinds[0].dtype == bool
-
-
-def _of_rank(value: Value, rank: int) -> Value:
-    """Return a value with as many axes as a result, before its own."""
-    if not value.shape or len(value.shape) == rank:
-        return value
-    shape = (1,) * (rank - len(value.shape)) + value.shape
-    reader = value.equation if isinstance(value.equation, Called) else None
-    maker = _MAKER if reader is None else EquationMaker(reader)
-    return maker("reshape", value, new_sizes=shape)
-
-
-def _line(node: Any) -> str:
-    """Return the line of the caller's text where a call was traced."""
-    found = ""
-    lines = (node.stack_trace or "").splitlines()
-    for place, text in itertools.pairwise(lines):
-        parts = place.strip().split('"')
-        if len(parts) == 3 and parts[0] == "File " and not parts[1].startswith(FOLDERS):
-            number = parts[2].split(",")[1].strip()
-            found = f" ({Path(parts[1]).name}, {number}: {text.strip()!r})"
-    return found
+# Makes equations that are in place of none.
+MAKER = EquationMaker(Called(torch.reshape, ((), {}), "", [], []))

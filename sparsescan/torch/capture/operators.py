@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from ...capture.elementwise import powered
+from ...capture.elementwise import powered, real_power
 from ...capture.equations import Equation, NotCaptured, Value
 from ...graph import functions
 from ...graph.operations import Node, apply, as_node, value_of
@@ -106,7 +106,10 @@ def _lerp(a: Node, b: Node, weight: Any) -> Node:
 
 
 def _power(a: Node, exponent: Any) -> Node:
-    return powered(a, value_of(as_node(exponent)))
+    power = value_of(as_node(exponent))
+    if power is None or power == 0.5 or power.is_integer():
+        return powered(a, power)
+    return real_power(a, power)
 
 
 def _softplus(a: Node, beta: Any = 1, threshold: Any = 20) -> Node:

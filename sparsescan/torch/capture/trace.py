@@ -24,13 +24,13 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ... import locks
 from ...capture.equations import NotCaptured
 from ...locks import new_lock
+from .functions import Watcher, watch
 from .mutations import functional
 
 # Of how many shapes traces are kept, and how many of each.
@@ -46,7 +46,7 @@ _REFUSED = {
 # Functions that read numbers out of lists of tensors; no dispatch mode sees them do so.
 _READERS = {"tensor", "as_tensor", "asarray", "new_tensor", "new"}
 _CONSTANTS: tuple[type, ...] = (
-    *(bool, int, str, type(None), type(...), type),
+    *(bool, int, str, type(None), type(...), type(NotImplemented), type),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
@@ -119,7 +119,7 @@ class Found(NamedTuple):
     outside: list[Tensor]
 
 
-class _Mode(TorchFunctionMode):
+class _Mode(Watcher):
     """Sees each call of a function of PyTorch."""
 
     def __init__(self, root: Place, samples: Sequence[Tensor]) -> None:
@@ -128,7 +128,6 @@ class _Mode(TorchFunctionMode):
         self.places = {id(each): k for k, each in enumerate(samples)}
         self.kept: list[Any] = list(samples)
         self.outside: list[Tensor] = []
-        self.begun = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         # What was raised, which a step may have caught.
         self.failed: BaseException | None = None
 
@@ -363,6 +362,7 @@ def find(
     make : callable
         ``make(trace, spec)`` returns what is kept with a trace.
     """
+    watch()
     key = tuple(map(str, trees)), tuple(likes), torch.get_default_dtype()
     found = _known(key, step, trees)
     if found is not None:
