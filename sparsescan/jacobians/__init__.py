@@ -2,8 +2,8 @@
 
 Names and arguments are those of ``torch.nn``; :class:`Sequential` makes a chain of them.
 
-Where few weights are kept, kernels read only those: a NaN or an infinity does not pass a pruned
-weight there, as it passes a zero of a dense layer, which makes NaN of it.
+If few weights are kept, kernels read only those. A NaN or an infinity then does not pass a pruned
+weight; in a dense layer, its product with 0 is NaN.
 
 >>> import numpy as np
 >>> from sparsescan.jacobians import Linear, Sequential, Tanh

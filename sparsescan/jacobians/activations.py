@@ -41,7 +41,7 @@ class Elementwise(Operator):
 
     @abstractmethod
     def _slope(self, xp: Any, x: Array, y: Array, out: Array) -> None:
-        """Write ``f'(x)``; `y` is ``f(x)``, or None if it is not at hand."""
+        """Write ``f'(x)``; `y` is ``f(x)``, or None if it is not known."""
 
 
 class ReLU(Elementwise):
@@ -252,8 +252,8 @@ class SiLU(Elementwise):
 
     Notes
     -----
-    As :class:`torch.nn.SiLU`, except at ``±∞``, where PyTorch has a slope of NaN and here it is the
-    limit, 1 or 0.
+    As :class:`torch.nn.SiLU`, except at ``±∞``: PyTorch's slope is NaN there, ours is the limit, 1
+    or 0.
 
     Examples
     --------
@@ -297,7 +297,7 @@ class GELU(Elementwise):
     Notes
     -----
     As :class:`torch.nn.GELU`, except at ``±∞`` and, with the approximation, where ``x³`` overflows:
-    there PyTorch has a slope of NaN, and here it is the limit, 1 or 0.
+    PyTorch's slope is NaN there, ours is the limit, 1 or 0.
 
     Examples
     --------
@@ -443,7 +443,7 @@ class Softmax(Coupled):
     Parameters
     ----------
     dim : int
-        The axis, counted on an array with the batch axis; not 0, the batch.
+        The axis, counted with the batch axis, which is 0 and not allowed.
     input_shape : tuple of int
         Shape of one sample.
 
@@ -454,7 +454,7 @@ class Softmax(Coupled):
 
     Notes
     -----
-    As :class:`torch.nn.Softmax`. Over an axis of length 1 the output is constant, and the pattern
+    As :class:`torch.nn.Softmax`. Over an axis of length 1 the output is constant, so the pattern is
     empty.
 
     Examples
@@ -466,7 +466,7 @@ class Softmax(Coupled):
     """
 
     def __init__(self, dim: int, *, input_shape: Any) -> None:
-        # The axes before this one make blocks; each is the axis and those after it.
+        # The axes before this one give blocks; a block has the axis and the axes after it.
         self._set_shapes(input_shape, None)
         self.dim = dim
         axis = check_dim("dim", dim, self.input_shape)
@@ -478,7 +478,7 @@ class Softmax(Coupled):
     _terms = 1
 
     def _forward(self, xp: Any, x: Array) -> Array:
-        # PyTorch, too, makes NaN of a row with ∞ and of one that is all -∞.
+        # As in PyTorch, a row with ∞, or of only -∞, becomes NaN.
         y = xp.exp(x - x.max(axis=1, keepdims=True))
         y /= y.sum(axis=1, keepdims=True)
         return y

@@ -1,4 +1,4 @@
-"""Convolutions: the Jacobian holds nothing but weights, at places known from the architecture."""
+"""Convolutions: the Jacobian's entries are weights, at places known from the architecture."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class _Convolution(Weighing):
         return x.reshape(len(x), self.groups, channels // self.groups, places)
 
     def _columns(self, xp: Any, images: Array) -> Array:
-        """Return what each window reads in each group: ``(m, groups, read, windows)``."""
+        """Return the inputs of each window in each group: ``(m, groups, read, windows)``."""
         height, width = self.window_counts
         images = images.reshape(*images.shape[:2], *(window.size for window in self.windows))
         view = slide(xp, images, *self.windows)[:, :, :height, :width]
@@ -180,7 +180,7 @@ class Conv1d(_Forward):
     in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode
         As for :class:`Conv2d`, with one integer in place of two.
     input_shape : tuple of int
-        ``(in_channels, length)``, maybe after more axes.
+        ``(in_channels, length)``; more axes may come first.
     weight_mask, dtype, rng
         As for :class:`Conv2d`.
 
@@ -217,13 +217,13 @@ class Conv2d(_Forward):
         As in PyTorch; by default 1, 0 and 1. The padding may also be ``"same"``
         or ``"valid"``.
     groups : int, default 1
-        Groups of channels that do not see each other.
+        Groups of channels without connections between them.
     bias : bool, default True
         Whether there is one.
     padding_mode : {"zeros"}
-        Padding mode; zeros lie around the input.
+        The padding mode: zeros around the input.
     input_shape : tuple of int
-        ``(in_channels, height, width)``, maybe after more axes.
+        ``(in_channels, height, width)``; more axes may come first.
     weight_mask : array_like of bool, shape of the weight, optional
         True where a weight is kept. A pruned weight counts as 0, has a gradient of 0, and leaves
         the pattern.
@@ -248,7 +248,7 @@ class Conv2d(_Forward):
     -----
     As :class:`torch.nn.Conv2d`. The Jacobian is that of BPPSA (MLSys 2020), Algorithms 2 to 4, for
     any kernel, stride, padding, dilation and groups. Its rows repeat from place to place, so each
-    is computed once and copied.
+    different row is computed once and copied.
 
     Examples
     --------
@@ -262,7 +262,7 @@ class Conv2d(_Forward):
 
 
 class ConvTranspose2d(_Convolution):
-    """Transposed convolution: what a :class:`Conv2d` with this weight does to gradients.
+    """Transposed convolution: it maps like the gradient of a :class:`Conv2d` with this weight.
 
     The transposed Jacobian has, in the row of input ``(c, y, x)`` and the column of output
     ``(o, v, u)``, the weight
@@ -276,7 +276,7 @@ class ConvTranspose2d(_Convolution):
     in_channels, out_channels, kernel_size, stride, padding, groups, bias, dilation, padding_mode
         As for :class:`Conv2d`, in PyTorch's order; no ``padding="same"``.
     output_padding : int or two ints, default 0
-        Rows and columns that the output has more; less than the stride or the dilation.
+        Additional rows and columns of the output; fewer than the stride or the dilation.
     input_shape, weight_mask, dtype, rng
         As for :class:`Conv2d`.
 
@@ -329,7 +329,7 @@ class ConvTranspose2d(_Convolution):
         self._declare_weight(self.kernel_size, bias, weight_mask, dtype, rng)
 
     def _forward(self, xp: Any, x: Array) -> Array:
-        # Each weight adds the whole input, spread by the stride, at its own place of the output.
+        # Each weight adds the whole input, spread by the stride, to its place in the output.
         (_, height, width), (channels, height_out, width_out) = self.sides
         y, x_axis = self.windows
         rows = self._grouped_weight(xp).swapaxes(-1, -2)
@@ -350,12 +350,12 @@ class ConvTranspose2d(_Convolution):
 
 
 def _span(window: Window, count: int) -> int:
-    """Return how many places so many windows reach, the padding included."""
+    """Return how many places some windows cover, padding included."""
     return window.stride * (count - 1) + window.dilation * (window.kernel - 1) + 1
 
 
 def _places(window: Window, tap: int, count: int) -> slice:
-    """Return the places that a tap of so many windows reads, counted from the padding's start."""
+    """Return the places that one tap of each window reads, counted from the padding's start."""
     start = tap * window.dilation
     return slice(start, start + window.stride * (count - 1) + 1, window.stride)
 

@@ -28,7 +28,7 @@ class Linear(Weighing):
     bias : bool, default True
         Whether there is one.
     input_shape : tuple of int, optional
-        ``(in_features,)``, the default, maybe after more axes.
+        ``(in_features,)``, the default; more axes may come first.
     weight_mask : array_like of bool, shape (out_features, in_features), optional
         True where a weight is kept. A pruned weight counts as 0, has a gradient of 0, and leaves
         the pattern.

@@ -1,4 +1,4 @@
-"""Normalisations, by the statistics of each sample or of the batch."""
+"""Normalisations, with the statistics of each sample or of the batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Normalisation(Parametrised, Coupled):
 
     def _normalise(self, xp: Any, x: Array) -> tuple[Array, Array]:
         """Return ``x̂`` and ``1/σ``, which has axes of length 1."""
-        # PyTorch, too, makes NaN of what is normalised together with a value that is not finite.
+        # As in PyTorch, one non-finite value makes everything normalised with it NaN.
         axes, wide = self._joint(x), x.astype(np.float64, copy=False)
         wide = wide - wide.mean(axis=axes, keepdims=True)
         inverse = 1 / xp.sqrt((wide * wide).mean(axis=axes, keepdims=True) + self.eps)
@@ -90,7 +90,7 @@ class LayerNorm(_Normalisation):
     bias : bool, default True
         Whether there is a bias ``β`` besides the weight; otherwise it is 0.
     input_shape : tuple of int, optional
-        `normalized_shape`, the default, maybe after more axes.
+        `normalized_shape`, the default; more axes may come first.
     dtype : {float32, float64}, default float32
         Dtype of the initial parameters.
 
@@ -107,10 +107,10 @@ class LayerNorm(_Normalisation):
     Notes
     -----
     As :class:`torch.nn.LayerNorm`. The Jacobian has a dense block for every group of elements that
-    are normalised together. A single element is always normalised to 0, and without `eps` two
-    elements to ±1, whatever they are: then the pattern is empty.
+    are normalised together. A group of one element is always normalised to 0, and without `eps` a
+    group of two to ±1. Its output is constant, so the pattern is empty.
 
-    Statistics of float32 are computed in float64, which neither overflows nor cancels.
+    Statistics of float32 values are computed in float64, which avoids overflow and cancellation.
 
     Examples
     --------
@@ -165,7 +165,7 @@ class BatchNorm(_Normalisation):
     running_mean = Parameter()
     running_var = Parameter()
 
-    _axes = 3  # of a sample, the first of which are its channels
+    _axes = 3  # axes of a sample; the first is the channels
 
     def __init__(
         self,
@@ -191,9 +191,9 @@ class BatchNorm(_Normalisation):
         self.eps = _check_eps(eps)
         self.momentum = None if momentum is None else check_number("momentum", momentum)
         self.track_running_stats = check_flag("track_running_stats", track_running_stats)
-        self._batches = np.zeros((), np.int64)  # or the memory of a module of PyTorch
+        self._batches = np.zeros((), np.int64)  # or the memory of a PyTorch module
         self._set_shapes(shape, None if self.training else self._axes)
-        # In evaluation all elements are apart.
+        # In evaluation, elements do not affect each other.
         together = self._core[0], self.num_features, self.channel_size
         self._grouping = together if self.training else (1, math.prod(self._core), 1)
         self._check_arguments()
@@ -241,7 +241,7 @@ class BatchNorm(_Normalisation):
 
     @property
     def num_batches_tracked(self) -> int:
-        """Batches that the running statistics have taken in."""
+        """How many batches have updated the running statistics."""
         return int(self._batches)
 
     @num_batches_tracked.setter
@@ -266,25 +266,27 @@ class BatchNorm(_Normalisation):
 
     @quiet
     def update_running_stats(self, x: Array) -> None:
-        """Let the running statistics take in a batch, as PyTorch does in a forward in training.
+        """Update the running statistics with a batch, as PyTorch's forward does in training mode.
 
-        The newest statistics ``s`` enter by ``running = (1 - momentum) running + momentum s``; if
-        `momentum` is None, ``1/num_batches_tracked`` takes its place. The variance is the unbiased
-        one. The arrays are changed in place.
+        The update with the newest statistics ``s`` is
+        ``running = (1 - momentum) running + momentum s``. If `momentum` is None,
+        ``1/num_batches_tracked`` replaces it. The variance is the unbiased one. The arrays are
+        changed in place.
 
         Parameters
         ----------
         x : array_like, shape (N, C, …) or (batch, N, C, …)
-            The input; several batches are taken in one after the other.
+            The input. Several batches update one after the other.
 
         Raises
         ------
         InputError
-            If the layer is not in training, or has no running statistics, or the shape is wrong.
+            If the layer is not in training mode, or has no running statistics, or the shape is
+            wrong.
         InputTypeError
             If the dtype is wrong.
         DeviceError
-            If input and statistics are not in one place.
+            If input and statistics are on different devices.
         """
         if not (self.training and self.track_running_stats):
             raise InputError(
@@ -299,8 +301,8 @@ class BatchNorm(_Normalisation):
             self._take_in(mean, variance)
 
     def _take_in(self, mean: Array, variance: Array) -> None:
-        """Let the running statistics take in the mean and variance of the elements of a batch."""
-        self._batches += 1  # in place, as it may be shared
+        """Update the running statistics with the mean and variance of a batch."""
+        self._batches += 1  # in place: it may be shared
         part = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
         unbiased = variance * (self._count / (self._count - 1))
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
@@ -320,7 +322,7 @@ class BatchNorm(_Normalisation):
         return (x - mean) * inverse, inverse
 
     def _running(self, like: Array) -> tuple[Array, Array]:
-        """Return the running mean and ``1/σ`` in the dtype of an array, and in its place."""
+        """Return the running mean and ``1/σ`` in the dtype and on the device of an array."""
         xp = namespace(like, self.running_mean, self.running_var)
         mean, variance = (
             array.astype(like.dtype, copy=False) for array in (self.running_mean, self.running_var)
@@ -331,28 +333,29 @@ class BatchNorm(_Normalisation):
 class BatchNorm2d(BatchNorm):
     """``y = γ x̂ + β`` with ``x̂ = (x - μ)/σ``, by a mean and variance for each channel.
 
-    In evaluation these are running statistics, ``σ² = running_var + eps``, and the Jacobian is
-    diagonal, the same for all samples: ``∂y_i/∂x_i = γ_c/σ_c`` in channel ``c``.
+    In evaluation mode these are running statistics, ``σ² = running_var + eps``. The Jacobian is
+    diagonal, and equal for all samples: ``∂y_i/∂x_i = γ_c/σ_c`` in channel ``c``.
 
-    In training they are those of the batch, over its ``m = N·H·W`` elements of the channel, with
-    ``σ² = Σ_k (x_k - μ)²/m + eps``. That couples the samples, so a whole batch is one vector, and
-    for ``i`` and ``j`` in channel ``c``, ``∂y_j/∂x_i = γ_c/σ_c (δ_ij - 1/m - x̂_i x̂_j/m)``.
+    In training mode they are batch statistics, over the ``m = N·H·W`` elements of a channel, with
+    ``σ² = Σ_k (x_k - μ)²/m + eps``. That couples the samples, so the vector of the Jacobian is a
+    whole batch. For ``i`` and ``j`` in channel ``c``,
+    ``∂y_j/∂x_i = γ_c/σ_c (δ_ij - 1/m - x̂_i x̂_j/m)``.
 
     Parameters
     ----------
     num_features : int
         Channels ``C``.
     eps : float, default 1e-5
-        Added to the variance; at least 0, and in training more.
+        Added to the variance; at least 0, and in training mode more than 0.
     momentum : float or None, default 0.1
-        Weight of the newest batch in the running statistics; None gives all batches the same.
+        Weight of the newest batch in the running statistics; None weights all batches equally.
     affine : bool, default True
         Whether there are parameters ``γ`` and ``β``; otherwise they are 1 and 0.
     track_running_stats : bool, default True
         Whether there are running statistics, which evaluation needs.
     input_shape : tuple of int
-        In evaluation ``(C, H, W)``, maybe after more axes; in training ``(N, C, H, W)``, the shape
-        of a batch.
+        In evaluation mode ``(C, H, W)``; more axes may come first. In training mode
+        ``(N, C, H, W)``, the shape of a batch.
     training : bool, default False
         Whether to normalise by the statistics of the batch.
     dtype : {float32, float64}, default float32
@@ -363,10 +366,10 @@ class BatchNorm2d(BatchNorm):
     weight, bias : ndarray or None, shape (C,)
         ``γ``, initially 1, and ``β``, initially 0; an array that is set is shared, not copied.
     running_mean, running_var : ndarray or None, shape (C,)
-        The running statistics, initially 0 and 1, which are no parameters; an array that is set is
-        shared, not copied. They have no say in the dtype of a result.
+        The running statistics, initially 0 and 1. They are no parameters, and do not affect the
+        dtype of a result. An array that is set is shared, not copied.
     num_batches_tracked : int
-        Batches that the running statistics have taken in.
+        How many batches have updated the running statistics.
 
     Raises
     ------
@@ -378,8 +381,8 @@ class BatchNorm2d(BatchNorm):
     As :class:`torch.nn.BatchNorm2d`, except that ``forward`` never changes the running statistics:
     :meth:`update_running_stats` does, here and of a :class:`.NetworkStep`.
 
-    In training, the batch axis that ``forward`` and ``values`` accept before `input_shape` counts
-    batches, not samples: each is normalised by itself.
+    In training mode, the batch axis that ``forward`` and ``values`` accept before `input_shape`
+    counts batches, not samples. Each batch is normalised separately.
 
     Examples
     --------
@@ -397,10 +400,10 @@ class BatchNorm2d(BatchNorm):
 class BatchNorm1d(BatchNorm):
     """``y = γ x̂ + β`` with ``x̂ = (x - μ)/σ``, by a mean and variance for each channel.
 
-    As :class:`BatchNorm2d`, of samples ``(C,)`` or ``(C, L)``: in evaluation ``∂y_i/∂x_i =
-    γ_c/σ_c`` in channel ``c``, by running statistics. In training they are those of the batch, over
-    its ``m = N`` or ``N·L`` elements of the channel, and for ``i`` and ``j`` in channel ``c``,
-    ``∂y_j/∂x_i = γ_c/σ_c (δ_ij - 1/m - x̂_i x̂_j/m)``.
+    It is :class:`BatchNorm2d` for samples ``(C,)`` or ``(C, L)``. In evaluation mode it uses
+    running statistics, and ``∂y_i/∂x_i = γ_c/σ_c`` in channel ``c``. In training mode it uses batch
+    statistics, over the ``m = N`` or ``N·L`` elements of a channel. For ``i`` and ``j`` in channel
+    ``c``, ``∂y_j/∂x_i = γ_c/σ_c (δ_ij - 1/m - x̂_i x̂_j/m)``.
 
     Parameters
     ----------
@@ -409,12 +412,12 @@ class BatchNorm1d(BatchNorm):
     eps, momentum, affine, track_running_stats
         As for :class:`BatchNorm2d`.
     input_shape : tuple of int
-        In evaluation ``(C,)`` or ``(C, L)``, maybe after more axes; in training ``(N, C)`` or
-        ``(N, C, L)``, the shape of a batch.
+        In evaluation mode ``(C,)`` or ``(C, L)``; more axes may come first. In training mode
+        ``(N, C)`` or ``(N, C, L)``, the shape of a batch.
     training : bool, default False
         Whether to normalise by the statistics of the batch.
     axes : {1, 2}, optional
-        How many axes a sample has; by default 2, ``(C, L)``, where there are so many.
+        The number of axes of a sample; by default 2, ``(C, L)``, if `input_shape` has as many.
     dtype : {float32, float64}, default float32
         Dtype of the initial parameters and running statistics.
 

@@ -1,4 +1,4 @@
-"""Pooling: windows that slide over images, of which the largest input or the mean is kept."""
+"""Pooling: sliding windows over images, each of which gives its largest input or its mean."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MaxPool2d(_Pooling):
     stride : int or two ints, optional
         From a window to the next one; by default `kernel_size`.
     padding : int or two ints, default 0
-        Padding around the input, at most half of `kernel_size`; it is never the largest.
+        Padding around the input, at most half of `kernel_size`; it is never the maximum.
     dilation : int or two ints, default 1
         From an input in the window to the next one.
     ceil_mode : bool, default False
@@ -74,9 +74,10 @@ class MaxPool2d(_Pooling):
 
     Notes
     -----
-    As :class:`torch.nn.MaxPool2d`; of equal inputs the first one counts, and NaN, the last one,
-    before all others. The Jacobian is that of BPPSA (MLSys 2020), Appendix D.3, for any windows. If
-    padding and dilation leave a window without inputs, its output is ``-∞``, and its column empty.
+    As :class:`torch.nn.MaxPool2d`: among equal inputs the first is the maximum; if there are NaN,
+    the last NaN is. The Jacobian is that of BPPSA (MLSys 2020), Appendix D.3, for any windows. If
+    padding and dilation leave a window without inputs, its output is ``-∞``, and its column is
+    empty.
 
     Examples
     --------
@@ -127,16 +128,16 @@ class MaxPool2d(_Pooling):
 
     @cached_property
     def _marks(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """The taps of each window, which input each reads, and which entry that is."""
+        """The taps of each window, the input of each tap, and its entry in the pattern."""
         window, tap = np.nonzero(self._inputs >= 0)
         inputs = self._inputs[window, tap]
-        # Entries lie by inputs, and then by windows.
+        # Entries are sorted by inputs, then by windows.
         entries = np.empty(len(inputs), np.int64)
         entries[np.argsort(inputs, kind="stable")] = np.arange(len(inputs))
         return indptr_of(window, len(self._inputs)), inputs, entries
 
     def _fill_by_windows(self, xp: Any, x: Array, out: Array) -> None:
-        """Write the values in steps that a GPU takes on all windows at once."""
+        """Write the values by operations on all windows at once, for a GPU."""
         inputs, rows, columns = (constant.on(xp) for constant in self._tables)
         values = xp.where(inputs >= 0, x.reshape(len(x), -1)[:, inputs], x.dtype.type(-np.inf))
         largest = values.max(axis=-1, keepdims=True)
@@ -166,8 +167,7 @@ class AvgPool2d(_Pooling, Separable):
     """The mean of each window: ``y_o = Σ_{i ∈ window(o)} x_i / d_o``.
 
     The transposed Jacobian has ``1 / d_o`` in column ``o``, in the rows of the inputs of its
-    window. The divisor ``d_o`` is the size of the window, as far as it does not reach beyond the
-    padding.
+    window. The divisor ``d_o`` is the size of the window without parts beyond the padding.
 
     Parameters
     ----------
@@ -244,7 +244,7 @@ class AdaptiveAvgPool2d(Separable):
     Parameters
     ----------
     output_size : int or two of int and None
-        Height and width of the output; None for those of the input.
+        Height and width of the output; None keeps those of the input.
     input_shape : tuple of int
         ``(channels, height, width)``, maybe after more axes.
 
@@ -279,7 +279,7 @@ class AdaptiveAvgPool2d(Separable):
 
 
 def _parts(size: int, count: int) -> Taps:
-    """Cut an axis into `count` almost equal parts, which overlap where it is no multiple."""
+    """Cut an axis into `count` almost equal parts; they overlap if `count` does not divide it."""
     output = np.arange(count)[:, None]
     first, end = output * size // count, -(-(output + 1) * size // count)
     inputs = first + np.arange((end - first).max())

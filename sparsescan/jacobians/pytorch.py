@@ -36,7 +36,7 @@ _LAYERS: tuple[Any, ...] = (
     *(Dropout, ELU, Flatten, GELU, Hardtanh, LayerNorm, LeakyReLU, Linear, MaxPool2d, ReLU),
     *(Sigmoid, SiLU, Softmax, Softplus, Tanh, Upsample),
 )
-# Arguments that are no attributes of a module of the same name.
+# Arguments that modules do not store as attributes of the same name.
 _OTHERS = {"axes", "bias", "dtype", "input_shape", "mask", "rng", "weight_mask"}
 
 
@@ -46,33 +46,32 @@ def from_torch(module: Any, input_shape: Any = None) -> list[Any]:
     Parameters
     ----------
     module : torch.nn.Module
-        A ``torch.nn.Sequential`` of layers that :mod:`sparsescan.jacobians` has, nested or not, or
+        A ``torch.nn.Sequential``, nested or not, of layers that :mod:`sparsescan.jacobians` has; or
         one such layer; or an ``RNNCell``, ``GRUCell`` or ``LSTMCell``. Weights pruned by
-        ``torch.nn.utils.prune`` leave the pattern. Other hooks of a forward, and
-        ``torch.nn.utils.parametrize``, are refused.
+        ``torch.nn.utils.prune`` leave the pattern. Other forward hooks, and
+        ``torch.nn.utils.parametrize``, raise an error.
     input_shape : tuple of int
-        Shape of one sample, without the batch axis. Only if a batch normalisation is in training
-        mode, which couples the samples of a batch, the shape of the whole batch. A cell needs none.
+        Shape of one sample, without the batch axis. If a batch normalisation is in training mode,
+        which couples the samples of a batch, pass the shape of the whole batch. A cell needs none.
 
     Returns
     -------
     list of Operator, or of Cell
-        One operator for each call of a layer, without those that do nothing (``Identity``), for
-        :class:`Sequential`; or the cell. Their parameters, and running statistics with the count of
-        batches, are the module's memory, not copies: what an optimiser does in place is seen at
-        once. Operators of a layer that is called twice share its parameters, whose gradient is the
-        sum of theirs.
+        One operator for each call of a layer, for :class:`Sequential`, without layers that do
+        nothing (``Identity``); or the cell. Parameters and running statistics share the module's
+        memory, so an optimiser's changes in place take effect at once. If a layer is called twice,
+        its two operators share the parameters, and the gradient is the sum of theirs.
 
     Raises
     ------
     ImportError
         If PyTorch is not installed.
     InputError
-        If there is a layer that this package does not have, or one in a mode that it does not have,
-        or whose hooks or parametrisations may change what it computes; it is named.
+        If this package does not have a layer or its mode, or if hooks or parametrisations may
+        change what a layer computes. The message names the layer.
     InputTypeError
-        If `module` is no module, or a parameter is not of float32 or float64, or on a device that
-        is neither a CPU nor a CUDA device.
+        If `module` is no module, a parameter is not float32 or float64, or its device is neither a
+        CPU nor a CUDA device.
 
     Examples
     --------
@@ -114,7 +113,7 @@ def from_torch(module: Any, input_shape: Any = None) -> list[Any]:
 
 
 def _cell(kind: Any, module: Any) -> Cell:
-    """Return a cell with the parameters of PyTorch's."""
+    """Return a cell with the parameters of PyTorch's cell."""
     name = f"module ({type(module).__name__})"
     _refuse_parametrisations("module", module)
     _refuse_hooks("module", module)
@@ -141,7 +140,7 @@ def _layers(module: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, module
         return
     _refuse_hooks(name, module)
-    # Not named_children, which leaves out a layer that is there a second time.
+    # Not named_children, which skips a layer that occurs a second time.
     for key, child in module._modules.items():
         yield from _layers(child, f"{name}[{key}]" if key.isdigit() else f"{name}.{key}")
 
@@ -157,7 +156,7 @@ def _operator(operator: Any, layer: Any, shape: Shape, joint: bool) -> Operator:
             if arguments.get(name, -1) is not None and arguments.get(name, -1) >= 0:
                 arguments[name] += 1
     if operator is BatchNorm1d:
-        # Where a sample is (C,), the axis before it is none of channels.
+        # If a sample is (C,), the axis before it is not channels.
         arguments["axes"] = len(shape) - joint
     if "bias" in names:
         arguments["bias"] = layer.bias is not None
@@ -182,7 +181,7 @@ def _operator(operator: Any, layer: Any, shape: Shape, joint: bool) -> Operator:
 
 
 def _refuse_modes(layer: Any) -> None:
-    """Raise if a layer works in a way that its operator does not."""
+    """Raise if a layer is in a mode that its operator does not have."""
     from torch import nn
 
     if type(layer) is nn.Dropout and layer.training and layer.p > 0:
@@ -200,7 +199,7 @@ def _refuse_parametrisations(name: str, layer: Any) -> None:
     from torch.nn.utils.parametrize import is_parametrized
 
     if is_parametrized(layer):
-        # Such a module has a class of its own, whose name would not say why it is refused.
+        # PyTorch gives such a module a new class, whose name would not explain the error.
         raise InputError(
             f"{name} ({type(layer).__name__}): it has parametrisations of "
             f"{', '.join(layer.parametrizations)}; expected none: remove them by "
@@ -226,7 +225,7 @@ def _refuse_hooks(name: str, module: Any) -> None:
 
 
 def _pruned(layer: Any) -> set[str]:
-    """Return the names of pruned parameters, once all hooks are known to be of pruning."""
+    """Return the names of pruned parameters, after checking that all hooks are of pruning."""
     return {hook._tensor_name for hook in layer._forward_pre_hooks.values()}
 
 
@@ -235,12 +234,12 @@ def _arrays(
     pruned: set[str],
     names: Iterable[str] = ("weight", "bias", "running_mean", "running_var"),
 ) -> dict[str, Any]:
-    """Return the parameters and running statistics that a layer has."""
+    """Return the parameters and running statistics of a layer."""
     from torch import nn
 
     arrays = {}
     for name in names:
-        # Pruning keeps the parameter under another name, and recomputes the one that is read.
+        # Pruning keeps the parameter under another name, and recomputes the attribute.
         tensor = getattr(layer, f"{name}_orig" if name in pruned else name, None)
         if tensor is None:
             continue
@@ -254,7 +253,7 @@ def _arrays(
 
 
 def _array(name: str, tensor: Any) -> Any:
-    """Return the memory of a tensor as an array of NumPy, or of CuPy if it is on a GPU."""
+    """Return the memory of a tensor as a NumPy array, or a CuPy array if it is on a GPU."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ("float32", "float64"):
         raise InputTypeError(f"{name} has dtype {dtype}; expected float32 or float64")

@@ -29,12 +29,12 @@ class Dropout(Operator):
     input_shape : tuple of int
         Shape of one sample.
     mask : array_like of bool, shape ``input_shape`` or ``(batch, *input_shape)``, optional
-        True where an element is kept, for all samples or for each.
+        True where an element is kept; one mask for all samples, or one per sample.
 
     Attributes
     ----------
     mask : ndarray of bool or None
-        The mask, to be set before every iteration; it is shared, not copied.
+        The mask. Set it before every iteration; it is shared, not copied.
 
     Raises
     ------
@@ -44,10 +44,11 @@ class Dropout(Operator):
     Notes
     -----
     As :class:`torch.nn.Dropout`, but the caller draws the mask, since forward and Jacobian must use
-    the same. If it has a batch axis, so must the input, and the values then depend on the sample.
+    the same mask. If it has a batch axis, so must the input, and the values then depend on the
+    sample.
 
-    An element that is dropped stays in the pattern. Only with ``p = 1``, where a mask can keep
-    none, the pattern of a layer with a mask is empty.
+    A dropped element stays in the pattern. The pattern of a layer with a mask is empty only for
+    ``p = 1``, when a mask can keep no element.
 
     Without a mask, ``forward`` returns `x` itself or a view of it.
 
@@ -58,7 +59,7 @@ class Dropout(Operator):
     array([4., 0., 4.])
     """
 
-    _samples_apart = False  # each sample has a mask of its own, found by its place in the batch
+    _samples_apart = False  # each sample has its own mask, by its place in the batch
 
     def __init__(self, p: float = 0.5, *, input_shape: Any, mask: Any = None) -> None:
         self.p = check_number("p", p)
@@ -127,7 +128,7 @@ class Dropout(Operator):
 
 
 class _Moved(Operator):
-    """The elements of the input, each at one place of the output."""
+    """A layer that puts each element of the input at one place of the output."""
 
     _reads_input = False
 
@@ -141,7 +142,7 @@ class _Moved(Operator):
         return trusted(np.arange(rows + 1, dtype=dtype), places.flatten(), (rows, cols))
 
     def _moved_back(self, y: Array) -> Array:
-        """Return what the elements of the input have become."""
+        """Return the output's elements in the order of the input."""
         return y
 
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
@@ -149,13 +150,12 @@ class _Moved(Operator):
 
 
 class Flatten(_Moved):
-    """``y = x`` with some axes joined to one, so ``(∂y/∂x)ᵀ = I``.
+    """``y = x`` with some axes joined into one, so ``(∂y/∂x)ᵀ = I``.
 
     Parameters
     ----------
     start_dim, end_dim : int, default 1 and -1
-        The first and the last of the axes, counted on an array with the batch axis; not 0, the
-        batch.
+        The first and the last of the axes, counted with the batch axis, which is 0 and not allowed.
     input_shape : tuple of int
         Shape of one sample.
 
@@ -198,9 +198,9 @@ class Pad(_Moved):
     Parameters
     ----------
     pad_width : int, pair of int or sequence of pairs of int
-        How many zeros come before and after, along every axis of one sample: as for
-        :func:`numpy.pad`, ``((before, after), …)``, a pair for all axes, or one number for both
-        ends of all.
+        The number of zeros before and after, along every axis of one sample, as for
+        :func:`numpy.pad`: ``((before, after), …)``, one pair for all axes, or one number for both
+        ends of all axes.
     input_shape : tuple of int
         Shape of one sample.
 
@@ -216,8 +216,8 @@ class Pad(_Moved):
 
     Notes
     -----
-    Behind a pooling, where zeros continue the channels, it is the shortcut without parameters of
-    residual networks (He, Zhang, Ren and Sun, CVPR 2016, section 3.3, option A).
+    After a pooling, with zeros as additional channels, it is the shortcut of residual networks that
+    has no parameters (He, Zhang, Ren and Sun, CVPR 2016, section 3.3, option A).
 
     Examples
     --------
@@ -255,8 +255,8 @@ class Permute(_Moved):
     Parameters
     ----------
     dims : tuple of int
-        For each axis of the output, which of the input's it is, counted on an array with the batch
-        axis, which stays the first: ``dims[0]`` is 0.
+        For each axis of the output, the axis of the input that it is, counted with the batch axis.
+        The batch axis stays first: ``dims[0]`` is 0.
     input_shape : tuple of int
         Shape of one sample.
 

@@ -1,4 +1,4 @@
-"""Layers one after the other, and around each other: Sequential and Residual."""
+"""Networks of layers: Sequential, and Residual blocks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Array = Any
 class Sequential(Fixed):
     """Layers one after the other: their chain for a scan, and gradients from its result.
 
-    A :class:`Residual` among them becomes the steps of its layers, which carry along the arrays
-    that the block reads or adds later; so no product is needed, and nothing fills in.
+    A :class:`Residual` among them becomes the steps of its layers. These steps carry along the
+    arrays that the block reads or adds later, so no product is needed, and nothing fills in.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class Sequential(Fixed):
     ops : tuple of Operator
         The layers as they were given.
     layers : tuple of Operator
-        The layers as they run: those of every :class:`Residual` in its place, and then those of
+        The layers as they run: a :class:`Residual` is replaced by its layers, then the layers of
         its shortcut.
     input_shape, output_shape : tuple of int
         Shapes of one sample.
@@ -54,7 +54,7 @@ class Sequential(Fixed):
     InputError
         If the shapes do not chain, or there are no layers.
     InputTypeError
-        If something is no operator.
+        If an item is no operator.
 
     Notes
     -----
@@ -102,9 +102,9 @@ class Sequential(Fixed):
 
     @cached_property
     def implicit_patterns(self) -> list[Step]:
-        """Pattern of every step as :meth:`implicit` returns it, from the LAST to the first.
+        """Patterns of the steps that :meth:`implicit` returns, from the LAST to the first.
 
-        Steps are explicit where factors save nothing, such as those that carry the input of a
+        Steps are explicit if factors save nothing, such as the steps that carry the input of a
         residual block along, or add it.
 
         Raises
@@ -119,25 +119,25 @@ class Sequential(Fixed):
         return api.plan(self.patterns, **options)
 
     def training_step(self, *, memory_limit: int | None = None) -> NetworkStep:
-        """Return an object that computes the network and all of its gradients.
+        """Return an object that computes the network and all its gradients.
 
         It takes a small part of the time of :meth:`activations`, :meth:`values`, a scan and
-        :meth:`param_grads`, above all where weights are pruned.
+        :meth:`param_grads`, above all if weights are pruned.
 
         Parameters
         ----------
         memory_limit : int, optional
-            Bytes to take beside the caller's arrays; by default what the machine has.
+            The most bytes to take, without the caller's arrays; by default what the machine has.
 
         Returns
         -------
         NetworkStep
-            See there.
+            Its methods run the network forward and backward.
 
         Raises
         ------
         InputError, InputTypeError
-            If `memory_limit` is no size.
+            If `memory_limit` is not a valid size.
         """
         return NetworkStep(self, memory_limit)
 
@@ -172,7 +172,7 @@ class Sequential(Fixed):
         Returns
         -------
         list of ndarray
-            One more than there are steps. A step that does nothing to an array repeats it.
+            One array more than steps. A step that leaves an array unchanged repeats it.
 
         Raises
         ------
@@ -197,7 +197,7 @@ class Sequential(Fixed):
         activations : list of ndarray
             The result of :meth:`activations`.
         out : list of ndarray, optional
-            An earlier result for an input of the same shape and dtype: it is overwritten.
+            An earlier result for an input of the same shape and dtype, which is overwritten.
 
         Returns
         -------
@@ -230,7 +230,7 @@ class Sequential(Fixed):
         Returns
         -------
         list of csr_array or BatchedCSR
-            One for each step; a BatchedCSR where the values differ between samples.
+            One for each step; a BatchedCSR if the values differ between samples.
 
         Raises
         ------
@@ -245,11 +245,12 @@ class Sequential(Fixed):
     def implicit(
         self, activations: Sequence[Array]
     ) -> list[ImplicitStep | sp.csr_array | BatchedCSR]:
-        """Return the chain with an implicit step wherever one saves memory.
+        """Return the chain, with implicit steps wherever they save memory.
 
-        A scan gives the gradients that it gives for :meth:`jacobians`, one for each step, and
-        :meth:`param_grads` takes them. Convolutions are their weights and a table of where each is;
-        normalisations and softmaxes are a diagonal and the sums that couple elements.
+        A scan gives the same gradients as for :meth:`jacobians`, one for each step, and
+        :meth:`param_grads` takes them. A convolution is given by its weights and a table of their
+        places. A normalisation or a softmax is given by a diagonal and the sums that couple
+        elements.
 
         Parameters
         ----------
@@ -259,8 +260,8 @@ class Sequential(Fixed):
         Returns
         -------
         list of ImplicitStep, csr_array or BatchedCSR
-            From the LAST step to the first, of :attr:`implicit_patterns`. Weights are not copied,
-            unless they are in a residual block: a scan reads what they are then.
+            From the LAST step to the first, with :attr:`implicit_patterns`. Weights are not copied,
+            unless they are in a residual block: a scan reads their current values.
 
         Raises
         ------
@@ -305,8 +306,8 @@ class Sequential(Fixed):
         Returns
         -------
         list of dict
-            For every layer of `layers` the gradients by the names of the parameters, empty
-            where it has none. They are computed independently of each other.
+            For every layer of `layers`, the gradients by the names of the parameters; empty if it
+            has none. Layers are computed independently of each other.
 
         Raises
         ------
@@ -339,11 +340,11 @@ class Residual(Operator):
 
         (∂y/∂x)ᵀ = S + J_1 J_2 ⋯ J_k,
 
-    ``J_i`` the transposed Jacobian of ``f_i``, and ``S`` the product of those of the shortcut's
-    layers, or the identity if there are none.
+    where ``J_i`` is the transposed Jacobian of ``f_i``, and ``S`` is the product of the transposed
+    Jacobians of the shortcut's layers, or the identity if there are none.
 
-    Its own pattern and values are this sum, which fills in. A :class:`Sequential` does not need
-    them: it has a step for every layer, which carries along what other layers read or return.
+    The block's own pattern and values are this sum, which fills in. A :class:`Sequential` does not
+    need them: it has a step for every layer, which carries along what other layers read or return.
 
     Parameters
     ----------
@@ -361,13 +362,13 @@ class Residual(Operator):
     Raises
     ------
     InputError, InputTypeError
-        If the shapes do not chain or differ where they are added, or something is no operator.
+        If the shapes do not chain or cannot be added, or an item is no operator.
 
     Notes
     -----
     Residual networks (He, Zhang, Ren and Sun, CVPR 2016), equations 1 and 2. Parameters are named
-    by the places of their layers: ``"0.weight"`` is that of ``f_1``, ``"shortcut.0.weight"`` that
-    of the shortcut's first.
+    by the places of their layers: ``"0.weight"`` is the weight of ``f_1``, ``"shortcut.0.weight"``
+    that of the shortcut's first layer.
 
     Examples
     --------
@@ -408,7 +409,7 @@ class Residual(Operator):
 
     @cached_property
     def _network(self) -> Sequential:
-        """The steps of the block alone, whose product is its Jacobian."""
+        """The block as a network; the product of its steps is the Jacobian."""
         return Sequential([self])
 
     @cached_property
@@ -439,7 +440,7 @@ class Residual(Operator):
         }
 
     def __repr__(self) -> str:
-        # The entries are not counted for this, since the product may be huge.
+        # Entries are not counted: the product may be huge.
         words = [*map(repr, self.ops)]
         if self.shortcut:
             words.append(f"shortcut={self.shortcut!r}")
@@ -456,7 +457,7 @@ class Residual(Operator):
 
     @cached_property
     def _products(self) -> list[_Product]:
-        """Products of the first two steps, of that and the third, and so on."""
+        """The product of the first two steps, of that product and the third, and so on."""
         products: list[_Product] = []
         first, *others = reversed(self._network.patterns)
         for pattern in others:
@@ -467,7 +468,7 @@ class Residual(Operator):
         return self._network.forward(x)
 
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
-        # Any input gives values that do not depend on it.
+        # These values do not depend on the input, so any input will do.
         x = xp.zeros((1, *self._core), out.dtype) if x is None else x.astype(out.dtype, copy=False)
         product, *others = reversed(self._network.values(self._network.activations(x)))
         for step, values in zip(self._products, others, strict=True):
@@ -481,7 +482,7 @@ class Residual(Operator):
 
 
 class _LayerStep:
-    """A layer, named by its place, and `carried` entries that pass by."""
+    """A layer, named by its place, with `carried` entries that pass unchanged."""
 
     def __init__(self, name: str, op: Operator, carried: int) -> None:
         self.name, self.op, self._carried = name, op, carried
@@ -501,7 +502,7 @@ class _LayerStep:
             if index is None:
                 factors.append(whole)
                 continue
-            # One more weight, which is 1, is where the rest of the state passes by.
+            # One more weight, equal to 1, passes the rest of the state on.
             starts = np.concatenate([index.starts, np.full(carried, index.distinct)])
             sources = np.concatenate([index.sources, [index.size]])
             factors.append(indexed(whole, starts, sources, index.size + 1))
@@ -535,7 +536,7 @@ class _LayerStep:
         return room if out is None else out
 
     def param_grads(self, x: Array, grad: Array) -> dict[str, Array]:
-        """Return the gradients of the parameters from the gradient of the whole state."""
+        """Return the gradients of the parameters from the gradient in the whole state."""
         size = math.prod(self.op.output_shape)
         if grad.ndim == 0 or grad.shape[-1] != size + self._carried:
             raise InputError(
@@ -546,7 +547,7 @@ class _LayerStep:
 
 
 def _carrying(own: Pattern, carried: int) -> Pattern:
-    """Return a pattern with so many entries more, behind the others on a diagonal."""
+    """Return a pattern with `carried` more entries, on a diagonal after the others."""
     if carried == 0:
         return own
     shape = own.shape[0] + carried, own.shape[1] + carried
@@ -559,20 +560,20 @@ def _carrying(own: Pattern, carried: int) -> Pattern:
 
 
 class _Moves:
-    """A step that copies, exchanges or adds arrays of the state: its values are all one.
+    """A step that copies, exchanges or adds arrays of the state; its values are all 1.
 
-    The state is ``[x, s_1, s_2, …]``: the array that layers work on, and for every residual block
-    around them, from the innermost to the outermost, its input or, in its shortcut, the output of
+    The state is ``[x, s_1, s_2, …]``. Layers work on ``x``. Each residual block around them, from
+    the innermost to the outermost, has one ``s``: its input or, within its shortcut, the output of
     its layers.
 
     Parameters
     ----------
     sizes : sequence of int
-        Sizes of the arrays of the state, of which the last is what passes by.
+        Sizes of the arrays of the state; the last one passes unchanged.
     places : sequence of tuple of int
-        Where each array goes in the next state: to two places, or with another to one.
+        The places of each array in the next state: it may go to two places, or join another at one.
     move : callable
-        What becomes of ``x`` and the rest of the state.
+        The function that moves ``x`` and the rest of the state.
     """
 
     def __init__(
@@ -630,7 +631,7 @@ def _join(x: Array, skipped: list[Array]) -> Array:
 
 
 class _Product:
-    """The product of two sparse matrices by gathers, whose places are computed once."""
+    """The product of two sparse matrices by gathers from places that are computed once."""
 
     def __init__(self, a: Pattern, b: Pattern) -> None:
         pairs = multiply_adds(a, b)
@@ -642,7 +643,7 @@ class _Product:
         keys = rows_of(a)[left] * b.shape[1] + b.indices[right]
         unique, place = np.unique(keys, return_inverse=True)
         self.pattern = of_keys(unique, (a.shape[0], b.shape[1]))
-        # The first pair of every entry, then the second of those that have one, and so on.
+        # The first pair of every entry, then the second pair of entries that have two, and so on.
         order = np.argsort(place, kind="stable")
         first = np.searchsorted(place[order], np.arange(self.pattern.nnz))
         turn = np.empty(pairs, np.int64)
@@ -665,9 +666,9 @@ class _Product:
 
 
 def _listed(name: str, arrays: Any, *counts: int) -> list[Any]:
-    """Return a list of so many arrays, or raise an error that names the argument.
+    """Return a list of `count` arrays, or raise an error that names the argument.
 
-    With two counts it is what a scan returned, exclusive or inclusive.
+    Two counts allow the result of an exclusive or an inclusive scan.
     """
     kinds: Any
     kinds, expected, wanted = Sequence, "a list of arrays", f"{counts[0]}"
@@ -692,7 +693,7 @@ def _chained(name: str, ops: Iterable[Operator], least: int = 1) -> tuple[Operat
         raise InputTypeError(f"{name} is a {type(ops).__name__}; expected a list of operators")
     chain: list[Any] = []
     try:
-        # An iterable may be endless, so reading stops at the first that is no operator.
+        # An iterable may be endless, so reading stops at the first item that is no operator.
         for op in ops:
             chain.append(op)
             if not isinstance(chain[-1], Operator):
@@ -713,9 +714,9 @@ def _chained(name: str, ops: Iterable[Operator], least: int = 1) -> tuple[Operat
 
 
 def _steps(ops: Sequence[Operator], carried: int, before: str) -> list[Any]:
-    """Return the steps of layers beside which `carried` entries pass by.
+    """Return the steps of layers, while `carried` entries pass unchanged.
 
-    Names of layers are `before` and their places.
+    The name of a layer is `before` plus its place.
     """
     steps: list[Any] = []
     for k, op in enumerate(ops):

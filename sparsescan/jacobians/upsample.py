@@ -20,7 +20,7 @@ _LARGEST_DENOMINATOR = 10**6
 
 
 class Upsample(Separable):
-    """Images of another size, by the nearest input or by linear interpolation along both axes.
+    """Resize images, by the nearest input or by linear interpolation along both axes.
 
     With the position ``t`` of an output in the input, ``i = ⌊t⌋`` and ``λ = t - i``, along each
     axis
@@ -28,19 +28,19 @@ class Upsample(Separable):
         y = x_i                         for "nearest",
         y = (1 - λ) x_i + λ x_{i + 1}   for "bilinear";
 
-    the transposed Jacobian has these weights, or the products of two of them, if they are not 0.
+    The transposed Jacobian has these weights, or products of two of them, where they are not 0.
 
     Parameters
     ----------
     size : int or two ints, optional
         Height and width of the output.
     scale_factor : float or two floats, optional
-        Instead of `size`, how many outputs there are for an input: ``⌊height * scale_factor⌋``.
+        Used in place of `size`: the output's height is ``⌊height * scale_factor⌋``.
     mode : {"nearest", "bilinear"}
         How to interpolate.
     align_corners : bool, optional
-        Only for "bilinear": whether the centres of the corners lie on each other, not their edges;
-        by default they do not.
+        Only for "bilinear": whether the centres of the corner pixels coincide; by default their
+        edges do.
     input_shape : tuple of int
         ``(channels, height, width)``, maybe after more axes.
 
@@ -51,10 +51,10 @@ class Upsample(Separable):
 
     Notes
     -----
-    As :class:`torch.nn.Upsample`, which computes ``t`` from `scale_factor`, if it is given, and not
-    from the sizes; for "nearest" in float32. For "bilinear" ``t`` is exact here, with the simplest
-    fraction that `scale_factor` may stand for: where PyTorch leaves rounding errors instead of a
-    weight of 0, there is no entry.
+    As :class:`torch.nn.Upsample`, which computes ``t`` from `scale_factor` if it is given, not from
+    the sizes; for "nearest" in float32. For "bilinear", ``t`` is exact here: `scale_factor` is read
+    as the simplest fraction it can mean. Where PyTorch has a rounding error in place of a weight of
+    0, there is no entry here.
 
     Examples
     --------
@@ -158,6 +158,6 @@ def _linear(size: int, size_out: int, scale: float | None, align_corners: bool) 
 
 
 def _simplest(number: float) -> Fraction:
-    """Return the fraction that a float stands for, such as 1/3, if there is a simple one."""
+    """Return the simple fraction that a float means, such as 1/3, if there is one."""
     simple = Fraction(number).limit_denominator(_LARGEST_DENOMINATOR)
     return simple if float(simple) == number else Fraction(number)

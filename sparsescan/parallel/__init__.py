@@ -1,4 +1,4 @@
-"""Scans over many machines, by MPI: the same calls, with a communicator first.
+"""Scans over many machines by MPI: the same calls, with a communicator as first argument.
 
 Every rank holds its part of the chain, and gets the gradients of its part. With this in
 ``many.py``::
@@ -21,7 +21,7 @@ Every rank holds its part of the chain, and gets the gradients of its part. With
 ``mpiexec -n 4 python -m mpi4py many.py`` runs it on four ranks; Open MPI, which lies beside Python
 as ``.venv/bin/mpiexec``, needs ``--map-by :OVERSUBSCRIBE`` where there are fewer cores, and
 ``--allow-run-as-root`` of root. ``-m mpi4py`` ends all of them if one ends with an exception of its
-own. Where a step is too large for one rank, several ranks share its rows: see :class:`Grid`.
+own. If a step is too large for one rank, several ranks share its rows: see :class:`Grid`.
 """
 
 from ..checks import former_names

@@ -30,7 +30,7 @@ def plan(
     schedule: str = "auto",
     device: str | None = None,
 ) -> ParallelPlan:
-    """Plan a scan over many ranks: what depends on patterns only, to be run many times.
+    """Prepare the part of a scan over many ranks that depends on patterns only.
 
     All ranks call this together, each with its own part of the chain.
 
@@ -39,30 +39,32 @@ def plan(
     comm : mpi4py.MPI.Intracomm
         The ranks.
     jacobians : sequence, CSRChain, ImplicitChain or ndarray
-        This rank's part of the chain, from the LAST layer to the first: its Jacobians, of which
-        only the patterns are used, or bare patterns; as for :func:`sparsescan.plan`. The parts
-        follow each other in the order of the ranks; a part may be empty. On a grid with `rows`,
-        its rows of each: ``(own, d_i)``, with all columns; a rank may have none.
+        This rank's part of the chain, from the LAST layer to the first, as for
+        :func:`sparsescan.plan`: Jacobians, of which only the patterns are used, or bare patterns.
+        The parts follow each other in the order of the ranks; a part may be empty. On a grid with
+        `rows`, pass this rank's rows of each Jacobian, ``(own, d_i)``, with all columns; a rank may
+        have no rows.
     reverse : bool, default False
         Whether this rank's Jacobians, local gradients and results are in the order of time, as for
-        :func:`sparsescan.plan`. The order of the ranks stays: the first one has the end of the
-        chain.
+        :func:`sparsescan.plan`. The order of the ranks does not change: the first rank has the end
+        of the chain.
     batch : int, optional
-        Accept only this number of samples of each rank.
+        The only number of samples per rank to accept.
     dtype : {float32, float64}, optional
-        Accept only this dtype of all input.
+        The only dtype of all input to accept.
     grid : Grid or tuple of int, optional
-        ``(chain, batch)`` or ``(chain, batch, rows)``, see :class:`Grid`; by default all ranks are
-        on the chain.
+        ``(chain, batch)`` or ``(chain, batch, rows)``, see :class:`Grid`; by default all ranks
+        share the chain.
     schedule : {"auto", "vectors", "products"}, default "auto"
-        How to combine the parts: by the gradient, which every rank hands on to the next when it is
-        done; or by the product of each part, in an exclusive scan of MPI, so that all ranks work at
-        once. ``"auto"`` takes what is predicted to take less; vectors where ranks share rows.
+        How to combine the parts. With ``"vectors"`` each rank sends the gradient to the next rank
+        when it is done. With ``"products"`` all ranks multiply their parts at once, and MPI's
+        exclusive scan combines the products. ``"auto"`` takes the way with the shorter predicted
+        time, and ``"vectors"`` if ranks share rows.
     device : {None, "cpu", "cuda"}, default None
         Where each rank scans its part: by default where its Jacobians are, and on the CPU for bare
-        patterns; with ``"cuda"`` on the rank's current CUDA device, from which gradients go back
-        if the input was NumPy's. Products of parts are combined in host memory; a gradient goes
-        from device to device if MPI reads their memory, and otherwise by way of the host.
+        patterns. With ``"cuda"`` it scans on the rank's current CUDA device, and copies gradients
+        back if the input was NumPy's. Products of parts are combined in host memory. A gradient
+        goes from device to device if MPI reads their memory, otherwise through the host.
 
     Returns
     -------
@@ -72,19 +74,19 @@ def plan(
     Raises
     ------
     InputError, InputTypeError, DeviceError, RankError
-        On all ranks, if anything is wrong on any: as for :func:`sparsescan.plan`, or if parts do
-        not chain, ranks of different groups have other patterns, or options differ.
+        On all ranks, if anything is wrong on any rank: as for :func:`sparsescan.plan`, or if parts
+        do not chain, ranks of different groups have different patterns, or options differ.
 
     See Also
     --------
-    predict : The time, messages and memory of a grid, or of the best of so many ranks.
+    predict : The time, messages and memory of a grid, or of the best grid of some ranks.
 
     Notes
     -----
-    Where ranks share the rows of steps, each owns the entries of a gradient that its rows make, and
-    ``grid.entries(rank, d_n)`` of the gradient that enters the chain. The other entries that its
-    rows read, its halo, follow from the patterns: their owners are told once, and send these
-    entries and no others in every scan. Shares of rows need not be equal.
+    If ranks share the rows of steps, each rank owns the entries of a gradient that its rows make,
+    and ``grid.entries(rank, d_n)`` of the gradient that enters the chain. Its rows also read
+    entries of other ranks, its halo, which follows from the patterns. The plan tells their owners
+    once, and each scan sends only these entries. Shares of rows need not be equal.
     """
     world = Communicator.of(comm)
 
@@ -109,7 +111,7 @@ def exclusive_scan(
     schedule: str = "auto",
     device: str | None = None,
 ) -> Gradients:
-    """Scan a chain whose parts lie on many ranks; as :func:`sparsescan.exclusive_scan`.
+    """Scan a chain whose parts lie on many ranks, like :func:`sparsescan.exclusive_scan`.
 
     All ranks call this together, each with its own part of the chain.
 
@@ -118,28 +120,27 @@ def exclusive_scan(
     comm : mpi4py.MPI.Intracomm
         The ranks.
     grad : array_like, shape (d_n,) or (batch, d_n), or None
-        Gradient at the end of the chain, on the ranks that hold the first part; None on others, and
-        where it is zeros and the loss enters by `local_grads`, which must then be given there. On a
-        grid with `rows`, this rank's entries of it, ``(own,)`` or ``(batch, own)``:
+        Gradient at the end of the chain, on the ranks that hold the first part; None on all others.
+        None on the first part means zeros; these ranks must then pass `local_grads`. On a grid with
+        `rows`, this rank's entries of it, ``(own,)`` or ``(batch, own)``:
         ``grid.entries(rank, d_n)``.
     jacobians : sequence, CSRChain, ImplicitChain or ndarray
         This rank's part of the transposed Jacobians ``[J_n, …, J_1]``, from the LAST layer to the
         first. The parts follow each other in the order of the ranks; a part may be empty. On a grid
-        with `rows`, its rows of each: ``(own, d_i)``, with all columns.
+        with `rows`, this rank's rows of each Jacobian: ``(own, d_i)``, with all columns.
     local_grads : sequence or ndarray, optional
-        For each gradient that this rank gets, None or an array of its shape that is added to it;
-        that of the first adds to `grad` (see :func:`sparsescan.exclusive_scan`, double-counted
-        gradient).
+        For each gradient of this rank, None or an array of its shape, which is added. The first one
+        is added to `grad` (see :func:`sparsescan.exclusive_scan`, double-counted gradient).
     reverse, grid, schedule, device
         As for :func:`plan`.
 
     Returns
     -------
     list of ndarray, or ndarray
-        The gradients that enter the Jacobians of this rank, as many as it holds. All ranks together
-        have ``[∇x_n, …, ∇x_1]``. On a grid with `rows`, its entries of them: of the first those
-        that came to it, of each other one as many as it has rows of the Jacobian before. (For
-        Jacobians in one array this is a list, if those are not equally many.)
+        The gradients that enter the Jacobians of this rank, one per Jacobian. All ranks together
+        have ``[∇x_n, …, ∇x_1]``. On a grid with `rows`, this rank's entries of them: of the first
+        gradient the entries that it owned, of each other one as many as it has rows of the previous
+        Jacobian. (If these numbers differ, the result is a list even for Jacobians in one array.)
 
     Raises
     ------
@@ -149,9 +150,9 @@ def exclusive_scan(
     Notes
     -----
     BPPSA (Wang, Bai and Pekhimenko, MLSys 2020), section 3.6: a rank holds ``n/p`` Jacobians, and
-    the product of them at most.
+    at most their product.
 
-    Results have the same bits in every run on one grid. Where a value is not finite, the result is
+    Results have the same bits in every run on one grid. If a value is not finite, the result is
     that of the linear scan.
     """
     options = Options(grid, schedule, device=device, reverse=reverse)
@@ -169,13 +170,13 @@ def inclusive_scan(
     schedule: str = "auto",
     device: str | None = None,
 ) -> Gradients:
-    """Scan down to the input of the first layer: one gradient more, on the last rank.
+    """Scan down to the input of the first layer; the last rank gets one more gradient.
 
     Parameters
     ----------
     comm, grad, jacobians, local_grads, reverse, grid, schedule, device
-        As for :func:`exclusive_scan`; the ranks that hold the last part get one gradient more, and
-        have one more entry of `local_grads`.
+        As for :func:`exclusive_scan`. The ranks that hold the last part get one more gradient, and
+        pass one more entry of `local_grads`.
 
     Returns
     -------
@@ -218,7 +219,7 @@ def _scan_once(
 
 
 def _check_options(world: Communicator, jacobians: Any, options: Options) -> Options:
-    """Return the options that say how Jacobians are read, checked; raise for a wrong form."""
+    """Check and return the options for reading Jacobians; raise for a wrong form."""
     check_form(jacobians)
     reverse = check_flag("reverse", options.reverse)
     return options._replace(reverse=reverse, grid=check_grid(options.grid, world.size))

@@ -1,4 +1,4 @@
-"""Forecast: what a scan over many ranks takes, and which way to combine parts takes least."""
+"""Forecast: predict a scan over many ranks, and the fastest way to combine parts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .maps import Capacity, Ranges, ScanTerms, product_bytes, vector_words
 from .network import Network
 from .part import FORMS, Part, PartCost
 
-# A search among the grids of more ranks would take minutes.
+# With more ranks, a search among grids would take minutes.
 _MOST_RANKS = 1 << 16
 
 # Words of the two agreements of a scan.
 OPEN, CLOSE = 8, 2
-# Beyond which a forecast prints no more ranks.
+# The most ranks that a forecast prints.
 _MOST = 8
 
 
@@ -42,21 +42,21 @@ class Forecast:
     grid : Grid
         How ranks share chain and batch.
     schedule : {"vectors", "products"}
-        Whether gradients go from rank to rank; or parts are multiplied up, and an exclusive scan of
-        MPI combines them.
+        Whether gradients go from rank to rank, or parts are multiplied and MPI's exclusive scan
+        combines the products.
     form : {"exact", "dense", None}
         How products are stored.
     algorithm : {"doubling", "linear", None}
         Algorithm of the exclusive scan.
     capacity : Capacity
-        The largest map for which messages of products have room.
+        The largest map that messages of products can hold.
     nanoseconds : float
-        From the first rank's start to the last one's end.
+        The time from the first rank's start to the last rank's end.
     working, waiting : float
-        Arithmetic and communication on the critical path. Where a machine has more ranks than
-        cores, those that work at once share them.
+        Arithmetic and communication on the critical path. If a machine has more ranks than cores,
+        the ranks that work at the same time share the cores.
     messages, bytes, memory : tuple of int
-        Messages and bytes that every rank sends, and bytes that it holds at most.
+        For every rank, the messages and bytes that it sends, and the most bytes that it holds.
     """
 
     grid: Grid
@@ -285,7 +285,7 @@ def predict(
     dtype: DTypeLike = np.float64,
     network: Network | None = None,
 ) -> Forecast:
-    """Predict what a scan by a grid of ranks would take, or the best grid; this needs no MPI.
+    """Predict the cost of a scan by a grid of ranks, or find the best grid; this needs no MPI.
 
     Parameters
     ----------
@@ -293,20 +293,20 @@ def predict(
         Patterns of all Jacobians, with all their rows, from the LAST layer to the first.
     grid : Grid, tuple of int, or int
         ``(chain, batch)`` or ``(chain, batch, rows)``; steps, samples and rows are shared equally.
-        A number of ranks stands for the grid of so many that is predicted to take least.
+        A number of ranks means the grid of this many ranks with the least predicted time.
     batch : int, default 1
-        Samples of all groups together.
+        The number of samples of all groups together.
     dtype : {float32, float64}
         Dtype of the values.
     network : Network, optional
-        Constants of the network; by default those that were measured, or those built in. Arithmetic
-        is taken to be as fast as on this machine.
+        Constants of the network; by default the measured ones, or those built in. The prediction
+        assumes this machine's speed of arithmetic.
 
     Returns
     -------
     Forecast
-        The way to combine the parts that takes least, if all Jacobians differ between samples. Its
-        `grid` is the grid.
+        The fastest way to combine the parts, if all Jacobians differ between samples. Its `grid` is
+        the grid.
 
     Raises
     ------
@@ -345,7 +345,7 @@ def predict(
 
 
 def best_grid(patterns: Sequence[Pattern], ranks: int, **options: Any) -> Grid:
-    """Return the grid of :func:`predict` for so many ranks, as the last release called it."""
+    """Return the grid of :func:`predict` for some ranks; the last release's name for it."""
     return predict(patterns, check_count("ranks", ranks, 1, _MOST_RANKS), **options).grid
 
 

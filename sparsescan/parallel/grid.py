@@ -12,9 +12,9 @@ from ..errors import InputError, short
 class Grid(NamedTuple):
     """``chain × batch × rows`` ranks: parts of the chain, groups of samples, shares of each step.
 
-    Ranks that follow each other share the rows of the same steps, and then hold parts of the chain
-    that follow each other: rank ``r`` has share ``r % rows`` of part ``r // rows % chain`` for the
-    samples of group ``r // (rows * chain)``.
+    Consecutive ranks share the rows of the same steps; the next ranks hold the next part of the
+    chain. Rank ``r`` has share ``r % rows`` of part ``r // rows % chain``, for the samples of group
+    ``r // (rows * chain)``.
 
     Attributes
     ----------
@@ -23,7 +23,7 @@ class Grid(NamedTuple):
     batch : int
         Groups of samples.
     rows : int
-        Ranks that share the rows of each step: more than one if a step is too large for a rank.
+        Ranks that share the rows of each step; use more than one if a step is too large for a rank.
 
     Examples
     --------
@@ -68,25 +68,25 @@ class Grid(NamedTuple):
         return rank % self.rows
 
     def steps(self, rank: int, n: int) -> slice:
-        """Return the part of a rank, of `n` Jacobians in equal parts."""
+        """Return a rank's part of `n` Jacobians in equal parts."""
         return slice(*bounds(n, self.position(rank), self.chain))
 
     def samples(self, rank: int, batch: int) -> slice:
-        """Return the samples of a rank, of `batch` in equal groups."""
+        """Return a rank's samples, of `batch` in equal groups."""
         return slice(*bounds(batch, self.group(rank), self.batch))
 
     def entries(self, rank: int, d: int) -> slice:
-        """Return the entries or rows of a rank, of `d` in equal shares."""
+        """Return a rank's entries or rows, of `d` in equal shares."""
         return slice(*bounds(d, self.row(rank), self.rows))
 
 
 def bounds(length: Any, part: Any, count: Any) -> tuple[Any, Any]:
-    """Return the range of one of `count` parts of almost equal length; of integers or arrays."""
+    """Return the bounds of one of `count` parts of almost equal length; takes arrays too."""
     return length * part // count, length * (part + 1) // count
 
 
 def check_grid(grid: Any, size: int | None) -> Grid:
-    """Return a grid for `size` ranks, if that is known; by default all are on the chain."""
+    """Return a grid for `size` ranks, if that is known; by default all share the chain."""
     if grid is None and size is not None:
         return Grid(size)
     try:

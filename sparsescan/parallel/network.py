@@ -34,13 +34,13 @@ class Network:
     name : str
         Where the constants come from.
     latency : float
-        α: nanoseconds of a message beside its bytes.
+        α: nanoseconds of a message without its bytes.
     inverse_bandwidth : float
-        β: nanoseconds a byte of a message.
+        β: nanoseconds per byte of a message.
     exchange : float
-        Nanoseconds a byte of a round of an exclusive scan, in which ranks send, receive and copy.
+        Nanoseconds per byte of a round of an exclusive scan, in which ranks send, receive and copy.
     call : float
-        Nanoseconds of a call of the scan's operator, beside the arithmetic.
+        Nanoseconds of a call of the scan's operator, without the arithmetic.
     """
 
     name: str
@@ -53,8 +53,9 @@ class Network:
     def measure(cls, comm: Any) -> Network:
         """Measure the constants between the ranks of a communicator; takes about a second.
 
-        Messages go to and fro between the first and the last rank, the farthest apart where ranks
-        are numbered node by node. The other constants follow from small and large exclusive scans.
+        The first and the last rank, which are the farthest apart if ranks are numbered node by
+        node, send messages to and fro. The other constants follow from small and large exclusive
+        scans.
 
         Parameters
         ----------
@@ -86,7 +87,7 @@ class Network:
 
     @classmethod
     def load(cls, path: Path | None = None) -> Network:
-        """Return the constants that were measured and saved, or those built in."""
+        """Return the constants that were measured and saved, or the built-in ones."""
         return read_constants(path or network_file(), BUILT_IN, ("latency", "inverse_bandwidth"))
 
     def save(self, path: Path | None = None) -> Path:
@@ -102,7 +103,7 @@ class Network:
         return allreduce_rounds(size) * self.message(nbytes)
 
     def round(self, nbytes: int) -> float:
-        """Return the nanoseconds of a round of an ``Exscan``, beside its operators."""
+        """Return the nanoseconds of a round of an ``Exscan``, without its operators."""
         return self.latency + self.exchange * nbytes
 
 

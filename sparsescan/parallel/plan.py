@@ -139,7 +139,7 @@ class _Memory(NamedTuple):
 class ParallelPlan:
     """A scan over the ranks of a communicator, with the symbolic phase done.
 
-    It is made by :func:`sparsescan.parallel.plan`. All ranks call its scans together.
+    :func:`sparsescan.parallel.plan` makes it. All ranks call its scans together.
 
     Attributes
     ----------
@@ -150,13 +150,12 @@ class ParallelPlan:
     position, group, row : int
         Which part of the chain this rank holds, for which samples, and which share of its rows.
     schedule : {"vectors", "products"}
-        How parts are combined: for the batch size and the dtype of the latest scan, which all ranks
-        choose together at the first scan of each.
+        How parts are combined, for the batch size and the dtype of the latest scan. All ranks
+        choose it together, at the first scan of each kind.
     reason : str
         Why they are combined so.
     forecast : Forecast
-        The time and memory that such a scan is predicted to take, if all Jacobians differ between
-        samples.
+        The predicted time and memory of such a scan, if all Jacobians differ between samples.
     batch : int or None
         The only number of samples of each rank that the plan accepts, if there is one.
     dtype : dtype or None
@@ -227,14 +226,14 @@ class ParallelPlan:
         Parameters
         ----------
         grad : array_like, shape (d_n,) or (batch, d_n), or None
-            Gradient at the end of the chain, on the ranks of position 0; None on others, and
-            where it is zeros and the loss enters by `local_grads`, which must then be given there.
-            Where ranks share rows, this rank's entries of it: ``(own,)`` or ``(batch, own)``.
+            Gradient at the end of the chain, on the ranks of position 0; None on all others. None
+            at position 0 means zeros; these ranks must then pass `local_grads`. If ranks share
+            rows, this rank's entries of it: ``(own,)`` or ``(batch, own)``.
         jacobians : sequence, CSRChain, ImplicitChain or ndarray
-            Jacobians of this rank, or its rows of them, of the plan's patterns; or only their
+            Jacobians of this rank, or its rows of them, with the plan's patterns; or only their
             values, as for :meth:`sparsescan.ScanPlan.exclusive_scan`.
         local_grads : sequence or ndarray, optional
-            Arrays that are added to the gradients that this rank gets, of the same shapes.
+            Arrays that are added to this rank's gradients, in the same shapes.
 
         Returns
         -------
@@ -251,7 +250,7 @@ class ParallelPlan:
     def inclusive_scan(
         self, grad: ArrayLike | None, jacobians: Any, *, local_grads: Any = None
     ) -> Gradients:
-        """Return the gradients down to the first layer's input: one more, on the last rank.
+        """Return the gradients down to the first layer's input; the last rank gets one more.
 
         Parameters
         ----------

@@ -1,6 +1,6 @@
-"""Ways to spread a training step over workers, behind one interface.
+"""Predict the time of a training step over many workers, for all strategies.
 
-Which of them is fastest for a network, and what they take by a model of the workers::
+A comparison for one network and one kind of worker::
 
     from sparsescan.strategies import Machine, compare
 

@@ -1,4 +1,4 @@
-"""All strategies side by side, in a table and a picture."""
+"""Compare all strategies, in a table and a picture."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def strategies() -> list[Strategy]:
 
 
 def named(chosen: Iterable[Strategy | str] | None) -> list[Strategy]:
-    """Return strategies, of which some are given by their names; by default all."""
+    """Return strategies, some of which are given by name; by default all."""
     every: dict[str | Strategy, Strategy] = {each.name: each for each in strategies()}
     given = list(dict.fromkeys(every if chosen is None else chosen))
     for each in given:
@@ -71,11 +71,11 @@ class Comparison:
     single : Prediction
         The prediction for one worker.
     predictions : list of Prediction
-        The best first; those for which a worker has too little memory last.
+        The best first; predictions that exceed a worker's memory come last.
     reasons : dict of str to str
-        Why others cannot be used, by their names.
+        Why other strategies cannot be used, by name.
     strategies : list of Strategy
-        Those that were compared.
+        The strategies that were compared.
     """
 
     network: Graph
@@ -88,7 +88,7 @@ class Comparison:
     strategies: list[Strategy] = field(default_factory=list, repr=False)
 
     def fits(self, prediction: Prediction) -> bool:
-        """Tell whether a worker has the memory."""
+        """Return whether a worker has enough memory."""
         return int(prediction.memory) <= self.machine.memory
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Comparison:
         """Return a plan for a network of PyTorch as PyTorch takes it.
 
         Linear layers that are cut along channels become entries of ``parallelize_module`` on an
-        axis of the mesh; a pipeline's registers become split points. The rest is shared along
+        axis of the mesh. A pipeline's registers become split points. All other layers share
         samples.
 
         Parameters
@@ -115,7 +115,7 @@ class Comparison:
         module : torch.nn.Module
             The network that was compared.
         strategy : str, optional
-            The name of the strategy; by default that of the best prediction.
+            The name of the strategy; by default the best one.
 
         Returns
         -------
@@ -135,7 +135,7 @@ class Comparison:
         return to_torch(best, module, self.workers)
 
     def plot(self, path: _Path) -> None:
-        """Draw the predicted time of a step over powers of two of workers, up to these.
+        """Draw the predicted time of a step over powers of two of workers.
 
         Parameters
         ----------
@@ -205,9 +205,9 @@ def _page(
     predictions: Sequence[Prediction],
     reasons: Mapping[str, str],
 ) -> str:
-    """Return a table of lines that a terminal shows; columns that are too many come below.
+    """Return a table as text for a terminal; columns that do not fit come below.
 
-    Behind what is said are configurations, and why some strategies cannot be used.
+    Below it are configurations, and why some strategies cannot be used.
     """
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
@@ -229,24 +229,24 @@ def build(network: Any, input_shape: Sequence[int] | None = None) -> Graph:
     network : str, Sequential, torch.nn.Module or sequence of Pattern
         One of these:
 
-        - the name of a network that is built in: ``"lenet5"``, ``"alexnet"``, ``"alexnet-owt"``,
+        - the name of a built-in network: ``"lenet5"``, ``"alexnet"``, ``"alexnet-owt"``,
           ``"vgg11"``, ``"vgg16"``, ``"resnet-N"``, ``"inception-v3"``, ``"rnn:T"`` or ``"gru:T"``,
           for `N` layers or `T` time steps (see Notes);
         - a :class:`sparsescan.jacobians.Sequential`, whose operators become layers; a residual
-          block becomes the layers that it goes around, those of its shortcut, and a sum;
-        - a module of PyTorch with one input and one output, which `torch.fx` traces: convolutions,
+          block becomes its layers, the layers of its shortcut, and a sum;
+        - a PyTorch module with one input and one output, which `torch.fx` traces: convolutions,
           poolings, linear layers, normalisations, activations, sums and concatenations of channels,
           under the names of its modules;
-        - the patterns of a chain, from the last Jacobian to the first: a linear layer for each, or
-          an elementwise one where the pattern is diagonal. Each entry of a linear layer counts as a
-          parameter, since a chain does not tell their number.
+        - the patterns of a chain, from the last Jacobian to the first: each becomes a linear layer,
+          or an elementwise layer if the pattern is diagonal. Each entry of a linear layer counts as
+          a parameter, since a chain does not know their number.
     input_shape : sequence of int, optional
-        The shape of one sample, which a module of PyTorch needs.
+        The shape of one sample, needed for a PyTorch module.
 
     Returns
     -------
     Graph
-        It is printed by name, layers and weights; ``graph.layers`` has the layers.
+        It prints its name and the numbers of layers and weights; ``graph.layers`` has the layers.
 
     Raises
     ------
@@ -257,10 +257,10 @@ def build(network: Any, input_shape: Sequence[int] | None = None) -> Graph:
 
     Notes
     -----
-    Networks that are built in:
+    Built-in networks:
 
     lenet5
-        LeCun et al. (1998) as it is built today, for images of 32×32 with one channel.
+        LeCun et al. (1998) in today's form, for images of 32×32 with one channel.
     alexnet
         Krizhevsky et al. (2012): convolutions 2, 4 and 5 in two groups; 61.0 million
         parameters.
@@ -277,11 +277,11 @@ def build(network: Any, input_shape: Sequence[int] | None = None) -> Graph:
     inception-v3
         Szegedy et al. (2016) for images of 299×299, without the auxiliary classifier.
     rnn:T, gru:T
-        `T` steps of a recurrent network with 20 hidden units that reads 1 and 20 features at a
-        time, and a linear layer. The input of the graph is the first state.
+        `T` steps of a recurrent network with 20 hidden units, and a linear layer. A step reads 1
+        feature in rnn, 20 in gru. The input of the graph is the first state.
 
-    Batch normalisations and the ReLUs behind them are part of their convolutions in the last two of
-    the networks for images.
+    In resnet-N and inception-v3, batch normalisations and the ReLUs after them are part of their
+    convolutions.
 
     Examples
     --------
@@ -318,7 +318,7 @@ def compare(
     Parameters
     ----------
     network : str, Graph, Sequential or sequence of Pattern
-        The network: all that :func:`build` takes, or what it returns.
+        The network: any argument of :func:`build`, or its result.
     machine : Machine
         A worker, and the network between workers.
     workers : int
@@ -326,16 +326,17 @@ def compare(
     batch : int
         Samples of a step, of all workers together.
     chosen : sequence of str or Strategy, optional
-        Strategies to be compared, by default all: ``"batch"``, ``"model"``, ``"domain"``,
-        ``"integrated"``, ``"per layer"``, ``"pipeline, micro-batches"``, ``"pipeline, stale
-        weights"`` and ``"scan"``, or objects of their classes, which have options.
+        Strategies to compare, by default all: ``"batch"``, ``"model"``, ``"domain"``,
+        ``"integrated"``, ``"per layer"``, ``"pipeline, micro-batches"``,
+        ``"pipeline, stale weights"`` and ``"scan"``, or objects of their classes, which have
+        options.
 
     Returns
     -------
     Comparison
-        Print it for a table; its `predictions` are the best first, each with a plan, `layers`.
+        Print it for a table. Its `predictions` come the best first, each with a plan, `layers`.
         ``comparison.plot(path)`` draws the time over the number of workers, and
-        ``comparison.to_torch(module)`` returns the best plan as PyTorch takes it.
+        ``comparison.to_torch(module)`` returns the best plan in PyTorch's terms.
 
     Raises
     ------
@@ -368,7 +369,7 @@ def compare(
 def plot_comparison(
     network: AnyNetwork, machine: Machine, workers: int, batch: int, path: _Path, *chosen: Any
 ) -> None:
-    """Draw what :meth:`Comparison.plot` does, as the last release called it."""
+    """Draw :meth:`Comparison.plot`; the last release's name for it."""
     compare(network, machine, workers, batch, *chosen).plot(path)
 
 

@@ -1,7 +1,7 @@
 """Integrated model, batch and domain parallelism (Gholami et al., SPAA 2018).
 
-On a grid of ``P_r × P_c`` workers a layer is cut along samples, its channels or its rows: these are
-configurations of a layer, and cost and run as all of them do.
+On a grid of ``P_r × P_c`` workers a layer is cut along samples, channels or rows. These cuts are
+configurations of a layer, with the costs of all configurations.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .per_layer.predict import Divided, LayerCosts, NetworkCosts
 
 
 class Integrated(Divided):
-    """The best ``P_r × P_c`` grid, with every layer by batch, by model or by domain.
+    """The best ``P_r × P_c`` grid; each layer is shared by batch, by model or by domain.
 
-    A column of ``P_r`` workers shares ``B/P_c`` samples. In a layer by model each worker has some
-    output channels, and ``1/P_r`` of the weights; by domain some rows of the images, and all
-    weights; by batch some of the samples. Between layers that are shared differently equation 6 is
-    paid, which the paper's equation 9 leaves out.
+    A column of ``P_r`` workers shares ``B/P_c`` samples. By model, each worker has some output
+    channels and ``1/P_r`` of the weights. By domain, it has some rows of the images and all
+    weights. By batch, it has some of the samples. Between layers that are shared differently, the
+    cost of equation 6 is added, which the paper's equation 9 leaves out.
 
     Parameters
     ----------
     grid : tuple of two ints, optional
         ``(P_r, P_c)``; by default the best.
     modes : collection of {"batch", "model", "domain"}
-        Ways to share a layer that may be chosen.
+        The ways to share a layer to choose from.
 
     Raises
     ------

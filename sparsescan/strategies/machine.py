@@ -1,4 +1,4 @@
-"""Machine: one worker and the network between workers, as the cost models see them."""
+"""Machine: one worker and the network between workers, for the cost models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ROUNDS = {"maximum": 2, "broadcast": 1, "gather": 1}
 
 @dataclass(frozen=True)
 class Machine:
-    """A worker, and the network that connects it to others of its kind.
+    """A worker, and the network that connects it to other workers like it.
 
     Attributes
     ----------
@@ -42,22 +42,22 @@ class Machine:
     bandwidth : float
         Bytes of memory per nanosecond.
     overhead : float
-        Nanoseconds of a layer beside its arithmetic.
+        Nanoseconds of a layer in addition to its arithmetic.
     memory : int
         Bytes of memory of a worker.
     network : Network
-        α and β between workers, or between nodes if there are some.
+        α and β between workers, or between nodes if there are nodes.
     itemsize : int
         Bytes of a number.
     state : int
-        Numbers that the optimiser keeps for each parameter: 0 of SGD, 1 with momentum, 2 of Adam.
+        Numbers that the optimiser keeps for each parameter: 0 for SGD, 1 with momentum, 2 for Adam.
     overlap : bool
-        Whether gradients of parameters are summed while a backward pass goes on, as in DeePa
-        (section 5) and in Figure 8 of integrated parallelism.
+        Whether gradients of parameters are summed during the backward pass, as in DeePa (section 5)
+        and in Figure 8 of integrated parallelism.
     within : Network, optional
         α and β between workers of one node.
     node : int
-        Workers of a node, which are numbered one after the other; 1 without `within`.
+        Workers per node, numbered consecutively; 1 without `within`.
     """
 
     name: str = "built in"
@@ -74,13 +74,13 @@ class Machine:
 
     @classmethod
     def load(cls, path: _Path | None = None) -> Machine:
-        """Load a machine from a JSON file with its attributes; those left out are built in.
+        """Load a machine from a JSON file of its attributes; defaults replace missing ones.
 
         Parameters
         ----------
         path : str or path-like, optional
             The file, or the name of one of ``sparsescan.strategies.machine.PRESETS``; by default
-            the file of the worker that was measured and saved, if there is one.
+            the file of the measured worker, if there is one.
 
         Returns
         -------
@@ -111,15 +111,15 @@ class Machine:
 
     @classmethod
     def measure(cls, network: Network | None = None) -> Machine:
-        """Measure a worker on this computer, by this process alone; takes about a second.
+        """Measure this computer as a worker, in this process; this takes about a second.
 
-        Multiply-adds are those of a convolution, the overhead is that of an activation, and the
-        bandwidth that of copying an array that no cache holds.
+        A convolution gives the multiply-adds, an activation the overhead, and copying an array
+        larger than any cache the bandwidth.
 
         Parameters
         ----------
         network : Network, optional
-            The network between workers; by default that of :meth:`.Network.load`.
+            The network between workers; by default the result of :meth:`.Network.load`.
 
         Returns
         -------

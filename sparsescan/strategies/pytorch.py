@@ -1,4 +1,4 @@
-"""Networks of PyTorch as graphs, and plans as PyTorch takes them; imports PyTorch."""
+"""Convert PyTorch networks to graphs, and plans to PyTorch's terms; imports PyTorch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WHOLE = {"groupnorm", "localresponsenorm"}
 
 
 def from_torch(module: nn.Module, input_shape: Sequence[int], name: str = "network") -> Graph:
-    """Return the graph of a network of PyTorch, which `torch.fx` traces.
+    """Return the graph of a PyTorch network, by `torch.fx`.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def from_torch(module: nn.Module, input_shape: Sequence[int], name: str = "netwo
     Returns
     -------
     Graph
-        Its layers have the names of the modules, or those of `torch.fx` for calls of functions.
+        Its layers have the names of the modules; for calls of functions, the names of `torch.fx`.
 
     Raises
     ------
@@ -157,7 +157,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TorchPlan:
-    """A plan as PyTorch takes it.
+    """A plan in PyTorch's terms.
 
     Attributes
     ----------
@@ -170,8 +170,8 @@ class TorchPlan:
     split_points : dict of str to SplitPoint
         For ``torch.distributed.pipelining.pipeline(…, split_spec=split_points)``.
     left : dict of str to str
-        Layers with parameters that PyTorch cannot divide as planned, or with which it cannot begin
-        a stage, and what is done instead.
+        Layers with parameters that PyTorch cannot divide as planned, or cannot begin a stage with,
+        and what is done in place of it.
     """
 
     mesh: dict[str, int]
@@ -181,10 +181,10 @@ class TorchPlan:
 
 
 def to_torch(prediction: Prediction, module: nn.Module, workers: int) -> TorchPlan:
-    """Return a plan for a network of PyTorch as PyTorch takes it.
+    """Return a plan for a PyTorch network in PyTorch's terms.
 
-    Linear layers that are cut along channels become entries of ``parallelize_module`` on an axis
-    of the mesh; a pipeline's registers become split points. The rest is shared along samples.
+    Linear layers that are cut along channels become entries of ``parallelize_module`` on an axis of
+    the mesh. A pipeline's registers become split points. All other layers share samples.
 
     Parameters
     ----------
@@ -202,7 +202,7 @@ def to_torch(prediction: Prediction, module: nn.Module, workers: int) -> TorchPl
     Raises
     ------
     InputError
-        If the plan is not of this module, or is that of a scan, which PyTorch does not have.
+        If the plan is for another module, or for a scan, which PyTorch does not have.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Scan: parts of the chain of layers on workers, their gradients by a scan over the Jacobians."""
+"""Scan: workers hold parts of the chain of layers; a scan over Jacobians gives gradients."""
 
 from __future__ import annotations
 
@@ -208,28 +208,27 @@ class Division:
 
 
 class Scan(Strategy):
-    """The parts of a chain on workers, and the scan over its Jacobians; exact.
+    """Workers hold the parts of a chain, and scan its Jacobians; gradients are exact.
 
-    The forward pass goes from part to part; then all workers write the Jacobians of their parts at
-    once, the scan gives every part its gradients, and all compute those of their parameters at
-    once. With fewer parts than workers, groups of workers share the samples.
+    The forward pass goes from part to part. Then all workers write the Jacobians of their parts at
+    the same time, the scan gives every part its gradients, and all workers compute their gradients
+    of parameters. With fewer parts than workers, groups of workers share the samples.
 
     Parameters
     ----------
     grid : tuple of int, optional
-        Parts of the chain, and groups of samples; by default the grid that is predicted to take
-        least, with at least two parts where there are two workers: one is batch parallelism.
+        Parts of the chain, and groups of samples. The default is the grid with the least predicted
+        time and at least two parts, since one part is batch parallelism.
     schedule : {"vectors", "products"}, optional
-        How parts are combined, see :func:`sparsescan.parallel.plan`; by default the way that is
-        predicted to take less.
+        How parts are combined, see :func:`sparsescan.parallel.plan`; by default the way with the
+        shorter predicted time.
 
     Notes
     -----
     BPPSA (Wang, Bai and Pekhimenko, MLSys 2020): with `n` layers and `p` workers
     ``Θ(n/p + log p)`` steps by products (equation 6), and ``Θ(max(n/p, 1))`` Jacobians a worker
-    (section 3.6). A prediction takes products of Jacobians to be dense, and exclusive scans of MPI
-    to be logarithmic. A part is swept by one call, however
-    many steps it has.
+    (section 3.6). Predictions assume that products of Jacobians are dense, and that MPI's exclusive
+    scans are logarithmic. One call sweeps a part, whatever its number of steps.
     """
 
     name = NAME

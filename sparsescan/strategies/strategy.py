@@ -1,4 +1,4 @@
-"""Strategy: the interface of forecasts of all ways to spread a training step over workers."""
+"""Strategy: the interface of all ways to spread a training step over workers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .graph import Graph
 from .machine import Machine
 from .networks import AnyNetwork, graph_of
 
-# Predictions for more would take minutes.
+# With more workers, predictions would take minutes.
 MOST_WORKERS, MOST_SAMPLES = 1 << 14, 1 << 24
 
 
 class LayerPlan(NamedTuple):
-    """A layer as a plan has it.
+    """The plan for one layer.
 
     Attributes
     ----------
@@ -28,7 +28,7 @@ class LayerPlan(NamedTuple):
     devices : range
         Numbers of the workers that compute it.
     bytes, memory : int
-        Bytes that its busiest worker sends in a step, and that its fullest worker needs.
+        The most bytes that one worker sends in a step, and the most that one worker needs.
     """
 
     name: str
@@ -49,17 +49,16 @@ class Prediction:
     how : str
         The configuration that was chosen, in a few words.
     nanoseconds : dict of str to float
-        Times of parts of the step, which add up to the whole; such as "forward", "backward",
+        Times of the parts of a step, which add up to the total, such as "forward", "backward",
         "weights" (their sum over workers), "activations", "halo", "idle".
     bytes : int
-        Bytes that the busiest worker sends in a step.
+        The most bytes that one worker sends in a step.
     memory : int
-        Bytes that the fullest worker needs: for parameters, activations, also those it gathers, the
-        gradients of both, what the optimiser keeps, and Jacobians if it scans over them. Memory
-        that only the layers here need, such as for indices of Jacobians, is left out.
+        The most bytes that one worker needs, for parameters, activations (gathered ones too), the
+        gradients of both, the optimiser's numbers, and Jacobians if it scans them. Memory that only
+        this package's layers need, such as indices of Jacobians, is left out.
     stale : float
-        Share of the weights that are used after they have been updated elsewhere; 0 if gradients
-        are exact.
+        Share of the weights that are out of date when they are used; 0 if gradients are exact.
     layers : tuple of LayerPlan
         The plan, layer by layer.
     """
@@ -86,7 +85,7 @@ class Prediction:
         return sum(self.nanoseconds.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the prediction and its plan as JSON can hold them, devices as ranges."""
+        """Return the prediction and its plan in JSON's types, with devices as ranges."""
         layers = []
         for one in self.layers:
             devices = {end: getattr(one.devices, end) for end in ("start", "stop", "step")}
@@ -102,7 +101,7 @@ class Strategy(ABC):
     name : str
         Name that is printed.
     exact : bool
-        Whether gradients are those of one worker.
+        Whether gradients equal those of one worker.
     """
 
     name: str
@@ -122,12 +121,12 @@ class Strategy(ABC):
         workers : int
             Number of workers.
         batch : int
-            Samples of a step, of all workers together.
+            Samples of a step, for all workers together.
 
         Raises
         ------
         InputError
-            If the strategy cannot use so many workers for it; the text says why.
+            If the strategy cannot use this many workers for the network; the text says why.
         """
         return self._predict(Work.of(network, machine, workers, batch))
 

@@ -19,15 +19,15 @@ Array = Any
 
 
 class Coupled(Operator):
-    """A layer whose Jacobian is diagonal but for products of columns and rows.
+    """A layer whose Jacobian is a diagonal plus products of columns and rows.
 
     With groups of the elements and a few terms ``t`` for each,
 
         J[i, j] = a_i δ_ij + Σ_t c_ti r_tj,  for i and j in one group.
 
-    Two factors hold that as an implicit step, the first ``a`` and the rows ``r``, the second ones
-    and the columns ``c``: what is stored grows with the elements, not with the size of a group
-    times as much.
+    As an implicit step it has two factors: the first holds ``a`` and the rows ``r``, the second
+    holds ones and the columns ``c``. Memory grows with the number of elements, and not also with
+    the size of a group.
     """
 
     # The elements of a block are ``(outer, groups, inner)``: which group each is in is the second

@@ -22,7 +22,7 @@ from ...symbolic.implicit import ImplicitPattern, Step
 from ...symbolic.pattern import Pattern, block_diagonal, index_dtype
 from .checks import Shape, batched, check_sizes
 
-# Nanoseconds of work below which another thread takes longer to wake than it saves.
+# For less work in nanoseconds, waking another thread takes longer than it saves.
 _GRAIN = 200_000
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -31,9 +31,9 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 class Operator(Fixed, ABC):
     """A layer ``y = f(x; θ)`` and its transposed Jacobian ``(∂y/∂x)ᵀ``, sparse.
 
-    Vectors are arrays of `input_shape` and `output_shape`, flattened in C order. A
-    layer that reads only the last axes of its input, such as a convolution, repeats along all axes
-    before them; its Jacobian is then block diagonal.
+    Vectors are arrays of `input_shape` and `output_shape`, flattened in C order. A layer that reads
+    only the last axes of its input, such as a convolution, repeats along all axes before them. Its
+    Jacobian is then block diagonal.
 
     Attributes
     ----------
@@ -54,15 +54,14 @@ class Operator(Fixed, ABC):
     _blocks: int  # product of the axes before
     # Whether the values depend on the input; if not, all samples share them.
     _reads_input: bool = True
-    # Whether values of some samples can be written without the others, and roughly how long one
-    # value takes.
+    # Whether the values of samples can be written separately, and roughly how long a value takes.
     _samples_apart = True
-    # Whether values are made without operations of NumPy, which may warn.
+    # Whether values are computed without NumPy operations, which may warn.
     _is_compiled = False
     _nanoseconds = 0.1
 
     def _set_shapes(self, input_shape: Any, axes: int | None) -> None:
-        """Set the shape of a sample, of which the layer reads the last `axes` axes, or all."""
+        """Set the shape of a sample; the layer reads its last `axes` axes, or all."""
         shape = check_sizes("input_shape", input_shape)
         axes = len(shape) if axes is None else axes
         if len(shape) < axes:
@@ -95,12 +94,12 @@ class Operator(Fixed, ABC):
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
         """Write the values of every block: `out` is ``(m, nnz)``, `x` is ``(m, *core)`` or None.
 
-        `y` is the output for `x`, or None if it is not at hand. If the values do not depend on the
+        `y` is the output for `x`, or None if it is not known. If the values do not depend on the
         input, `out` is ``(1, nnz)``.
         """
 
     def _implicit_pattern(self) -> ImplicitPattern | None:
-        """Return the factors that a scan applies in place of the Jacobian; None if none save."""
+        """Return factors to apply in place of the Jacobian; None if they save nothing."""
         return None
 
     def _implicit_values(self, x: Array, y: Array) -> list[Array]:
@@ -137,9 +136,9 @@ class Operator(Fixed, ABC):
     def implicit_pattern(self) -> Step:
         """Patterns of the factors of the transposed Jacobian, as an implicit step applies them.
 
-        It is :attr:`pattern`, for explicit steps, where factors save nothing. A convolution has one
-        factor, whose weights are read through an index. Those of a normalisation, and of a softmax,
-        are a diagonal and the few sums that couple elements.
+        If factors save nothing, it is :attr:`pattern`, for explicit steps. A convolution has one
+        factor, whose weights are read through an index. A normalisation or a softmax has a diagonal
+        and the few sums that couple elements.
 
         Raises
         ------
@@ -173,7 +172,7 @@ class Operator(Fixed, ABC):
         InputError, InputTypeError
             If the shape or the dtype is wrong.
         DeviceError
-            If input and parameters are not in one place.
+            If input and parameters are on different devices.
         """
         x, lead = self._read("x", x, self.input_shape)
         xp = namespace(x, *self.params.values())
@@ -187,18 +186,18 @@ class Operator(Fixed, ABC):
         Parameters
         ----------
         x : array_like, shape ``input_shape`` or ``(batch, *input_shape)``
-            The input. May be left out where the values do not depend on it.
+            The input. You may leave it out if the values do not depend on it.
         y : array_like, shape ``output_shape`` or ``(batch, *output_shape)``, optional
-            The output for `x`, if it is at hand: some layers then compute less.
+            The output for `x`, if you have it: some layers then compute less.
         out : ndarray, optional
-            Where to write the values: contiguous, of the shape and dtype that is returned, and in
-            memory of its own.
+            Where to write the values: a contiguous array of the returned shape and dtype, which
+            shares no memory with other arguments.
 
         Returns
         -------
         ndarray, shape (nnz,) or (batch, nnz)
-            One row for each sample, or one for all if the values do not depend on the input. Of
-            the dtype to which `x` and the parameters promote; without any of them, of that of
+            One row for each sample, or one for all if the values do not depend on the input. The
+            dtype is that to which `x` and the parameters promote; without any of them, that of
             `out`, or float64.
 
         Raises
@@ -206,7 +205,7 @@ class Operator(Fixed, ABC):
         InputError, InputTypeError
             If a shape or a dtype is wrong.
         DeviceError
-            If input, parameters and `out` are not in one place.
+            If input, parameters and `out` are on different devices.
         MemoryLimitError
             If the values would take more memory than there is.
         """
@@ -258,9 +257,9 @@ class Operator(Fixed, ABC):
         Returns
         -------
         csr_array or BatchedCSR, shape (inputs, outputs)
-            A BatchedCSR if `x` is a batch and the values depend on it, else an array of SciPy, or
-            of CuPy if the values are on a device. The index arrays are those of the pattern, not to
-            be written to: copy the array to change its structure.
+            A BatchedCSR if `x` is a batch and the values depend on it; else a SciPy array, or a
+            CuPy array if the values are on a device. It shares the index arrays of the pattern, so
+            do not write to them: copy the array to change its structure.
 
         Raises
         ------
@@ -282,8 +281,8 @@ class Operator(Fixed, ABC):
         Returns
         -------
         ImplicitStep, csr_array or BatchedCSR
-            An ImplicitStep if the pattern is an ImplicitPattern; else what :meth:`jacobian`
-            returns. Weights are not copied: a scan reads what they are then.
+            An ImplicitStep if the pattern is an ImplicitPattern; else the result of
+            :meth:`jacobian`. Weights are not copied: a scan reads their current values.
 
         Raises
         ------
@@ -320,12 +319,12 @@ class Operator(Fixed, ABC):
         x : array_like, shape ``input_shape`` or ``(batch, *input_shape)``
             The input.
         grad_y : array_like, shape output_shape or (d,), or the same after a batch axis
-            Gradient in the output, as a scan returns it or in the shape of the output.
+            Gradient in the output, in the form of a scan's result or in the shape of the output.
 
         Returns
         -------
         dict of str to ndarray
-            A gradient of the shape of each parameter in :attr:`params`.
+            The gradient of each parameter in :attr:`params`, in its shape.
 
         Raises
         ------
@@ -350,20 +349,20 @@ class Operator(Fixed, ABC):
     def restrict(
         self, input_shape: Any, channels: slice = slice(None), **arguments: Any
     ) -> Operator:
-        """Return this layer for part of its input or of its output channels.
+        """Return this layer for a part of its input, or for some of its output channels.
 
-        That is what one worker computes of a layer that several share. It has the arguments of this
-        layer, and views of its parameters.
+        If several workers share a layer, this is the work of one of them. The part has the
+        arguments of this layer, and views of its parameters.
 
         Parameters
         ----------
         input_shape : tuple of int
-            Shape of the part of a sample that it reads.
+            Shape of the part of a sample that the new layer reads.
         channels : slice
-            Output channels that it computes, where the layer has parameters for each of them.
+            Output channels that it computes, if the layer has parameters for each channel.
         **arguments
-            Arguments of the layer that are to be others, such as ``padding=0`` where the part
-            contains what lies around it.
+            Arguments of the layer to change, such as ``padding=0`` if the part already contains the
+            surrounding elements.
 
         Returns
         -------
@@ -373,7 +372,7 @@ class Operator(Fixed, ABC):
         Raises
         ------
         InputError, InputTypeError
-            If there is no such layer.
+            If the layer cannot be restricted in this way.
 
         Examples
         --------
@@ -399,7 +398,7 @@ class Operator(Fixed, ABC):
         return {name: getattr(self, name) for name in names}
 
     def share_parameters(self, part: Layer, channels: slice) -> Layer:
-        """Return `part`, which has no parameters."""
+        """Let `part` share this layer's parameters (here it has none), and return it."""
         return part
 
     def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
@@ -410,7 +409,7 @@ class Operator(Fixed, ABC):
         return f"{type(self).__name__}({self.input_shape} → {self.output_shape}, nnz={self.nnz})"
 
     def _read(self, name: str, array: Any, shape: Shape) -> tuple[Array, Shape]:
-        """Return an array of one or more samples, and the shape before that of a sample."""
+        """Return an array of samples, and the shape of the axes before a sample's."""
         array = read_array(name, array)
         if array.shape == shape:
             return array, ()
@@ -419,7 +418,7 @@ class Operator(Fixed, ABC):
         raise InputError(f"{name} has shape {array.shape}; expected {shape} or {batched(shape)}")
 
     def _read_pair(self, x: Any, y: Any) -> tuple[Array, Array, Shape]:
-        """Return input and output, where they are given, and the shape before a sample."""
+        """Return the given input and output, and the shape of the axes before a sample's."""
         lead: Shape = ()
         if x is not None:
             x, lead = self._read("x", x, self.input_shape)

@@ -48,14 +48,14 @@ Array = NDArray[Any]
 
 
 class NetworkGradients(NamedTuple):
-    """Gradients of a loss, as :meth:`NetworkStep.backward` returns them.
+    """Gradients of a loss, which :meth:`NetworkStep.backward` returns.
 
     Attributes
     ----------
     input : ndarray or None, shape of the input
-        In the input; None if it was not asked for.
+        The gradient in the input; None if it was not asked for.
     params : dict of str to ndarray
-        In each parameter, summed over samples, by names such as ``"0.weight"``.
+        The gradient in each parameter, summed over samples, by names such as ``"0.weight"``.
     """
 
     input: Array | None
@@ -63,41 +63,40 @@ class NetworkGradients(NamedTuple):
 
 
 class NetworkStep:
-    """Compute a network of layers and all of its gradients, again and again.
+    """Compute a network of layers and all its gradients, again and again.
 
-    A call of :meth:`forward` and one of :meth:`backward` are a whole training step but for the loss
-    and the optimiser. Convolutions and linear layers use only the weights that are kept, in all
-    three passes, and write no Jacobian; where it is faster all are used, pruned ones as 0, as
-    ``print(step)`` says. Memory is kept from one training step to the next, so one
-    thread at a time may call them. Made by :meth:`.jacobians.Sequential.training_step`.
+    A call of :meth:`forward` and a call of :meth:`backward` are a whole training step, except for
+    the loss and the optimiser. Convolutions and linear layers use only the kept weights, in all
+    three passes, and write no Jacobian. Where it is faster they use all weights, with pruned ones
+    as 0; ``print(step)`` says so. The object reuses its memory in the next training step, so only
+    one thread at a time may call it. :meth:`.jacobians.Sequential.training_step` makes it.
 
     Gradients are those of :meth:`.jacobians.Sequential.param_grads` and of a scan, up to rounding.
-    Their bits do not depend on the number of threads, but for large dense matrices, which BLAS
+    Their bits do not depend on the number of threads, except for large dense matrices, which BLAS
     multiplies.
 
     Parameters
     ----------
     network : Sequential
-        The network. Its parameters are read by each :meth:`forward`, and those of layers other than
-        convolutions and linear ones again by :meth:`backward`.
+        The network. Each :meth:`forward` reads its parameters. :meth:`backward` reads them again,
+        except those of convolutions and linear layers.
     memory_limit : int, optional
-        Bytes to take, beside parameters, tables of them and the caller's arrays; by default what
-        the machine has. If activations and gradients do not fit, some activations are not kept, and
-        :meth:`backward` computes them again: at most all of them, once.
+        The most bytes to take, without parameters, tables of them and the caller's arrays; by
+        default what the machine has. If activations and gradients do not fit, some activations are
+        not kept, and :meth:`backward` recomputes them, each at most once.
 
     Attributes
     ----------
     nbytes : int
         Bytes that are kept for inputs of the last shape.
     has_batch_axis : bool
-        Whether the network is one of whole batches, of which each layer keeps the first axis.
+        Whether the network works on whole batches, and each layer keeps the first axis.
 
     Notes
     -----
-    Samples are lanes, 16 of float32 at a time where the machine has AVX-512. Where that would leave
-    many lanes empty, neighbouring pixels lie side by side in a vector. A network with a
-    :class:`.BatchNorm2d` in training is a network of whole batches, ``(N, C, H, W)``; then those
-    ``N`` are the lanes.
+    Samples are the lanes of vectors, 16 float32 numbers at a time with AVX-512. If that would leave
+    many lanes empty, a vector holds neighbouring pixels. A network with a :class:`.BatchNorm2d` in
+    training mode works on whole batches, ``(N, C, H, W)``; then the ``N`` samples are the lanes.
 
     Examples
     --------
@@ -295,8 +294,8 @@ class NetworkStep:
         DeviceError
             If an array, or a parameter, is on a GPU.
         MemoryLimitError
-            If activations and gradients take more memory than `memory_limit`, even if those that
-            can be computed again are not kept, or than there is.
+            If activations and gradients take more memory than `memory_limit`, even with
+            recomputation, or more than there is.
         """
         self._is_forward = False
         x = on_host("x", x)
@@ -329,7 +328,7 @@ class NetworkStep:
         return y.reshape(*lead, *self.network.output_shape)
 
     def kept_weights(self, name: str) -> Array:
-        """Return a copy of the kept weights of a layer, as the last forward pass has read them.
+        """Return a copy of the kept weights of a layer that the last forward pass read.
 
         Parameters
         ----------
@@ -339,23 +338,22 @@ class NetworkStep:
         Returns
         -------
         ndarray, shape (kept,)
-            In the order of the weights.
+            The kept weights, in order.
         """
         (stage,) = (each for each in self._stages if each.name == name)
         assert isinstance(stage, WeightStage)
         return stage.kept_weights()
 
     def update_running_stats(self) -> None:
-        """Let running statistics take in the batch that has run forward, as PyTorch does.
+        """Update running statistics with the batch of the last forward pass, as PyTorch does.
 
-        Those of each :class:`.BatchNorm2d` in training that has some, as its own
-        :meth:`~.BatchNorm2d.update_running_stats` does; called between :meth:`forward` and
-        :meth:`backward`.
+        Call it between :meth:`forward` and :meth:`backward`. It updates each :class:`.BatchNorm2d`
+        in training mode that has statistics, like :meth:`~.BatchNorm2d.update_running_stats`.
 
         Raises
         ------
         InputError
-            If there was no forward pass, or some layer does not keep the axis of samples first.
+            If there was no forward pass, or a layer does not keep the axis of samples first.
         """
         if not self._is_forward:
             raise InputError("update_running_stats was called without a forward pass before it")
@@ -379,29 +377,28 @@ class NetworkStep:
         needs_input_grad: bool = True,
         out: Mapping[str, Array] | None = None,
     ) -> NetworkGradients:
-        """Return the gradients of the loss, once after each :meth:`forward`.
+        """Return the gradients of the loss; call it once after each :meth:`forward`.
 
         Parameters
         ----------
         grad_output : array_like, shape of the output
             Gradient in the result of :meth:`forward`.
         needs_input_grad : bool, default True
-            Whether gradients in the input are computed.
+            Whether to compute the gradient in the input.
         out : dict of str to ndarray, optional
-            The `params` of an earlier result of this object: gradients of kept weights are
-            overwritten, and those of pruned ones, which are 0, stay so. That spares clearing arrays
-            that are mostly 0.
+            The `params` of an earlier result of this object, to overwrite. Gradients of pruned
+            weights stay 0. This saves clearing arrays that are mostly 0.
 
         Returns
         -------
         NetworkGradients
-            Those in the input and in the parameters.
+            The gradients in the input and in the parameters.
 
         Raises
         ------
         InputError, InputTypeError, DeviceError
-            If a shape or a dtype is wrong, or an array on a GPU; or if there was no forward pass,
-            or another backward pass, which has used what was kept.
+            If a shape or a dtype is wrong, an array is on a GPU, or no forward pass came before:
+            each backward pass uses up its forward pass.
         """
         needs_input_grad = check_flag("needs_input_grad", needs_input_grad)
         samples = self._samples
