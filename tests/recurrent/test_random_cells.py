@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from functools import cached_property
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +23,7 @@ from sampling import long_run
 
 from sparsescan.recurrent import Cell, Given, Input, Recurrent, catalogue
 from sparsescan.recurrent import step as step_module
-from sparsescan.recurrent.definition import further_of, width_of
+from sparsescan.recurrent.definition import begins_of, further_of, width_of
 from sparsescan.recurrent.step import OneCell
 
 # Arrays are compared to so many times the largest of an example, or 1.
@@ -95,8 +96,9 @@ def test_compiled_steps_are_back_propagation(
     drawn: RandomCell, seed: int, batch: int, units: int | None, has_lengths: bool
 ) -> None:
     """With samples or units as lanes, and samples of several lengths."""
-    if units is not None and "heads=2" in drawn.source:
-        units += 1  # heads of an odd number of units
+    if units is not None:
+        heads = math.lcm(*map(int, re.findall(r"heads=(\d)", drawn.source)))
+        units += -units % heads
     check_compiled(drawn, seed, batch, units, has_lengths)
 
 
@@ -151,12 +153,21 @@ def check_compiled(
     example.grads[:] = 0
     example.grads[..., : example.hidden] = outputs * is_there[..., None]
     example.grads[-1] += last
+    begins = begins_of(drawn.cls, example.states)
+    for k in range(example.states) if begins else ():
+        name, block = begins.get(k, ("", 0))
+        row = example.cell.params[name].reshape(-1, example.hidden)[block] if name else 0
+        example.by_state(example.first)[k][:] = row
     expected = example.expected
+    for k, (name, block) in begins.items():
+        grad = expected.param_grads[name].reshape(-1, example.hidden)
+        grad[block] += expected.state_grads[k].sum(0)
     step = example.cell.training_step()
     ends = range(drawn.input_size, example.x.shape[2], example.hidden)
     x, *further = np.split(example.x, ends, 2)
     named = dict(zip(further_of(drawn.cls), further, strict=True))
-    y, state = step.forward(x, example.first[None], example.lengths, **named)
+    first = None if begins else example.first[None]
+    y, state = step.forward(x, first, example.lengths, **named)
     example.close(y, expected.outputs[0] * is_there[..., None], "outputs")
     example.close(state[0], np.concatenate([each[-1] for each in expected.outputs], -1), "state")
     grads = step.backward(outputs, last[None])

@@ -21,7 +21,8 @@ _MOST_STAGES, _MOST_REDUCED = 3, 5
 _HEADER = """\
 import numpy as np
 from sparsescan.graph.functions import *
-from sparsescan.recurrent import Cell, Choice, Constant, Given, Hidden, Input, Mask, Scalar, Vector
+from sparsescan.recurrent import Cell, Choice, Constant, Given, Hidden, Input, Mask, Scalar
+from sparsescan.recurrent import Initial, StepNumber, Vector
 
 spike = surrogate(lambda a: a > 0, lambda a: 1 / (1 + a * a))
 soft_spike = surrogate(lambda a: where(a < 0.3, 0, 1), lambda a: sigmoid(a) * (1 - sigmoid(a)))
@@ -170,7 +171,7 @@ class _Writer:
     has_maxima : bool
         Whether it may have reductions over units that compute a maximum.
     has_further : bool
-        Whether it may read further inputs.
+        Whether it may read further inputs, and begin with parameters.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class _Writer:
         self.integer, self.size, self.has_further = integer, size, has_further
         maxima = () if has_maxima else ("softmax", "logsumexp", "({}).max")
         self.reductions = [each for each in _REDUCTIONS if not each.startswith(maxima)]
-        self.hidden = self.pick((2, 3, 1, 4))
+        self.hidden = self.pick((2, 3, 1, 4, 6))
         self.declarations: list[str] = []
         self.helpers: list[str] = []
         self.lines: list[str] = []
@@ -202,6 +203,10 @@ class _Writer:
     def pick(self, options: Any) -> Any:
         """Return one of some things."""
         return options[self.integer(0, len(options) - 1)]
+
+    def heads(self) -> str:
+        """Return a number of heads into which the units may be divided, as an argument."""
+        return f"heads={self.pick([k for k in (2, 3) if self.hidden % k == 0])}"
 
     # -- Declarations -----------------------------------------------------------------------------
 
@@ -257,8 +262,9 @@ class _Writer:
         if bias == "part":
             bias = f'bias=("{gates[-1]}",)' if gates else ""
         size = ""
-        if kind == "Hidden" and self.hidden % 2 == 0 and self.chance(2):
-            size = self.pick(("heads=2", "heads=2", "cols=1", "rows=1", "rows=2, cols=1"))
+        if kind == "Hidden" and self.hidden > 1 and self.chance(2):
+            by_heads = (self.heads(),) * 2
+            size = self.pick((*by_heads, "cols=1", "rows=1", "rows=2, cols=1"))
             bias = "bias=False" if "rows" in size else bias
         about = ", ".join(filter(None, (text, bias, size)))
         self.declarations.append(f"{name} = {kind}({about})")
@@ -307,12 +313,12 @@ class _Writer:
         return f"{self.pick(self.hiddens)}({inner})", next_stage
 
     def reduction(self, depth: int) -> tuple[str, int]:
-        """Return a reduction over units, or over those of two heads."""
+        """Return a reduction over units, or over those of each head."""
         (a, first), (b, second) = self.expression(depth - 1), self.atom()
         stage = max(first, second)
         if stage > _MOST_REDUCED:
             return self.atom()
-        heads = ", heads=2" if self.hidden % 2 == 0 and self.chance(2) else ""
+        heads = f", {self.heads()}" if self.hidden > 1 and self.chance(2) else ""
         about = {"heads": heads, "heads_alone": heads[2:]}
         # An expression may be a number, which has nothing to be summed up: a state is a vector.
         vector = f"({a} + {self.pick(_OFFSETS)} * {_STATES[0]})"
@@ -381,8 +387,10 @@ class _Writer:
         self.declare()
         self.is_square = self.chance(4)
         if self.has_further and self.chance(2):
-            self.declarations += ["keep = Mask(0.3)", "drive = Given()"]
-            self.variables += [_Variable(f"self.{name}", 0) for name in ("keep", "drive", "drive")]
+            mask = self.pick(("Mask(0.3)", 'Mask(0.2, per="sequence", scaled=False)'))
+            self.declarations += [f"keep = {mask}", "drive = Given()", "place = StepNumber()"]
+            names = "keep", "drive", "drive", "place"
+            self.variables += [_Variable(f"self.{name}", 0) for name in names]
         count = self.integer(1, 4)
         states = _STATES[:count]
         self.variables += [_Variable(name, 0) for name in states]
@@ -400,6 +408,10 @@ class _Writer:
             self.declarations.append(f"states = {count}")
             self.lines.insert(0, f"{arguments}, = states")
             arguments = "*states"
+        elif self.has_further and self.chance(4):
+            begun = states[::-1] if self.chance(2) else states[:1]
+            names = ", ".join(f'"{name}"' for name in begun)
+            self.declarations.append(f"begin = Initial({names})")
         hidden = self.hidden
         # The input that is read by units has one number for each.
         inputs = hidden if self.is_square else self.integer(1, 3)
