@@ -7,47 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..kernels.cpu.marching import LEAST, SAFE, Pace, length_of_step
+from .compiled import Loops, Steps
 from .factors import Vector
 from .newton import NotSolved, Solver, Tolerance
 from .schemes import Place, Scheme
-
-# The next length is this share of what the estimate allows, and at least this share of the last.
-_SAFE, _LEAST = 0.9, 0.2
-# The shortest step: this many spacings of floating-point numbers at its time, which a shorter step
-# would hardly change; at time 0, this share of the remaining time.
-_DISTANCES, _TINY = 10, 1e-30
-
-
-class March(NamedTuple):
-    """Steps that were taken.
-
-    Attributes
-    ----------
-    times : list of float
-        The times of all states.
-    lengths : list of float
-        The lengths of steps.
-    states : list of ndarray
-        The initial state, and the state after each step; only the last two if not all are kept.
-    inner : list of ndarray
-        The states within each step.
-    newton : list of int
-        Newton's iterations of each step.
-    keeps_all : bool
-        Whether all states, and the states within steps, are kept.
-    """
-
-    times: list[float]
-    lengths: list[float]
-    states: list[Vector]
-    inner: list[Vector]
-    newton: list[int]
-    keeps_all: bool
-
-    @classmethod
-    def of(cls, t0: float, u0: Vector, keeps_all: bool) -> March:
-        """Return a march without steps."""
-        return cls([t0], [], [u0], [], [], keeps_all)
 
 
 class End(NamedTuple):
@@ -77,29 +41,33 @@ def march_until(
     params: Vector,
     end: End,
     *,
-    found: March,
+    found: Steps,
+    loops: Loops | None,
     watch: Callable[[int], object] | None,
     name: Callable[[str, int], str],
 ) -> None:
     """March to a time, with steps as long as their errors allow; record them in `found`.
 
-    After each step, `watch` is called with the number of steps. `name` returns the name in errors
-    of an equation or an unknown.
+    After some steps, or after each one without `loops`, `watch` is called with their number. `name`
+    returns what errors call an equation or an unknown.
 
     If the error of a step is too large or not a number, or the step is not solved, a shorter step
     is tried. After Hairer, Nørsett and Wanner, "Solving Ordinary Differential Equations I", section
     II.4.
     """
-    n, size, ahead = len(found.states[0]), abs(end.dt), np.sign(end.dt)
-    cause: Vector | NotSolved | None = None  # this step is repeated
+    n, size, ahead = len(found.states[0]), abs(end.dt), float(np.sign(end.dt))
+    about = scheme.error_order, scheme.growth
+    cause: Vector | NotSolved | None = None  # of a step that is taken again
     for stop in end.stops:
         while (time := found.times[-1]) != stop:
-            rest = abs(stop - time)
-            least = max(_DISTANCES * float(np.spacing(abs(time))), _TINY * rest)
-            length = min(max(min(size, end.max_dt), least), rest)
-            # Leave no remainder shorter than half a step.
-            if 0 < rest - length < 0.5 * length:
-                length = rest / 2
+            if loops is not None and cause is None:
+                pace = Pace(stop, *end.error, end.max_dt, ahead, *about, np.array([size]))
+                if loops.march(found, pace):
+                    size = float(pace.next[0])
+                    if watch is not None:
+                        watch(len(found.lengths))
+                    continue
+            length, least = length_of_step(time, stop, min(size, end.max_dt))
             before = found.lengths[-1] if found.lengths else None
             states, inner = np.stack(found.states[-2:]), np.empty((scheme.stages, n))
             place = Place(states, params, inner, time, ahead * length, before)
@@ -117,22 +85,16 @@ def march_until(
                 # Rounding errors may make very short steps unsolvable.
                 if cause is None or failure.equation is not None:
                     cause = failure
-            change = _SAFE * off ** (-1 / scheme.error_order) if off > 0 else np.inf
-            size = length * min(max(change, _LEAST), scheme.growth)
+            change = SAFE * off ** (-1 / scheme.error_order) if off > 0 else np.inf
+            size = length * min(max(change, LEAST), scheme.growth)
             if off > 1:
                 if length <= least:
                     assert cause is not None
                     why = _reason(scheme, place, states[-1], cause, end.error, name)
                     raise NotSolved(f"{why} (t={time:.6g}, dt={place.dt:.3g})")
                 continue
-            found.times.append(stop if length == rest else time + place.dt)
-            found.lengths.append(place.dt)
-            found.newton.append(iterations)
-            found.states.append(state)
-            if found.keeps_all:
-                found.inner.append(inner)
-            else:
-                del found.states[:-2]
+            next_time = stop if length == abs(stop - time) else time + place.dt
+            found.add([next_time], [place.dt], [iterations], [state], [inner])
             if watch is not None:
                 watch(len(found.lengths))
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.cpu.marching import (
+    RESIDUAL,
     Adjoints,
     March,
     Method,
+    Pace,
     Rules,
     Trajectory,
     Work,
+    length_of_step,
     pull_steps_back,
     take_steps,
+    take_steps_to,
 )
 from ..kernels.cpu.tapes import CODES, Tables, Values
-from ..symbolic.pattern import Pattern, rows_of
 from .derivatives import RenewedError
 from .factors import WIDE, Vector
 from .newton import FAR, MARGIN, MOST, OWN, SLOW, Tolerance
@@ -30,7 +33,9 @@ from .traced import Traced
 
 # The most unknowns of a sample, for dense factors, and the most numbers of all samples.
 _SIZE, _NUMBERS = 32, 100_000
-# A loop first takes this many steps, then more, as long as it runs no longer than this time.
+# Numbers of states that one loop has room for, where it chooses the lengths of steps.
+_ROOM = 1 << 17
+# A loop takes at first so many steps, and then more, as long as it takes no longer than this.
 _FIRST, _SECONDS = 16, 0.02
 # After a step that a loop could not solve, this many run without it, at first and at most.
 _APART = 64
@@ -155,6 +160,49 @@ def _counting(repeats: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
 
 
+class Steps(NamedTuple):
+    """Steps that were taken.
+
+    Attributes
+    ----------
+    times : list of float
+        The times of all states.
+    lengths : list of float
+        The lengths of steps.
+    states : list of ndarray
+        The initial state, and that behind each step; the last two if not all are kept.
+    inner : list of ndarray
+        The states within each step.
+    newton : list of int
+        Newton's iterations of each step.
+    keeps_all : bool
+        Whether all states are kept, and those within steps.
+    """
+
+    times: list[float]
+    lengths: list[float]
+    states: list[Vector]
+    inner: list[Vector]
+    newton: list[int]
+    keeps_all: bool
+
+    @classmethod
+    def of(cls, t0: float, u0: Vector, keeps_all: bool) -> Steps:
+        """Return that of no steps."""
+        return cls([t0], [], [u0], [], [], keeps_all)
+
+    def add(self, times: Any, lengths: Any, newton: Any, states: Any, inner: Any) -> None:
+        """Add steps: the times and states that they end at, and so on."""
+        self.times.extend(times)
+        self.lengths.extend(lengths)
+        self.newton.extend(newton)
+        self.states.extend(states)
+        if self.keeps_all:
+            self.inner.extend(inner)
+        else:
+            del self.states[:-2]
+
+
 class Loops:
     """The compiled loops of a run.
 
@@ -184,11 +232,14 @@ class Loops:
         if not self._can:
             return
         mass = equations.mass
-        rows, columns = rows_of(Pattern(mass)), mass.indices
+        rows, columns = np.repeat(np.arange(n), np.diff(mass.indptr)), mass.indices
         places = rows * size + columns % max(size, 1)
         entries = np.stack([rows, columns, places], 1).astype(np.uint64)
         inner = np.array(equations.inner, np.int64)
-        self._method = Method(equations.kind, equations.a, equations.c, inner, entries, mass.data)
+        self._method = Method(
+            *(equations.kind, equations.a, equations.c, inner, entries, mass.data),
+            np.array(equations.estimates),
+        )
         cost = float(scheme.matrices.cost)
         self._rules = Rules(*tolerance, MARGIN, FAR, SLOW, OWN, cost, MOST, WIDE)
         self._work = Work(
@@ -196,10 +247,28 @@ class Loops:
             np.zeros((samples, size, size)),
             np.zeros((samples, size), np.uint64),
             np.zeros((9, n)),
-            np.zeros((len(inner), n)),
+            np.zeros((len(inner) + 1, n)),
             self._known,
         )
         self._march: tuple[Graph, March | None] | None = None
+
+    @classmethod
+    def to_choose_lengths(
+        cls, scheme: Scheme, samples: int, u0: Vector, params: Vector, tolerance: Tolerance
+    ) -> Loops | None:
+        """Return loops that :meth:`march`, with room for some steps; None if they cannot."""
+        n, stages = len(u0), scheme.stages
+        count = max(_FIRST, _ROOM // (n * (1 + stages)))
+        run = Trajectory(
+            np.empty((count + 2, n)),
+            np.empty((count, stages, n)),
+            np.empty(count + 1),
+            np.empty(count),
+            np.empty(count, np.int64),
+            params,
+        )
+        found = cls(scheme, samples, run, tolerance)
+        return found if found._can and scheme.form.kind != RESIDUAL else None
 
     @property
     def factorisations(self) -> int:
@@ -252,37 +321,75 @@ class Loops:
         if not is_solved:
             self._waits = self._apart
 
-    def advance(self, k: int, end: int, place: Callable[[int, int], Place]) -> int:
-        """Take steps from `k` on; return the first step that is left.
+    def _place(self, k: int, ends: int) -> Place:
+        """Return a step with so many states behind its beginning."""
+        run = self._run
+        return Place(
+            run.states[max(k, 1) : k + 2 + ends],
+            run.params,
+            run.inner[k],
+            float(run.times[k]),
+            float(run.dt[k]),
+            float(run.dt[k - 1]) if k else None,
+        )
 
-        `place` is `Run._place`.
+    def advance(self, k: int, end: int, pace: Pace | None = None) -> int:
+        """Take steps from `k` on; return the first that is left to take.
+
+        With a `pace` their lengths are chosen, up to a time.
         """
         if self._waits_on():
             return k
-        at = place(k, 0)
+        at = self._place(k, 0)
         march = self._march_at(at._replace(states=at.states[[-1, -1]]))
         if march is None:
             return k
         start, last = time.perf_counter(), min(end, k + self._length)
-        reached = take_steps(march, k, last)
-        self._note(time.perf_counter() - start, reached - k, reached == last)
-        return reached if reached > k and self._is_right(place(reached - 1, 1)) else k
+        if pace is None:
+            reached = take_steps(march, k, last)
+            is_solved = reached == last
+        else:
+            reached = take_steps_to(march, k, last, pace)
+            is_solved = reached == last or self._run.times[reached] == pace.stop
+        self._note(time.perf_counter() - start, reached - k, is_solved)
+        return reached if reached > k and self._is_right(self._place(reached - 1, 1)) else k
+
+    def march(self, found: Steps, pace: Pace) -> bool:
+        """Take steps whose lengths are chosen, and add them to others; return whether it did."""
+        run, k = self._run, min(len(found.lengths), 1)
+        # The step before is there, too, if there is one.
+        run.states[k : k + 2] = found.states[-2:]
+        run.times[: k + 1] = found.times[-1 - k :]
+        run.dt[:k] = found.lengths[-1:]
+        wished = min(pace.next[0], pace.longest)
+        run.dt[k] = pace.ahead * length_of_step(found.times[-1], pace.stop, wished)[0]
+        reached = self.advance(k, len(run.dt), pace)
+        if reached == k:
+            return False
+        own = slice(k, reached)
+        found.add(
+            run.times[k + 1 : reached + 1].tolist(),
+            run.dt[own].tolist(),
+            run.newton[own].tolist(),
+            run.states[k + 2 : reached + 2].copy(),
+            run.inner[own].copy(),
+        )
+        return True
 
     def pull_back(
         self,
         k: int,
-        place: Callable[[int, int], Place],
         own: Callable[[int, int], Vector],
         grads: Grads,
         in_dt: Vector,
     ) -> int:
-        """Go back from the end of step ``k - 1``; return the step whose end was reached."""
-        march = None if self._waits_on() else self._march_at(place(k - 1, 1))
+        """Go back from the end of step ``k - 1``; return the step whose end is reached."""
+        march = None if self._waits_on() else self._march_at(self._place(k - 1, 1))
         if march is None:
             return k
         n, losses = grads.old.shape
         march = march._replace(
-            work=self._work._replace(rates=np.empty((losses * len(self._work.rates), n)))
+            work=self._work._replace(rates=np.empty((losses * len(self._method.a), n)))
         )
         first = begin = max(0, k - self._length)
         above = own(begin + 1, k + 1)
@@ -296,7 +403,7 @@ class Loops:
         self._note(time.perf_counter() - start, k - reached, begin == first)
         if reached == k:
             return k
-        if not self._is_right(place(reached, 1)):
+        if not self._is_right(self._place(reached, 1)):
             raise RenewedError
         for name, found in trial._asdict().items():
             setattr(grads, name, found)

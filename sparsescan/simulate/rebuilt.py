@@ -271,6 +271,7 @@ def _add_state(update: Callable[[bytes], None], value: Any, seen: set[int]) -> N
 _PLAIN = bool, int, float, complex, str, bytes, np.number, np.bool_
 # Modules whose functions are not copied.
 _KNOWN = {"builtins", "numpy", "math", "scipy"}
+_STANDARD = sysconfig.get_path("stdlib")
 _DESCRIPTORS = types.GetSetDescriptorType | types.MemberDescriptorType
 
 
@@ -300,4 +301,4 @@ def _names(code: types.CodeType) -> set[str]:
 
 def _is_library(function: types.FunctionType) -> bool:
     path = function.__code__.co_filename
-    return "site-packages" in path or path.startswith((sysconfig.get_path("stdlib"), "<__array"))
+    return "site-packages" in path or path.startswith((_STANDARD, "<__array"))

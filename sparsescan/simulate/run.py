@@ -13,8 +13,7 @@ from ..errors import InputError, InputTypeError, MemoryLimitError, NewtonError, 
 from ..formatting import format_bytes, quantity
 from ..kernels.cpu.marching import Trajectory
 from ..locks import new_lock
-from .adapt import March
-from .compiled import Loops
+from .compiled import Loops, Steps
 from .derivatives import RenewedError
 from .factors import Vector
 from .newton import NotSolved, Solver, Tolerance
@@ -104,7 +103,7 @@ class Run:
         problem: Problem,
         dt: NDArray[np.float64],
         has_one_dt: bool,
-        march: March | None = None,
+        march: Steps | None = None,
         solver: Solver | None = None,
     ) -> None:
         scheme, u0 = problem.scheme, problem.u0
@@ -235,7 +234,7 @@ class Run:
             while k < self._count:
                 begin = k
                 if self._loops is not None and not each:
-                    k = self._loops.advance(k, self._count, self._place)
+                    k = self._loops.advance(k, self._count)
                     self._done, self._last = k, self._states[k + 1]
                 if k == begin:
                     self._advance(k)
@@ -365,7 +364,7 @@ class Run:
             while k:
                 begin = k
                 if self._loops is not None:
-                    k = self._loops.pull_back(k, self._place, own, grads, in_dt)
+                    k = self._loops.pull_back(k, own, grads, in_dt)
                 if k < begin:
                     continue
                 k -= 1

@@ -20,6 +20,8 @@ from .newton import NotSolved, Solver
 
 # The length, as a share of the first step, of the short step that finds the slope before it.
 _SHORT = 1e-6
+# Half the change of the rate over a step, as an estimate of its error.
+_HALF_CHANGE = ((-0.5, 0.5),)
 
 
 class Place(NamedTuple):
@@ -91,7 +93,10 @@ class Form(NamedTuple):
     inner : list of int
         The place where each stage's state is kept in the step; -1 if it is not kept.
     mass : csr_array
-        The mass matrix.
+        The mass.
+    estimates : tuple of tuple of float
+        What the rates at the beginning of a step and in its stages are multiplied by to estimate
+        its error.
     """
 
     kind: int
@@ -99,6 +104,7 @@ class Form(NamedTuple):
     c: Vector
     inner: list[int]
     mass: sp.csr_array
+    estimates: tuple[tuple[float, ...], ...]
 
 
 class Scheme(Protocol):
@@ -167,7 +173,7 @@ class ResidualScheme:
     @property
     def form(self) -> Form:
         none = sp.csr_array(self._new.pattern.shape)
-        return Form(RESIDUAL, np.ones((1, 1)), np.ones(1), [-1], none)
+        return Form(RESIDUAL, np.ones((1, 1)), np.ones(1), [-1], none, _HALF_CHANGE)
 
     def arguments(self, place: Place) -> Arguments:
         return place.states[-1], place.states[-2], place.end, place.dt, place.params
@@ -304,7 +310,8 @@ class RungeKutta(_Rated):
     def form(self) -> Form:
         kept = {stage: k for k, stage in enumerate(self._inner)}
         inner = [kept.get(i, -1) for i in range(len(self._a))]
-        return Form(RUNGE_KUTTA, self._a, self._c, inner, self._matrix)
+        estimates = self._tableau.estimates or ((-0.5, *[0.0] * (len(inner) - 1), 0.5),)
+        return Form(RUNGE_KUTTA, self._a, self._c, inner, self._matrix, estimates)
 
     def error(self, solver: Solver, place: Place) -> Vector:
         estimates = self._tableau.estimates
@@ -396,7 +403,7 @@ class BackwardDifferences(_Rated):
 
     @property
     def form(self) -> Form:
-        return Form(BDF2, np.ones((1, 1)), np.ones(1), [-1], self._matrix)
+        return Form(BDF2, np.ones((1, 1)), np.ones(1), [-1], self._matrix, _HALF_CHANGE)
 
     def _last_matrix(self, place: Place) -> Vector:
         return self._values(self.arguments(place), self._coefficients(place).values[0], place.dt)

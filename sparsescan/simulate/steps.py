@@ -14,8 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 from ..checks import check_count, check_count_or_none, check_number
 from ..errors import GradientError, InputError, InputTypeError, NewtonError, short
 from ..symbolic.pattern import Pattern, of_keys, rows_of, union
-from .adapt import End, March, march_until
+from .adapt import End, march_until
 from .arguments import check_form, check_order, names_unknown
+from .compiled import Loops, Steps
 from .derivatives import (
     CLOSE,
     Arguments,
@@ -222,7 +223,9 @@ class _Simulation:
                 "pattern is None; expected one for a function of JAX or PyTorch, or with a jacobian"
             )
         self._schemes: dict[Any, Scheme] = {}
-        self._is_known = False  # whether the function was seen to take its arguments in this order
+        # What the function was read as, for each structure and shape of its arguments.
+        self._readings: dict[Any, Traced] = {}
+        self._is_known = False  # that the function takes its arguments in their order
         self._function, self._jacobians, self._vjp = function, jacobians, vjp
         self._derivatives, self._param_patterns = derivatives, dict(param_patterns or {})
 
@@ -303,7 +306,12 @@ class _Simulation:
         u = first.astype(np.float64).reshape(-1)
         length = float(lengths.reshape(-1)[0]) if lengths.size and lengths.dtype.kind in "fi" else 0
         arguments = self._arguments(u, u, _number("t0", t0) + length, length)
-        source = self._traced(form, self._differences(form))
+        key = form.structure, first.shape
+        reading = self._readings.get(key)
+        if reading is None:
+            made = self._traced(form, self._differences(form))
+            reading = self._readings.setdefault(key, made)
+        source = reading.fresh()
         found = source.patterns((*arguments, form.params.vector), self._states)
         patterns = [_of_one(each, first.shape[-1]) for each in found]
         if self._made is not None and self._made.pattern.shape == patterns[0].shape:
@@ -614,7 +622,10 @@ def _march_until(
 ) -> Run:
     """March with chosen lengths; under a memory limit, march again with these lengths."""
     solver = Solver(problem.scheme.matrices, problem.tolerance, ROOM)
-    march = March.of(problem.t0, problem.u0, keeps_all=problem.memory_limit is None)
+    march = Steps.of(problem.t0, problem.u0, keeps_all=problem.memory_limit is None)
+    about = problem.scheme, problem.u0.size // problem.shape[-1], problem.u0
+    vector, tolerance = problem.params.vector, problem.tolerance
+    loops = None if compare else Loops.to_choose_lengths(*about, vector, tolerance)
 
     def run() -> Run:
         kept = solver if march.keeps_all else None
@@ -641,6 +652,7 @@ def _march_until(
                 problem.params.vector,
                 end,
                 found=march,
+                loops=loops,
                 watch=watch_step,
                 name=name,
             )

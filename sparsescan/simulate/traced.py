@@ -91,10 +91,18 @@ class Traced:
 
         Its values may belong to other arguments; :meth:`_there` updates them.
         """
-        if self._found is not None and self._found[0] is arguments:
-            return self._found[1]
         if self.refusal is not None:
             return None
+        try:
+            return self._known_or_read(arguments)
+        except Exception as error:  # what the function raises on symbols is its own
+            self._refuse(_told(error))
+            return None
+
+    def _known_or_read(self, arguments: Arguments) -> Evaluation:
+        """Return what the function was read as, now or before, where it branches so."""
+        if self._found is not None and self._found[0] is arguments:
+            return self._found[1]
         self._at = None
         if not self._is_known:  # a graph of another run is right if its values are
             self._is_known = True
@@ -105,11 +113,7 @@ class Traced:
                 self._evaluations.insert(0, self._evaluations.pop(k))
                 self._found = arguments, known
                 return known
-        try:
-            found = self._read(arguments)
-        except Exception as error:  # the function may raise anything on symbols
-            self._refuse(_told(error))
-            return None
+        found = self._read(arguments)
         self._evaluations.insert(0, found)
         self._found = arguments, found
         return found
@@ -176,6 +180,8 @@ class Traced:
             return True
         evaluation.at(arguments)
         expected, found = self.value(arguments), evaluation.results
+        if (found == expected).all():
+            return True
         with np.errstate(all="ignore"):
             is_alike = np.abs(found - expected) <= _ROUNDINGS * evaluation.rounding()
         is_alike |= found == expected
@@ -190,7 +196,7 @@ class Traced:
             If the function cannot be read.
         """
         try:
-            graph = self._read(arguments).graph
+            graph = self._known_or_read(arguments).graph
         except Exception as error:
             raise InputError(
                 f"pattern is None, and {self._names.function} cannot be read: {_told(error)}; "

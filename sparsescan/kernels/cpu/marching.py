@@ -34,6 +34,9 @@ class Method(NamedTuple):
         A row, a column and a place in the matrices for each entry of the mass.
     weights : ndarray
         Values of these entries.
+    estimates : ndarray, shape (count, stages + 1)
+        What the rates at the beginning of a step and in its stages are multiplied by to estimate
+        its error.
     """
 
     kind: int
@@ -42,6 +45,7 @@ class Method(NamedTuple):
     inner: NDArray[np.int64]
     mass: NDArray[np.uint64]
     weights: NDArray[np.float64]
+    estimates: NDArray[np.float64]
 
 
 class Work(NamedTuple):
@@ -55,8 +59,9 @@ class Work(NamedTuple):
         Rows that were exchanged.
     vectors : ndarray, shape (9, n)
         Vectors of Newton's method.
-    rates : ndarray, shape (stages, n)
-        Rates in stages; or their adjoints, of one loss after the other.
+    rates : ndarray, shape (stages + 1, n)
+        Rates in stages, and at the beginning of a step; or the adjoints of those in stages, of one
+        loss after the other.
     known : ndarray, shape (4,)
         Whether there are factors; the least iterations with them, how many more others took; and
         how many factors were made.
@@ -113,6 +118,37 @@ class Rules(NamedTuple):
     cost: float
     most: int
     wide: float
+
+
+class Pace(NamedTuple):
+    """How long steps may be.
+
+    Attributes
+    ----------
+    stop : float
+        The time that the last step ends at.
+    rtol, atol : float
+        The error that a step may have, of each unknown.
+    longest : float
+        The greatest length of a step.
+    ahead : float
+        1, or -1 where time runs backward.
+    order : float
+        The power of a step's length by which the estimate of its error shrinks.
+    growth : float
+        How many times as long as the step before a step may be.
+    next : ndarray, shape (1,)
+        The length to try next.
+    """
+
+    stop: float
+    rtol: float
+    atol: float
+    longest: float
+    ahead: float
+    order: float
+    growth: float
+    next: NDArray[np.float64]
 
 
 class March(NamedTuple):
@@ -331,6 +367,16 @@ def _evaluate_at(tables: Any, values: Any, u: Any, time: float, slopes: bool) ->
 
 
 @njit(**PLAIN)
+def _rate(tables: Any, values: Any, u: Any, time: float, rate: Any) -> bool:
+    """Set a rate to what the function returns; return whether its guards hold."""
+    if not _evaluate_at(tables, values, u, time, False):
+        return False
+    for i in range(len(u)):
+        rate[i] = values.elements[tables.results[i]]
+    return True
+
+
+@njit(**PLAIN)
 def _residual(tables: Any, values: Any, method: Any, stage: Any, vectors: Any, rest: Any) -> bool:
     """Set the residual at a state whose values are there; return whether it is finite."""
     alpha, kappa, _ = stage
@@ -461,8 +507,8 @@ def _coefficients(kind: int, ratio: float) -> tuple[float, float, float]:
 
 
 @njit(**PLAIN)
-def _step(of: Any, k: int) -> bool:
-    """Take a step; return whether it was solved."""
+def _step(of: Any, k: int, has_rates: bool) -> bool:
+    """Take a step, and set the rates in all stages; return whether it was solved."""
     tables, values, method, work, _, run = of
     states, dt, a = run.states, run.dt[k], method.a
     old, older, stages = states[k + 1], states[k], len(a)
@@ -493,13 +539,11 @@ def _step(of: Any, k: int) -> bool:
                 state[i] = old[i] + added[i]
         if method.inner[s] >= 0:
             _set(run.inner[k, method.inner[s]], state)
+        is_read = has_rates
         for j in range(s + 1, stages):
-            if a[j, s] != 0.0:
-                if not _evaluate_at(tables, values, state, time, False):
-                    return False
-                for i in range(len(old)):
-                    rates[s, i] = values.elements[tables.results[i]]
-                break
+            is_read = is_read or a[j, s] != 0.0
+        if is_read and not _rate(tables, values, state, time, rates[s]):
+            return False
     _set(states[k + 2], state)
     return True
 
@@ -509,10 +553,97 @@ def take_steps(of: Any, begin: int, end: int) -> int:
     """Take steps; return the first one that was not solved, or `end`."""
     _begin(of.tables, of.values, of.run.params)
     for k in range(begin, end):
-        if not _step(of, k):
+        if not _step(of, k, False):
             of.work.known[0] = 0.0
             return k
     return end
+
+
+@njit(**PLAIN)
+def _error(of: Any, k: int, pace: Any) -> float:
+    """Return the largest estimate of a step's error, in tolerances; -1 where none can be made.
+
+    After `RungeKutta.error` and `BackwardDifferences.error`.
+    """
+    tables, values, method, work, _, run = of
+    old, new, dt = run.states[k + 1], run.states[k + 2], run.dt[k]
+    rates, right, error = work.rates, work.vectors[6], work.vectors[7]
+    stages = len(method.a)
+    if method.estimates[:, 0].any() and not _rate(tables, values, old, run.times[k], rates[stages]):
+        return -1.0
+    is_implicit = work.pivots.shape[1] > 0
+    if is_implicit and work.known[0] == 0.0:
+        time = run.times[k] + dt
+        alpha, _, _ = _coefficients(method.kind, dt / run.dt[k - 1] if k else 0.0)
+        stage = alpha, dt * method.a[stages - 1, stages - 1], time
+        if not _evaluate_at(tables, values, new, time, True):
+            return -1.0
+        work.known[1], work.known[2] = np.inf, 0.0
+        if not _linearise(tables, values, method, work, stage):
+            return -1.0
+        work.known[0] = 1.0
+    largest = 0.0
+    for each in method.estimates:
+        for i in range(len(right)):
+            right[i] = dt * each[0] * rates[stages, i]
+        for s in range(stages):
+            _add(right, dt * each[s + 1], rates[s])
+        _set(error, right)
+        if is_implicit:
+            _solve(work, right, error)
+        for i in range(len(error)):
+            one = abs(error[i]) / (pace.atol + pace.rtol * abs(new[i]))
+            if not one <= largest:
+                largest = one if abs(new[i]) < np.inf and one < np.inf else np.inf
+    return largest
+
+
+# The next length is this share of what the estimate allows, and no less than this of the last one.
+SAFE, LEAST = 0.9, 0.2
+# A step is given up below so many distances of floating-point numbers at its time, which it would
+# hardly change, and below this share of the time to go, where its time is 0.
+_DISTANCES, _TINY = 10.0, 1e-30
+
+
+def length_of_step(time: float, stop: float, wished: float) -> tuple[float, float]:
+    """Return how long a step is, and the length below which it is given up."""
+    rest = abs(stop - time)
+    least = max(_DISTANCES * abs(np.spacing(time)), _TINY * rest)
+    length = min(max(wished, least), rest)
+    # No rest that is shorter than half a step.
+    return (rest / 2 if 0 < rest - length < 0.5 * length else length), least
+
+
+_length_of_step = njit(length_of_step, **PLAIN)
+
+
+@njit(cache=True, nogil=True, **PLAIN)
+def take_steps_to(of: Any, k: int, end: int, pace: Any) -> int:
+    """Take steps as long as their errors allow; return the first one that is left to take.
+
+    That is `end`, the one from `pace.stop` on, or one that is not solved or would be given up.
+    After `march_until`.
+    """
+    run, size = of.run, pace.next[0]
+    _begin(of.tables, of.values, run.params)
+    while k < end and run.times[k] != pace.stop:
+        wished = min(size, pace.longest)
+        length, least = _length_of_step(run.times[k], pace.stop, wished)
+        run.dt[k] = pace.ahead * length
+        off = _error(of, k, pace) if _step(of, k, True) else -1.0
+        if off < 0.0:
+            of.work.known[0] = 0.0
+            break
+        if off > 1.0 and length <= least:
+            break
+        change = SAFE * off ** (-1.0 / pace.order) if off > 0.0 else np.inf
+        size = length * min(max(change, LEAST), pace.growth)
+        if off <= 1.0:
+            is_last = length == abs(pace.stop - run.times[k])
+            run.times[k + 1] = pace.stop if is_last else run.times[k] + run.dt[k]
+            k += 1
+    pace.next[0] = size
+    return k
 
 
 # -- Back ------------------------------------------------------------------------------------------
