@@ -48,8 +48,8 @@ def march_until(
 ) -> None:
     """March to a time, with steps as long as their errors allow; record them in `found`.
 
-    After some steps, or after each one without `loops`, `watch` is called with their number. `name`
-    returns what errors call an equation or an unknown.
+    After some steps, or after each one without `loops`, `watch` is called with the number of steps.
+    `name` returns the name in errors of an equation or an unknown.
 
     If the error of a step is too large or not a number, or the step is not solved, a shorter step
     is tried. After Hairer, Nørsett and Wanner, "Solving Ordinary Differential Equations I", section
@@ -57,7 +57,7 @@ def march_until(
     """
     n, size, ahead = len(found.states[0]), abs(end.dt), float(np.sign(end.dt))
     about = scheme.error_order, scheme.growth
-    cause: Vector | NotSolved | None = None  # of a step that is taken again
+    cause: Vector | NotSolved | None = None  # this step is repeated
     for stop in end.stops:
         while (time := found.times[-1]) != stop:
             if loops is not None and cause is None:

@@ -35,7 +35,7 @@ from .traced import Traced
 _SIZE, _NUMBERS = 32, 100_000
 # Numbers of states that one loop has room for, where it chooses the lengths of steps.
 _ROOM = 1 << 17
-# A loop takes at first so many steps, and then more, as long as it takes no longer than this.
+# A loop first takes this many steps, then more, as long as it runs no longer than this time.
 _FIRST, _SECONDS = 16, 0.02
 # After a step that a loop could not solve, this many run without it, at first and at most.
 _APART = 64
@@ -170,13 +170,13 @@ class Steps(NamedTuple):
     lengths : list of float
         The lengths of steps.
     states : list of ndarray
-        The initial state, and that behind each step; the last two if not all are kept.
+        The initial state, and the state after each step; only the last two if not all are kept.
     inner : list of ndarray
         The states within each step.
     newton : list of int
         Newton's iterations of each step.
     keeps_all : bool
-        Whether all states are kept, and those within steps.
+        Whether all states, and the states within steps, are kept.
     """
 
     times: list[float]
@@ -188,7 +188,7 @@ class Steps(NamedTuple):
 
     @classmethod
     def of(cls, t0: float, u0: Vector, keeps_all: bool) -> Steps:
-        """Return that of no steps."""
+        """Return a record without steps."""
         return cls([t0], [], [u0], [], [], keeps_all)
 
     def add(self, times: Any, lengths: Any, newton: Any, states: Any, inner: Any) -> None:
@@ -334,9 +334,9 @@ class Loops:
         )
 
     def advance(self, k: int, end: int, pace: Pace | None = None) -> int:
-        """Take steps from `k` on; return the first that is left to take.
+        """Take steps from `k` on; return the first step that is left.
 
-        With a `pace` their lengths are chosen, up to a time.
+        With a `pace`, the loop chooses their lengths, up to a time.
         """
         if self._waits_on():
             return k
@@ -357,6 +357,8 @@ class Loops:
     def march(self, found: Steps, pace: Pace) -> bool:
         """Take steps whose lengths are chosen, and add them to others; return whether it did."""
         run, k = self._run, min(len(found.lengths), 1)
+        if k == 0 and len(self._scheme.algebraic):
+            return False  # whether algebraic equations hold at first is seen by `Scheme.error`
         # The step before is there, too, if there is one.
         run.states[k : k + 2] = found.states[-2:]
         run.times[: k + 1] = found.times[-1 - k :]
@@ -383,7 +385,7 @@ class Loops:
         grads: Grads,
         in_dt: Vector,
     ) -> int:
-        """Go back from the end of step ``k - 1``; return the step whose end is reached."""
+        """Go back from the end of step ``k - 1``; return the step whose end was reached."""
         march = None if self._waits_on() else self._march_at(self._place(k - 1, 1))
         if march is None:
             return k

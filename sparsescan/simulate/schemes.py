@@ -93,7 +93,7 @@ class Form(NamedTuple):
     inner : list of int
         The place where each stage's state is kept in the step; -1 if it is not kept.
     mass : csr_array
-        The mass.
+        The mass matrix.
     estimates : tuple of tuple of float
         What the rates at the beginning of a step and in its stages are multiplied by to estimate
         its error.
@@ -318,9 +318,14 @@ class RungeKutta(_Rated):
         if not estimates:
             return super().error(solver, place)
         times = place.time, *(place.time + float(c) * place.dt for c in self._c)
-        states = place.states[-2], *place.inner, place.states[-1]
+        states = place.states[-2], *(self._stage(place, i) for i in range(len(self._c)))
         rates = [self.equations(place, *each) for each in zip(states, times, strict=True)]
         columns = [place.dt * _sum(zip(each, rates, strict=True)) for each in estimates]
+        if place.before is None and len(self.algebraic):
+            # By how far algebraic equations do not hold, which a small weight may hide.
+            rest = np.zeros_like(rates[0])
+            rest[self.algebraic] = place.dt * rates[0][self.algebraic]
+            columns.append(rest)
         return np.asarray(np.abs(self._filtered(solver, place, np.stack(columns, 1))).max(1))
 
     def _filtered(self, solver: Solver, place: Place, error: Vector) -> Vector:
@@ -331,6 +336,13 @@ class RungeKutta(_Rated):
 
     def _arguments(self, state: Vector, place: Place, stage: int) -> Arguments:
         return state, place.time + float(self._c[stage]) * place.dt, place.params
+
+    def _stage(self, place: Place, i: int) -> Vector:
+        """Return the state in a stage of a step that was taken."""
+        found: Vector = place.states[-1] if i == len(self._a) - 1 else place.states[-2]
+        if i in self._inner:
+            found = place.inner[self._inner.index(i)]
+        return found
 
     def advance(self, solver: Solver, place: Place) -> tuple[Vector, int]:
         old, a, dt = place.states[-1], self._a, place.dt
@@ -364,10 +376,7 @@ class RungeKutta(_Rated):
         last = len(a) - 1
         found: list[Vector] = [above] * len(a)
         for i in reversed(range(len(a))):
-            state = place.states[-1] if i == last else place.states[-2]
-            if i in self._inner:
-                state = place.inner[self._inner.index(i)]
-            arguments = self._arguments(state, place, i)
+            arguments = self._arguments(self._stage(place, i), place, i)
             later = [k for k in range(i + 1, len(a)) if a[k, i]]
             through = _sum((dt * a[k, i], found[k]) for k in later)
             own = above if i == last else np.zeros_like(above)

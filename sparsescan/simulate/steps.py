@@ -225,7 +225,7 @@ class _Simulation:
         self._schemes: dict[Any, Scheme] = {}
         # What the function was read as, for each structure and shape of its arguments.
         self._readings: dict[Any, Traced] = {}
-        self._is_known = False  # that the function takes its arguments in their order
+        self._is_known = False  # whether the function was seen to take its arguments in this order
         self._function, self._jacobians, self._vjp = function, jacobians, vjp
         self._derivatives, self._param_patterns = derivatives, dict(param_patterns or {})
 
@@ -422,11 +422,12 @@ class _Simulation:
             are for the steps that were taken, with constant lengths.
         error : tuple of float, default (1e-3, 1e-6)
             With `until`, the relative and the absolute error that a step may have:
-            ``abs + rel |u|`` in each unknown. For ``"sdirk3"`` a method of order two estimates the
-            error. For all other methods half the change of the rate estimates it; for
-            :class:`ImplicitSteps` this is the slope of states. ``"rk4"`` has no estimate. The
-            estimate sees a jump of the rate anywhere in a step, but not a pulse that ends within
-            the step: see `max_dt`.
+            ``abs + rel |u|`` in each unknown. ``"kencarp4"``, ``"kencarp5"``, ``"tsit5"`` and
+            ``"sdirk3"`` compare a step with the same step by a method of one order less. For all
+            other methods half the change of the rate estimates the error; for
+            :class:`ImplicitSteps` this is the slope of states. ``"rk4"`` has no estimate. The first
+            three are for smooth rates. The other estimates see a jump of the rate anywhere in a
+            step, but not a pulse that ends within the step: see `max_dt`.
         max_dt : float, optional
             With `until`, the greatest length of a step.
         t_eval : array_like, shape (k,), optional
@@ -629,6 +630,7 @@ def _march_until(
 
     def run() -> Run:
         kept = solver if march.keeps_all else None
+        solver.factorisations += 0 if loops is None else loops.factorisations
         found = Run(problem, np.array(march.lengths), False, march, kept)
         if t_eval is not None:
             found.note_evaluated(t_eval)
@@ -928,11 +930,12 @@ class TimeSteps(_Simulation):
         and finds where it depends on ``u``.
     method : str, default "backward_euler"
         Implicit methods: ``"backward_euler"`` (order 1), ``"crank_nicolson"`` (2), ``"bdf2"`` (2;
-        its first step is backward Euler), ``"sdirk2"`` and ``"sdirk3"`` (2 and 3, stiffly accurate
-        and L-stable). Explicit methods: ``"euler"``, ``"heun"`` and ``"rk4"`` (1, 2 and 4).
+        its first step is backward Euler), and four that are stiffly accurate and L-stable,
+        ``"sdirk2"`` (2), ``"sdirk3"`` (3), ``"kencarp4"`` (4) and ``"kencarp5"`` (5). Explicit
+        methods: ``"euler"`` (1), ``"heun"`` (2), ``"rk4"`` (4) and ``"tsit5"`` (5).
     mass : sparse array, shape (n, n), optional
-        The matrix ``M``, the identity by default. It may be singular, for algebraic equations.
-        Backward Euler, BDF2 and SDIRK then satisfy these equations exactly.
+        The matrix ``M``, the identity by default. It may be singular, for algebraic equations. All
+        implicit methods except Crank-Nicolson then satisfy these equations exactly.
     jacobian : callable, optional
         ``jacobian(u, t, p)`` returns ``∂f/∂u``, as values in the order of the pattern, or as a
         sparse array with the pattern.
@@ -966,8 +969,11 @@ class TimeSteps(_Simulation):
     and the last stage is the next state. BDF2 is
     ``M (a u_{t+1} + b u_t + c u_{t-1}) = Δ f(u_{t+1})``; its coefficients follow from the lengths
     of two steps. The SDIRK methods are those of Alexander, "Diagonally implicit Runge-Kutta methods
-    for stiff O.D.E.'s", 1977. Gradients are those of the discrete steps, and include the gradients
-    in their lengths.
+    for stiff O.D.E.'s", 1977. KenCarp4 and KenCarp5 are the implicit parts of ARK4(3)6L[2]SA and
+    ARK5(4)8L[2]SA of Kennedy and Carpenter, "Additive Runge-Kutta schemes for
+    convection-diffusion-reaction equations", 2003. Tsit5 is of Tsitouras, "Runge-Kutta pairs of
+    order 5(4) satisfying only the first column simplifying assumption", 2011. Gradients are those
+    of the discrete steps, and include the gradients in their lengths.
 
     Examples
     --------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from scipy.integrate import solve_ivp
 
 from sparsescan import NewtonError
 from sparsescan.simulate import ImplicitSteps, TimeSteps
+from sparsescan.simulate.compiled import Loops
 from sparsescan.simulate.methods import METHODS, TABLEAUS, Differentiation
 from sparsescan.simulate.newton import Solver
 from sparsescan.simulate.schemes import RungeKutta
@@ -271,3 +273,113 @@ def test_threads_take_steps_of_one_simulation() -> None:
     for own, other in zip(found[0], expected, strict=True):
         np.testing.assert_array_equal(own, other)
     assert len(found) == 4
+
+
+WITH_ESTIMATES = [name for name in METHODS if name != "rk4"]
+
+
+@settings(max_examples=examples(12), deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(WITH_ESTIMATES), st.integers(1, 5), st.booleans())
+def test_chosen_lengths_are_those_of_steps_in_python(
+    seed: int, method: str, n: int, is_singular: bool
+) -> None:
+    """With kinks, samples, masses, times to meet, and backward in time."""
+    rng = np.random.default_rng(seed)
+    system, batch, ahead = System(rng, n, 10.0 ** rng.integers(-15, 16)), 3, rng.choice([-1, 1])
+    mass = None
+    if method == "bdf2" or TABLEAUS[method].is_implicit:
+        mass = np.eye(n) + 0.1 * rng.uniform(-1, 1, (n, n))
+        mass[-1] *= not is_singular
+    sim = TimeSteps(system, None, method, mass=None if mass is None else sp.csr_array(mass))
+    u0, p = system.scale * rng.uniform(-1, 1, (batch, n)), rng.uniform(0.3, 1.5, 3)
+    about: dict[str, Any] = {"until": 0.5 * ahead, "dt": 0.1 * ahead, "rtol": 1e-13}
+    about |= {"atol": 1e-14 * system.scale, "error": (1e-4, 1e-4 * system.scale)}
+    about |= {"t_eval": np.sort(rng.uniform(0, 0.5, 2)) * ahead, "max_dt": 0.2}
+    found: list[Any] = []
+    for loops in (Loops.to_choose_lengths, lambda *_: None):
+        with patch.object(Loops, "to_choose_lengths", loops):
+            try:
+                found.append(sim.forward(u0, p, **about))
+            except NewtonError:  # states grow without bound before the end
+                found.append(None)
+    one, other = found
+    assert (one is None) == (other is None)
+    if one is None:
+        return
+    assert one.steps == other.steps
+    np.testing.assert_allclose(one.times, other.times, rtol=1e-6)
+    np.testing.assert_allclose(one.states, other.states, rtol=1e-6, atol=1e-7 * system.scale)
+    np.testing.assert_array_equal(one.evaluated, other.evaluated)
+
+
+@pytest.mark.usefixtures("no_python")
+@pytest.mark.parametrize("method", WITH_ESTIMATES)
+def test_loops_choose_lengths(method: str) -> None:
+    u0, p = np.array([1.0, 0.0, 0.0]), np.array([0.04, 3e2, 1e2])
+    sim, about = TimeSteps(robertson, method=method), {"until": 1.0, "dt": 1e-3}
+    run = sim.forward(u0, p, error=(1e-5, 1e-7), **about)
+    expected = solve_ivp(
+        lambda t, u: robertson(u, t, p), (0, 1), u0, "Radau", rtol=1e-10, atol=1e-12
+    )
+    np.testing.assert_allclose(run.last, expected.y[:, -1], rtol=5e-3, atol=1e-6)
+    weights = np.array([1.0, -2.0, 3.0])
+    grads = run.backward(grad_last=weights)
+    given = torch.tensor(p, requires_grad=True)
+    lengths = np.diff(run.times)
+
+    def rate(u: Any) -> Any:
+        a, b, c = u
+        first, second, third = given[0] * a, given[1] * b * b, given[2] * b * c
+        return torch.stack([third - first, first - second - third, second])
+
+    # Not of the steps but of the solution, by many steps of the classical method.
+    u = torch.tensor(u0)
+    for dt in lengths.repeat(20) / 20:
+        k1 = rate(u)
+        k2 = rate(u + dt / 2 * k1)
+        k3 = rate(u + dt / 2 * k2)
+        u = u + dt / 6 * (k1 + 2 * k2 + 2 * k3 + rate(u + dt * k3))
+    (u @ torch.tensor(weights)).backward()
+    np.testing.assert_allclose(grads.params, given.grad, rtol=2e-2, atol=1e-4)
+
+
+def test_a_loop_leaves_no_more_than_the_last_states_where_a_limit_says_so() -> None:
+    sim = TimeSteps(lorenz, method="kencarp4")
+    about: Any = {"until": 2.0, "dt": 0.01, "error": (1e-6, 1e-6)}
+    u0, p = np.array([1.0, 2.0, 3.0]), np.array([10.0, 28.0, 8 / 3])
+    whole, limited = (sim.forward(u0, p, memory_limit=m, **about) for m in (None, 9000))
+    assert limited.states is None
+    assert limited.steps == whole.steps
+    np.testing.assert_allclose(limited.last, whole.last, rtol=1e-6)
+    one, other = (run.backward(grad_last=np.ones(3)) for run in (whole, limited))
+    np.testing.assert_allclose(one.params, other.params, rtol=1e-5)
+
+
+def conditions(a: Any, b: Any) -> Any:
+    """Return the orders of trees, and by how far weights miss the conditions of these."""
+    c = a.sum(1)
+    ac, acc = a @ c, a @ (c * c)
+    return [
+        *[(1, b.sum() - 1), (2, b @ c - 1 / 2), (3, b @ c**2 - 1 / 3), (3, b @ ac - 1 / 6)],
+        *[(4, b @ c**3 - 1 / 4), (4, b @ (c * ac) - 1 / 8), (4, b @ acc - 1 / 12)],
+        *[(4, b @ a @ ac - 1 / 24), (5, b @ c**4 - 1 / 5), (5, b @ (c * c * ac) - 1 / 10)],
+        *[(5, b @ ac**2 - 1 / 20), (5, b @ (c * acc) - 1 / 15), (5, b @ (c * (a @ ac)) - 1 / 30)],
+        *[(5, b @ a @ c**3 - 1 / 20), (5, b @ a @ (c * ac) - 1 / 40), (5, b @ a @ acc - 1 / 60)],
+        (5, b @ a @ a @ ac - 1 / 120),
+    ]
+
+
+@pytest.mark.parametrize("method", TABLEAUS)
+def test_weights_have_the_order_of_a_method_and_estimates_one_less(method: str) -> None:
+    """The conditions of Butcher, by Hairer, Nørsett and Wanner, table II.2.1."""
+    tableau = TABLEAUS[method]
+    missed = conditions(tableau.a, tableau.a[-1])
+    assert all(abs(miss) < 1e-11 for order, miss in missed if order <= tableau.order)
+    assert any(abs(miss) > 1e-5 for order, miss in missed if order == tableau.order + 1) or (
+        tableau.order == 5
+    )
+    for first, *weights in tableau.estimates:
+        if not first:
+            missed = conditions(tableau.a, tableau.a[-1] - weights)
+            assert all(abs(miss) < 1e-11 for order, miss in missed if order < tableau.order)
+            assert any(abs(miss) > 1e-5 for order, miss in missed if order == tableau.order)

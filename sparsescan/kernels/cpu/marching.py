@@ -430,9 +430,10 @@ def _is_lower(work: Any, rules: Any) -> bool:
 
 @njit(**PLAIN)
 def _newton(of: Any, stage: Any) -> int:
-    """Solve a stage from ``vectors[0]``, to there; return iterations, or 0 without a solution.
+    """Solve a stage from ``vectors[0]``, to there; return iterations.
 
-    After `Solver.newton`, which goes on where this one ends without a solution.
+    That is 0 without a solution, after `Solver.newton`, which goes on where this one ends; and -1
+    where the function branches in another way.
     """
     tables, values, method, work, rules, _ = of
     vectors, known = work.vectors, work.known
@@ -441,7 +442,7 @@ def _newton(of: Any, stage: Any) -> int:
     time = stage[2]
     has_slopes = known[0] == 0.0
     if not _evaluate_at(tables, values, state, time, has_slopes):
-        return 0
+        return -1
     if not _residual(tables, values, method, stage, vectors, rest):
         return 0
     is_own, before, has_before = False, np.inf, False
@@ -449,7 +450,7 @@ def _newton(of: Any, stage: Any) -> int:
         is_new = known[0] == 0.0
         if is_new:
             if not has_slopes and not _evaluate_at(tables, values, state, time, True):
-                return 0
+                return -1
             known[1], known[2] = np.inf, 0.0
             if not _linearise(tables, values, method, work, stage):
                 return 0
@@ -477,7 +478,7 @@ def _newton(of: Any, stage: Any) -> int:
             return iteration
         has_slopes = before < np.inf and size > (rules.own if is_own else rules.slow) * before
         if not _evaluate_at(tables, values, new, time, has_slopes):
-            return 0
+            return -1
         is_worse = not _residual(tables, values, method, stage, vectors, new_rest)
         is_worse = is_worse or not size <= 2 * before
         if is_own and (is_worse or (is_new and size > 1)):
@@ -507,8 +508,8 @@ def _coefficients(kind: int, ratio: float) -> tuple[float, float, float]:
 
 
 @njit(**PLAIN)
-def _step(of: Any, k: int, has_rates: bool) -> bool:
-    """Take a step, and set the rates in all stages; return whether it was solved."""
+def _step(of: Any, k: int, has_rates: bool) -> int:
+    """Take a step, and maybe set the rates in all stages; return 1, or what `_newton` does."""
     tables, values, method, work, _, run = of
     states, dt, a = run.states, run.dt[k], method.a
     old, older, stages = states[k + 1], states[k], len(a)
@@ -531,8 +532,12 @@ def _step(of: Any, k: int, has_rates: bool) -> bool:
                 state[i] = old[i] + method.c[s] * ratio * (old[i] - older[i])
             stage = alpha, kappa * a[s, s], time
             count = _newton(of, stage)
-            if count == 0:
-                return False
+            if count == 0 and ratio != 0.0:
+                work.known[0] = 0.0
+                _set(state, old)
+                count = _newton(of, stage)
+            if count <= 0:
+                return count
             run.newton[k] += count
         else:
             for i in range(len(old)):
@@ -543,9 +548,9 @@ def _step(of: Any, k: int, has_rates: bool) -> bool:
         for j in range(s + 1, stages):
             is_read = is_read or a[j, s] != 0.0
         if is_read and not _rate(tables, values, state, time, rates[s]):
-            return False
+            return -1
     _set(states[k + 2], state)
-    return True
+    return 1
 
 
 @njit(cache=True, nogil=True, **PLAIN)
@@ -553,7 +558,7 @@ def take_steps(of: Any, begin: int, end: int) -> int:
     """Take steps; return the first one that was not solved, or `end`."""
     _begin(of.tables, of.values, of.run.params)
     for k in range(begin, end):
-        if not _step(of, k, False):
+        if _step(of, k, False) <= 0:
             of.work.known[0] = 0.0
             return k
     return end
@@ -621,8 +626,8 @@ _length_of_step = njit(length_of_step, **PLAIN)
 def take_steps_to(of: Any, k: int, end: int, pace: Any) -> int:
     """Take steps as long as their errors allow; return the first one that is left to take.
 
-    That is `end`, the one from `pace.stop` on, or one that is not solved or would be given up.
-    After `march_until`.
+    That is `end`, the one from `pace.stop` on, or one where the function branches in another way or
+    that would be given up. After `march_until`.
     """
     run, size = of.run, pace.next[0]
     _begin(of.tables, of.values, run.params)
@@ -630,7 +635,10 @@ def take_steps_to(of: Any, k: int, end: int, pace: Any) -> int:
         wished = min(size, pace.longest)
         length, least = _length_of_step(run.times[k], pace.stop, wished)
         run.dt[k] = pace.ahead * length
-        off = _error(of, k, pace) if _step(of, k, True) else -1.0
+        solved = _step(of, k, True)
+        if solved == 0:
+            of.work.known[0] = 0.0
+        off = np.inf if solved == 0 else (_error(of, k, pace) if solved == 1 else -1.0)
         if off < 0.0:
             of.work.known[0] = 0.0
             break
