@@ -6,7 +6,7 @@ Smoke rises from unknown places, wind carries it, and a few sensors measure it o
 gradient of the misfit in all sources at once takes one solve back in time, the adjoint: a scan over
 the transposed matrices of the time steps. The wind turns, so no two steps have the same matrix.
 
-The steps are explicit first, a chain of sparse matrices, and then those of Crank and Nicolson, a
+First the steps are explicit, a chain of sparse matrices. Then they are Crank–Nicolson steps, a
 chain of solves.
 """
 
@@ -117,7 +117,7 @@ def by_explicit_steps(q):
 # Implicit steps may be far larger: ``M_t c_t = N_t c_{t-1} + Δ q`` with ``M_t = I - Δ L/2`` and
 # ``N_t = I + Δ L/2``, in the middle of the step. Each is two steps of the chain: a
 # :class:`sparsescan.SolveStep` with ``M_tᵀ``, and the matrix ``N_tᵀ``. Between them is the adjoint
-# state ``λ_t``, and the gradient in the source is their sum, times ``Δ``.
+# state ``λ_t``. The gradient in the source is the sum of all ``λ_t``, times ``Δ``.
 
 FEW = 50
 wide = 1 / FEW
@@ -148,7 +148,7 @@ def by_crank_nicolson(q):
 # %%
 # Are the gradients right?
 # ------------------------
-# The misfit is quadratic, so that central differences are exact but for rounding.
+# The misfit is quadratic, so central differences are exact up to rounding.
 
 for function in (by_explicit_steps, by_crank_nicolson):
     q, direction = rng.random(N * N), rng.standard_normal(N * N)

@@ -3,8 +3,9 @@ Which channels does an axon have? Conductances from one voltage
 ===============================================================
 
 An axon is a cable of compartments. Each has a voltage, and channels that open and close with it, by
-the equations of Hodgkin and Huxley. How many channels there are is not seen; a voltage at one place
-is. The gradient of a misfit to it, through all steps of the simulation, finds them.
+the equations of Hodgkin and Huxley. The number of channels cannot be measured, but the voltage at
+one place can. The gradient of the misfit to it, through all steps of the simulation, finds the
+channels.
 """
 
 import matplotlib.pyplot as plt
@@ -28,8 +29,8 @@ from sparsescan.simulate import TimeSteps
 # The gates :math:`m`, :math:`h` and :math:`n` of each compartment follow
 # :math:`\dot x = \alpha_x(v) (1 - x) - \beta_x(v) x`.
 #
-# The function is compiled by Numba. It takes complex numbers as well, which is all that exact
-# derivatives need: powers are products, since a compiled power of a complex number goes through its
+# Numba compiles the function. It also takes complex numbers, which is all that exact derivatives
+# need. Powers are written as products, since a compiled power of a complex number uses its
 # logarithm.
 
 CELLS = 20
@@ -68,8 +69,9 @@ def rate(u, t, p):
 
 
 # %%
-# A compartment depends on itself, and its voltage on the voltages beside it, as is read from the
-# function. The Jacobian is banded, and a step costs little more than its two calls of the function.
+# The simulation reads the function: a compartment depends on itself, and its voltage on the
+# neighbouring voltages. The Jacobian is banded, and a step costs little more than its two calls of
+# the function.
 
 sim = TimeSteps(rate)
 
@@ -134,7 +136,7 @@ print(f"{result.nfev} gradients; the misfit is {np.sqrt(2 * result.fun):.2f} mV,
 np.testing.assert_allclose(learned, TRUTH, rtol=0.1)
 
 # %%
-# Voltages over time, at one place and everywhere, and the four conductances on their way.
+# Voltages over time, at one place and everywhere, and the four conductances during the fit.
 
 before, after = (
     sim.forward(u0, tuple(np.exp(each).tolist()), steps=STEPS, dt=DT) for each in (first, result.x)

@@ -2,11 +2,11 @@
 An ensemble with uncertainty
 ============================
 
-Several networks that began with different parameters agree where there were data, and disagree
-where there were none, so that their spread says how far a forecast may be trusted
-(Lakshminarayanan et al., 2017). ``torch.func.vmap`` over stacked parameters trains all of them in
-one call: members share no weights, threads share the members, and there is no loop in Python.
-PyTorch's own recurrent modules have no rule for ``vmap``.
+Several networks with different initial parameters agree where there were data, and disagree where
+there were none. So their spread says how far to trust a forecast (Lakshminarayanan et al., 2017).
+``torch.func.vmap`` over stacked parameters trains all of them in one call: members share no
+weights, threads share the members, and there is no loop in Python. PyTorch's own recurrent modules
+have no rule for ``vmap``.
 """
 
 import time
@@ -91,7 +91,7 @@ print(f"{MEMBERS} networks, 150 steps each, in {spent:.1f} s; errors up to {erro
 assert errors.max() < 0.1
 
 # %%
-# The gradients are those of each network by itself, which takes a loop.
+# The gradients equal those of each network alone, which a loop computes.
 
 for name, each in members[0].named_parameters():
     each.data = params[name][0].clone()
@@ -104,8 +104,8 @@ for (name, _), one in zip(members[0].named_parameters(), own, strict=True):
 # %%
 # Where to trust them
 # -------------------
-# Pushes twice as strong take the pendulum to angles that no member has seen. There they disagree,
-# and most where they are wrong. The spread does not tell by how much they are wrong.
+# Pushes twice as strong take the pendulum to angles that no member has seen. There the members
+# disagree, most of all where they are wrong. The spread does not say how wrong they are.
 
 runs = {"pushed as in training": pendulum(0.4, 1), "pushed twice as hard": pendulum(0.8, 1)}
 fig, axes = plt.subplots(2, 1, figsize=(9, 5.2), sharex=True, layout="constrained")

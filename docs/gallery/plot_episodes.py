@@ -4,8 +4,8 @@ Episodes that end inside a window
 
 An agent with a recurrent network learns from windows: some steps of each of its environments, in
 which episodes end and others begin. There the state has to be reset. ``resets`` tells a module of
-``sparsescan.torch`` where, and all episodes of all environments are one call. Here a GRU learns the
-values of states, with these calls and with the loop over steps that one would write without.
+``sparsescan.torch`` where, and one call runs all episodes of all environments. Here a GRU learns
+the values of states, with these calls and with the usual loop over steps.
 """
 
 import time
@@ -21,8 +21,8 @@ import sparsescan.torch
 # ------------
 # At its first step an episode shows a reward of -1, 0 or 1, and then hides it; it is paid at the
 # last step. Each step shows how many steps are left. So the value of a state, the discounted
-# reward, is what was seen at the start, times :math:`0.98` to the power of the steps that are left:
-# a critic must remember, but nothing from before the start.
+# reward, is the reward shown at the start, times :math:`0.98` to the power of the remaining steps.
+# A critic must remember the start, but nothing before it.
 
 STEPS, BATCH, HIDDEN, DISCOUNT = 200, 16, 32, 0.98
 rng = np.random.default_rng(0)
@@ -52,9 +52,9 @@ print(f"{starts.sum()} episodes in {BATCH} windows of {STEPS} steps")
 # %%
 # Three ways to reset states
 # --------------------------
-# PyTorch's modules cannot reset states inside a sequence. One either calls them step by step, and
-# multiplies states by 0 where an episode starts; or one cuts all windows into episodes, packs
-# these, and puts the outputs back where they belong. ``resets`` is one argument.
+# PyTorch's modules cannot reset states inside a sequence. One way is to call them step by step, and
+# multiply states by 0 where an episode starts. Another is to cut all windows into episodes, pack
+# these, and put the outputs back in place. ``resets`` is one argument.
 
 
 def by_resets(net, seen, starts):

@@ -2,10 +2,10 @@
 A time-varying filter learned by gradient
 =========================================
 
-A body of air or metal rings at a frequency, and the ringing dies away. While it is changed, as a
-trombone by its slide, both change. From what was blown into it and what was heard, gradients find
-the frequency and the decay at every moment: ``lfilter`` has gradients in coefficients that change
-at each step.
+A body of air or metal rings at a frequency, and the ringing dies away. If the body changes, as a
+trombone does by its slide, frequency and decay change too. Gradients find both at every moment,
+from the input and the recorded sound: ``lfilter`` has gradients in coefficients that change at each
+step.
 """
 
 import time
@@ -43,9 +43,9 @@ heard = heard + 0.02 * torch.randn_like(heard)
 # %%
 # Learning
 # --------
-# Angle and damping are lines between 41 knots. All of them begin at one frequency. The first steps
-# of Adam compare spectra of short pieces, which show where the frequency is from afar, and the
-# others the sound itself.
+# Angle and damping are lines between 41 knots, which all begin at one frequency. The first steps of
+# Adam compare spectra of short pieces, which show even a distant frequency. Later steps compare the
+# sound itself.
 
 knots = np.eye(KNOTS)
 rows = [np.interp(np.linspace(0, KNOTS - 1, STEPS), np.arange(KNOTS), row) for row in knots]
@@ -82,8 +82,8 @@ assert errors[-1] < 0.05
 # %%
 # What was found
 # --------------
-# The frequency follows within a few thousandths of a turn, and so does the damping, which a filter
-# with constant coefficients could not show.
+# The fit follows the frequency within a few thousandths of a turn. It also follows the damping,
+# which a filter with constant coefficients could not do.
 
 fig, axes = plt.subplots(3, 1, figsize=(9, 6), sharex=True, layout="constrained")
 axes[0].specgram(heard[0].numpy(), NFFT=128, Fs=2, noverlap=64, cmap="Greys", xextent=(0, STEPS))

@@ -2,9 +2,9 @@
 Where is the ground slow? A field of parameters by the adjoint of a simulation
 ==============================================================================
 
-A species spreads over an island, faster over meadows than through woods. A few noisy maps of where
-it was are all there is. How fast it spreads is a number in each of 1,024 places, and a run of
-:class:`sparsescan.simulate.TimeSteps` has the gradient in all of them, for the price of about
+A species spreads over an island, faster over meadows than through woods. The data are a few noisy
+maps of where it was. The unknowns are the speeds of spreading at 1,024 places. A run of
+:class:`sparsescan.simulate.TimeSteps` has the gradient in all of them, for about the cost of
 another simulation.
 """
 
@@ -43,7 +43,7 @@ def rate(u, t, p):
 
 
 # %%
-# The function is read: which operations it takes, and that each place depends on itself and its
+# The simulation reads the function: its operations, and that each place depends on itself and its
 # four neighbours. All derivatives are exact. There is nothing to differentiate by hand.
 
 sim = TimeSteps(rate)

@@ -2,10 +2,9 @@
 A series of half a million steps
 ================================
 
-Training on one long series takes memory for every step. ``memory_limit`` bounds it: what a backward
-pass needs and does not fit is computed again, and gradients are the same. ``truncate`` lets
-gradients flow at most to the segment before, for which hardly anything is kept, and gives up what
-lies further back.
+Training on one long series takes memory for every step. ``memory_limit`` bounds it: the backward
+pass recomputes what does not fit, and gradients stay the same. ``truncate`` lets gradients flow at
+most to the previous segment. It keeps hardly anything, and gives up dependencies further back.
 """
 
 import gc
@@ -73,9 +72,9 @@ def train(model, given, count):
 # %%
 # Half a million steps
 # --------------------
-# A step of training computes 500,000 outputs and as many gradients, which take 64 MB each.
-# Beside them it keeps the states and gates of all steps; within a limit, the states and as many
-# gates as fit; and with truncated gradients, only the inputs and the state before each segment.
+# A training step computes 500,000 outputs and as many gradients, which take 64 MB each. In addition
+# it keeps the states and gates of all steps. With a limit it keeps the states and as many gates as
+# fit. With truncated gradients it keeps only the inputs and the state before each segment.
 
 STATUS = Path("/proc/self/status")
 
@@ -123,11 +122,11 @@ torch.testing.assert_close(*grads)
 # %%
 # What truncation gives up
 # ------------------------
-# With segments of ``k`` steps, what a step of training learns of an answer comes from that segment
-# and the one before: from as many as ``k`` to ``2·k - 1`` steps back. Segments of 40 steps reach
-# each cue, and learn the task as whole gradients do. Segments of 15 steps reach none: 40 steps are
-# further than 29. A model that trains with these learns its series by heart, which is no use for a
-# new one, and no error says why.
+# With segments of ``k`` steps, the gradient of an answer reaches that segment and the previous one:
+# ``k`` to ``2·k - 1`` steps back. Segments of 40 steps reach each cue, and learn the task like
+# complete gradients. Segments of 15 steps reach no cue: 40 steps are further than 29. A model that
+# trains with them learns its series by heart, which does not help with a new one. No error says
+# why.
 
 short, new = series(2_500, 8), series(20_000)
 curves, shares = {}, {}

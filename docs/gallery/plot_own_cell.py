@@ -49,18 +49,18 @@ class MGU(Cell):
 
 
 # %%
-# The step has run once, on symbols, when the class was made. Printed, a cell shows what was found:
-# two stages, since ``weight_hh.n`` multiplies what the step itself computes, and which numbers of
-# the forward pass are kept for the backward pass.
+# The step ran once, on symbols, when the class was made. A printed cell shows the result. It has
+# two stages, since ``weight_hh.n`` multiplies a vector that the step itself computes. The last
+# lines say which numbers the forward pass keeps for the backward pass.
 
 cell = MGU(3, 20, dtype=np.float64, rng=0)
 print(cell)
 
 # %%
-# Derivatives are computed on symbols, too. From both, programs are written for a CPU and for CUDA,
-# and compiled when they are first called. This is the second stage of the backward pass for a CPU:
-# each ``load`` takes a vector of neighbouring numbers, and ``less_or`` leaves out steps that a
-# sequence does not have.
+# Derivatives are computed on symbols too. Both give programs for a CPU and for CUDA, which are
+# compiled when they are first called. This is the second stage of the backward pass for a CPU: each
+# ``load`` takes a vector of neighbouring numbers, and ``less_or`` leaves out steps that a sequence
+# does not have.
 
 text = cell.source("cpu", "backward")
 print(text[text.index("    if stage == 1") : text.index("    if stage == 0")].rstrip())
@@ -187,9 +187,8 @@ milliseconds = {name: 1e3 * min(each) for name, each in seconds.items()}
 assert milliseconds["sparsescan"] < milliseconds["a loop in PyTorch"] / 5
 
 # %%
-# The upper panel shows a sequence that the network has not been trained on. Bars are the pulses of
-# each input, the line is the output, and the dashed line is the last pulse, which the output should
-# be.
+# The upper panel shows a sequence that was not used for training. Bars are the pulses of each
+# input, the line is the output, and the dashed line is the last pulse, the right answer.
 
 fig, axes = plt.subplot_mosaic(
     [["memory", "memory"], ["loss", "time"]],

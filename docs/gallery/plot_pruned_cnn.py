@@ -70,9 +70,9 @@ for name, param in model.named_parameters():
 # %%
 # Time by density
 # ---------------
-# ``convert`` puts the same step behind the model's ``forward`` and ``backward``, where a quarter of
-# the weights or fewer are kept; a denser model it leaves alone. Both take turns, with one thread
-# each, and the fastest call of each counts.
+# If at most a quarter of the weights are kept, ``convert`` runs the same step in the model's
+# ``forward`` and ``backward``. It leaves a denser model alone. Both models take turns, with one
+# thread each, and the fastest call of each counts.
 
 print(convert(model))
 

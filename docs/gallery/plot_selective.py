@@ -2,9 +2,9 @@
 A small selective state space model on a CPU
 ============================================
 
-A state space model keeps what it has read in states that decay. If steps have one size for all
-inputs, states forget by a clock. In Mamba (Gu and Dao, 2023) an input sets the size of its own
-step: a large one writes it down and forgets what was there, and one of 0 leaves the states alone.
+A state space model keeps what it has read in states that decay. If all steps have one size, states
+decay at a fixed rate. In Mamba (Gu and Dao, 2023) each input sets the size of its own step. A large
+step stores the input and forgets the old state; a step of size 0 leaves the state unchanged.
 ``sparsescan.torch.selective_scan`` is that scan, with the arguments of mamba-ssm's
 ``selective_scan_fn``, for CPUs.
 """
@@ -41,8 +41,8 @@ def sequences(batch=BATCH):
 # %%
 # The model
 # ---------
-# One block of Mamba, without its convolution. The model that it is compared with has step sizes,
-# and matrices ``B`` and ``C``, that are parameters: the same for all inputs.
+# The model is one block of Mamba, without its convolution. In the model for comparison, step sizes
+# and the matrices ``B`` and ``C`` are parameters: the same for all inputs.
 
 CHANNELS, STATES = 32, 8
 

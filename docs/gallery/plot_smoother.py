@@ -56,7 +56,7 @@ for t in range(T):
 # %%
 # The filter
 # ----------
-# Its mean is the prediction, corrected by the gain times what was not predicted,
+# Its mean is the prediction, corrected by the gain times the prediction error,
 #
 # .. math:: m_t = (I - K_t H_t)\, m_{t-1} + K_t y_t,
 #
@@ -111,8 +111,8 @@ print(f"largest difference: {difference:.1e}")
 assert difference < 1e-9
 
 # %%
-# For comparison, colours can be interpolated along the row, each for itself. That leaves the noise,
-# and makes no use of the correlation between colours.
+# For comparison, each colour can be interpolated along the row separately. That leaves the noise,
+# and does not use the correlation between colours.
 
 interpolated = np.empty_like(truth)
 for row in range(B):

@@ -101,8 +101,8 @@ plt.show()
 # surrogate, takes its place: by default that of an arctangent,
 # :math:`1 / (1 + (\pi (u - \vartheta))^2)`.
 #
-# Rates of decay are trained, too. In the catalogue all neurons of a layer share them; a class that
-# inherits gives each neuron its own. :func:`sparsescan.torch.module` makes layers of such neurons:
+# Decay rates are trained too. In the catalogue all neurons of a layer share them; a derived class
+# can give each neuron its own rate. :func:`sparsescan.torch.module` makes layers of such neurons:
 # modules that take whole sequences, where those of snnTorch are called once for each step.
 
 
@@ -217,9 +217,9 @@ for name, each in seconds.items():
 assert min(seconds["the module"]) < min(seconds["the loop"])
 
 # %%
-# The panels show sequences that the network has not been trained on: hidden spikes for one of each
-# pattern, in the colour of that pattern, and how the output counts the second one. The right panel
-# shows the course of the training.
+# The panels show sequences that were not used for training: hidden spikes for one sequence of each
+# pattern, in the colour of that pattern, and the output's counts for the second one. The right
+# panel shows the course of the training.
 
 fig, (raster, counts, course) = plt.subplots(1, 3, figsize=(9, 3.2), layout="constrained")
 for k, color in enumerate(COLORS):

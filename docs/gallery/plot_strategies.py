@@ -26,8 +26,8 @@ print(comparison)
 # %%
 # Over the number of workers
 # --------------------------
-# A strategy that chooses for each layer cannot be worse than one that is the same for all. The
-# stack on the right shows where the time of a step goes with sixteen workers.
+# A strategy that chooses for each layer cannot be worse than one with the same choice for all
+# layers. The stack on the right shows where the time of a step goes with sixteen workers.
 
 shown = {
     "per layer": ("#d55e00", "o"),

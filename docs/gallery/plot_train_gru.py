@@ -1,5 +1,5 @@
 """
-Train a GRU on long sequences, beside PyTorch
+Train a GRU on long sequences, versus PyTorch
 =============================================
 
 ``sparsescan.torch.GRU`` takes the place of ``torch.nn.GRU``: it has the same parameters, arguments
@@ -74,7 +74,7 @@ for name, (losses, _) in runs.items():
     print(f"{name:<11}{len(losses):>4} batches, loss {losses[0]:.3f} to {losses[-1]:.3f}")
 
 # %%
-# As long as both train, both have the same losses, but for rounding. Only the clock differs.
+# While both train, both have the same losses, up to rounding. Only the clock differs.
 
 (theirs, their_seconds), (ours, our_seconds) = runs.values()
 both = min(len(ours), len(theirs), 20)  # rounding grows slowly

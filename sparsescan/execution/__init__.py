@@ -1,1 +1,1 @@
-"""Everything that a program runs in: memory, tables, threads, launches."""
+"""What a program needs to run: memory, tables, threads, launches."""

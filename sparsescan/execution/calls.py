@@ -1,4 +1,4 @@
-"""Memory for kernels, and calls of them: made at once, or noted by who takes the place of this."""
+"""Memory for kernels, and calls of kernels: made at once, or recorded by a subclass."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ Array = NDArray[Any]
 Task = Callable[[], None]
 
 LINE = 64  # bytes of a cache line, which no vector crosses: two take twice as long to load
-# Bytes from which the memory of a result is kept: the system takes it back when it is free, and to
-# touch new memory takes as long as a whole pass. And of how many results, by turns.
+# From this many bytes on, the memory of a result is kept for reuse: the system would take it back
+# when it is free, and touching new memory takes as long as a whole pass. And how many results keep
+# their memory, in turn.
 LARGE, _TURNS = 1 << 16, 2
 
 
@@ -47,7 +48,7 @@ def _references(rooms: list[Array], place: int) -> int:
     return sys.getrefcount(room)
 
 
-# What is counted where nothing but the list has it.
+# The reference count of an array that only the list holds.
 _ALONE = _references([np.empty(0)], 0)
 
 
@@ -68,7 +69,7 @@ class Calls:
         kernel(*arguments)
 
     def together(self, tasks: Sequence[Task]) -> None:
-        """Call functions that launch kernels, and do not wait for each other."""
+        """Call functions that launch kernels and are independent of each other."""
         call_all(tasks)
 
     def zeros(self, count: int, dtype: DTypeLike) -> Array:
@@ -80,9 +81,9 @@ class Calls:
         return aligned_zeros(count, dtype)
 
     def result(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        """Return memory for what the caller gets, by a name that no other result has.
+        """Return memory for a result of the caller, by a unique name.
 
-        It is that of an earlier result which nobody has any more, nor any view of it.
+        It reuses an earlier result's memory, if nobody holds that result or a view of it.
         """
         dtype = np.dtype(dtype)
         size = math.prod(shape) * dtype.itemsize + LINE
@@ -93,7 +94,7 @@ class Calls:
             rooms.clear()
         free = [k for k in range(len(rooms)) if _references(rooms, k) == _ALONE]
         if not free:
-            # The oldest is the caller's alone from now on.
+            # From now on only the caller holds the oldest one.
             rooms[:] = [*rooms, np.empty(size, np.uint8)][-_TURNS:]
         return _within(rooms[free[0] if free else -1], shape, dtype)
 
@@ -106,5 +107,5 @@ class Calls:
         return room if len(room) >= count else self.room(count, dtype)
 
     def give_back(self, room: Array) -> None:
-        """Let others have what was borrowed."""
+        """Return borrowed memory."""
         self._rooms.append(room)

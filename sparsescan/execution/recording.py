@@ -1,8 +1,8 @@
-"""Kernel calls recorded once for arrays of some shapes, which compiled code makes again.
+"""Kernel calls, recorded once for arrays of some shapes, and replayed by compiled code.
 
-A :class:`Recorder` takes the place of :class:`Calls`. It hands out arrays at addresses where no
-memory is, and finds these addresses among the arguments of kernels, which it does not call. A
-:class:`Recording` is what it has noted. That needs no Python to run, and so no GIL.
+A :class:`Recorder` replaces :class:`Calls`. It hands out arrays at addresses without memory, and
+finds these addresses among the arguments of kernels, which it does not call. A :class:`Recording`
+holds the recorded calls. It runs without Python, and so without the GIL.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from .threads import replay, thread_count
 
 Array = NDArray[Any]
 
-# The arrays that a recorder hands out begin with multiples of this. No memory is there, and no
-# other number among the arguments of kernels is as large.
+# Arrays of a recorder begin at multiples of this number. No memory is there, and no other number
+# among the arguments of kernels is as large.
 _SPACE = 1 << 48
-# Bytes behind the end that kernels may read, and do not use: a few tiles of vectors.
+# Bytes after the end that kernels may read without using them: a few tiles of vectors.
 _MARGIN = 1 << 13
-# How many times the usual seconds, and seconds more, a replay takes if threads wait for other
-# programs; and how many of the next have one thread at most.
+# A replay that takes this many times the usual time, plus these seconds, has waited for other
+# programs; and the most replays after it that run on one thread.
 _CROWDED, _LATE, _MOST_ALONE = 3, 3e-4, 64
-# Groups of members for each thread, since some come late.
+# Groups of members per thread, since some threads come late.
 _TURNS = 4
 
 
 class Space:
-    """Memory that recorded kernels work in: one array, whose size is known at the end.
+    """Work memory of recorded kernels: one array, whose size is known at the end.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class Space:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Give back what the block takes."""
+        """Give back everything that the block takes."""
         end = self._end
         yield
         self._end = end
@@ -89,14 +89,14 @@ class Recording:
     phases : list of list of list of tuple
         Pairs of a function and the words of its arguments, in strands, in phases.
     read : object
-        What must be there as long as the calls are made.
+        Objects that must live as long as the recording.
     results : sequence of Result
-        What the calls write for the caller, in arrays behind all others.
+        What the calls write for the caller, in arrays after all others.
 
     Attributes
     ----------
     header : ndarray of int64
-        Where all that a replay reads is in memory, as :data:`Header` says.
+        The addresses of everything that a replay reads, see :data:`Header`.
     width : int
         Strands of the widest phase.
     words : int
@@ -135,7 +135,7 @@ class Recording:
         self.words = Control.SIZE + len(words)
 
     def then(self, other: Recording, own: Sequence[int], others: Sequence[int]) -> Recording:
-        """Return these calls and then those of another recording, whose results it has.
+        """Return these calls followed by those of another recording, with its results.
 
         Parameters
         ----------
@@ -160,17 +160,17 @@ class Recording:
         return Recording(phases, (self._read, other._read), other.results)
 
     def members(self, count: int, nbytes: Sequence[int], scratch: Collection[int]) -> Recording:
-        """Return these calls for so many members, which threads share.
+        """Return these calls for `count` members, which threads share.
 
         Parameters
         ----------
         count : int
-            How many members there are. Each has arrays of its own, one behind the other.
+            How many members there are. Each has its own arrays, one after the other.
         nbytes : sequence of int
             The bytes of the array of one member, for each array of a replay.
         scratch : collection of int
-            The numbers of memory that is not read later, of which there is one for each of
-            :func:`groups_of` members.
+            The numbers of memory that is not read later; each group of :func:`groups_of` members
+            has one.
         """
 
         def moved(
@@ -191,7 +191,7 @@ class Recording:
                 [moved(strand, k, k) for k in range(count) for strand in phase]
                 for phase in self._phases
             ]
-        else:  # nobody waits for others, and what a thread has written is near
+        else:  # no thread waits, and a thread's data stays in its cache
             strands = [strand for phase in self._phases for strand in phase]
             calls = [call for strand in strands for call in strand]
             members = [range(count * k // groups, count * (k + 1) // groups) for k in range(groups)]
@@ -206,7 +206,7 @@ class Recording:
 
     @property
     def threads(self) -> int:
-        """How many threads are of use."""
+        """How many threads are useful."""
         return 1 if self.width == 1 else min(self.width, thread_count())
 
     def run(self, arrays: Sequence[Array]) -> None:
@@ -216,9 +216,9 @@ class Recording:
     def run_at(self, addresses: Sequence[int]) -> None:
         """Make the calls with arrays at addresses.
 
-        Where other programs use the cores, threads that wait for each other wait for these, too.
-        After a replay that took much longer than others, the next ones have one thread: twice as
-        many each time that this happens again.
+        If other programs use the cores, threads that wait for each other also wait for those. After
+        a replay that took much longer than usual, the next replays run on one thread; their number
+        doubles each time this happens again.
         """
         control, parts = np.empty(self.words, np.int64), self.threads
         if self._alone:
@@ -233,19 +233,19 @@ class Recording:
                 self._pause = min(2 * self._pause, _MOST_ALONE)
             else:
                 self._pause = 1
-            # A time of long ago says less: the usual one grows a little with each replay.
+            # Old measurements count less: the usual time grows a little with each replay.
             self._usual = min(taken, 1.01 * self._usual)
         if control[Control.FAILED]:
             raise RuntimeError("a kernel has failed")
 
 
 def groups_of(count: int) -> int:
-    """Return in how many groups members are that have memory together, one after the other."""
+    """Return the number of groups of members that share scratch memory."""
     return min(count, _TURNS * thread_count())
 
 
 class Recorder(Calls):
-    """Note calls of kernels.
+    """Record calls of kernels.
 
     Parameters
     ----------
@@ -270,14 +270,14 @@ class Recorder(Calls):
         self._strand: list[tuple[int, list[int]]] | None = None
 
     def array(self, number: int, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        """Return what stands for a contiguous array of the caller, which has this number."""
+        """Return a placeholder for a contiguous array of the caller, with this number."""
         return array_at_address((number + 1) * _SPACE, shape, dtype)
 
     def launch(self, kernel: Callable[..., None], *arguments: Any) -> None:
-        """Note the call of a kernel."""
+        """Record the call of a kernel."""
         words: list[int] = []
         kinds = _unpack(arguments, words, self._known)
-        # Tables among them are read by each replay.
+        # Each replay reads the tables among them.
         self._read.append(arguments)
         self._open_strand().append((_entry(kernel, kinds, arguments), words))
 
@@ -288,7 +288,7 @@ class Recorder(Calls):
         return self._strand
 
     def together(self, tasks: Sequence[Task]) -> None:
-        """Note the calls that functions make, as strands of a phase."""
+        """Record the calls of functions, as strands of a phase."""
         phase: list[list[tuple[int, list[int]]]] = []
         with self._space.borrowed():
             for task in tasks:
@@ -299,29 +299,29 @@ class Recorder(Calls):
         self._strand = None
 
     def zeros(self, count: int, dtype: DTypeLike) -> Array:
-        """Return what stands for zeros, and note that they are written."""
+        """Return a placeholder for zeros, and record that they are written."""
         array = self.room(count, dtype)
         self.launch(fill_with, array, 0)
         return array
 
     def room(self, count: int, dtype: DTypeLike) -> Array:
-        """Return what stands for memory."""
+        """Return a placeholder for memory."""
         return self._space.take(count, dtype)
 
     def result(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        """Return what stands for an array that the caller gets."""
+        """Return a placeholder for an array that the caller gets."""
         self.results.append(Result(name, shape, np.dtype(dtype)))
         return self.array(self._first + len(self.results) - 1, shape, dtype)
 
     def borrow(self, count: int, dtype: DTypeLike) -> Array:
-        """Return what stands for memory that no other strand of the phase has."""
+        """Return a placeholder for memory that no other strand of the phase uses."""
         return self.room(count, dtype)
 
     def give_back(self, room: Array) -> None:
-        """Do nothing: the phase gives back all at its end."""
+        """Do nothing: the phase gives everything back at its end."""
 
     def recording(self) -> Recording:
-        """Return what was noted."""
+        """Return the recording."""
         return Recording([phase for phase in self._phases if phase], self._read, self.results)
 
 
@@ -329,7 +329,7 @@ class Recorder(Calls):
 
 
 def _renumbered(word: int, numbers: Sequence[int]) -> int:
-    """Return a word, which may be an address in an array that has a new number."""
+    """Return a word; an address in an array is changed to the array's new number."""
     if word < _SPACE:
         return word
     return (numbers[word // _SPACE - 1] + 1) * _SPACE + word % _SPACE
@@ -345,8 +345,8 @@ def _unpack(
 ) -> tuple[Any, ...]:
     """Add the words of arguments, as Numba passes them: tuples and arrays as their parts.
 
-    Return a key, which arguments of two types of Numba never share; the types themselves take far
-    longer to find. `known` has this of tuples that have come before, by their addresses.
+    Return a key that is different for arguments of different Numba types; the types themselves take
+    far longer to find. `known` caches the keys of tuples, by their addresses.
     """
     kinds: list[Any] = [type(values)]
     for value in values:
@@ -390,7 +390,7 @@ def _entry(kernel: Any, kinds: Any, arguments: tuple[Any, ...]) -> int:
 
 
 def _compile_entry(compiled: Any) -> int:
-    """Return the address of the function, which LLVM makes in a hurry: it only loads and calls."""
+    """Return the address of the function, compiled fast: it only loads words and calls."""
     context, about = compiled.target_context, compiled.fndesc
     word = ir.IntType(64)
     lines = [f"%words = inttoptr i64 %0 to {word.as_pointer()}"]
@@ -426,7 +426,7 @@ def _compile_entry(compiled: Any) -> int:
 
 @functools.cache
 def _engine() -> Any:
-    """Return what entries are compiled by, without optimisation."""
+    """Return the engine that compiles entries, without optimisation."""
     target = binding.Target.from_default_triple()
     machine = target.create_target_machine(opt=0, jit=True)
     return binding.create_mcjit_compiler(binding.parse_assembly(""), machine)

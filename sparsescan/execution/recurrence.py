@@ -26,8 +26,8 @@ Shape = tuple[int, ...]
 
 # Multiply-adds that are worth another thread.
 _GRAIN = 1 << 17
-# Bytes of the matrices of a step that are worth another thread: in smaller pieces of memory, of
-# which each thread skips those of others, two are no faster than one.
+# Bytes of the matrices of a step that are worth another thread. If each thread skips the smaller
+# pieces of the others, two threads are no faster than one.
 _PIECE = 1 << 15
 
 
@@ -65,7 +65,7 @@ class Matrices(NamedTuple):
         return len(self.values) == 1 != self.steps
 
     def adjoint(self, *, conjugated: bool) -> Matrices:
-        """Return what gradients go through: from the last step to the first, and transposed."""
+        """Return the matrices for gradients: transposed, from the last step to the first."""
         return self._replace(
             values=self.values[::-1],
             transposed=not self.transposed,
@@ -139,7 +139,7 @@ def write_outer_products(
     *,
     conjugated: bool,
 ) -> None:
-    """Write the gradients in the matrices: outer products of vectors, where the pattern is.
+    """Write the gradients in the matrices: the entries of outer products in the pattern.
 
     Parameters
     ----------
@@ -148,11 +148,11 @@ def write_outer_products(
     matrices : Matrices
         The matrices ``A_1, …, A_T``.
     grads, states : ndarray, shape (T, size) or (T, batch, size)
-        The gradients in the states through all that follows, and the states.
+        The gradients in the states, including all later steps, and the states.
     start : ndarray, shape (size,) or (batch, size)
         The state ``y_0``.
     out : ndarray, shape (T, nnz) or (T, batch, nnz)
-        What is written, in the form of the values; summed over samples, and steps, that share the
+        The result, in the form of the values, summed over samples and steps that share the
         matrices.
     conjugated : bool
         Whether products are with the conjugates of the states.
@@ -177,13 +177,13 @@ def write_outer_products(
 
 
 def _signs(dtype: np.dtype[Any], *, conjugated: bool) -> Array:
-    """Return a vector of what the kernels multiply imaginary parts by."""
+    """Return the vector by which kernels multiply imaginary parts."""
     real = np.dtype(np.float32 if dtype.itemsize == 8 else np.float64)
     return np.full(lanes(real), -1 if conjugated else 1, real)
 
 
 def _steps(matrices: Matrices, offsets: Array | None, start: Array, out: Array) -> Steps:
-    """Return what the kernels are told."""
+    """Return the arguments of the kernels."""
     pattern = matrices.pattern
     is_csr = pattern.kind == "general"
     # Read-only as a pattern's: no other kernels are compiled for it.
@@ -212,7 +212,7 @@ def _stack(array: Array) -> Stack:
 
 
 def _flattened(steps: Steps, samples: int) -> tuple[Steps, int]:
-    """Return the same with all samples as one, if they lie end to end."""
+    """Return the arrays with all samples joined into one, if they are contiguous."""
     row = steps.size * steps.like.itemsize
     stacks = [steps.values, steps.states, steps.start]
     stacks += [steps.offsets] if steps.offsets.at else []
@@ -225,7 +225,7 @@ def _flattened(steps: Steps, samples: int) -> tuple[Steps, int]:
 def _share(
     calls: Calls, call: Callable[[int, int], None], count: int, threads: int, least: int
 ) -> None:
-    """Share out `count` things, in ranges of a multiple of `least`."""
+    """Divide `count` items among threads, in ranges of multiples of `least`."""
     parts = max(1, min(threads, count // least))
     ends = [count * k // parts // least * least for k in range(parts)] + [count]
     calls.together([partial(call, ends[k], ends[k + 1]) for k in range(parts)])

@@ -1,4 +1,4 @@
-"""A recording with memory for its results, which is used again when nobody has them any more."""
+"""A recording with memory for its results, which is reused once nobody holds them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Replay:
     recording : Recording
         The recording.
     direct : Calls
-        What gives memory to large results.
+        Provides memory for large results.
     """
 
     def __init__(self, recording: Recording, direct: Calls) -> None:
         self._calls, self._recording = direct, recording
-        # Where small results begin in memory that they share; None where it is a large one's own.
+        # Where small results begin in their shared memory; None for large ones.
         self._places, self._shared = list[int | None](), 0
         for each in recording.results:
             size = math.prod(each.shape) * each.dtype.itemsize

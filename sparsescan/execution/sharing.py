@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def quiet(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Let a function overflow or divide by 0 without warnings: ∞ and NaN say so, as in PyTorch."""
+    """Let a function overflow or divide by 0 without warnings, as in PyTorch."""
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -24,7 +24,7 @@ _KEPT = 4
 
 
 class Given(NamedTuple):
-    """All that a run reads for the steps that it solves with.
+    """What a run reads for the steps that it solves with.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class Given(NamedTuple):
     local : callable
         Returns what is added to the `k`-th gradient, or None.
     name : callable
-        Returns what errors call the `k`-th Jacobian.
+        Returns the name of the `k`-th Jacobian in errors.
     """
 
     values: Callable[[int], Array]
@@ -42,7 +42,7 @@ class Given(NamedTuple):
 
 
 def solves_bytes(matrices: Iterable[Factorisation], itemsize: int, batch: int, threads: int) -> int:
-    """Return bytes that factors of SuperLU take, at most, as if all matrices differed."""
+    """Return a bound on the bytes of SuperLU's factors, as if all matrices differed."""
     matrices = [form for form in matrices if not form.is_compiled]
     each = [
         form.nbytes(itemsize) + (itemsize * form.places.size) * 3 + itemsize * form.size
@@ -55,17 +55,17 @@ def solves_bytes(matrices: Iterable[Factorisation], itemsize: int, batch: int, t
 
 
 def _capacity(threads: int) -> int:
-    """Return how many matrices have factors at a time."""
+    """Return how many matrices keep factors at the same time."""
     return threads + _KEPT
 
 
 def is_long(form: Factorisation) -> bool:
-    """Return whether a factorisation is worth a thread of its own, and lets other threads run."""
+    """Return whether a factorisation is worth its own thread, and releases the GIL."""
     return not form.is_compiled and form.multiply_adds + 400 * form.size > _LONG
 
 
 class _Factors:
-    """The factors of one matrix, or of one for each sample, and the values that they are of."""
+    """The factors of one matrix, or one per sample, and the values that were factorised."""
 
     def __init__(self, form: Factorisation, values: Array, some: bytes) -> None:
         self.form, self.values, self._some = form, values, some
@@ -78,7 +78,7 @@ class _Factors:
         self.solvers[sample] = factorise(self.form, values)
 
     def are_of(self, form: Factorisation, values: Array, some: bytes) -> bool:
-        """Return whether these are the factors of matrices with these bits, some of them given."""
+        """Return whether these are the factors of matrices with exactly these values."""
         mine = self.values
         if form is not self.form or some != self._some or values.shape != mine.shape:
             return False
@@ -89,8 +89,8 @@ class _Factors:
 class Solves:
     """The steps of a program that SuperLU solves with, and factors that are kept from run to run.
 
-    Nothing that the caller may change is read twice: the values of a matrix are copied, and the
-    copy is compared with those whose factors are there, or factorised.
+    Memory that the caller may change is read only once: the values of a matrix are copied. The copy
+    is compared with factorised matrices, and factorised if it is new.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class Solves:
         self._by_key: dict[tuple[int, ...], _Factors] = {}
 
     def begin(self, inclusive: bool, n: int) -> None:
-        """Start a run, in which equal addresses are equal matrices."""
+        """Start a run. Within it, equal addresses mean equal matrices."""
         self._by_key = {}
         leaves = self._leaves[self._nodes].tolist()
         self._keys = {
@@ -144,7 +144,7 @@ class Solves:
             y += local.reshape(y.shape)
 
     def _upcoming(self, k: int) -> list[int]:
-        """Return the Jacobian, and later ones of other matrices, that threads take at once."""
+        """Return the Jacobian, and later ones with other matrices, for threads to factorise."""
         if not is_long(self._forms[k]):
             return [k]
         new: dict[tuple[int, ...], int] = {}
@@ -160,7 +160,7 @@ class Solves:
         return list(new.values())
 
     def _factorise(self, nodes: Sequence[int], given: Given) -> None:
-        """Make factors of these Jacobians, if there are none of their values."""
+        """Factorise these Jacobians, unless factors of their values exist."""
         new: list[tuple[_Factors, int]] = []
         while len(self._kept) > _capacity(self._threads) - len(nodes):
             # Addresses of this run may still lead there.
@@ -188,7 +188,7 @@ class Solves:
                 for factors, sample in new:
                     factors.make(sample)
         except BaseException:
-            # Those that were not made must not be taken for those of a singular matrix.
+            # Factors that were not made must not look like those of a singular matrix.
             self._kept, self._by_key = [], {}
             raise
 
@@ -203,7 +203,7 @@ def singular(name: str, sample: int | None) -> SingularMatrixError:
 
 
 def factorise(form: Factorisation, values: Array) -> Solver | None:
-    """Return what solves with a matrix of these values; None if it is singular.
+    """Return a solver for the matrix with these values; None if it is singular.
 
     Parameters
     ----------
@@ -217,7 +217,7 @@ def factorise(form: Factorisation, values: Array) -> Solver | None:
     # Few programs solve.
     from scipy.sparse.linalg import splu
 
-    # A matrix in rows is its transpose in columns, in which SuperLU solves with the transpose.
+    # The CSR arrays are the CSC arrays of the transpose; SuperLU solves with its transpose.
     shape = form.size, form.size
     matrix = sp.csc_array((values[form.places], form.indices, form.indptr), shape=shape)
     try:

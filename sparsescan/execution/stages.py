@@ -12,20 +12,19 @@ from ..kernels.cpu.tables import LANES, Op, Stage, Work
 from ..symbolic.program import Program
 from .sweeps import sweep_nanoseconds
 
-# Bytes of the tables of a stage, at most.
+# The most bytes of the tables of a stage.
 STAGE_BYTES = 128
-# Nanoseconds of a multiply-add, by the kind of the matrix that a row is read from; roughly, since
-# they only decide how work is cut up.
+# Rough nanoseconds of a multiply-add, by the kind of matrix: they only decide how work is cut.
 _NANOSECONDS = {"dense": 0.2, "general": 0.5, "diagonal": 0.5}
 # Nanoseconds of a multiply-add for each of the samples that share a matrix.
 _SHARED = 0.2
-# Nanoseconds of work below which more threads cost more than they save: for a run, which has to
-# wake them, and for a block of the rows of one operation, after which they meet.
+# Nanoseconds of work below which more threads do not pay: for a run, which has to wake them, and
+# for a block of rows of one operation, after which they meet.
 RUN_GRAIN = 200_000
 ROW_GRAIN = 10_000
-# Bytes of a step below which its samples are not shared out: threads that skip through memory in
-# pieces this small take longer than one that reads on (half as fast with pieces of 13 kB, from
-# 25 to 75 MB, on the machine of bench/results).
+# Samples of a step with fewer bytes are not divided among threads: threads that skip through memory
+# in such small pieces are slower than one thread that reads on (half as fast with pieces of 13 kB,
+# from 25 to 75 MB, on the machine of bench/results).
 _BLOCK_BYTES = 32_768
 
 
@@ -35,14 +34,14 @@ class ProgramPiece(NamedTuple):
     Attributes
     ----------
     kind : {"stages", "sweep", "solve"}
-        Whether threads share a few stages; compiled code runs operations one after the other; or
-        SuperLU solves, for one operation.
+        "stages": threads share a few stages. "sweep": compiled code runs operations one by one.
+        "solve": SuperLU solves, for one operation.
     first, last : int
         Number of the first operation, and of the last plus one.
     stages : tuple of int
         Number of the first stage, and of the last plus one.
     nanoseconds : float
-        About what they take one thread.
+        The approximate time on one thread.
     """
 
     kind: Literal["stages", "sweep", "solve"]
@@ -55,7 +54,7 @@ class ProgramPiece(NamedTuple):
 class Stages:
     """How the levels of a program are cut into units for some threads.
 
-    Nothing here changes a result: units only say who computes what.
+    Units only say which thread computes what; they do not change results.
 
     Attributes
     ----------
@@ -70,7 +69,7 @@ class Stages:
         ops = program.ops
         vector = ops[:, Op.VECTOR] == 1
         self._width = np.where(vector, batch, widths[np.where(vector, 0, ops[:, Op.OUT])])
-        # A product in the scratch of a thread is made and read by that thread.
+        # The thread that makes a product in its scratch also reads it.
         self._in_scratch = np.zeros(len(ops), bool)
         self._in_scratch[~vector] = program.slots[ops[~vector, Op.OUT] - program.n] >= 0
         self._rows: list[tuple[int, int, int, int]] = []
@@ -83,7 +82,7 @@ class Stages:
         self._bytes = (nnz * np.where(widths > 1, widths, 0) * itemsize)[ops[:, Op.RIGHT]]
         rate = np.array([_NANOSECONDS[pattern.kind] for pattern in program.patterns])
         cost = program.work * self._width * rate[ops[:, Op.RIGHT]]
-        # Steps that samples share are read once for several of them.
+        # A step that samples share is read once for several samples.
         few = np.array([pattern.kind != "diagonal" for pattern in program.patterns])
         few[program.n :] = False
         self._shared = vector & (few & (widths == 1))[ops[:, Op.RIGHT]] & (batch > 2)
@@ -108,8 +107,8 @@ class Stages:
     def _around_solves(self, widths: NDArray[np.int64], batch: int, threads: int) -> None:
         """Cut a program into pieces, which has one level and no products.
 
-        Threads are woken for long stretches of Jacobians only. Where stages run the last operation,
-        which only an inclusive scan has, they run no other.
+        Threads are woken only for long stretches of Jacobians. The last operation, which only an
+        inclusive scan has, gets its own stages.
         """
         solved, time = self._program.solved, self._cost.copy()
         last = len(time) - 1
@@ -178,7 +177,7 @@ class Stages:
         return bool(busy.max() <= 1.25 * busy.mean())
 
     def _blocks(self, runs: NDArray[np.int64], threads: int) -> int:
-        """Return blocks of samples into which every run of a level is cut."""
+        """Return the blocks of samples into which every run of a level is cut."""
         blocks = min(int(self._width[runs[:, 1] - 1].max()), -(-threads // len(runs)))
         level = slice(runs[0, 0], runs[-1, 1])
         read, cost, shared = self._bytes[level], self._cost[level], self._shared[level]

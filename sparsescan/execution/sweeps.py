@@ -1,4 +1,4 @@
-"""Sweeps over steps that are solved with by LAPACK's methods, in compiled code."""
+"""Sweeps over steps with solves by LAPACK's methods, in compiled code."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _ROW, _MULTIPLY_ADD = 10, 0.3
 
 
 def sweep_nanoseconds(form: Factorisation, matrices: int, batch: int) -> float:
-    """Return about what it takes to factorise these matrices, and to solve for all samples."""
+    """Return the approximate time to factorise these matrices and solve for all samples."""
     factorising = _ROW * form.size + _MULTIPLY_ADD * form.multiply_adds
     solving = _ROW * form.size + _MULTIPLY_ADD * form.solve_multiply_adds
     return matrices * factorising + batch * solving
 
 
 def sweep_bytes(matrices: Iterable[Factorisation], itemsize: int, batch: int) -> int:
-    """Return bytes of the factors that are kept, at most, and of the tables of sweeps."""
+    """Return a bound on the bytes of the kept factors and of the tables of sweeps."""
     forms = [form for form in matrices if form.is_compiled]
     values, rows = _sizes(forms)
     kept = min(_KEPT, len(forms))
@@ -64,8 +64,8 @@ class Sweeps:
     Attributes
     ----------
     threads : int
-        Blocks into which the samples are cut, for as many threads. There is one if any matrix is
-        shared by the samples, since LAPACK's routines then take all of them at once.
+        Blocks of samples, one per thread. There is only one block if samples share any matrix,
+        since LAPACK's routines then solve for all samples at once.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class Sweeps:
     def run(
         self, tables: Tables, first: int, last: int, nanoseconds: float
     ) -> tuple[int, int] | None:
-        """Make the gradients behind Jacobians `first` to ``last - 1``.
+        """Make the gradients after Jacobians `first` to ``last - 1``.
 
-        Return the first of them that is singular, and the sample in which it is; None if none is.
+        Return the first singular one, and its sample; None if none is singular.
         """
         about, failed = self._tables.about, self._tables.failed
         about[[About.NEXT, About.FIRST, About.LAST]] = 0, first, last

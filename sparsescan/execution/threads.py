@@ -1,11 +1,11 @@
 """Worker threads for kernels that release the GIL.
 
-Numba's own layers would do for one caller, but workqueue must not be entered by two threads at once
-and GNU OpenMP must not be used after a fork. These are plain Python threads: a kernel does not need
-all of them to come, so callers share them without waiting for each other, and a forked child starts
-its own. A thread that sleeps takes long to wake up, beside the calls of a small network's training
-step. So one that has nothing to do looks out for the next call for a while, and who waits for the
-end of a call does so, too, both in compiled code that leaves the GIL to others.
+Numba's own threading layers do not fit: two threads must not enter workqueue at once, and GNU
+OpenMP must not be used after a fork. These are plain Python threads. A kernel does not need all of
+them, so callers share them without waiting for each other, and a forked child starts its own.
+Waking a sleeping thread takes long compared with the calls of a small network's training step. So
+an idle thread spins for a while, looking for the next call. A caller that waits for the end of a
+call spins too. Both do so in compiled code, without the GIL.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Array = NDArray[Any]
 
 # Nanoseconds of predicted work above which the main thread only waits, so that it sees signals.
 LONG = 50_000_000
-# Nanoseconds that threads look out for each other before they sleep, and those in which a caller
-# comes from posting a call to its own part of the work.
+# Nanoseconds that threads spin before they sleep, and the nanoseconds from posting a call to the
+# caller's own part of the work.
 _AWAKE, _PAUSE = 200_000, 25_000
-# Words that no helper looks at.
+# Words that no helper reads.
 _NOBODY = np.zeros(WORDS, np.int64)
 
 
@@ -49,10 +49,10 @@ class Team(Protocol):
     """The threads of another library."""
 
     def __call__(self, work: Callable[[], None]) -> None:
-        """Call a function on each of them, and wait until all have returned."""
+        """Call a function on each thread, and wait until all have returned."""
 
     def call(self, function: int, argument: int) -> None:
-        """Do so with a compiled function of one word, by its address."""
+        """Do so with a compiled function of one word, given by its address."""
 
 
 def thread_count() -> int:
@@ -72,11 +72,10 @@ def work(
 ) -> None:
     """Call ``kernel(tables, i)`` on this thread with ``i = 0``, and on helpers that come in time.
 
-    Returns when none of them runs any more, whatever happens, since they write to memory that the
-    caller then frees. An exception in any of them, such as a lack of memory, stops the others and
-    is raised here; and so does an interrupt: Python raises it in the main thread, but not while
-    that is in compiled code, so for long work, as `nanoseconds` predicts it, a thread of its own
-    takes the place of the main one.
+    It returns only when no call runs any more, since calls write to memory that the caller then
+    frees. An exception in any call, such as a lack of memory, stops the others and is raised here.
+    So is an interrupt. Python cannot raise it while the main thread is in compiled code. So if
+    `nanoseconds` predicts long work, another thread works in place of the main thread.
     """
     if threads <= 1 and nanoseconds <= LONG:
         before = mode()
@@ -117,10 +116,9 @@ _lent = threading.local()
 
 @contextmanager
 def lent(team: Team | None) -> Iterator[None]:
-    """Let the threads of another library be the helpers of :func:`share`, on this thread.
+    """Use the threads of another library as helpers of :func:`share`, in this thread's calls.
 
-    Threads of OpenMP spin for a while when they have nothing to do, on cores that helpers of our
-    own would have to share with them.
+    Idle OpenMP threads spin for a while, on cores that our own helpers would need.
     """
     before = getattr(_lent, "team", None)
     _lent.team = team
@@ -133,7 +131,7 @@ def lent(team: Team | None) -> Iterator[None]:
 def share(call: Callable[[int], None], parts: int) -> None:
     """Call ``call(i)`` for every `i` below `parts`, on this thread and on helpers.
 
-    Each takes the next part that nobody has taken, so one that comes late delays nobody.
+    Each thread takes the next free part, so a late thread delays nobody.
     """
     if parts == 1:
         _flushed(call, 0)
@@ -157,7 +155,7 @@ def share(call: Callable[[int], None], parts: int) -> None:
                 end = 0
                 errors.append(error)
 
-        # Threads that the team starts for it have the mode of this one.
+        # Threads that the team starts inherit this thread's mode.
         team(partial(_flushed, work_off_or_end))
         if errors:
             raise errors[0]
@@ -179,14 +177,14 @@ def share(call: Callable[[int], None], parts: int) -> None:
 
 
 def replay(header: Array, arrays: Array, control: Array, parts: int) -> None:
-    """Make the calls of a recording, on this thread and on helpers, which need no GIL for that.
+    """Make the calls of a recording, on this thread and on helpers, without the GIL.
 
     Parameters
     ----------
     header, arrays, control : ndarray of int64
         The recording's words, the addresses of arrays, and room for the words of a replay.
     parts : int
-        How many threads are of use.
+        How many threads are useful.
     """
     team: Team | None = getattr(_lent, "team", None)
     if team is not None and parts > 1:
@@ -198,10 +196,10 @@ def replay(header: Array, arrays: Array, control: Array, parts: int) -> None:
 
 
 def _finish(calls: list[_PostedCall], begin: Callable[[], None], stop: Callable[[], None]) -> None:
-    """Do this thread's part of some work, which posts `calls`, and see that none of them runs on.
+    """Do this thread's part of some work, which posts `calls`, and wait until no call runs.
 
-    However often that is interrupted. If anything fails, the work is stopped, and the first
-    exception is raised. Calls that no helper has taken are not made.
+    Interrupts do not end the wait. If anything fails, the work is stopped, and the first exception
+    is raised. Calls that no helper has taken are dropped.
     """
     failure: BaseException | None = None
     has_begun = False
@@ -238,20 +236,20 @@ def _finish(calls: list[_PostedCall], begin: Callable[[], None], stop: Callable[
 
 
 def _call_help(calls: list[_PostedCall], call: Callable[..., None], *arguments: Any) -> bool:
-    """Add a call that a helper makes if one comes in time; False if there can be none."""
-    # It is added before it is posted or started, so that an interrupt in between finds it.
+    """Add a call for a helper that comes in time; False if there can be no helper."""
+    # Added before it is posted or started, so that an interrupt in between finds it.
     calls.append(_PostedCall(call, arguments))
     try:
         _helpers().post(calls[-1])
     except RuntimeError:
-        # No thread can be started, for example since the main one has ended: do without.
+        # No thread can start, for example because the main thread has ended: work without.
         calls.pop()
         return False
     return True
 
 
 def _start(calls: list[_PostedCall], call: Callable[..., None], *arguments: Any) -> bool:
-    """Add a call that is made at once, in a new thread; False if there can be none."""
+    """Add a call that a new thread makes at once; False if no thread can start."""
     calls.append(_PostedCall(call, arguments))
     try:
         threading.Thread(target=calls[-1].make, name="sparsescan-main").start()
@@ -273,14 +271,14 @@ def _guard(kernel: Callable[[Any, int], None], tables: Any, i: int) -> None:
 
 
 class _PostedCall:
-    """A call that another thread makes, unless the caller comes first and cancels it.
+    """A call for another thread, which the caller may cancel until it has begun.
 
     Attributes
     ----------
     error : BaseException or None
-        What it has raised.
+        The exception that the call raised.
     ended : ndarray of int64
-        Not 0 when it has ended, and the helper that made it has left the GIL to others.
+        Not 0 once the call has ended and its helper has released the GIL.
     """
 
     def __init__(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -292,12 +290,12 @@ class _PostedCall:
         self.ended = np.zeros(1, np.int64)
 
     def _goes_to(self, taker: str) -> bool:
-        """Return whether this one has asked for it first: an append cannot be interrupted."""
+        """Return whether this thread has claimed it first: an append cannot be interrupted."""
         self._takers.append(taker)
         return self._takers[0] == taker
 
     def make(self) -> None:
-        """Make it, unless it is cancelled, and keep nothing that it has used."""
+        """Make the call, unless it is cancelled, and drop everything it has used."""
         if not self._goes_to("helper") or self._work is None:
             return
         function, arguments = self._work
@@ -312,7 +310,7 @@ class _PostedCall:
             self._running.release()
 
     def cancel(self) -> bool:
-        """Return whether nobody makes it, or ever will."""
+        """Cancel the call; return False if a thread has begun it."""
         is_cancelled = self._goes_to("caller")
         if is_cancelled:
             self._work = None
@@ -348,21 +346,21 @@ class Crew:
         await_end(np.ones(1, np.int64), 0)
 
     def post(self, call: _PostedCall) -> None:
-        """Let the next free thread make a call; RuntimeError if there is none, nor can be."""
+        """Let the next free thread make a call; RuntimeError if no thread is free or can start."""
         self._posted.append(call)
         self._words[POSTED] = next(self._numbers)
         if self._words[WAITING] < len(self._posted):
             self._wake()
 
     def look_out(self, count: int) -> Array:
-        """Let so many threads look out for replays if there can be as many; return where."""
+        """Let `count` threads spin for replays, if as many can start; return their words."""
         with suppress(RuntimeError):
             for _ in range(count - int(self._words[WAITING])):
                 self._wake()
         return self._words
 
     def _wake(self) -> None:
-        """Let one more thread look out for calls, unless all do; RuntimeError if none can be."""
+        """Let one more thread wait for calls, unless all do; RuntimeError if none can start."""
         try:
             self._sleepers.pop().release()
         except IndexError:
@@ -383,7 +381,7 @@ class Crew:
                 self._threads.append(thread)
 
     def _work(self) -> None:
-        """Make calls, the oldest first, and sleep when there has been none for a while."""
+        """Make calls, the oldest first; sleep after a while without calls."""
         flush()
         asleep, ended = threading.Lock(), np.zeros(1, np.int64)
         asleep.acquire()
@@ -405,16 +403,16 @@ class Crew:
         """Wait until somebody releases the lock, which is then locked again."""
         self._sleepers.append(asleep)
         if self._posted or self._is_closed:
-            # That was before anybody could see that this thread sleeps.
+            # That release came before anybody could see this thread sleep.
             try:
                 self._sleepers.remove(asleep)
                 return
-            except ValueError:  # somebody has seen it
+            except ValueError:  # somebody saw it sleep
                 pass
         asleep.acquire()
 
     def close(self) -> None:
-        """Let all threads end, and wait for those that make no long call."""
+        """End all threads; wait for those that are not in a long call."""
         self._is_closed = True
         self._words[POSTED] = -1
         while self._sleepers:
@@ -437,13 +435,13 @@ def _helpers() -> Crew:
 
 @atexit.register
 def _close() -> None:
-    """Let no thread be in compiled code when the interpreter ends, which frees that."""
+    """Make sure that no thread runs compiled code when the interpreter ends and frees it."""
     if _crew is not None:
         _crew.close()
 
 
 def _renew() -> None:
-    """Start anew in a forked child, where the threads of the parent do not exist."""
+    """Reset in a forked child, where the parent's threads do not exist."""
     global _crew
     _crew = None
     global_compiler_lock.release()  # type: ignore[no-untyped-call]

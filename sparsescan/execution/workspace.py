@@ -25,7 +25,7 @@ from .threads import work
 
 KINDS = {"dense": Kind.DENSE, "general": Kind.CSR, "diagonal": Kind.DIAGONAL}
 
-# Bytes of tables and objects, at most: of a run, for a step, a product.
+# The most bytes of tables and objects: of a run, per step, per product.
 _RUN_BYTES, _STEP_BYTES, _PRODUCT_BYTES = 32_768, 1024, 3072
 
 # Values, exponents and local gradients of a product, with a row for each sample.
@@ -33,22 +33,22 @@ Parts = tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]]
 
 
 class WorkspaceMemory(NamedTuple):
-    """How much memory a run takes, and where in it every product lies: by counting alone.
+    """How much memory a run takes, and the place of every product in it, by counting only.
 
     Attributes
     ----------
     starts : ndarray of int64, shape (products, 3)
-        Where the values, exponents and local gradients of each product in a pool start.
+        The starts of the values, exponents and local gradients of each product in a pool.
     slot : tuple of int
-        Entries, columns and rows of the largest product in scratch, for which there are slots.
+        Entries, columns and rows of the largest product in scratch: the size of a slot.
     scratch : tuple of int
         Where the slots of thread 0 start among values, exponents and local gradients.
     sizes : tuple of int
         Elements of the pools, slots included: values, exponents, local gradients.
     accumulator : int
-        Columns of the widest product, which a thread adds up a row in.
+        Columns of the widest product: the size of a thread's accumulator of a row.
     lanes : int
-        Columns of the widest Jacobian that samples share, of which eight are interleaved.
+        Columns of the widest Jacobian that samples share; eight samples are interleaved for it.
     """
 
     starts: NDArray[np.int64]
@@ -95,11 +95,11 @@ class WorkspaceMemory(NamedTuple):
 
 
 def workspace_bytes(program: Program, dtype: np.dtype[Any], batch: int, threads: int) -> int:
-    """Return bytes that a program and a run of it take beside Jacobians and gradients, at most.
+    """Return a bound on the bytes of a program and a run, without Jacobians and gradients.
 
-    It counts as if every Jacobian differed between samples, with local gradients, and products that
-    leave the range of floating point; with the linear scan that is run if a value is not finite;
-    and with the factors of matrices to solve with that are kept.
+    It assumes that every Jacobian differs between samples, that there are local gradients, and that
+    products leave the range of floating point. It includes the linear scan that runs if a value is
+    not finite, and the kept factors of matrices to solve with.
     """
     patterns = set(program.patterns)
     batched = np.ones(len(program.patterns), bool)
@@ -107,7 +107,7 @@ def workspace_bytes(program: Program, dtype: np.dtype[Any], batch: int, threads:
     values, exponents, local = memory.sizes
     values += local + threads * (memory.accumulator + 8 * memory.lanes)
     if program.products:
-        # Both operands of a product, and the earlier one again, while they are scaled.
+        # Both operands of a product, and a second copy of the earlier one, during scaling.
         rows, cols = np.array([pattern.shape for pattern in program.patterns], np.int64).T
         nnz = np.array([pattern.nnz for pattern in program.patterns], np.int64)
         read = program.ops[program.ops[:, Op.VECTOR] == 0][:, [Op.LEFT, Op.RIGHT]]
@@ -128,7 +128,7 @@ def workspace_bytes(program: Program, dtype: np.dtype[Any], batch: int, threads:
 
 
 def table_bytes(n: int, products: int) -> int:
-    """Return bytes of tables and objects, at most, for so many steps and products."""
+    """Return a bound on the bytes of tables and objects for some steps and products."""
     return _RUN_BYTES + _STEP_BYTES * n + _PRODUCT_BYTES * products
 
 
@@ -148,11 +148,11 @@ class Workspace:
     batched : ndarray of bool, shape (n,)
         Which Jacobians differ between samples.
     local : bool
-        Whether there will be local gradients.
+        Whether there are local gradients.
     threads : int
         Threads that may take part.
     merged : mapping of int to IndexedPattern, optional
-        Jacobians whose values are those of the rows that differ.
+        Jacobians that store only the values of rows that differ.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Workspace:
         self._set(Run.ACCUMULATORS, np.zeros((self.threads, memory.accumulator), dtype))
         self._set(Run.INTERLEAVED, np.empty((self.threads, 8 * memory.lanes), dtype))
         self._run[Run.BATCH], self._run[Run.LOCAL] = batch, local
-        # Without products the run is the linear scan, which decides what is not finite.
+        # Without products the run is the linear scan, which defines non-finite results.
         self._run[Run.CHECKED] = program.products > 0
         self._run[Run.ACCUMULATOR], self._run[Run.LANES] = memory.accumulator, memory.lanes
         self._run[Run.INFINITY : Run.NEGLIGIBLE + 1] = tables.BAND[dtype]
@@ -224,7 +224,7 @@ class Workspace:
         self._arrays[slot] = array
 
     def _nodes(self, program: Program) -> NDArray[np.int64]:
-        """Return the node table with what follows from patterns."""
+        """Return the node table, filled with everything that follows from patterns."""
         rows: dict[Pattern, list[int]] = {}
         for pattern in set(program.patterns):
             # No kernel follows the indices of a dense or diagonal node, so they are not made.
@@ -278,9 +278,9 @@ class Workspace:
         )
 
     def run(self, out: NDArray[Any], inclusive: bool, given: Given | None = None) -> bool:
-        """Fill `out`, whose first gradient is there; False if the linear scan has to decide.
+        """Fill `out`, which holds the first gradient; False if the linear scan has to decide.
 
-        `given` is what a program reads that solves with some Jacobians.
+        `given` is what a program with solves reads.
         """
         if given is not None and self._stages.pieces:
             self._run_around_solves(out, inclusive, given)
@@ -289,7 +289,7 @@ class Workspace:
         run[: Run.BATCH] = 0
         run[Run.STARTED] = time.monotonic_ns()
         run[Run.OUT] = address_of(out)
-        # The last stage is the one more step of an inclusive scan.
+        # The last stage is the additional step of an inclusive scan.
         stages = len(self._stages.stages) - (not inclusive)
         run[Run.STAGE_COUNT] = stages
         run[Run.UNITS] = self._stages.first_unit[stages]
@@ -297,7 +297,7 @@ class Workspace:
         return bool(run[Run.STATUS] == tables.FINISHED)
 
     def _run_around_solves(self, out: NDArray[Any], inclusive: bool, given: Given) -> None:
-        """Fill `out`, piece by piece; nothing is multiplied, so there is nothing to decide."""
+        """Fill `out`, piece by piece. There are no products, so there is nothing to decide."""
         last = self._n - (not inclusive)
         self._sweeps.begin()
         self._solves.begin(inclusive, self._n)
@@ -314,7 +314,7 @@ class Workspace:
     def _sweep(
         self, out: NDArray[Any], first: int, last: int, nanoseconds: float, given: Given
     ) -> None:
-        """Make the gradients behind Jacobians `first` to ``last - 1`` in compiled code."""
+        """Make the gradients after Jacobians `first` to ``last - 1`` in compiled code."""
         run = self._run
         run[: Run.BATCH] = 0
         run[Run.OUT] = address_of(out)
@@ -325,7 +325,7 @@ class Workspace:
             raise singular(given.name(k), sample if is_one_of_many else None)
 
     def _solve(self, out: NDArray[Any], k: int, given: Given) -> None:
-        """Make the gradient behind the `k`-th Jacobian, with which SuperLU solves."""
+        """Make the gradient after the `k`-th Jacobian, by a solve with SuperLU."""
         offsets = self._arrays[Run.OFFSETS][k : k + 3] * self._batch
         start, middle, stop = offsets.tolist()
         shape = self._batch, -1
@@ -336,12 +336,12 @@ class Workspace:
     def run_stages(
         self, out: NDArray[Any], first: int, last: int, threads: int, nanoseconds: float
     ) -> None:
-        """Run stages `first` to ``last - 1``, by so many threads at most, in about this time."""
+        """Run stages `first` to ``last - 1`` on at most `threads` threads, in about this time."""
         run, stages = self._run, self._stages
         run[: Run.BATCH] = 0
         run[Run.STARTED] = time.monotonic_ns()
         run[Run.OUT] = address_of(out)
-        # The tables begin with the first of these stages, but units are counted from the start.
+        # Tables begin with the first of these stages; units are counted from the program's start.
         run[Run.FIRST_UNIT] = self._first_unit_at + first * tables.WORD
         run[Run.STAGES] = self._stages_at + first * Stage.WIDTH * tables.WORD
         run[Run.NEXT] = run[Run.DONE] = stages.first_unit[first]
@@ -351,6 +351,6 @@ class Workspace:
 
 
 def places(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where pieces start that lie end to end along the first axis, and where all end."""
+    """Return the starts of pieces that are concatenated along the first axis, and the end."""
     ends = np.cumsum(sizes, axis=0, dtype=np.int64)
     return ends - sizes, sizes.sum(axis=0, dtype=np.int64)

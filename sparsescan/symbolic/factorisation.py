@@ -1,4 +1,4 @@
-"""How the matrices of a pattern are factorised: by which routine, in which order, how large."""
+"""How the matrices of a pattern are factorised: the routine, the order and the size."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from .pattern import Pattern, rows_of
 
 Method = Literal["tridiagonal", "banded", "dense", "sparse"]
 
-# Entries that LAPACK stores below which it is always faster: SuperLU takes 50 microseconds for any
-# matrix. Above, it is where it stores no more than so many times the entries of sparse factors.
+# If LAPACK stores at most this many entries, it is always faster: SuperLU takes 50 microseconds for
+# any matrix. Above, it is faster if it stores at most this many times the entries of sparse
+# factors.
 _SMALL, _FILL = 10_000, 3
 
 
@@ -26,23 +27,22 @@ class Factorisation:
     Attributes
     ----------
     method : {"tridiagonal", "banded", "dense", "sparse"}
-        As LAPACK's ``gttrf``, ``gbtrf`` or ``getrf`` does, or by SuperLU.
+        By LAPACK's ``gttrf``, ``gbtrf`` or ``getrf``, or by SuperLU.
     size : int
         Rows and columns.
     lower, upper : int
         Diagonals below and above the main one.
     entries : int
-        Entries that are stored of both factors. For sparse factors this is the number without
-        exchanges of rows, which may add to them.
+        Stored entries of both factors. For sparse factors this is the number without row exchanges,
+        which may add entries.
     multiply_adds : int
-        Those of a factorisation, with as many exchanges.
+        Multiply-adds of a factorisation, under the same assumption.
     places : ndarray of int64, shape (nnz,)
-        Where each value goes: among the entries, as LAPACK stores them; or for SuperLU which value
-        comes next.
+        The place of each value in LAPACK's storage; for SuperLU, the order of the values.
     order : ndarray of int64, shape (size,)
-        The row of the matrix that is eliminated first, second, …; empty but for sparse ones.
+        The row that is eliminated first, second, …; empty unless "sparse".
     indptr, indices : ndarray of int32
-        The sparse matrix ``A[order]``, row by row; empty but for sparse ones.
+        The sparse matrix ``A[order]``, row by row; empty unless "sparse".
     """
 
     method: Method
@@ -73,21 +73,21 @@ class Factorisation:
         return sum(array.nbytes for array in arrays)
 
     def nbytes(self, itemsize: int) -> int:
-        """Return the bytes that the factors of one matrix take, as far as SuperLU can be foreseen.
+        """Return the predicted bytes of the factors of one matrix.
 
-        It reserves more, which it does not write to and which takes no memory.
+        SuperLU reserves more, but does not write to it, so it takes no memory.
         """
         if self.method != "sparse":
             return itemsize * self.entries + 8 * self.size
         return (itemsize + 4) * self.entries * 5 // 4 + 256 * self.size
 
 
-# The factorisation of each pattern, for as long as there is the pattern.
+# The factorisation of each pattern, as long as the pattern lives.
 _known: weakref.WeakKeyDictionary[Pattern, Factorisation] = weakref.WeakKeyDictionary()
 
 
 def factorisation_of(pattern: Pattern) -> Factorisation:
-    """Return how matrices of a square pattern are factorised: worked out once for each pattern.
+    """Return how matrices of a square pattern are factorised; it is found once per pattern.
 
     Examples
     --------
@@ -140,9 +140,9 @@ def _for_lapack(pattern: Pattern, method: Method, lower: int, upper: int) -> Fac
 
 
 def _order(pattern: Pattern, lower: int, upper: int) -> Factorisation:
-    """Return the order of SuperLU, which only tells it of matrices with values.
+    """Return SuperLU's order of columns, which it only returns for matrices with values.
 
-    They are made up, with a large diagonal, so that no rows are exchanged.
+    The values are made up, with a large diagonal, so that no rows are exchanged.
     """
     # Few programs solve.
     from scipy.sparse.linalg import splu
@@ -159,7 +159,7 @@ def _order(pattern: Pattern, lower: int, upper: int) -> Factorisation:
         # A matrix in rows is its transpose in columns.
         factors = splu(sp.csc_array((values, indices, indptr), shape=(n, n)))
     except RuntimeError:
-        # No values make it regular, as the numeric phase will say.
+        # It is singular for all values; the numeric phase will say so.
         pass
     else:
         order, entries = np.argsort(factors.perm_c), int(factors.nnz)

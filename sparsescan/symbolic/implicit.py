@@ -1,8 +1,8 @@
 """Implicit steps: Jacobians that are applied factor by factor, and written only for products.
 
-A schedule is made for steps. Kernels run one for factors, in which a step that meets the gradient
-is as many matrix-vector products as it has factors, and one that meets a matrix is multiplied up
-just before.
+A schedule is made for steps. Kernels run a schedule for factors. In it, a step that is applied to
+the gradient becomes one matrix-vector product per factor. The factors of a step that is multiplied
+by a matrix are multiplied together just before.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from .schedule import Level, Schedule, schedule_of
 class ImplicitPattern(Frozen):
     """The patterns of the factors of a step, which a scan applies without multiplying them.
 
-    A step ``J = F_k ⋯ F_2 F_1`` is an implicit one: ``F_1`` is applied to the gradient first. It
-    pays where the factors have fewer entries than their product, or where all steps and samples
-    share one, as a recurrent cell's ``J_t = Wᵀ D_t`` shares the weights. One whose values are
-    weights with an index may be the only one: a convolution has few weights, at many places.
+    A step ``J = F_k ⋯ F_2 F_1`` applies ``F_1`` to the gradient first. Factors pay if they have
+    fewer entries than their product, or if all steps and samples share one, such as the weights in
+    a recurrent cell's ``J_t = Wᵀ D_t``. A factor that is given by weights and an index may be the
+    only factor: a convolution has few weights, at many places.
 
-    Where a factor is solved, `factors` has the pattern of its inverse: implicit time stepping
-    ``M_t y_t = N_t y_{t-1} + b_t`` has the step ``J_t = N_tᵀ M_t⁻ᵀ``, of ``[Mᵀ, Nᵀ]`` with
-    ``solved=[0]``. No product of inverses is formed, so such steps need a linear schedule.
+    For a solved factor, `factors` has the pattern of its inverse. For example, implicit time
+    stepping ``M_t y_t = N_t y_{t-1} + b_t`` has the step ``J_t = N_tᵀ M_t⁻ᵀ``: factors ``[Mᵀ, Nᵀ]``
+    with ``solved=[0]``. Products of inverses are never formed, so such steps need a linear
+    schedule.
 
     Parameters
     ----------
     factors : sequence of Pattern
-        The patterns ``F_1, …, F_k``, as a chain would apply them: at least two, or one that is
-        solved or has an index.
+        The patterns ``F_1, …, F_k``, in the order in which they are applied: at least two, or one
+        that is solved or has an index.
     shared : sequence of int, optional
-        Positions of the factors whose values all samples share: the planner counts them once. Those
-        with an index always are.
+        Positions of the factors whose values all samples share; the planner counts them once.
+        Factors with an index are always shared.
     solved : sequence of int, optional
-        Positions of the factors that are inverses of matrices of these patterns, which are square:
-        a scan solves with the matrix, on the CPU.
+        Positions of the factors that are inverses of square matrices with these patterns. A scan
+        solves with the matrix, on the CPU.
     indexed : dict of int to tuple, optional
-        For positions of factors that are given by their weights, ``(index, size)``: for each entry
-        which weight it is, ``(nnz,)``, and the number of weights. All samples share them.
+        For each position of a factor that is given by its weights, ``(index, size)``: the number of
+        the weight of each entry, ``(nnz,)``, and the number of weights. All samples share them.
 
     Attributes
     ----------
@@ -57,9 +58,9 @@ class ImplicitPattern(Frozen):
     indexed : tuple of IndexedPattern or None
         For each factor its index, if it has one.
     shared : tuple of bool
-        Which of them all samples share.
+        Which factors all samples share.
     solved : tuple of bool
-        Which of them are solved with.
+        Which factors are solved with.
     shape : tuple of int
         ``(rows, cols)`` of the Jacobian.
     nnz : int
@@ -68,10 +69,10 @@ class ImplicitPattern(Frozen):
     Raises
     ------
     InputError
-        If there are fewer than two factors and none is solved or has an index, they do not chain,
-        one that is solved is not square, or `shared` or `solved` names another one.
+        If there are fewer than two factors and none is solved or has an index, if they do not
+        chain, if a solved factor is not square, or if `shared` or `solved` has a wrong position.
     InputTypeError
-        If one is no Pattern.
+        If a factor is no Pattern.
 
     See Also
     --------
@@ -194,12 +195,12 @@ class ImplicitPattern(Frozen):
 
 Step: TypeAlias = Pattern | ImplicitPattern
 
-# Multiply-adds of sparse factors above which the pattern of their product is not worked out for
-# predictions alone.
+# With more multiply-adds of sparse factors, the pattern of their product is not computed only for
+# predictions.
 _EXACT = 10_000_000
 
 
-# Factors of a step, which an iterable that never ends does not reach.
+# The most factors of a step, since an iterable may be endless.
 _MOST = 10_000
 
 
@@ -214,7 +215,7 @@ def _listed(name: str, given: Any) -> list[Any]:
 
 
 def _flags(name: str, positions: Any, count: int) -> tuple[bool, ...]:
-    """Return which of so many factors are at these positions."""
+    """Return, as a tuple of bools, which factors are at these positions."""
     chosen: set[int] = set()
     expected = f"expected positions from 0 to {count - 1}" if count else "expected none"
     for given in _listed(name, positions):
@@ -240,27 +241,27 @@ def _indexed(name: str, pattern: Any, about: Any) -> IndexedPattern:
 
 
 def contains(steps: Iterable[Any], kind: type) -> bool:
-    """Return whether any of these is of a class; of many, only their classes are looked at."""
+    """Return whether any of these is of a class; among many, only types are compared."""
     return any(issubclass(each, kind) for each in set(map(type, steps)))
 
 
 def factors_of(step: Step) -> tuple[Pattern, ...]:
-    """Return the patterns that a step is applied by, the first of them first."""
+    """Return the patterns of a step's factors, in the order in which they are applied."""
     return step.factors if isinstance(step, ImplicitPattern) else (step,)
 
 
 def shared_of(step: Step) -> tuple[bool, ...]:
-    """Return which of these all samples are known to share."""
+    """Return which factors all samples are known to share."""
     return step.shared if isinstance(step, ImplicitPattern) else (False,)
 
 
 def solved_of(step: Step) -> tuple[bool, ...]:
-    """Return which of these are solved with."""
+    """Return which factors are solved with."""
     return step.solved if isinstance(step, ImplicitPattern) else (False,)
 
 
 def indexed_of(step: Step) -> tuple[IndexedPattern | None, ...]:
-    """Return the index of each of these, where it has one."""
+    """Return the index of each factor, or None."""
     return step.indexed if isinstance(step, ImplicitPattern) else (None,)
 
 
@@ -270,12 +271,12 @@ def explicit(step: Step) -> Pattern:
 
 
 def planned(step: Step) -> Pattern:
-    """Return the pattern of the Jacobian of a step, or a full one if it takes long to work out."""
+    """Return the pattern of a step's Jacobian, or a full one if it would take long to compute."""
     return explicit(step) if _is_small(step) else Pattern.dense(step.shape)
 
 
 def count(step: Step) -> Pattern:
-    """Return a pattern with about as many entries as the Jacobian of a step: only to be counted."""
+    """Return a pattern with about as many entries as a step's Jacobian, only for counting."""
     if isinstance(step, Pattern) or _is_small(step):
         return explicit(step)
     whole, later = _multiplied(step)
@@ -283,7 +284,7 @@ def count(step: Step) -> Pattern:
 
 
 def _is_small(step: Step) -> bool:
-    """Return whether the pattern of the Jacobian of a step is known, or soon worked out."""
+    """Return whether the pattern of a step's Jacobian is known, or quick to compute."""
     if isinstance(step, Pattern) or step._jacobian is not None or any(step.solved):
         return True
     whole, later = _multiplied(step)
@@ -294,7 +295,7 @@ def _is_small(step: Step) -> bool:
 
 
 def _multiplied(step: ImplicitPattern) -> tuple[Pattern, Sequence[Pattern]]:
-    """Return the product of the first factors, as far as it is soon worked out, and the others."""
+    """Return the product of the first factors, as far as it is quick, and the other factors."""
     whole, *later = step.factors
     while later and (
         not whole.kind == later[0].kind == "general" or multiply_adds(later[0], whole) <= _EXACT
@@ -304,16 +305,16 @@ def _multiplied(step: ImplicitPattern) -> tuple[Pattern, Sequence[Pattern]]:
 
 
 def factor_starts(steps: Sequence[Step | None]) -> NDArray[np.int64]:
-    """Return where the factors of each step start among all, and where the last ones end.
+    """Return the start of each step's factors among all factors, and the end of the last.
 
-    None stands for any explicit step.
+    None means an explicit step.
     """
     counts = [len(step.factors) if isinstance(step, ImplicitPattern) else 1 for step in steps]
     return np.cumsum([0, *counts], dtype=np.int64)
 
 
 def refine(schedule: Schedule, starts: NDArray[np.int64]) -> Schedule:
-    """Return a schedule for factors that does what one for steps does.
+    """Return the schedule for factors that is equivalent to a schedule for steps.
 
     Parameters
     ----------
@@ -325,9 +326,10 @@ def refine(schedule: Schedule, starts: NDArray[np.int64]) -> Schedule:
     Returns
     -------
     Schedule
-        It makes the prefixes of whole steps, and those within a step where it applies one. A step
-        that meets a matrix is multiplied up by the run that reads it. The last step is applied up
-        to its last factor, so that an inclusive scan has one operation more, as any has.
+        It makes the prefixes of whole steps, and the prefixes within each step that it applies. If
+        a step is multiplied by a matrix, the run that reads it multiplies its factors first. The
+        last step is applied up to its last factor, so that an inclusive scan has one more
+        operation, as always.
     """
     factors = int(starts[-1])
     if factors == schedule.n:
@@ -348,7 +350,7 @@ def refine(schedule: Schedule, starts: NDArray[np.int64]) -> Schedule:
 
 
 def _refined(op: list[int], place: NDArray[np.int64], n: int) -> list[tuple[int, int, int]]:
-    """Return the operations on factors that do what one on steps does."""
+    """Return the operations on factors that replace one operation on steps."""
     start, mid, stop = place[op].tolist()
     is_right_leaf = op[2] == op[1] + 1
     if start == 0:
@@ -365,5 +367,5 @@ def _sweep(start: int, stop: int) -> list[tuple[int, int, int]]:
 
 
 def _product(start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Return the operations that multiply factors up."""
+    """Return the operations that multiply factors together."""
     return [(start, k, k + 1) for k in range(start + 1, stop)]

@@ -18,17 +18,17 @@ from .pattern import Pattern, check_host, check_index_form, index_dtype
 class IndexedPattern(Frozen):
     """A pattern whose entry ``k`` has the value ``weights[index[k]]``, for all samples.
 
-    It is a factor of an :class:`.ImplicitPattern` with ``indexed={position: (index, size)}``, given
-    by its weights alone: a convolution has few
-    of them, each at every place of the image. A scan on the CPU that multiplies no matrix by it
-    reads them row by row, and rows with equal weights are kept once.
+    An :class:`.ImplicitPattern` with ``indexed={position: (index, size)}`` has it as a factor,
+    which is given by its weights: a convolution has few weights, each at every place of the image.
+    If a scan on the CPU multiplies no matrix by the factor, it reads the weights row by row, and
+    stores rows with equal weights once.
 
     Parameters
     ----------
     pattern : Pattern
         Where the entries are.
     index : array_like of int, shape (nnz,)
-        For each entry which weight it is.
+        For each entry, the number of its weight.
     size : int
         Number of weights.
 
@@ -43,12 +43,12 @@ class IndexedPattern(Frozen):
     nnz : int
         Entries of the pattern.
     distinct : int
-        Entries of the rows whose weights differ from those of all others.
+        Entries of all different rows, where rows with equal weights count once.
 
     Raises
     ------
     InputError
-        If the index has another length than the pattern entries, or names a weight that is none.
+        If the index has another length than the pattern's entries, or names a missing weight.
     InputTypeError
         If a type is wrong.
 
@@ -131,7 +131,7 @@ class IndexedPattern(Frozen):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for equal ones, and holds none."""
+        """A key: equal for equal patterns, without references to them."""
         if self._key is None:
             digest = hashlib.blake2b(self.starts.data, digest_size=16)
             digest.update(self.sources.data)
@@ -141,7 +141,7 @@ class IndexedPattern(Frozen):
 
     @property
     def index(self) -> NDArray[np.integer[Any]]:
-        """For each entry which weight it is, shape ``(nnz,)``."""
+        """For each entry, the number of its weight, shape ``(nnz,)``."""
         counts = np.diff(self.pattern.indptr)
         within = np.arange(self.nnz) - np.repeat(self.pattern.indptr[:-1], counts)
         index: NDArray[np.integer[Any]] = self.sources[np.repeat(self.starts, counts) + within]
@@ -163,12 +163,12 @@ class IndexedPattern(Frozen):
 def indexed(
     pattern: Pattern, starts: NDArray[Any], sources: NDArray[Any], size: int
 ) -> IndexedPattern:
-    """Return the indexed pattern in whose row `i` the weights from ``sources[starts[i]]`` are.
+    """Return the indexed pattern whose row `i` has the weights from ``sources[starts[i]]`` on.
 
     Raises
     ------
     InputError
-        If they are not inside the arrays.
+        If a start or a source is outside the arrays.
     """
     if starts.shape != pattern.shape[:1]:
         raise InputError(
@@ -182,7 +182,7 @@ def indexed(
         if starts[used].min() < 0 or ends.max() > len(sources):
             raise InputError(f"starts has rows outside of sources, which has {len(sources)}")
     result = object.__new__(IndexedPattern)
-    # Rows without entries begin anywhere.
+    # Rows without entries may begin anywhere.
     result._adopt(pattern, np.where(used, starts, 0), sources, size)
     return result
 
@@ -194,7 +194,7 @@ def _check_range(name: str, array: NDArray[Any], size: int) -> None:
 
 
 def _merge_rows(pattern: Pattern, index: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return where each row starts among the rows that differ, and the weights of those."""
+    """Return the start of each row among the different rows, and the weights of these."""
     starts = np.zeros(pattern.shape[0], np.int64)
     counts, parts, total = np.diff(pattern.indptr), list[NDArray[Any]](), 0
     for count in np.unique(counts[counts > 0]).tolist():

@@ -20,13 +20,13 @@ from ..locks import new_lock
 
 Kind = Literal["diagonal", "dense", "general"]
 
-# Largest value that a 32-bit index may take; tests lower it to walk the 64-bit paths.
+# Largest value that a 32-bit index may take; tests lower it to test the 64-bit paths.
 INT32_MAX = int(np.iinfo(np.int32).max)
 _INT64_MAX = int(np.iinfo(np.int64).max)
 
-# Rows of a product that are looked at to estimate its entries.
+# Rows of a product that are sampled to estimate its entries.
 _SAMPLE = 64
-# Multiply-adds of a product above which its pattern is estimated before it is worked out.
+# With more multiply-adds, the pattern of a product is estimated before it is computed.
 _EXACT = 10_000_000
 
 _interned: weakref.WeakValueDictionary[Any, Pattern] = weakref.WeakValueDictionary()
@@ -42,8 +42,8 @@ class Pattern(Frozen):
     Parameters
     ----------
     indptr : array_like of int, shape (rows + 1,)
-        Row ``i`` has its columns at ``indices[indptr[i]:indptr[i + 1]]``; or a CSR matrix of SciPy,
-        which has all that follows.
+        Row ``i`` has its columns at ``indices[indptr[i]:indptr[i + 1]]``. Or a SciPy CSR matrix, in
+        place of all three arguments.
     indices : array_like of int, shape (nnz,)
         Column indices, increasing within each row.
     shape : tuple of int
@@ -56,8 +56,8 @@ class Pattern(Frozen):
     nnz : int
         Stored entries, explicit zeros included.
     kind : {"diagonal", "dense", "general"}
-        How the kernels treat it. Diagonal: square, entry ``(i, i)`` in every row and no other.
-        Dense: every entry. A 1×1 pattern with its one entry is diagonal.
+        How kernels treat it. Diagonal: square, with entry ``(i, i)`` in every row and no other
+        entry. Dense: every entry. A 1×1 pattern with one entry is diagonal.
 
     Raises
     ------
@@ -95,7 +95,7 @@ class Pattern(Frozen):
         *,
         name: str = "pattern",
     ) -> Pattern:
-        """Return the pattern with these arrays; `name` is what an error calls them."""
+        """Return the pattern with these arrays; `name` is their name in errors."""
         if indices is None or shape is None:
             if indices is not None or shape is not None or getattr(indptr, "format", "") != "csr":
                 raise InputTypeError(
@@ -176,7 +176,7 @@ class Pattern(Frozen):
 
 
 def product(a: Pattern, b: Pattern) -> Pattern:
-    """Return the pattern of ``A @ B``: every entry that some ``A[i, k]·B[k, j]`` adds to.
+    """Return the pattern of ``A @ B``: every entry to which some ``A[i, k]·B[k, j]`` adds.
 
     Parameters
     ----------
@@ -219,7 +219,7 @@ def product(a: Pattern, b: Pattern) -> Pattern:
 
 
 def _met(a: Pattern, b: Pattern) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return rows and columns that cross wherever ``A @ B`` has entries, if `A` or `B` is dense."""
+    """Return the rows and columns whose crossings are the entries of ``A @ B``, if one is dense."""
     rows, cols = np.zeros(a.shape[0], bool), np.zeros(b.shape[1], bool)
     if a.shape[1] > 0:
         rows[:] = True if a.kind == "dense" else np.diff(a.indptr) > 0
@@ -228,7 +228,7 @@ def _met(a: Pattern, b: Pattern) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
 
 
 def _outer(rows: NDArray[np.bool_], cols: NDArray[np.bool_]) -> Pattern:
-    """Return the pattern with an entry in these rows and columns, wherever they cross."""
+    """Return the pattern with an entry wherever these rows and columns cross."""
     shape = len(rows), len(cols)
     if rows.all() and cols.all():
         return Pattern.dense(shape)
@@ -255,8 +255,8 @@ def multiply_adds(a: Pattern, b: Pattern) -> int:
 def product_nnz(a: Pattern, b: Pattern) -> int:
     """Estimate how many entries the pattern of ``A @ B`` has, from at most :data:`_SAMPLE` rows.
 
-    The rows are drawn at random, but the same ones each time; where there are no more than those
-    the number is exact. None of it takes memory that grows with the product.
+    The rows are random, but the same each time. If there are no more rows than the sample, the
+    number is exact. The memory does not grow with the product.
     """
     if "diagonal" in (a.kind, b.kind):
         return product(a, b).nnz
@@ -278,16 +278,16 @@ def _nnz(a: Pattern, b: Pattern) -> int:
 class PatternProducts:
     """Products of patterns, each worked out once.
 
-    The pattern of a product that takes more than :data:`_EXACT` multiply-adds and seems to be more
-    than half full is taken to be full: stored densely it needs less than with its indices.
+    If a product takes more than :data:`_EXACT` multiply-adds and is estimated to be more than half
+    full, its pattern counts as full: dense storage then takes less memory than indices.
 
     Parameters
     ----------
     work : float, optional
-        Multiply-adds of sparse products together, beyond which they are given up.
+        The most multiply-adds of all sparse products together.
     nbytes : float, optional
-        Bytes that the index arrays of all together may take; and that an index for each entry of
-        one may take, beyond which it is given up. It has taken no memory then.
+        The most bytes of all index arrays together, and of the index of one product. A product
+        beyond it is given up before it takes memory.
     """
 
     def __init__(self, work: float = math.inf, nbytes: float = math.inf) -> None:
@@ -352,14 +352,14 @@ def block_diagonal(block: Pattern, count: int) -> Pattern:
 
 
 def trusted(indptr: NDArray[Any], indices: NDArray[Any], shape: tuple[int, int]) -> Pattern:
-    """Return the pattern of arrays that were just made, are canonical, and are nobody else's."""
+    """Return the pattern of new, canonical arrays that nobody else holds."""
     dtype = index_dtype(shape, len(indices))
     indptr, indices = (array.astype(dtype, copy=False) for array in (indptr, indices))
     return _intern(indptr, indices, shape)
 
 
 def counted(shape: tuple[int, int], nnz: int) -> Pattern:
-    """Return a pattern of so many entries that are nowhere: only to be counted."""
+    """Return a pattern with a number of entries but no places, only for counting."""
     return _new("general", shape, nnz, ("counted", shape, nnz))
 
 
@@ -384,7 +384,7 @@ def keys_of(pattern: Pattern) -> NDArray[np.int64]:
 
 
 def places_in(whole: Pattern, part: Pattern) -> NDArray[np.int64]:
-    """Return where the entries of a pattern are among those of one that has all of them."""
+    """Return the places of a pattern's entries among those of a larger pattern."""
     return np.searchsorted(keys_of(whole), keys_of(part))
 
 
@@ -403,7 +403,7 @@ def rows_of(pattern: Pattern) -> NDArray[np.int64]:
 
 
 def indptr_of(rows: NDArray[Any], count: int) -> NDArray[np.int64]:
-    """Return where the entries of each of `count` rows start, and where the last end."""
+    """Return the starts of the entries of `count` rows, and the end."""
     return np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))])
 
 
@@ -429,13 +429,13 @@ def check_shape(name: str, shape: Any) -> tuple[int, int]:
 
 
 def check_ordered(sizes: Any) -> None:
-    """Raise a TypeError for what gives integers, but is no tuple of sizes: a set, a dict, bytes."""
+    """Raise a TypeError for a set, a dict or bytes, which hold integers but are no sizes."""
     if not isinstance(sizes, (Sequence, np.ndarray)) or isinstance(sizes, (bytes, bytearray)):
         raise TypeError
 
 
 def check_host(name: str, value: Any) -> None:
-    """Refuse what lies on a CUDA device."""
+    """Raise for an array on a CUDA device."""
     if is_on_device(value) or type(value).__module__.startswith("cupyx."):
         raise DeviceError(
             f"{name} is a {type(value).__module__}.{type(value).__name__} on a CUDA device; "
@@ -448,8 +448,8 @@ def check_index_arrays(
 ) -> tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]:
     """Return contiguous, native copies of index arrays that are safe to follow; or raise an error.
 
-    Rows may still be unsorted: see :func:`unsorted_row`. They are copies, made before anything is
-    checked: the caller's arrays may change at any time, and whoever follows these checks nothing.
+    Rows may still be unsorted: see :func:`unsorted_row`. The copies are made before the checks: the
+    caller's arrays may change at any time, and kernels follow the copies without checks.
     """
     checked: list[NDArray[Any]] = []
     for label, given in (("indptr", indptr), ("indices", indices)):
@@ -458,7 +458,7 @@ def check_index_arrays(
         if label == "indptr":
             check_row_pointers(name, array, shape)
         with Allocating(f"a copy of {name} {label}"):
-            # It keeps its dtype: a cast to int32 could wrap a bad index into range.
+            # The copy keeps its dtype: a cast to int32 could wrap a bad index into range.
             array = np.array(array, order="C")
         if array.dtype.kind == "u" and array.size and array.max() > _INT64_MAX:
             raise InputError(f"{name} has {label} beyond the range of int64")
@@ -520,7 +520,7 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _intern(indptr: NDArray[Any], indices: NDArray[Any], shape: tuple[int, int]) -> Pattern:
-    """Return the one pattern with these canonical arrays, which nobody else has."""
+    """Return the unique pattern with these canonical arrays, which nobody else holds."""
     rows, cols = shape
     nnz = len(indices)
     if rows == cols == nnz and kernels.is_diagonal(indptr, indices):
@@ -551,6 +551,6 @@ def _intern_kind(kind: Kind, shape: tuple[int, int], nnz: int) -> Pattern:
 def _new(kind: Kind, shape: tuple[int, int], nnz: int, key: tuple[Any, ...]) -> Pattern:
     pattern = object.__new__(Pattern)
     pattern._set(kind=kind, shape=shape, nnz=nnz, key=key)
-    # The arrays of diagonal and dense patterns are made when somebody asks for them.
+    # The arrays of diagonal and dense patterns are made on demand.
     pattern._indptr = pattern._indices = None
     return pattern

@@ -35,19 +35,19 @@ class Program:
     steps : sequence of Pattern or ImplicitPattern
         The pattern of every step; at least one.
     schedule : Schedule
-        For as many steps.
+        A schedule for this number of steps.
     dense : collection of tuple, optional
-        Products ``(start, stop)`` that are stored densely whatever their patterns. (One by a
-        diagonal matrix is stored as the other operand is.)
+        Products ``(start, stop)`` to store densely whatever their patterns. (A product by a
+        diagonal matrix is stored like the other operand.)
     products : PatternProducts, optional
-        Products of patterns that are known already.
+        Known products of patterns.
 
     Attributes
     ----------
     n : int
-        Number of Jacobians, as kernels see them: explicit steps, and the factors of implicit ones.
+        Number of Jacobians for kernels: explicit steps, and the factors of implicit steps.
     schedule : Schedule
-        The schedule for them.
+        The schedule for these Jacobians.
     steps : sequence of Pattern or ImplicitPattern
         The steps.
     chunks : int or None
@@ -61,12 +61,11 @@ class Program:
         Columns as in :class:`~sparsescan.kernels.cpu.tables.Op`. The last operation is the one more
         that an inclusive scan has.
     work : ndarray of int64, shape (m + 1,)
-        Multiply-adds of every operation, for one sample; of one that solves, with those of a
-        factorisation.
+        Multiply-adds of every operation, for one sample; a solve includes its factorisation.
     levels : list of tuple
         ``(name, runs)``, with the first and last-plus-one operation of every run.
     slots : ndarray of int64
-        For every product -1, or the scratch slot of one that only its own run reads.
+        For every product, the scratch slot if only its own run reads it; else -1.
     index_bytes : int
         Bytes of the index arrays that the symbolic phase made for products.
     index_dtype : dtype
@@ -175,9 +174,9 @@ class Program:
         levels: Sequence[tuple[str, NDArray[np.int64]]],
         offsets: NDArray[np.int64],
     ) -> Program:
-        """Make a program of tables that follow from no schedule, as its attributes describe them.
+        """Make a program from tables without a schedule; the attributes describe the tables.
 
-        It has `n` Jacobians, and no product of it is kept in scratch.
+        It has `n` Jacobians, and no products in scratch.
         """
         program = cls.__new__(cls)
         program.n, program.solved = n, {}
@@ -192,16 +191,16 @@ class Program:
 
     @property
     def gathered(self) -> int:
-        """Numbers that a run on the CPU writes of Jacobians that come as weights."""
+        """How many values a run on the CPU writes for Jacobians that are given as weights."""
         if self.multiplied.any():
             return sum(self.gathered_of(k, index) for k, index in self.indexed)
         indices = [index for _, index in self.indexed]
-        # Few differ, of many: they are told apart by identity.
+        # Among many, few differ; compare them by identity.
         alike, times = dict(zip(map(id, indices), indices, strict=True)), Counter(map(id, indices))
         return sum(times[key] * self.gathered_of(0, index) for key, index in alike.items())
 
     def gathered_of(self, k: int, index: IndexedPattern) -> int:
-        """Return how many of one: rows with equal weights once, unless a product reads it."""
+        """Return the number for one of them; equal rows count once, unless a product reads it."""
         is_merged = index.pattern.kind == "general" and not self.multiplied[k]
         return index.distinct if is_merged else index.nnz
 
@@ -211,7 +210,7 @@ class Program:
         return len(self.patterns) - self.n
 
     def batched(self, leaves: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which nodes differ between samples, if these Jacobians do."""
+        """Return which nodes differ between samples, if these Jacobians differ."""
         batched = np.zeros(len(self.patterns), bool)
         batched[: self.n] = leaves
         if leaves.all() or not leaves.any():
@@ -223,7 +222,7 @@ class Program:
         return batched
 
     def _scratch_slots(self) -> NDArray[np.int64]:
-        """Return the slots of what a run of products makes on the way, for itself alone."""
+        """Return the slots of intermediate products that only their own run reads."""
         slots = np.full(self.products, -1, np.int64)
         vector = self.ops[:, Op.VECTOR] == 1
         readers = np.zeros(len(self.patterns), np.int64)
@@ -241,7 +240,7 @@ class Program:
                     if readers[out] == 1 and first < reader[out] < last and free:
                         slots[out - self.n] = min(free)
                         free.remove(min(free))
-                    # Each operand is read for the last time.
+                    # Each operand is read here for the last time.
                     read = [node - self.n for node in (left, right) if node >= self.n]
                     free.update(int(slots[node]) for node in read if slots[node] >= 0)
         return slots
@@ -254,7 +253,7 @@ def _widest_index(patterns: Sequence[Pattern]) -> np.dtype[Any]:
 
 
 def stored(right: Pattern, left: Pattern, exact: Pattern, *, dense: bool) -> Pattern:
-    """Return what is stored of the product of two nodes with entries at `exact`."""
+    """Return the pattern in which the product of two nodes, with entries `exact`, is stored."""
     if right.kind == "diagonal":
         return left
     if left.kind == "diagonal":

@@ -1,4 +1,4 @@
-"""Schedules: which neighbours of a chain are combined, and when. No numbers and no arrays of them.
+"""Schedules: which neighbours of a chain are combined, and when, without any values.
 
 The scanned elements are numbered as in the paper: element 0 is the gradient, element ``k`` the
 ``k``-th Jacobian of the chain. A node is an interval ``[start, stop)`` of elements, the product of
@@ -7,8 +7,8 @@ all of them; an operation ``(start, mid, stop)`` makes it from two neighbours,
     [start, stop) = [start, mid) ◇ [mid, stop),        A ◇ B = B·A.
 
 Intervals that start at 0 contain the gradient and are vectors, all others are matrices. The scan's
-results are the prefixes ``[0, 1), [0, 2), …, [0, n)``. Nothing else needs to be said about a
-schedule: an operand is an element or has been made before, and every prefix is made once.
+results are the prefixes ``[0, 1), [0, 2), …, [0, n)``. A schedule is valid if each operand is an
+element or was made before, and every prefix is made once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..arrays.frozen import Frozen
 from ..checks import check_count
 from ..errors import Allocating, InputError, InputTypeError, short
 
-# Bytes that an operation takes while a schedule is made, at most; and one that is checked.
+# The most bytes of an operation while a schedule is made, and while one is checked.
 _MADE, _CHECKED = 48, 400
 # Schedules by name, with the number that some take.
 _NAMED = re.compile(r"(linear|blelloch)|(?:(truncated|chunked):([0-9]{1,39}))")
@@ -42,8 +42,8 @@ _NAMES = "'auto', 'linear', 'blelloch', 'truncated:K' (K up-sweep levels) or 'ch
 class Level:
     """Runs that do not depend on each other; the operations of one run follow one another.
 
-    A run makes prefixes; or one product, to which each operation adds an operand on the right. What
-    is made on the way to a product is read by the next operation only.
+    A run makes prefixes, or one product, to which each operation adds an operand on the right. Only
+    the next operation reads an intermediate result of such a product.
 
     Attributes
     ----------
@@ -61,15 +61,15 @@ class Level:
 
     @property
     def depth(self) -> int:
-        """Operations of the longest run: the level's steps when workers are unlimited."""
+        """Operations of the longest run: the level's steps with unlimited workers."""
         return int(np.diff(self.runs).max(initial=0))
 
 
 class Schedule(Frozen):
     """An order in which an exclusive scan over ``n`` Jacobians combines its elements.
 
-    Make one with :meth:`linear`, :meth:`blelloch`, :meth:`truncated` or :meth:`chunked`, or any
-    other with :meth:`from_levels`.
+    Make one with :meth:`linear`, :meth:`blelloch`, :meth:`truncated` or :meth:`chunked`, or build
+    any schedule with :meth:`from_levels`.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Schedule(Frozen):
     levels : tuple of Level
         The levels, in the order in which they run.
     chunks : int or None
-        Number of chunks, of a chunked schedule.
+        Number of chunks of a chunked schedule.
 
     Notes
     -----
@@ -116,7 +116,7 @@ class Schedule(Frozen):
         Raises
         ------
         InputError, InputTypeError
-            If `n` is no number of Jacobians.
+            If `n` is not a valid number of Jacobians.
         MemoryLimitError
             If the operations take more memory than there is.
 
@@ -150,8 +150,8 @@ class Schedule(Frozen):
 
         Notes
         -----
-        Modified Blelloch scan of BPPSA (MLSys 2020), Algorithm 1, for any ``n``. The down-sweep
-        multiplies vectors only, and the identity is never multiplied.
+        This is the modified Blelloch scan of BPPSA (MLSys 2020), Algorithm 1, for any ``n``. The
+        down-sweep has only matrix-vector products, and never multiplies by the identity.
 
         Examples
         --------
@@ -167,8 +167,8 @@ class Schedule(Frozen):
     def truncated(cls, n: int, up_levels: int) -> Schedule:
         """Return Algorithm 1 with only the first `up_levels` levels of the up-sweep.
 
-        The products that those levels leave are scanned linearly, and the down-sweep starts from
-        there, so fill-in stops after `up_levels` multiplications.
+        The products of these levels are scanned linearly, and the down-sweep starts from there. So
+        fill-in stops after `up_levels` multiplications.
 
         Parameters
         ----------
@@ -204,10 +204,10 @@ class Schedule(Frozen):
 
     @classmethod
     def chunked(cls, n: int, chunks: int) -> Schedule:
-        """Return three phases: chunks multiplied up, their boundaries scanned, each chunk swept.
+        """Return three phases: multiply each chunk, scan the boundaries, sweep each chunk.
 
-        The first chunk needs no product, since it starts at the gradient, and is swept at once; the
-        last needs none, since nothing comes after it.
+        The first chunk starts at the gradient, so it is swept at once and needs no product. The
+        last chunk needs no product either, since nothing comes after it.
 
         Parameters
         ----------
@@ -240,7 +240,7 @@ class Schedule(Frozen):
 
     @classmethod
     def from_levels(cls, n: int, levels: Iterable[Level | tuple[str, Iterable[Any]]]) -> Schedule:
-        """Return any schedule, operation by operation; it is checked.
+        """Check and return any schedule, given operation by operation.
 
         An operation ``(start, mid, stop)`` makes ``[start, stop) = [start, mid) ◇ [mid, stop)``,
         the product of elements ``start`` to ``stop - 1``; element 0 is the gradient, element ``k``
@@ -258,20 +258,20 @@ class Schedule(Frozen):
         Returns
         -------
         Schedule
-            It equals another one made here if their levels are equal; schedules of the other
+            Two schedules made by this method are equal if their levels are. Schedules of the other
             constructors are compared by their arguments.
 
         Raises
         ------
         InputError
-            If this is no schedule for `n` Jacobians; the operation is named. Every operand must be
-            an element, or have been made by an earlier level or earlier in the same run; no
-            operation touches element ``n``; no interval is made twice, and every prefix
-            ``[0, 2), …, [0, n)`` once. A run that makes more than one interval makes prefixes only;
-            or it makes one product ``[start, stop)``, one operand after the other from the left,
-            and nothing else reads what is made on the way.
+            If this is not a valid schedule for `n` Jacobians; the message names the operation.
+            Every operand must be an element, or be made by an earlier level or earlier in the same
+            run. No operation may touch element ``n``. No interval may be made twice, and every
+            prefix ``[0, 2), …, [0, n)`` must be made once. A run of several operations must make
+            only prefixes, or one product ``[start, stop)``, adding one operand after the other from
+            the left; nothing else may read its intermediate results.
         InputTypeError
-            If something is not of the right type.
+            If a type is wrong.
 
         Examples
         --------
@@ -315,7 +315,7 @@ class Schedule(Frozen):
         return sum(len(level.ops) for level in self.levels)
 
     def scan(self, items: Sequence[Any], combine: Callable[[Any, Any], Any]) -> list[Any]:
-        """Run the schedule in any monoid: the definition that the kernels must agree with.
+        """Run the schedule in any monoid. Kernels must agree with this definition.
 
         Parameters
         ----------
@@ -370,9 +370,9 @@ class Schedule(Frozen):
 def schedule_of(
     n: int, levels: Iterable[Level], text: str, chunks: int | None = None, key: str | None = None
 ) -> Schedule:
-    """Return the schedule with these levels, which are known to be sound and nobody else's.
+    """Return the schedule with these levels, which must be valid and not shared.
 
-    It prints as `text`, and equals those of the same key, by default of the same text.
+    It prints as `text`, and equals schedules with the same key, by default the text.
     """
     schedule = object.__new__(Schedule)
     kept = tuple(level for level in levels if len(level.ops))
@@ -387,7 +387,7 @@ def schedule_of(
 
 @contextmanager
 def _making(what: str, operations: int) -> Iterator[None]:
-    """Raise, before anything is made, if there is no memory for so many operations."""
+    """Raise, before anything is made, if memory does not suffice for the operations."""
     check_memory(what, _MADE * operations)
     with Allocating(what):
         yield
@@ -405,7 +405,7 @@ def chunk_levels(bounds: Sequence[int]) -> list[Level]:
 
 
 def read_schedule(schedule: Any, n: int) -> Schedule | None:
-    """Return the schedule that is passed, or named, for `n` Jacobians, or None for ``"auto"``."""
+    """Return the given or named schedule for `n` Jacobians; None for ``"auto"``."""
     if isinstance(schedule, Schedule):
         if schedule.n != n:
             raise InputError(f"schedule is {short(schedule)}; expected one for {n} Jacobians")
@@ -445,7 +445,7 @@ def _sweep(start: int, stop: int, offset: int = 0) -> NDArray[np.int64]:
 
 
 def _reduction(start: int, stop: int) -> NDArray[np.int64]:
-    """Return the product ``[start, stop)``, one element a step."""
+    """Return the operations of the product ``[start, stop)``, one element per step."""
     mid = np.arange(start + 1, stop, dtype=np.int64)
     return np.stack([np.full_like(mid, start), mid, mid + 1], axis=1)
 
@@ -500,12 +500,12 @@ def _each(levels: Any) -> Iterator[Any]:
 
 
 def _is_table(value: Any) -> bool:
-    """Return whether a value is masked or sparse, so that its rows are not what they show."""
+    """Return whether a value is masked or sparse, so that its rows cannot be read directly."""
     return isinstance(value, np.ma.MaskedArray) or sp.issparse(value)
 
 
 def _listed(run: Any) -> Any:
-    """Return a list of the operations of a run, or what was given if it can be none."""
+    """Return a list of the operations of a run, or the argument itself if it cannot be one."""
     is_array = isinstance(run, np.ndarray) and run.dtype != object
     if _is_table(run) or (is_array and run.shape[1:] != (3,)):
         return run
@@ -559,7 +559,7 @@ def _read_level(i: int, level: Any, n: int) -> Level:
 
 
 def _read_ops(given: Any, n: int, where: Callable[[int], str]) -> NDArray[np.int64]:
-    """Return a new array of operations, or raise an error that says `where` it is none."""
+    """Return a new array of operations, or raise an error that says `where` it is wrong."""
     if len(given) == 0:
         return np.empty((0, 3), np.int64)
     try:
@@ -591,7 +591,7 @@ def _read_ops(given: Any, n: int, where: Callable[[int], str]) -> NDArray[np.int
 
 
 class _Operations:
-    """The operations of all levels, on intervals within ``[0, n)``, and whether they are sound."""
+    """The operations of all levels, on intervals within ``[0, n)``, and their validity check."""
 
     def __init__(self, n: int, levels: Sequence[Level]) -> None:
         none = np.empty((0, 3), np.int64)
@@ -618,7 +618,7 @@ class _Operations:
             )
 
     def _count_readers(self) -> NDArray[np.int64]:
-        """Return how many operations read the result of each, if all operands are there in time."""
+        """Return how many operations read each result; raise if an operand is made too late."""
         start, mid, stop = self._ops.T
         count = len(self._ops)
         intervals = start * (self._n + 1) + stop

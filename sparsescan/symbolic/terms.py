@@ -1,4 +1,4 @@
-"""Terms of sparse products: where each is added, worked out once."""
+"""Terms of sparse products: the place to which each is added, computed once."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class TermCounts(NamedTuple):
 class Terms(NamedTuple):
     """Where each term ``A[i, k]·X[k, j]`` of a sparse product ``C = A X`` is added.
 
-    A *segment* is a row of `C`, or one of the equal parts of a row that is too long. A *factor* of
-    it is an entry of `A` with the entries of `X` that it is multiplied by: those of a row that lie
-    in the columns of the segment, one after the other. The *slot* of each of those is the place in
-    the segment of the entry of `C` to which the term is added.
+    A *segment* is a row of `C`, or one of the equal parts of a long row. A *factor* of a segment is
+    an entry of `A` together with the entries of `X` that it multiplies: the consecutive entries of
+    one row in the columns of the segment. The *slot* of such an entry is the place, within the
+    segment, of the entry of `C` to which the term is added.
 
-    Slots depend on the columns of the segment and the row of `X` only. So segments in equal columns
-    share them: all rows of a dense `C`, or those of a block. If their rows of `A` have equal
-    columns as well, they share factors. Or else segments share all of their factors but where those
-    start in `X`: those of a convolution's rows that differ only in their position, away from the
-    border of the image. That is chosen where it leaves at most half as many slots.
+    Slots depend only on the columns of the segment and the row of `X`. So segments with equal
+    columns share them: all rows of a dense `C`, or those of a block. If their rows of `A` have
+    equal columns too, they share factors. In another layout, segments share their factors except
+    for the starts in `X`, as rows of a convolution do that differ only in their position away from
+    the image's border. This layout is chosen if it has at most half as many slots.
 
-    Where rows of `X` are long, there are gaps before slots: those of a factor start where its
-    entries of `X` do, modulo :data:`ALIGNED`, so that threads which read aligned entries read
-    aligned slots; or at a multiple of it, if segments that share them start elsewhere.
+    If rows of `X` are long, there are gaps before slots: the slots of a factor start where its
+    entries of `X` start, modulo :data:`ALIGNED`. So threads that read aligned entries also read
+    aligned slots. If segments that share slots start differently, slots start at a multiple of it.
 
     Attributes
     ----------
