@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError, InputTypeError, short
-from ..graph import functions
 from ..graph.operations import Node, symbol
 from ..jacobians import Sequential
 from ..recurrent import Cell, Recurrent
@@ -22,6 +21,7 @@ from ..recurrent.jacobian import Equations
 from ..recurrent.program import CellProgram, analyse
 from ..recurrent.short import short_of
 from ..recurrent.step import OneCell
+from ..recurrent.stream_parts import FUNCTIONS, IGNORED, check_function, read_own, title_of
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -153,7 +153,7 @@ def read(model: Any) -> Model:
     dtypes: list[Any] = []
     inputs = width = given = 0
     for each in _flat(model):
-        title = _title(each)
+        title = title_of(each)
         if isinstance(each, Cell | Recurrent):
             own_width, given, own, params = _network_parts(each, given)
         elif title == "Linear":
@@ -161,14 +161,14 @@ def read(model: Any) -> Model:
             own_width, params = weights.shape[1], (weights,)
             bias = np.zeros(len(weights)) if bias is None else bias
             own = [Dense(weights.astype(np.float64), bias.astype(np.float64))]
-        elif title in _IGNORED:
+        elif title in IGNORED:
             continue
-        elif title in _FUNCTIONS:
+        elif title in FUNCTIONS:
             own_width, own, params = width, [_function(each, width)], ()
         else:
             raise InputTypeError(
                 f"network has {short(each)}; expected a cell, a network of cells, a module of one, "
-                f"Linear, {', '.join(sorted([*_FUNCTIONS, *_IGNORED]))}, or a sequence of these"
+                f"Linear, {', '.join(sorted([*FUNCTIONS, *IGNORED]))}, or a sequence of these"
             )
         if width not in (0, own_width) or own_width == 0:
             raise InputError(
@@ -182,13 +182,6 @@ def read(model: Any) -> Model:
     if not parts:
         raise InputError(f"network is {short(model)}; expected at least one layer")
     return Model(inputs + given, given, parts, np.result_type(*(dtypes or [np.float32])))
-
-
-def _title(layer: Any) -> str:
-    """Return the name of the class of PyTorch or ours that a layer is of."""
-    known = {"Linear", *_IGNORED, *_FUNCTIONS}
-    kinds = [kind.__name__ for kind in type(layer).__mro__ if kind.__module__.startswith(_ROOMS)]
-    return next((name for name in kinds if name in known), "")
 
 
 def _flat(model: Any) -> Iterable[Any]:
@@ -216,7 +209,7 @@ def _array(layer: Any, name: str) -> Any:
         from ..torch.networks import array_of
 
         return array_of(layer, name)
-    return layer.kept_weight(np) if name == "weight" else getattr(layer, name)
+    return read_own(layer, name)
 
 
 def _network_parts(network: Any, given: int) -> tuple[int, int, list[Part], Iterable[Any]]:
@@ -292,44 +285,15 @@ def _joined(products: Sequence[Product], units: int) -> list[Product]:
 
 # -- Functions ------------------------------------------------------------------------------------
 
-# What has no effect in inference, and functions, by the names of classes of PyTorch's and ours.
-_ROOMS = "torch.nn.", "sparsescan."
-_IGNORED = ("Dropout", "AlphaDropout", "Identity")
-_FUNCTIONS: dict[str, Callable[[Any, Node], Any]] = {
-    "ELU": lambda m, a: functions.elu(a, m.alpha),
-    "Hardsigmoid": lambda m, a: functions.hardsigmoid(a),
-    "Hardtanh": lambda m, a: functions.hardtanh(a, m.min_val, m.max_val),
-    "LeakyReLU": lambda m, a: functions.leaky_relu(a, m.negative_slope),
-    "LogSoftmax": lambda m, a: a - functions.logsumexp(a),
-    "ReLU": lambda m, a: functions.relu(a),
-    "SiLU": lambda m, a: functions.silu(a),
-    "Sigmoid": lambda m, a: functions.sigmoid(a),
-    "Softmax": lambda m, a: functions.softmax(a),
-    "Softplus": lambda m, a: functions.where(
-        m.beta * a > m.threshold, a, functions.softplus(m.beta * a) / m.beta
-    ),
-    "Softsign": lambda m, a: functions.softsign(a),
-    "Tanh": lambda m, a: functions.tanh(a),
-    "LayerNorm": lambda m, a: functions.layer_norm(a, *_affine(m), eps=m.eps),
-}
-
-
-def _affine(module: Any) -> list[Any]:
-    names = ("weight", 1), ("bias", 0)
-    return [
-        default if getattr(module, name) is None else symbol("vector", name, 0)
-        for name, default in names
-    ]
-
 
 def _function(module: Any, units: int) -> Function:
     """Return a function of PyTorch or ours, of so many numbers."""
-    title, axis = _title(module), getattr(module, "dim", -1)
-    if title in ("Softmax", "LogSoftmax") and axis != -1:
-        raise InputError(f"dim of {title} is {short(axis)}; expected -1, the axis of outputs")
-    if getattr(module, "normalized_shape", (units,)) != (units,):
-        raise InputError(f"{short(module)} is behind {units} outputs; expected {(units,)}")
-    program = analyse([_FUNCTIONS[title](module, symbol("state", 0))])
+    check_function(module, units)
+
+    def param(name: str, default: float) -> Any:
+        return default if getattr(module, name) is None else symbol("vector", name, 0)
+
+    program = analyse([FUNCTIONS[title_of(module)](module, symbol("state", 0), param)])
     rows = [_array(module, row.details[0]).astype(np.float64) for row in program.rows]
     biases = np.zeros((len(program.slots), units))
     return Function(Step(program, 0, units, [], biases, rows))

@@ -62,6 +62,12 @@ class Parameter:
         if array.shape != shape:
             raise InputError(f"{name} is set to an array of shape {array.shape}; expected {shape}")
         vars(layer)[self._name] = array
+        vars(layer)["_last_set"] = object()
+
+
+def last_set(layer: Any) -> object:
+    """Return an object that is another one once a parameter of a layer has been set."""
+    return layer.__dict__.get("_last_set")
 
 
 def _title(layer: Any, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .arguments import OptionsDict
+    from .streams import Stream
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -437,6 +439,28 @@ class Cell(Parametrised, Fixed):
             If an option is wrong, as for :class:`.TrainingStep`.
         """
         return TrainingStep(OneCell(self), **options)
+
+    def stream(self, batch: int = 1, *, head: Iterable[Any] = ()) -> Stream:
+        """Return a stream, which runs this cell on some steps at a time.
+
+        Parameters
+        ----------
+        batch, head
+            As for :class:`.Stream`.
+
+        Returns
+        -------
+        Stream
+            It reads the parameters that are set later, and has states of its own.
+
+        Raises
+        ------
+        InputError, InputTypeError, MemoryLimitError
+            As :class:`.Stream`.
+        """
+        from .streams import Stream
+
+        return Stream(OneCell(self), batch, head)
 
     @Allocating("the linearization")
     def linearize(self, x: Array, state: Array) -> Linearization:

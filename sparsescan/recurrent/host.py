@@ -534,6 +534,53 @@ class HostMemory(HostSizes, Memory):
         self.calls.give_back(room)
 
 
+class StreamMemory(HostMemory):
+    """The memory of a network whose states stay in it from one block of steps to the next.
+
+    The first slot has the states before a block, and the steps of the memory are the most that a
+    block has. Layers have one direction.
+    """
+
+    def begin(self, further: list[float]) -> None:
+        """Take the memory, in which every sample has all steps, and further inputs are numbers."""
+        self.allocate()
+        none = np.zeros(0, np.int64)
+        self.calls.launch(callers.lengths_in, self._all_samples(0), self.lengths, none)
+        for k, value in enumerate(further):
+            plane = self.further[k * self.plane : (k + 1) * self.plane]
+            values = np.array([value], self.dtype)
+            self.calls.launch(callers.place, values, np.zeros(self.plane, np.int64), plane)
+
+    def advance(self, calls: Calls, x: Array, output: Array) -> None:
+        """Compute the outputs of a block of steps, and keep the states behind the last one.
+
+        Rows of the inputs may be longer than what this network reads.
+        """
+        self.calls, steps = calls, len(x)
+        for ks in self.layers:
+            caller = self.no_caller
+            if ks.start == 0:
+                caller = caller._replace(x=x.reshape(-1), cols=x.shape[2])
+            if ks.stop == len(self.directions):
+                caller = caller._replace(output=output.reshape(-1))
+            self.for_each_group(ks, self._advance, caller, steps)
+
+    def _advance(self, group: _Group, k: int, caller: Caller, steps: int) -> None:
+        below = self.states[self.directions[k].layer - 1]
+        about = group.sequence(k, (0, steps)), self.packed[k].forward, below
+        self.calls.launch(kernels.advance, *about, caller, steps)
+
+    def write_states(self, states: Array) -> None:
+        """Write the states before the next block to an array of the caller's."""
+        for k in range(len(self.directions)):
+            self._write_states(k, self._state_parts(k), 0, [states])
+
+    def read_states(self, states: Array) -> None:
+        """Take over the states before the next block."""
+        for k in range(len(self.directions)):
+            self._read_states(k, self._state_parts(k), 0, [states])
+
+
 class _SumsOf(NamedTuple):
     """Sums of gradients of a direction's parameters: dense ones, and entries of sparse ones."""
 

@@ -38,6 +38,8 @@ class Extent(NamedTuple):
         Whether states may begin anew in the middle.
     options : Options
         Those of the network: which states are outputs.
+    is_stream : bool
+        Whether a call runs some of these steps, as few as one.
     """
 
     steps: int
@@ -46,6 +48,7 @@ class Extent(NamedTuple):
     keeps_samples: bool = False
     has_resets: bool = False
     options: Options = DEFAULTS
+    is_stream: bool = False
 
 
 class HostSizes:
@@ -58,7 +61,7 @@ class HostSizes:
     directions: list[Direction]
 
     def __init__(self, network: Layers, directions: list[Direction], extent: Extent) -> None:
-        steps, batch, segment, keeps_samples, has_resets, options = extent
+        steps, batch, segment, keeps_samples, has_resets, options, is_stream = extent
         self.directions, self.per_layer = directions, len(network.cells[0])
         self._keeps_samples, self._has_resets = keeps_samples, has_resets
         self.steps, self.batch = steps, batch
@@ -76,8 +79,9 @@ class HostSizes:
         self._outputs = one.states if options.return_states else 1
         self.widths[-1] *= self._outputs * (len(network.cells) if self._returns_layers else 1)
         self._all_threads = thread_count()
-        # Multiply-adds of a direction.
-        self._work = work = steps * batch * max(one.products, one.units) * (one.cols + one.units)
+        # Multiply-adds of a direction, in a call.
+        work = batch * max(one.products, one.units) * (one.cols + one.units)
+        work *= 1 if is_stream else steps
         self.threads = 1 if work < _SMALL else self._all_threads
         parts = max(1, self.threads // self.per_layer)
         self.has_sample_lanes, self._rows = one.sample_rows > 0, max(1, one.sample_rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,6 +17,7 @@ from .cell import Cell
 from .cells import GRUCell, LSTMCell, RNNCell
 from .definition import matrices_of, sizes_of
 from .step import TrainingStep
+from .streams import Stream
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -164,6 +165,26 @@ class Recurrent(Fixed):
             If an option is wrong, as for :class:`.TrainingStep`.
         """
         return TrainingStep(self, **options)
+
+    def stream(self, batch: int = 1, *, head: Iterable[Any] = ()) -> Stream:
+        """Return a stream, which runs this network on some steps at a time.
+
+        Parameters
+        ----------
+        batch, head
+            As for :class:`.Stream`.
+
+        Returns
+        -------
+        Stream
+            It reads the parameters that are set later, and has states of its own.
+
+        Raises
+        ------
+        InputError, InputTypeError, MemoryLimitError
+            As :class:`.Stream`.
+        """
+        return Stream(self, batch, head)
 
     def __getattr__(self, name: str) -> Any:
         place = self._places.get(name) if "cells" in vars(self) else None

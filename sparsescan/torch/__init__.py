@@ -21,6 +21,7 @@ from .recurrent import GRU, LSTM, RNN
 from .scan import scan
 from .selective import selective_scan
 from .simulation import simulate
+from .streams import stream
 
 __all__ = [
     "GRU",
@@ -37,6 +38,7 @@ __all__ = [
     "selective_scan",
     "simulate",
     "sosfilt",
+    "stream",
 ]
 
 __getattr__ = former_names(

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from ..errors import FileError, InputTypeError, short
 from ..recurrent import Recurrent
 from ..recurrent.catalogue import ProjectedLSTM
-from .calls.sequences import Sequences
 from .calls.shapes import kind_of
 from .conversion.structure import is_seen
 
 
-def as_network(module: nn.Module) -> Any:
+def as_network(module: Any) -> Any:
     """Return a NumPy network equal to a recurrent module; return other modules unchanged.
 
     Of parameters that :mod:`torch.nn.utils.prune` has pruned, the kept weights are used.
@@ -33,9 +32,11 @@ def as_network(module: nn.Module) -> Any:
             f"network has {short(module)}, which has a forward or hooks of its own; expected the "
             "recurrent modules and layers in it, one after the other"
         )
-    if not isinstance(module, nn.RNNBase | Sequences):
+    if not hasattr(module, "all_weights"):  # which recurrent modules of PyTorch and ours have
         return module
     cell, options = kind_of(module.mode)
+    # Kernels of shorter states know another class.
+    cell = getattr(module, "cell", cell)
     if module.proj_size:
         cell, options = ProjectedLSTM, {"proj_size": module.proj_size}
     network = Recurrent(

@@ -313,6 +313,7 @@ def test_modules_of_pytorch_with_layers_behind_them(tmp_path: Path) -> None:
     ]
     models = [nn.Sequential(nn.GRU(2, 7), nn.Linear(7, 5), each) for each in functions]
     models += [
+        module(catalogue.ProjectedLSTM)(3, 8, 2, proj_size=4),
         nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LSTM(4, 6, 2), nn.Dropout(), nn.Linear(6, 2)),
         nn.Sequential(nn.RNN(3, 6, nonlinearity="relu", bias=False), nn.Tanh()),
         nn.Sequential(nn.LSTM(3, 6, 2, proj_size=2), nn.Linear(2, 2), nn.LSTM(2, 4, proj_size=3)),

@@ -34,8 +34,9 @@ Header = numbered("Header", "PHASES STRANDS CALLS TABLE WORDS WORD_COUNT PLACES 
 
 # Words that the threads of a replay share, a cache line apart, before their copy of all words.
 # `NEXT` counts strands that were claimed, `DONE` those that are done, and `FAILED` is not 0 if a
-# call has failed. `HEADER` is the address of the recording's words.
-Control = numbered("Control", "NEXT DONE=8 FAILED=16 HEADER SIZE=24")
+# call has failed. `HEADER` is the address of the recording's words, and `MOVES` where the triples
+# of :func:`again` begin.
+Control = numbered("Control", "NEXT DONE=8 FAILED=16 HEADER MOVES SIZE=24")
 
 
 @intrinsic
@@ -121,6 +122,30 @@ def take_part(address):
 def begin(header, arrays, control):
     """Do what :func:`fill` does."""
     fill(header, arrays, control)
+
+
+@njit(nogil=True, cache=True)
+def again(control, x, y):
+    """Make the calls of a replay that :func:`begin` has begun, on this thread; return a failure.
+
+    Behind all words there is a triple for each that is an address in one of two arrays, which are
+    at other addresses now: which word, whether the array is `y`, and bytes behind its beginning.
+    """
+    before = mode()
+    flush()
+    for i in range(control[Control.MOVES], len(control), 3):
+        control[control[i]] = (y if control[i + 1] else x) + control[i + 2]
+    control[Control.NEXT] = 0
+    control[Control.DONE] = 0
+    work_off(words_at(control[Control.HEADER], Header.SIZE), control)
+    set_mode(before)
+    return control[Control.FAILED]
+
+
+@njit(nogil=True, cache=True)
+def again_on(control, x, y):
+    """Do what :func:`again` does with two arrays."""
+    return again(control, data_address(x), data_address(y))
 
 
 @njit(nogil=True, cache=True)

@@ -483,6 +483,19 @@ def run(s, products, x, caller, begin, end):
             _end_block(s, caller, first, k, begin, end)
 
 
+@_kernel
+def advance(s, products, x, caller, steps):
+    """Write the states of the first steps, and then copy the last ones to where a run begins."""
+    run(s, products, x, caller, 0, steps)
+    for first in range(s.first, s.first + s.count, s.samples):
+        here, begin = row_of(s, first, steps) * s.units, row_of(s, first, 0) * s.units
+        count = min(s.samples, s.batch - first) * s.units
+        copy_some(s.states, here, s.states, begin, count, count)
+        for n in range(s.others):
+            at = n * s.cell_plane
+            copy_some(s.cells, at + here, s.cells, at + begin, count, count)
+
+
 # -- Steps that are left out -----------------------------------------------------------------------
 
 

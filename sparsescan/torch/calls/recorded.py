@@ -19,8 +19,9 @@ from .team import pytorchs_threads
 
 # Pieces of memory that are kept for the next pass.
 _SCRATCHES = 4
-# By themselves: methods of each tensor take longer to find.
-_is_contiguous, _address = Tensor.is_contiguous, Tensor.data_ptr
+# By themselves: methods of each tensor take longer to find. Who takes an address for a kernel asks
+# whether a tensor is contiguous, since kernels see no strides.
+is_contiguous, address_of_tensor = Tensor.is_contiguous, Tensor.data_ptr
 
 
 class Room:
@@ -101,9 +102,9 @@ def new_tensors(results: Sequence[ResultTensor], room: Room) -> list[Tensor]:
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return the addresses of contiguous tensors for kernels, which see no strides."""
-    if not all(map(_is_contiguous, tensors)):
+    if not all(map(is_contiguous, tensors)):
         raise BufferError("a kernel cannot follow a tensor that is not contiguous")
-    return list(map(_address, tensors))
+    return list(map(address_of_tensor, tensors))
 
 
 def run(
@@ -122,7 +123,7 @@ def run(
     results : sequence of Tensor
         What :func:`new_tensors` has made, in the order of the recording's results.
     """
-    addresses = [*rooms, *addresses_of(given), *map(_address, results)]
+    addresses = [*rooms, *addresses_of(given), *map(address_of_tensor, results)]
     if recording.threads == 1:
         recording.run_at(addresses)
     else:

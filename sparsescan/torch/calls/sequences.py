@@ -215,6 +215,12 @@ class Sequences:
                 return results
         return self._whole(input, hx, weights, self._run, resets, reset_states, further)
 
+    def stream(self, batch: int = 1) -> Any:
+        """Return what :func:`sparsescan.torch.stream` does."""
+        from ..streams import stream
+
+        return stream(self, batch)  # type: ignore[arg-type]
+
     def _begun(self, given: Any) -> Any:
         """Return the initial states that are parameters, in the form of ``hx``."""
         assert self._begins is not None
