@@ -40,7 +40,7 @@ def scan(
     an ``autograd.Function`` of one number a unit, such as a spike with a surrogate gradient, whose
     ``backward`` is read as it is. Other steps run as a loop in Python: those that draw random
     numbers, change a tensor that they were given, or read numbers out of tensors; :func:`explain`
-    says why.
+    says why. ``torch.compile`` leaves a call out of its graphs, which may not be one then.
 
     Parameters
     ----------
@@ -85,8 +85,17 @@ def scan(
     >>> states.shape, cell.weight_hh.grad.shape
     (torch.Size([50, 16, 20]), torch.Size([60, 20]))
     """
-    loop = _Loop(combine_fn, init, xs, dim, reverse)
-    return loop.run()
+    # A compiler of PyTorch would trace all steps, one by one. It has to under a transform.
+    is_apart = torch.compiler.is_compiling() and not is_transformed()
+    run = _uncompiled if is_apart else _run
+    return run(combine_fn, init, xs, dim, reverse)
+
+
+def _run(combine_fn: Step, init: Any, xs: Any, dim: int, reverse: bool) -> tuple[Any, Any]:
+    return _Loop(combine_fn, init, xs, dim, reverse).run()
+
+
+_uncompiled: Callable[..., tuple[Any, Any]] = torch.compiler.disable(_run)
 
 
 def explained(combine_fn: Step, init: Any, xs: Any, dim: int = 0) -> Explanation:

@@ -16,8 +16,10 @@ from torch.utils import _pytree as pytree
 
 from sparsescan.errors import InputError, InputTypeError
 from sparsescan.torch import explain, scan
+from sparsescan.torch.scan import _Loop
 
 STEPS, BATCH, INPUTS, UNITS = 5, 3, 2, 4
+run = _Loop.run
 WIDE = torch.float64
 Step = Callable[[Any, Any], tuple[Any, Any]]
 Body = tuple[nn.Module, Step, Any]
@@ -314,6 +316,54 @@ def test_forward_mode_second_derivatives_and_maps() -> None:
     pairs = zip(derivatives(run(scan)), derivatives(run(loop)), strict=True)
     for found, expected in pairs:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_calls_kernels_between_its_graphs(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell, rate = nn.GRUCell(INPUTS, UNITS), nn.Parameter(torch.randn(UNITS))
+    calls = []
+    monkeypatch.setattr(_Loop, "run", lambda loop: (calls.append(loop.found), run(loop))[1])
+
+    def model(x: Tensor) -> Tensor:
+        decay = torch.sigmoid(rate)
+
+        def step(carry: Any, x: Tensor) -> Any:
+            h, total = carry
+            h = decay * cell(x, h)
+            return (h, total + h), {"h": h, "nothing": None}
+
+        x = x.tanh()
+        (_, total), ys = scan(step, (x.new_zeros(BATCH, UNITS), x.new_ones(BATCH, UNITS)), x)
+        return ys["h"].relu().sum() + total.sin().sum()
+
+    leaves = [torch.randn(STEPS, BATCH, INPUTS, requires_grad=True), rate, *cell.parameters()]
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        results = [each(leaves[0]) for each in (model, compiled)]
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*(torch.autograd.grad(each, leaves) for each in results))
+    assert len(calls) == 4
+    assert all(found.made.plan for found in calls)
+
+
+def test_a_graph_that_has_to_be_whole_is_refused_and_transforms_in_one_have_all_steps() -> None:
+    _, step, init = gru()
+    xs = torch.randn(STEPS, BATCH, INPUTS)
+
+    def loss(xs: Tensor) -> Tensor:
+        return scan(step, init, xs)[1].sin().sum()
+
+    def slopes(xs: Tensor) -> Tensor:
+        found: Tensor = torch.func.grad(loss)(xs)
+        return found
+
+    with pytest.raises(RuntimeError, match="disable"):
+        torch.compile(loss, backend="eager", fullgraph=True)(xs)
+    compiled = torch.compile(slopes, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(xs), slopes(xs))
 
 
 def test_no_steps_other_axes_and_results_of_their_own() -> None:

@@ -36,10 +36,24 @@ GIVEN, ABOVE, CUSTOM = (
 )
 
 
-def watch() -> None:
-    """Let traces see calls of each ``autograd.Function`` from now on; others are as before."""
-    if "apply" not in vars(_SingleLevelFunction):
-        setattr(_SingleLevelFunction, "apply", classmethod(_apply))  # noqa: B010, as it has none
+_watching: list[None] = []
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Let modes see calls of each ``autograd.Function``; those under no mode are as ever.
+
+    Of threads that end at once one may find its calls unseen, which it refuses to trace.
+    """
+    _watching.append(None)
+    owner: Any = _SingleLevelFunction
+    owner.apply = classmethod(_apply)
+    try:
+        yield
+    finally:
+        _watching.pop()
+        if not _watching and "apply" in vars(owner):
+            del owner.apply
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ... import locks
 from ...capture.equations import NotCaptured
 from ...locks import new_lock
-from .functions import Watcher, watch
+from .functions import Watcher, watched
 from .mutations import functional
 
 # Of how many shapes traces are kept, and how many of each.
@@ -146,7 +146,7 @@ class _Mode(Watcher):
         """Return the results of a step."""
         count = trees[0].num_leaves
         pairs = zip(trees, (leaves[:count], leaves[count:]), strict=True)
-        with self:
+        with watched(), self:
             results = step(*(pytree.tree_unflatten(own, tree) for tree, own in pairs))
         if self.failed is not None:
             raise self.failed
@@ -362,7 +362,6 @@ def find(
     make : callable
         ``make(trace, spec)`` returns what is kept with a trace.
     """
-    watch()
     key = tuple(map(str, trees)), tuple(likes), torch.get_default_dtype()
     found = _known(key, step, trees)
     if found is not None:
