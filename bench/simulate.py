@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
+from scipy.integrate import solve_ivp
 from scipy.sparse.linalg import splu
 
 from sparsescan import Pattern
@@ -35,11 +36,14 @@ ALONE, FREE = "sparsescan, the function alone", "sparsescan, no limit"
 IN_PYTHON = "sparsescan, steps in Python"
 SCIPY, KLU = "SciPy, splu in each iteration", "jax.lax.scan, KLU"
 DIFFRAX, JAXLEY = "diffrax, ImplicitEuler", "Jaxley"
+TO_A_TIME, SOLVE_IVP = "diffrax, PIDController", "SciPy's solve_ivp, states alone"
 KLU_ALONE, UMFPACK, PARDISO = "KLU", "UMFPACK", "Pardiso of MKL"
 # Residuals that end Newton's method of peers, and the most iterations.
 _ENOUGH, _MOST = 1e-9, 50
 # Steps that tell which variant is fastest.
 _TRIAL = 10
+# The errors of steps whose lengths are chosen, relative and absolute, and the first length to try.
+_ERROR, _FIRST = (1e-6, 1e-10), 1e-4
 
 
 @dataclass(frozen=True)
@@ -240,6 +244,18 @@ def ours(
     return {"complex steps" if alone else "functions": call}
 
 
+def ours_to(problem: Problem, end: int) -> dict[str, Call]:
+    """Return calls that march to a time, with steps as long as their errors allow."""
+
+    def call(sim: TimeSteps) -> dict[str, Any]:
+        run = sim.forward(problem.u0, problem.params, until=end, dt=_FIRST, error=_ERROR)
+        grads = run.backward(grad_last=problem.above)
+        return {"last": run.last, "u0": grads.u0, **grads.params}
+
+    methods = "kencarp4", "kencarp5", "sdirk3"
+    return {name: partial(call, TimeSteps(problem.rate, method=name)) for name in methods}
+
+
 # -- Peers ----------------------------------------------------------------------------------------
 
 
@@ -419,6 +435,35 @@ def diffrax_solves(problem: Problem, steps: int) -> dict[str, Call]:
         return {"Chord": _compiled(partial(last, optimistix.Chord), *about)}
 
 
+def diffrax_to(problem: Problem, end: int) -> dict[str, Call]:
+    """Return its stiff methods, with steps as long as the same errors allow."""
+    with peers.in_float64() as jax:
+        diffrax = peers.require("diffrax", "pip install diffrax")
+        term = diffrax.ODETerm(lambda t, u, p: problem.rate(u, t, p, jax.numpy))
+        pace = diffrax.PIDController(*_ERROR)
+
+        def last(solver: Any, u0: Any, p: Any) -> Any:
+            about: Any = {"args": p, "stepsize_controller": pace}
+            return diffrax.diffeqsolve(term, solver, 0.0, end, _FIRST, u0, **about).ys[0]
+
+        about = problem.u0, problem.params, problem.above
+        solvers = diffrax.Kvaerno3, diffrax.Kvaerno4, diffrax.Kvaerno5
+        return {each.__name__: _compiled(partial(last, each()), *about) for each in solvers}
+
+
+def solve_ivp_to(problem: Problem, end: int) -> dict[str, Call]:
+    """Return SciPy's stiff methods, which have no gradients."""
+
+    def rate(t: float, u: Array) -> Any:
+        return problem.rate(u, t, problem.params)
+
+    def call(method: str) -> dict[str, Any]:
+        run = solve_ivp(rate, (0, end), problem.u0, method, rtol=_ERROR[0], atol=_ERROR[1])
+        return {"last": run.y[:, -1]}
+
+    return {name: partial(call, name) for name in ("LSODA", "BDF", "Radau")}
+
+
 # -- Solvers --------------------------------------------------------------------------------------
 
 
@@ -579,6 +624,16 @@ RACES = (
         Race(title, (3, 20_000), (3, 40), make, _SMALL, {IN_PYTHON: 50.0, DIFFRAX: 10.0}, 3)
         for title, make in {"Lorenz, {0} unknowns": lorenz, "Robertson, {0}": robertson}.items()
     ),
+    Race(
+        "Robertson, {0}, steps by their errors",
+        (3, 100_000),
+        (3, 10),
+        robertson,
+        {OURS: ours_to, TO_A_TIME: diffrax_to, SOLVE_IVP: solve_ivp_to},
+        {TO_A_TIME: 10.0},
+        9,
+        "units of time",
+    ),
     Race("Burgers, {0:,} unknowns", (1000, 50), (50, 20), burgers, *_LINE, 2),
     Race("Cable, {0} compartments", (500, 4000), (12, 40), Cable, *_CABLE),
     *(
@@ -652,6 +707,9 @@ def _about(quick: bool) -> Results:
         KLU: "the faster of klujax and sparsax; Newton's method in a while_loop, the adjoint by "
         "hand",
         DIFFRAX: "constant steps, RecursiveCheckpointAdjoint, dense Jacobians",
+        TO_A_TIME: "the fastest of Kvaerno3, 4 and 5, with errors of 1e-6 and 1e-10; ours with the "
+        "same, by the fastest of kencarp4, kencarp5 and sdirk3",
+        SOLVE_IVP: "the fastest of LSODA, BDF and Radau, with these errors",
         JAXLEY: "backward Euler, with checkpoints at two levels: all states take over 24 GB",
         _FACTORS: "what about 15 steps take: one numeric factorisation and 60 solves, the symbolic "
         "phase done before",
