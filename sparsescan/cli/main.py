@@ -40,11 +40,11 @@ _SCAN = """\
 Compute the gradients of a chain that sparsescan.save_chain has written, and write
 them to another .npz file. If the chain is stacked (a CSRChain or one dense array),
 they are one array, under the key "gradients"; if it is a list, they are arrays under
-the keys "gradient_0", "gradient_1", and so on. The last layer's come first.
+the keys "gradient_0", "gradient_1", and so on. The last layer comes first.
 
 mpiexec -n 4 sparsescan scan FILE.npz -o OUT.npz --mpi does the same on four ranks,
 each of which reads, holds and scans its part of the chain. Open MPI, .venv/bin/mpiexec, needs
---map-by :OVERSUBSCRIBE where there are fewer cores, and --allow-run-as-root of root.
+--map-by :OVERSUBSCRIBE if there are fewer cores, and --allow-run-as-root for root.
 """
 
 
@@ -110,10 +110,10 @@ def _parser() -> argparse.ArgumentParser:
 
     training = commands.add_parser(
         "demo",
-        help="train two networks and scan a chain, beside PyTorch's or NumPy's loops and SciPy's",
+        help="train two networks and scan a chain, compared with PyTorch, NumPy and SciPy",
         description="Train an MGU, which PyTorch lacks, and a GRU to predict the next pixel of "
-        "photographs, beside PyTorch if it is installed, else beside NumPy's loop; compute the "
-        "gradients of a chain of sparse Jacobians beside SciPy's loop; compare times and results.",
+        "photographs. Compute the gradients of a chain of sparse Jacobians. Compare times and "
+        "results with PyTorch if it is installed, else with NumPy's loop; and with SciPy's loop.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     training.add_argument("--hidden", type=int, default=20, help="units of the MGU and the GRU")
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument(
         "--output", default="demo.png", help="PNG file for losses over time, and times"
     )
-    training.add_argument("--seed", type=int, default=0, help="of parameters and batches")
+    training.add_argument("--seed", type=int, default=0, help="seed of parameters and batches")
     training.set_defaults(command=_demo)
 
     info = commands.add_parser("info", help="print versions, devices, threads and cache folder")
@@ -130,17 +130,17 @@ def _parser() -> argparse.ArgumentParser:
 
     calibration = commands.add_parser(
         "calibrate",
-        help="measure what operations take on this machine, for predicted times",
+        help="measure the times of operations on this machine, for predictions",
         description="Scan chains of all kinds for some fifteen seconds, or on a GPU for some "
-        "minutes, and keep what operations take on this machine in the cache folder. Where PyTorch "
-        "is installed, calls of recurrent modules are timed, too, by our kernels and by PyTorch's, "
-        "for some five minutes. Best when nothing else runs.",
+        "minutes, and store the times of operations in the cache folder. If PyTorch is installed, "
+        "also time calls of recurrent modules, by our kernels and by PyTorch's, for some five "
+        "minutes. Run nothing else meanwhile.",
     )
     calibration.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="what is measured"
     )
     calibration.add_argument(
-        "--mpi", action="store_true", help="the network between the ranks of mpiexec instead"
+        "--mpi", action="store_true", help="measure the network between mpiexec's ranks instead"
     )
     calibration.set_defaults(command=_calibrate)
 
@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     scan.add_argument("file", metavar="FILE.npz", help="written by sparsescan.save_chain")
     scan.add_argument("-o", "--output", metavar="OUT.npz", required=True, help="file to write")
     scan.add_argument(
-        "--inclusive", action="store_true", help="the gradient of the first layer's input, too"
+        "--inclusive", action="store_true", help="also write the first layer's input gradient"
     )
     _add_schedule(scan, f"; with --mpi {_listed(_MPI_SCHEDULES)}")
     _add_device(scan)
@@ -175,19 +175,19 @@ def _add_export(commands: Any) -> None:
         "export",
         help="write a trained model of PyTorch as a C file",
         description="Write a model that torch.save(model, path) has written as a header and a "
-        "source file in C99, which allocate nothing and need math.h alone, and print the memory "
-        "that they take. Only for files that you trust: to load a model runs code of the file.",
+        "source file in C99, and print the memory that they take. They allocate nothing and need "
+        "only math.h. Use only files that you trust: loading a model runs code in the file.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("file", metavar="MODEL.pt", help="a recurrent module, or a Sequential")
-    parser.add_argument("output", metavar="MODEL.c", help="file to write, beside MODEL.h")
-    parser.add_argument("--name", help="how names in C begin, if not as that of the file")
+    parser.add_argument("output", metavar="MODEL.c", help="file to write, with MODEL.h next to it")
+    parser.add_argument("--name", help="prefix of names in C, by default the name of the file")
     parser.add_argument("--batch", type=int, default=1, help="samples of a step")
-    parser.add_argument("--dtype", help="float32 or float64, if not that of the parameters")
+    parser.add_argument("--dtype", help="float32 or float64, by default that of the parameters")
     parser.add_argument(
         "--functions",
         default="libm",
-        help="libm, or series, which compilers compute in vectors: sooner, with a larger error",
+        help="libm, or series, which compilers vectorise: faster, with a larger error",
     )
     parser.set_defaults(command=_export)
 
@@ -196,8 +196,8 @@ def _add_strategies(commands: Any) -> None:
     parser = commands.add_parser(
         "strategies",
         help="compare ways to spread a training step over workers",
-        description="Predict what a training step of a network takes by batch, model, domain, "
-        "per-layer and pipelined parallelism and by the scan, the best first.",
+        description="Predict the time of a training step of a network with batch, model, domain, "
+        "per-layer and pipelined parallelism and with the scan, the best first.",
     )
     parser.add_argument(
         "network",
@@ -205,13 +205,13 @@ def _add_strategies(commands: Any) -> None:
         help=f"{', '.join(_NETWORKS)}, where N is 6n + 2, such as 110, and T a number of steps; or "
         "a file FILE.npz that sparsescan.save_chain has written",
     )
-    parser.add_argument("--workers", type=int, required=True, metavar="P", help="how many")
+    parser.add_argument("--workers", type=int, required=True, metavar="P", help="number of workers")
     parser.add_argument("--batch", type=int, required=True, metavar="B", help="samples of a step")
     parser.add_argument(
         "--machine",
         metavar="MACHINE",
         help="a worker and its networks: p100, v100, a100 or h100, or a JSON file; by default "
-        "the one that strategies.Machine.save has kept, or else a GPU's",
+        "the one that strategies.Machine.save has stored, or else a GPU's",
     )
     parser.add_argument(
         "--strategy",
@@ -222,7 +222,7 @@ def _add_strategies(commands: Any) -> None:
     parser.add_argument(
         "--overlap",
         action="store_true",
-        help="gradients of parameters are summed while a backward pass goes on",
+        help="sum gradients of parameters during the backward pass",
     )
     parser.add_argument(
         "--json", metavar="OUT.json", help="JSON file for the plans, layer by layer"

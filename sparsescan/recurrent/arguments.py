@@ -1,4 +1,4 @@
-"""Check what recurrent networks are called with, in arrays of any package, before anything runs."""
+"""Check the arguments of recurrent networks, in arrays of any package, before anything runs."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class OptionsDict(TypedDict, total=False):
 
 
 class Options(NamedTuple):
-    """How a network runs, whatever the door: what a call says beside arrays.
+    """The options of a network, for NumPy, PyTorch and JAX: all arguments other than arrays.
 
-    This is the one list of them: constructors, attributes, operators and forms of all doors follow
-    from it. :class:`~sparsescan.recurrent.TrainingStep` says what each of them does.
+    This is the only list of options: constructors, attributes and operators follow from it.
+    :class:`~sparsescan.recurrent.TrainingStep` says what each option does.
 
     Attributes
     ----------
     memory_limit : int or None
         Bytes that may be kept for the backward pass.
     truncate : int or None
-        Steps of a segment, of which gradients flow at most to the one before.
+        Steps of a segment; gradients flow at most to the previous segment.
     return_states : bool or "layers"
         Whether outputs are all states of the last layer, or those of all layers.
     """
@@ -45,7 +45,7 @@ class Options(NamedTuple):
 
     @classmethod
     def taken_from(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Take the options out of arguments by name, and return them."""
+        """Remove the options from keyword arguments, and return them."""
         return {name: given.pop(name) for name in cls._fields if name in given}
 
     @classmethod
@@ -63,42 +63,42 @@ class Options(NamedTuple):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether what the backward pass keeps, or how far it goes, has a bound."""
+        """Whether the memory or the reach of the backward pass is limited."""
         return self.memory_limit is not None or self.truncate is not None
 
     def unbounded(self) -> Options:
-        """Return those of a call that no backward pass follows."""
+        """Return the options for a call without a backward pass."""
         return self._replace(memory_limit=None, truncate=None)
 
     def of_cells(self, states: int) -> Options:
-        """Return those for cells of so many states: all states of one are the first."""
+        """Return the options for cells of some states: with one state, all states are the first."""
         is_first = states == 1 and self.return_states is True
         return self._replace(return_states=False) if is_first else self
 
     def of_layer(self, *, is_last: bool) -> Options:
-        """Return those of one layer of a network: all states where the network reads them."""
+        """Return the options for one layer of a network; all states if the network reads them."""
         is_read = self.return_states == "layers" or (is_last and self.return_states)
         return self._replace(return_states=bool(is_read))
 
     def encode(self) -> list[int]:
-        """Return whole numbers that stand for these."""
+        """Return integers that encode the options."""
         limits = (-1 if each is None else each for each in (self.memory_limit, self.truncate))
         return [*limits, _RETURNED.index(self.return_states)]
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> Options:
-        """Return the options that numbers stand for."""
+        """Return the options that integers encode."""
         limit, truncate = (None if each < 0 else each for each in numbers[:2])
         return cls(limit, truncate, _RETURNED[numbers[2]])
 
 
 DEFAULTS = Options()
-# The values of `return_states`, in the order of the numbers that stand for them.
+# The values of `return_states`; the place of a value is its code.
 _RETURNED: tuple[Returned, ...] = (False, True, "layers")
 
 
 def check_option(name: str, value: Any) -> Any:
-    """Return the value of one of the :class:`Options`."""
+    """Check and return the value of one of the :class:`Options`."""
     if name == "return_states":
         is_text = isinstance(value, str)
         return check_choice(name, value, "layers") if is_text else check_flag(name, value)
@@ -106,7 +106,7 @@ def check_option(name: str, value: Any) -> Any:
 
 
 def check_input(name: str, x: Any, size: int, *axes: str) -> None:
-    """Raise unless an input has axes as one of the texts names them, and then `size` numbers."""
+    """Raise unless an input has the axes that one of the texts names, then `size` numbers."""
     has_axes = any(names.count(",") + 2 == len(x.shape) for names in axes)
     if not has_axes or x.shape[-1] != size:
         expected = " or ".join(f"({names}, {size})" for names in axes)
@@ -114,12 +114,12 @@ def check_input(name: str, x: Any, size: int, *axes: str) -> None:
 
 
 def check_state(state: Any, shape: Shape, x: Any, name: str = "state") -> None:
-    """Raise unless states have the shape that the network and an input say."""
+    """Raise unless states have the shape that the network and the input determine."""
     check_has_shape(name, state, shape, f", as x has shape {x.shape}")
 
 
 def check_lengths(lengths: Any, shape: Shape) -> None:
-    """Raise unless there are integers, one for each sample."""
+    """Raise unless lengths are integers, one for each sample."""
     if lengths.dtype.kind not in "iu":
         raise InputTypeError(f"lengths has dtype {lengths.dtype}; expected integers")
     check_has_shape("lengths", lengths, shape, ", one for a sample")
@@ -134,15 +134,15 @@ def check_length_range(lengths: NDArray[Any], steps: int) -> None:
 
 
 def check_has_resets(resets: Any) -> None:
-    """Raise if there are states that resets set, and no resets."""
+    """Raise if a call has `reset_states` but no `resets`."""
     if resets is None:
         raise InputError("reset_states is given, and resets is None; expected both, or neither")
 
 
 def check_resets(resets: Any, x: Any, names: tuple[str, str] = ("resets", "x")) -> Any:
-    """Return resets without a last axis of 1: bools for each step, or each step and sample.
+    """Return resets without a last axis of 1, as bools for each step, or each step and sample.
 
-    `names` are those of the resets and of the input, for errors.
+    `names` are the names of the resets and of the input in errors.
     """
     name, of = names
     if resets.dtype != bool and str(resets.dtype) != "torch.bool":

@@ -1,8 +1,9 @@
-"""Bounds of a step's numbers, by which a backward pass leaves steps out.
+"""Bounds of a step's numbers, which tell whether a backward pass may skip steps.
 
-A step without gradients is left out if no factor of a gradient in it can be infinite or NaN: 0·NaN
-is NaN. That is known of all steps before one if an infinite or NaN state cannot be followed by
-finite ones, or of one step when all its numbers have been looked at, or it is not known.
+The backward pass skips a step without gradients if no factor of a gradient in it can be infinite or
+NaN, since 0·NaN is NaN. There are three cases. In some cells finite states never follow an infinite
+or NaN one, so one check covers all earlier steps. In others all numbers of each step must be
+checked. In the rest nothing is known.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from ..graph.operations import OPERATIONS, Interval, Node
 from .loops.pauses import BOUNDED, NEVER, STRICT
 from .program import CellProgram
 
-# Numbers that are not large, and how many of those that were looked at a product may have: below
-# 2¹⁶ each, and with some weights, it does not overflow.
+# The bound of numbers that are not large, and the most checked numbers in a product: with numbers
+# below 2¹⁶ and some weights it does not overflow.
 _LARGE, _MOST_FACTORS = 1e6, 6
 
 
 def pauses_of(program: CellProgram) -> int:
-    """Return which steps of a cell a backward pass may leave out, as kernels read it."""
+    """Return the rule for skipping steps of a cell in a backward pass, in the form of kernels."""
     most = _most_factors(program, [*program.grads, *program.arguments])
     if most > _MOST_FACTORS:
         return NEVER
@@ -30,14 +31,14 @@ def pauses_of(program: CellProgram) -> int:
 
 
 def _most_factors(program: CellProgram, roots: list[Node]) -> float:
-    """Return how many numbers that are looked at a factor of a gradient is at most a product of."""
+    """Return the most checked numbers whose product is a factor of a gradient."""
     bounds = intervals([*roots, *program.outputs])
     looked_at = {*program.outputs, *program.kept}
 
     def rule(each: Node, given: list[float]) -> float:
         lowest, highest = bounds[each]
         if each.operation in ("gradient", "back") or -_LARGE <= lowest <= highest <= _LARGE:
-            # What it is computed from must be finite, too, but for functions that bound it.
+            # Its arguments must be finite too, except for functions with bounded results.
             is_read = each.operation in ("add", "subtract", "multiply", "divide", "where")
             return math.inf if is_read and math.inf in given else 0
         if each in looked_at or not each.arguments:
@@ -46,7 +47,7 @@ def _most_factors(program: CellProgram, roots: list[Node]) -> float:
             return sum(given)
         if each.operation == "divide":
             return given[0] if _is_divisor(each, program, bounds) else math.inf
-        # A function that is not known to be finite may give an infinity for a large number.
+        # An unbounded function may return infinity for a large number.
         largest = OPERATIONS[each.operation].bounds(*[(-_LARGE, _LARGE)] * len(given))
         return max(given) if all(map(math.isfinite, largest)) else math.inf
 
@@ -55,7 +56,7 @@ def _most_factors(program: CellProgram, roots: list[Node]) -> float:
 
 
 def _is_divisor(each: Node, program: CellProgram, bounds: dict[Node, Interval]) -> bool:
-    """Return whether a quotient is no larger than its first number, but for a factor of it."""
+    """Return whether a quotient is at most its numerator, up to a factor of the numerator."""
     whole, part = each.arguments
     lowest, highest = bounds[part]
     if lowest >= 1e-3 or highest <= -1e-3:
@@ -65,7 +66,7 @@ def _is_divisor(each: Node, program: CellProgram, bounds: dict[Node, Interval]) 
 
 
 def _tells_of_before(program: CellProgram) -> bool:
-    """Return whether states that are finite say that those before and all that is kept are."""
+    """Return whether finite states imply that earlier states and kept vectors are finite."""
     bounds = intervals([*program.outputs, *program.kept])
     slots = {each for each in program.kept if each.operation == "slot"}
     if any(term.argument in program.arguments for slot in program.slots for term in slot.terms):
@@ -85,7 +86,7 @@ def _tells_of_before(program: CellProgram) -> bool:
 
 
 def _passes(program: CellProgram, state: int, root: Node, *, is_nan: bool) -> bool:
-    """Return whether a node is surely NaN where a state is, or not finite where that is not."""
+    """Return whether a node must be NaN where a state is NaN, and non-finite where it is."""
 
     def rule(each: Node, given: list[bool]) -> bool:
         if each.operation == "state":

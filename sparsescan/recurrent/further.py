@@ -1,4 +1,4 @@
-"""Further inputs of a step, as columns behind the input: what a call gives, and random masks."""
+"""Further inputs of a step, as columns after the input: the caller's arrays and random masks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .definition import Given, Mask, StepNumber, further_of
 
 Array = Any
 Shape = tuple[int, ...]
-# Returns an array of a shape that is 0 with a probability, and otherwise a value.
+# Returns an array of a shape whose numbers are 0 with a probability, and otherwise a value.
 Draw = Callable[[Mask, float, Shape], Array]
 
 
@@ -22,9 +22,9 @@ class Further(NamedTuple):
     Attributes
     ----------
     name : str
-        What calls have for it: the name that a parameter would have.
+        Its name in calls, formed like a parameter's name.
     declared : Given
-        What the class of cells declares.
+        Its declaration in the class of cells.
     p : float
         The probability of a :class:`.Mask`.
     """
@@ -51,13 +51,13 @@ def further_inputs(
 
 
 def of_network(network: Any) -> list[Further]:
-    """Return those of a network of cells, or of one cell in its place."""
+    """Return the further inputs of a network, or of a single cell."""
     one, shape = network.cells[0][0], (len(network.cells), len(network.cells[0]))
     return further_inputs(type(one), one.options, network.name_of, *shape)
 
 
 def check_known(inputs: Sequence[Further], given: Mapping[str, Any]) -> None:
-    """Raise unless a call gives arrays for further inputs alone."""
+    """Raise if a call passes an array that is no further input."""
     names = [each.name for each in inputs]
     if unknown := [name for name in given if name not in names]:
         raise InputTypeError(
@@ -75,24 +75,24 @@ def columns_of(
     draw: Draw | None,
     time: int = 0,
 ) -> list[Array]:
-    """Return the further inputs of a call, which are columns behind its input.
+    """Return the further inputs of a call, as columns to append to its input.
 
     Parameters
     ----------
     xp : Functions
         The functions of a library of arrays.
     like : array
-        One whose dtype and place random masks have.
+        An array whose dtype and device the masks get.
     inputs : sequence of Further
-        What they are.
+        The further inputs.
     given : dict of str to array
-        What the call gives.
+        The arrays of the call.
     shape : tuple of int
-        Of each: that of the input, with units in its last axis.
+        The shape of each further input: the input's, with units in the last axis.
     draw : callable or None
-        What draws masks; None for their expectation.
+        Draws masks; None means their expectation.
     time : int, default 0
-        The axis of steps; negative if the rows of different steps are in one.
+        The axis of steps; negative if one axis joins steps and samples.
     """
     found = []
     for name, declared, p in inputs:
@@ -137,7 +137,7 @@ class _Functions:
 
 
 def draw_with(rng: Any, like: Array) -> Draw | None:
-    """Return what draws masks by NumPy, of the dtype of an array; None without a source."""
+    """Return a function that draws masks by NumPy in an array's dtype; None without a source."""
     if rng is None:
         return None
     try:
@@ -152,7 +152,7 @@ def draw_with(rng: Any, like: Array) -> Draw | None:
 
 
 def _kept(source: np.random.Generator, p: float, shape: Shape) -> Array:
-    """Return which numbers are not 0: a byte decides nearly all of them, and a number the rest."""
+    """Return which numbers are kept. A random byte decides nearly all, a random number the rest."""
     whole, rest = divmod(256 * p, 1)
     drawn = source.integers(0, 256, shape, np.uint8)
     kept = np.asarray(drawn > int(whole))
@@ -169,16 +169,16 @@ def widened(
     rng: Any,
     time: int = 0,
 ) -> Array:
-    """Return an input of NumPy with further inputs behind it."""
+    """Return a NumPy input with further inputs appended."""
     shape = *x.shape[:-1], units
     columns = columns_of(_Functions, x, inputs, given, shape, draw_with(rng, x), time)
     return np.concatenate([x, *columns], -1)
 
 
 def filled_up(cell: Any, x: Array, time: int = -1) -> Array:
-    """Return an input of one cell with all columns: masks that are not there are expectations.
+    """Return an input of one cell with all columns; missing masks are their expectation.
 
-    Steps have numbers only along an axis of time.
+    Missing step numbers need an axis of time.
     """
     names = further_of(type(cell))
     if not names or x.ndim == 0 or x.shape[-1] != cell.input_size:
@@ -190,7 +190,7 @@ def filled_up(cell: Any, x: Array, time: int = -1) -> Array:
 def parted(
     inputs: Sequence[Further], grad: Array, size: int, shapes: Mapping[str, Shape]
 ) -> tuple[Array, dict[str, Array]]:
-    """Return the gradients in an input, and in what was given with it, of so many shapes."""
+    """Return the gradients in an input, and in the further inputs, in their shapes."""
     units = (grad.shape[-1] - size) // max(1, len(inputs))
     found = {}
     for k, each in enumerate(inputs):

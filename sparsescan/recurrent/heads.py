@@ -1,6 +1,6 @@
-"""Matrices that are parts of a square one: a block for each head, or fewer rows or columns.
+"""Parts of square matrices: one block per head, or fewer rows or columns.
 
-A parameter has the blocks of a gate's heads one below the other: ``(…, units, units/heads)``.
+A parameter stacks the blocks of a gate's heads: ``(…, units, units/heads)``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 def whole_of(xp: Any, parts: Array, heads: int, units: int, fill: float = 0) -> Array:
-    """Return square matrices that have these parts, and elsewhere one value.
+    """Return square matrices with these parts, and one value elsewhere.
 
-    The parts are the blocks of so many heads, which are on the diagonal; or, of one head, the first
-    rows and columns.
+    The parts are the blocks of heads on the diagonal or, with one head, the first rows and columns.
     """
     *lead, rows, cols = parts.shape
     if heads == 1:
@@ -28,7 +27,7 @@ def whole_of(xp: Any, parts: Array, heads: int, units: int, fill: float = 0) -> 
 
 
 def parts_of(xp: Any, whole: Array, heads: int, rows: int, cols: int) -> Array:
-    """Return the parts of square matrices, of so many rows and columns."""
+    """Return the parts of square matrices, with these numbers of rows and columns."""
     *lead, units, _ = whole.shape
     if heads == 1:
         return whole[..., :rows, :cols]

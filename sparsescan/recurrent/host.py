@@ -28,13 +28,13 @@ from .packing import Direction, Product, Weights
 
 Array = NDArray[Any]
 
-_TASK_ROWS = 256  # rows of a sparse weight whose gradient is a task
+_TASK_ROWS = 256  # rows of a sparse weight per gradient task
 
 
 class HostMemory(HostSizes, Memory):
-    """The memory on the host: for all samples, and for the groups of them that threads share.
+    """The memory on the host, for all samples and for the groups of samples that threads share.
 
-    Its calls of kernels are noted, and so are those that take the memory.
+    A recorder can record its calls of kernels, and the calls that take memory.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HostMemory(HostSizes, Memory):
         self.no_caller = Caller(none, self.widths[0], none, False, none, np.empty(0, np.int64))
 
     def weights(self, params: list[list[Array]]) -> list[Weights]:
-        """Return a copy of the parameters of each direction, which the next call overwrites."""
+        """Return a packed copy of each direction's parameters; the next call overwrites it."""
         about = zip(self.directions, self.packed, params, self._row_orders, strict=True)
         for k, (one, room, own, order) in enumerate(about):
             flat = [_flat(param) for param in own]
@@ -68,7 +68,7 @@ class HostMemory(HostSizes, Memory):
             arrays.setdefault(name, []).append(take(count, self.dtype))
         none = np.zeros(0, self.dtype)
         self.states, self.cells = arrays["states"], [none, *arrays["cells"]]
-        # The states that the next step reads, and which samples begin anew before each step.
+        # The states that the next step reads, and which samples are reset before each step.
         self.befores, self.before_cells = self.states, self.cells
         self.resets: NDArray[np.uint8] = np.zeros(0, np.uint8)
         if self._has_resets:
@@ -85,7 +85,7 @@ class HostMemory(HostSizes, Memory):
         self.gates = [gates[k % len(gates)] for k in range(len(self.directions))]
         flags = [self.calls.room(self.padded * self.segment, np.uint8) for _ in gates]
         self.has_grads = [flags[k % len(flags)] for k in range(len(self.directions))]
-        # Of each direction of a layer, which other threads may run.
+        # One per direction of a layer, since other threads may run it.
         self.ends = [self.calls.room(self.padded, np.int64) for _ in range(self.per_layer)]
         self.carries = arrays["carries"]
         count = self.per_layer * len(self._spans()) if self.helpers else 0
@@ -106,12 +106,12 @@ class HostMemory(HostSizes, Memory):
             self.packed.append(room._replace(forward=forward, back=back))
 
     def help_of(self, group: int, one: Direction) -> NDArray[np.int64]:
-        """Return the words that the leader of a group and direction shares with its helpers."""
+        """Return the words that a leader, of a group and direction, shares with its helpers."""
         none: NDArray[np.int64] = self.ends[0][:0]
         return self.help[group * self.per_layer + one.back] if self.helpers else none
 
     def plane_of(self, arrays: list[Array], one: Direction) -> Array:
-        """Return the first states of a direction, or its others, and all behind them."""
+        """Return the memory from a direction's first states on, or from its other states on."""
         is_first = arrays is self.states or arrays is self.befores
         planes = 1 if is_first else one.states - 1
         return arrays[one.layer][one.back * planes * self.plane :]
@@ -119,7 +119,7 @@ class HostMemory(HostSizes, Memory):
     # -- The caller's arrays ----------------------------------------------------------------------
 
     def _state_parts(self, k: int, *, before: bool = False) -> list[Array]:
-        """Return all states of a direction, or those that the next step reads."""
+        """Return the arrays of a direction's states, or of the states that the next step reads."""
         one = self.directions[k]
         states, cells = (self.befores, self.before_cells) if before else (self.states, self.cells)
         others = self.cells_of(one, cells)
@@ -127,26 +127,26 @@ class HostMemory(HostSizes, Memory):
         return [first, *(others[n * self.plane :] for n in range(one.states - 1))]
 
     def _carry_parts(self, k: int, *, of_resets: bool = False) -> list[Array]:
-        """Return the gradients in the states of a direction likewise, or in those of resets."""
+        """Return the arrays of gradients in a direction's states, or in the states of resets."""
         count = self.directions[k].states
         places = range(of_resets * count, (1 + of_resets) * count)
         return [self.carries[k][n * self.carry_step :] for n in places]
 
     def _read_states(self, place: int, parts: list[Array], slot: int, states: list[Array]) -> None:
-        """Write what the caller has in a place to a slot; zeros if that has nothing.
+        """Copy the caller's states to a slot; write zeros if the caller passed none.
 
-        The caller has all states in one array, or each in an array of its own.
+        The caller has all states in one array, or one array per state.
         """
         for part, (array, *where) in zip(parts, self._rows_of(place, states), strict=True):
             self.calls.launch(callers.state_in, self._all_samples(0), part, slot, array, *where)
 
     def _write_states(self, place: int, parts: list[Array], slot: int, states: list[Array]) -> None:
-        """Write what a direction has in a slot to a place of the caller's."""
+        """Copy the states in a direction's slot to the caller's array."""
         for part, (array, *where) in zip(parts, self._rows_of(place, states), strict=True):
             self.calls.launch(callers.state_out, self._all_samples(0), part, slot, array, *where)
 
     def _rows_of(self, place: int, states: list[Array]) -> Iterator[tuple[Array, int, int]]:
-        """Yield, for each state, the caller's array, where its rows begin, and their length."""
+        """Yield, for each state, the caller's array, the start of its rows, and their length."""
         count = self.directions[0].states
         row = count // len(states) * self.units
         for n in range(count):
@@ -166,11 +166,11 @@ class HostMemory(HostSizes, Memory):
         lengths: NDArray[np.int64] | None,
         resets: NDArray[np.uint8] | None = None,
     ) -> None:
-        """Take over inputs, initial states, which are zeros by default, lengths and resets.
+        """Read inputs, initial states (zeros by default), lengths and resets.
 
-        If states are a list, it has an array for each state of a cell, and so have their gradients.
-        Twice as many initial states as directions are those that resets set, too: see
-        :func:`~sparsescan.recurrent.memory.beside`.
+        If states are a list, it has one array per state of a cell, and so do their gradients. If
+        there are twice as many initial states as directions, they include the states that resets
+        set: see :func:`~sparsescan.recurrent.memory.beside`.
         """
         self._x, self._is_shorter = x.reshape(-1), lengths is not None
         self._has_reset_states = has_reset_states(state, len(self.directions))
@@ -194,13 +194,13 @@ class HostMemory(HostSizes, Memory):
             self._for_steps(partial(self.calls.launch, callers.turn_in, *about))
 
     def _place(self, k: int) -> int:
-        """Return which of the caller's initial states are those of a direction."""
+        """Return the place of a direction's initial states among the caller's."""
         return k * (1 + self._has_reset_states)
 
     def caller(self, one: Direction) -> Caller:
-        """Return the caller's arrays, as far as a direction reads and writes them itself.
+        """Return the caller's arrays that a direction reads and writes directly.
 
-        The inputs are where both directions do not share them.
+        It reads inputs directly if the directions do not share them.
         """
         caller = self.no_caller._replace(is_shorter=self._is_shorter)
         if one.further:
@@ -212,19 +212,19 @@ class HostMemory(HostSizes, Memory):
         return caller
 
     def _all_samples(self, k: int) -> Sequence:
-        """Return a direction of all samples for kernels that only read or write their slots."""
+        """Return a direction with all samples, for kernels that only read or write slots."""
         if k not in self._samples_of:
             every = self.groups[0].sequence(k, (0, 0))
             self._samples_of[k] = every._replace(first=0, count=self.padded)
         return self._samples_of[k]
 
     def _for_steps(self, call: Callable[[int, int], None]) -> None:
-        """Call a function for parts of the steps: from one of them, and before which it stops."""
+        """Call a function for parts of the steps, with the first step and the end."""
         spans = even_slices(self.steps, self.threads) if self.batch else ()
         self.call_all([partial(call, span.start, span.stop) for span in spans])
 
     def _turn_out(self, start: int, stop: int) -> None:
-        """Write the outputs of some steps, of both directions, which share cache lines."""
+        """Write the outputs of some steps for both directions, which share cache lines."""
         out, count = self._output[start:].reshape(-1), len(self.directions)
         first = 0 if self._returns_layers else count - self.per_layer
         for k in range(first, count):
@@ -271,7 +271,7 @@ class HostMemory(HostSizes, Memory):
         return leaders + others
 
     def call_all(self, tasks: list[Callable[[], None]]) -> None:
-        """Do some tasks, with other threads if that is worth it."""
+        """Run tasks, with other threads if that pays."""
 
         def do_all() -> None:
             for task in tasks:
@@ -296,7 +296,7 @@ class HostMemory(HostSizes, Memory):
             self._for_steps(self._turn_out)
 
     def read_carry(self, carry: Array | list[Array]) -> None:
-        """Take over the gradients in the last states."""
+        """Read the gradients in the last states."""
         self.in_further = self.no_caller.x
         for k in range(len(self.directions)):
             self._read_states(k, self._carry_parts(k), -1, _listed(carry))
@@ -305,7 +305,7 @@ class HostMemory(HostSizes, Memory):
                 self._read_states(k, parts, -1, [self.no_caller.x])
 
     def state_grad(self) -> Array:
-        """Return the gradients in the initial states, and in those that resets set if given."""
+        """Return the gradients in the initial states, and in the states that resets set, if any."""
         states = self._states_of_caller("state", self._place(len(self.directions)))
         for k in range(len(self.directions)):
             self._write_states(self._place(k), self._carry_parts(k), -1, states)
@@ -324,18 +324,18 @@ class HostMemory(HostSizes, Memory):
         return in_all
 
     def below(self, k: int) -> Array:
-        """Return the array for the gradients in the input of the layer of a direction."""
+        """Return the array for the gradients in the input of a direction's layer."""
         layer = self.directions[k].layer - 1
         shape = self.steps, self.batch, self.widths[layer]
         below: Array = self._grads[layer % len(self._grads)][: math.prod(shape)].reshape(shape)
         return below
 
     def above(self, ks: range, above: Array, below: Array) -> Array:
-        """Return the gradients in the outputs of the layer before one: those of the caller, too."""
+        """Return the gradients in the outputs of the layer below one, including the caller's."""
         if not self._adds_above:
             return below
         total = self._above[: self.steps * self.batch * self.widths[-1]]
-        if ks.stop == len(self.directions):  # the caller's array stays as it is
+        if ks.stop == len(self.directions):  # the caller's array is not changed
             first = (copy_into, total, above.reshape(-1)) if above.size else (fill_with, total, 0)
             self.calls.launch(*first)
         part = below.reshape(-1), self.batch, self.per_layer * self.units
@@ -350,15 +350,15 @@ class HostMemory(HostSizes, Memory):
     ) -> list[dict[str, Array]]:
         """Return the gradients in the parameters of each direction of a layer.
 
-        `above` holds the gradients in its outputs, and `below` gets those in its inputs. If samples
-        are kept apart, it is the factors whose products would be summed up that are returned.
+        `above` holds the gradients in its outputs; `below` gets those in its inputs. If samples are
+        kept apart, it returns the factors of the products in place of their sums.
         """
         parts = self._input_parts(below)
         lots = 1 if self._keeps_samples else -(-self.padded // self.lot)
         sums_of = {k: self._zero_sums(k, lots) for k in ks}
         for k in ks:
             self.calls.launch(fill_with, self.row_sums[k], 0)
-            # Layers above may have written gradients behind the input of the first direction.
+            # Layers above may have written gradients after the input of the first direction.
             if parts and k > 0 and not self.directions[k].reads_input:
                 self.calls.launch(fill_with, parts[self.directions[k].back].reshape(-1), 0)
         for start in reversed(range(0, self.steps, self.segment)) if self.batch else ():
@@ -373,12 +373,12 @@ class HostMemory(HostSizes, Memory):
         return [self._param_grads(k, sums_of[k], lots) for k in ks]
 
     def _zero_sums(self, k: int, lots: int) -> _SumsOf:
-        """Return what sums of gradients of the parameters of a direction begin with."""
+        """Return the initial sums of a direction's parameter gradients."""
         one = self.directions[k]
         table, size = self._sum_tables[k]
         if self._keeps_samples:
             table, size = table[:0], 0
-        # Where units are lanes, and all steps are summed up at once, no zeros are needed.
+        # If units are lanes and all steps are summed at once, zeros are not needed.
         begins = not self.has_sample_lanes and self.keeps_gates and self.batch > 0 < self.steps
         out = (self.calls.room if begins else self.calls.zeros)(lots * size, float)
         row_sums = self.calls.zeros(lots * one.sum_stride, float)
@@ -398,12 +398,12 @@ class HostMemory(HostSizes, Memory):
         return one.param_grads(self.calls, k, self._grad_orders[k], sizes, sums_of.entries)
 
     def _factors(self, k: int) -> dict[str, Array]:
-        """Return what the gradients of the parameters of a direction are sums of.
+        """Return the factors whose summed products are a direction's parameter gradients.
 
-        Of each step and sample there are the gradients in the slots (``products``), and what they
-        are multiplied by: the ``states`` before the step that products multiply, the ``arguments``
-        of later stages and, above the first layer, the ``input``. ``rows`` of parameters have
-        gradients that are summed up over the steps of a sample. What has no numbers is left out.
+        For each step and sample these are the gradients in the slots (``products``), and the
+        vectors that they multiply: the ``states`` before the step, the ``arguments`` of later
+        stages and, above the first layer, the ``input``. Gradients in ``rows`` of parameters are
+        summed over the steps of a sample. Empty factors are left out.
         """
         one, samples = self.directions[k], self._all_samples(k)
         factors: dict[str, Array] = {}
@@ -440,7 +440,7 @@ class HostMemory(HostSizes, Memory):
         return factors
 
     def _add_steps(self, one: Direction, total: Array, part: Array, start: int, stop: int) -> None:
-        """Add the gradients in some steps' inputs of a direction to those of another."""
+        """Add one direction's gradients in some steps' inputs to another direction's."""
         width, flat = total.shape[2], (total.reshape(-1), part.reshape(-1))
         if width == one.inputs:
             row = math.prod(total.shape[1:])
@@ -450,7 +450,7 @@ class HostMemory(HostSizes, Memory):
         self.calls.launch(callers.add_columns, *where, start, stop)
 
     def _sum_up(self, ks: range, sums_of: dict[int, _SumsOf], span: tuple[int, int]) -> None:
-        """Add the gradients of the parameters over some steps that the backward pass has not."""
+        """Add the parameter gradients of steps that the backward pass has not added itself."""
         tasks: list[Callable[[], None]] = []
         for k in ks:
             one, lanes = self.directions[k], self.lanes
@@ -467,13 +467,13 @@ class HostMemory(HostSizes, Memory):
             self.call_all(tasks)
 
     def _input_parts(self, below: Array | None) -> list[Array]:
-        """Return an array for each direction, whose sum `below` will be; it is the first."""
+        """Return one array per direction; their sum will be `below`, which is the first."""
         if below is None:
             return []
         return [below, *(part[: below.size].reshape(below.shape) for part in self._parts)]
 
     def _gates(self, k: int, span: tuple[int, int], slot: int) -> Gates:
-        """Return the gradients in slots, from one of them on, over some steps."""
+        """Return the gradients in the slots from one on, over some steps."""
         one = self.directions[k]
         t = self.times(one, span) - self.first_gates(one, span)
         about = self.gates[k], self.segment, self.step_rows(one), one.units, self.group
@@ -498,7 +498,7 @@ class HostMemory(HostSizes, Memory):
         self.calls.give_back(room)
 
     def cells_of(self, one: Direction, cells: list[Array]) -> Array:
-        """Return the states of a direction behind the first, which may be none."""
+        """Return a direction's states after the first; there may be none."""
         return self.plane_of(cells, one) if one.states > 1 else cells[0]
 
     def add_sparse_grads(
@@ -508,7 +508,7 @@ class HostMemory(HostSizes, Memory):
         one, packing = self.directions[k], each.forward
         gates = self._gates(k, span, each.slot)
         x_at, at = self._places_of_factors(one, span)
-        # Where the first sample begins, and from it to the next, and from a step to the next.
+        # The start of the first sample, and the distances between samples and between steps.
         if each.source == 0:
             b, begin, width = self.states[one.layer - 1], x_at, packing.block
         elif each.source == 1:
@@ -582,14 +582,14 @@ class StreamMemory(HostMemory):
 
 
 class _SumsOf(NamedTuple):
-    """Sums of gradients of a direction's parameters: dense ones, and entries of sparse ones."""
+    """Sums of a direction's parameter gradients: dense sums, and entries of sparse matrices."""
 
     dense: Sums
     entries: list[Array]
 
 
 class _Group:
-    """Some neighbouring samples, with which one thread at a time works."""
+    """Some neighbouring samples, on which one thread at a time works."""
 
     def __init__(
         self, memory: HostMemory, first: int, samples: int, own: dict[str, Iterator[Array]]
@@ -599,7 +599,7 @@ class _Group:
         self._scratch = [tuple(map(next, own.values())) for _ in memory.directions]
 
     def sequence(self, k: int, span: tuple[int, int]) -> Sequence:
-        """Return a direction for the kernels, with the gates of some steps."""
+        """Return this group's part of a direction for kernels, with the gates of some steps."""
         memory, one, weights = self.memory, self.memory.directions[k], self.memory.packed[k]
         products, parts, block, row_grads = self._scratch[k]
         step, renderer = memory.grad_step(one), one.renderer
@@ -670,7 +670,7 @@ class _Group:
             has_derived=any(each.grads for each in one.program.derived),
             helpers=memory.helpers,
             help=memory.help_of(self._number, one),
-            # Behind a reset a state does not tell of those before it.
+            # After a reset, a finite state does not show that earlier states are finite.
             pauses=min(one.pauses, STRICT) if len(memory.resets) else one.pauses,
         )
 

@@ -1,4 +1,4 @@
-"""How much memory a training step takes on the host, and what lies where in it."""
+"""The memory of a training step on the host: its sizes and its layout."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .loops import sharing, sums
 from .loops.products import COLUMNS
 from .packing import Direction
 
-_LOTS, _LOT_STEPS = 16, 16  # sums of gradients that are kept apart, and the least steps of each
+_LOTS, _LOT_STEPS = 16, 16  # separate sums of gradients, and the least steps of each
 # Bytes of the weights of a step that fill the cache of a core.
 _WIDE = 1 << 20
-_SMALL = 1 << 22  # multiply-adds of a direction below which other threads would come too late
+_SMALL = 1 << 22  # for fewer multiply-adds of a direction, other threads would come too late
 
 
 class Extent(NamedTuple):
@@ -29,17 +29,17 @@ class Extent(NamedTuple):
     Attributes
     ----------
     steps, batch : int
-        Those of the inputs.
+        The numbers of steps and samples of the inputs.
     segment : int
         Steps whose gates are kept; 0 if there is no backward pass.
     keeps_samples : bool
-        Whether a backward pass returns what gradients of parameters are sums of.
+        Whether a backward pass returns the factors of parameter gradients instead of their sums.
     has_resets : bool
-        Whether states may begin anew in the middle.
+        Whether there are resets.
     options : Options
-        Those of the network: which states are outputs.
+        The options of the network, which say which states are outputs.
     is_stream : bool
-        Whether a call runs some of these steps, as few as one.
+        Whether a call runs only some of these steps, maybe one.
     """
 
     steps: int
@@ -52,10 +52,11 @@ class Extent(NamedTuple):
 
 
 class HostSizes:
-    """Sizes of all arrays of a memory on the host, and where steps, samples and slots are in them.
+    """Sizes of all arrays on the host, and the places of steps, samples and slots in them.
 
-    There is a slot for the states of each step, one before the first step, and one behind the last;
-    layer 0 is the input. Those of one direction of a layer are together: two threads write them.
+    There is a slot for the states of each step, one before the first step, and one after the last;
+    layer 0 is the input. The slots of one direction of a layer are contiguous, since two threads
+    write the two directions.
     """
 
     directions: list[Direction]
@@ -65,16 +66,16 @@ class HostSizes:
         self.directions, self.per_layer = directions, len(network.cells[0])
         self._keeps_samples, self._has_resets = keeps_samples, has_resets
         self.steps, self.batch = steps, batch
-        # Without a backward pass, nothing of a step is kept.
+        # Without a backward pass, nothing is kept of a step.
         self.has_backward, self.segment = segment > 0, max(segment, 1)
         self.keeps_gates = segment >= steps
-        # Directions that have gates of their own: where not all are kept, layers take turns.
+        # How many directions have their own gates: if not all gates are kept, layers take turns.
         self._gates_count = len(directions) if self.keeps_gates else self.per_layer
         one = directions[0]
         self.units, self.dtype, self.lanes = one.units, one.dtype, one.lanes
         self.inputs = network.input_size
         self.widths = [width_of(network), *(len(c) * c[0].hidden_size for c in network.cells)]
-        # How many states of a cell are outputs.
+        # The number of a cell's states that are outputs.
         self._returns_layers = options.return_states == "layers"
         self._outputs = one.states if options.return_states else 1
         self.widths[-1] *= self._outputs * (len(network.cells) if self._returns_layers else 1)
@@ -85,26 +86,26 @@ class HostSizes:
         self.threads = 1 if work < _SMALL else self._all_threads
         parts = max(1, self.threads // self.per_layer)
         self.has_sample_lanes, self._rows = one.sample_rows > 0, max(1, one.sample_rows)
-        # Length of a row of the inputs here.
+        # Length of a row of inputs in this memory.
         self._cols = one.cols
         if self.has_sample_lanes:
-            # Samples are in groups, and these in lots whose sums of gradients are kept apart. Both
-            # are as they are whatever the threads.
+            # Samples are in groups, and groups in lots with separate sums of gradients. Neither
+            # depends on the number of threads.
             self.group = sample_lanes(self.dtype)
             groups = -(-batch // self.group)
             lots = max(1, min(groups, _LOTS, steps * groups // _LOT_STEPS))
             self.padded, self.lot = groups * self.group, max(1, -(-groups // lots)) * self.group
             self._samples = max(1, -(-self.padded // (parts * self.lot))) * self.lot
         else:
-            # A group is half a tile at least; all of it where weights fill a core's cache.
+            # A group is at least half a tile; a whole tile if weights fill a core's cache.
             weights = max(one.products, one.units) * (one.cols + one.units) * self.dtype.itemsize
             fewest = TILE_ROWS if weights > _WIDE else TILE_ROWS // 2
             self._samples = max(1, -(-batch // min(parts, max(1, -(-batch // fewest)))))
             self.padded, self.group, self.lot = batch, self._samples, max(1, batch)
-        # Threads without samples of their own share the products of those who have some.
+        # Threads without samples help with the products of the others.
         leaders = self.per_layer * len(self._spans())
         self.helpers = 0 if self.has_sample_lanes else max(0, self.threads // leaders - 1)
-        # From the states of one direction to those of the other: whole groups, and cache lines.
+        # The distance between the states of both directions: whole groups and cache lines.
         line = LINE // self.dtype.itemsize
         self.plane = -(-self.padded * (steps + 2) * self.units // line) * line
         self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
@@ -115,7 +116,7 @@ class HostSizes:
         self.nbytes += has_resets * ((steps + 1) * self.padded + LINE)
 
     def _places_of(self, one: Direction) -> NDArray[np.int64]:
-        """Return indices of sparse matrices, as places in an input of several directions."""
+        """Return the indices of sparse matrices as places in an input of several directions."""
         places = one.places.copy()
         for row in one.tables[0].reshape(-1, len(COLUMNS)):
             each = dict(zip(COLUMNS, row.tolist(), strict=True))
@@ -126,14 +127,14 @@ class HostSizes:
         return places
 
     def _spans(self) -> list[tuple[int, int]]:
-        """Return the first of each group of samples, and how many they are."""
+        """Return the first sample and the number of samples of each group."""
         size, count = self._samples, self.padded
         return [(k, min(size, count - k)) for k in range(0, max(count, 1), size)]
 
     def _sizes(self) -> list[tuple[str, int]]:
-        """Return, for each array, what it holds, and how many numbers.
+        """Return the name and the number of elements of each array.
 
-        Kernels read some rows more than there are, and do not use them.
+        Kernels read a few rows beyond the end, and do not use them.
         """
         rows, others = self.padded * (self.steps + 2), self.directions[0].states - 1
         if self.has_sample_lanes:
@@ -187,19 +188,19 @@ class HostSizes:
 
     @property
     def carry_step(self) -> int:
-        """The numbers from the gradients in a state to those in the next."""
+        """The distance between the gradients in one state and in the next."""
         return self.padded * self.units + self.lanes
 
     @property
     def _adds_above(self) -> bool:
-        """Whether gradients in outputs of a layer are the caller's and those of the layer above."""
+        """Whether gradients in outputs of a layer come from the caller and from the layer above."""
         return self._returns_layers and len(self.widths) > 2 and self.has_backward
 
     def columns_of(self, one: Direction) -> tuple[int, int, int]:
-        """Return where a direction has its outputs in a row, and the gradients in them.
+        """Return the places of a direction's outputs, and their gradients, in a row.
 
-        That is the length of a row, the first column, and from the columns of a state to those of
-        the next, or 0 if the first state alone has any.
+        These are the length of a row, the first column, and the distance between the columns of two
+        states, or 0 if only the first state is an output.
         """
         if self._returns_layers:
             k = (one.layer - 1) * self.per_layer + one.back
@@ -209,44 +210,45 @@ class HostSizes:
         return self.widths[one.layer], one.back * self.units, step
 
     def _writes_output(self, one: Direction) -> bool:
-        """Return whether a direction writes the outputs while it runs, all by itself."""
+        """Return whether a direction writes its outputs while it runs."""
         is_last = one.layer == len(self.widths) - 1
         return is_last and self.has_sample_lanes and self.widths[-1] == self.units
 
     def times(self, one: Direction, span: tuple[int, int]) -> int:
-        """Return the first in time of some steps, which are given in the order of a direction."""
+        """Return the first step in time of some steps that are given in a direction's order."""
         return self.steps - span[1] if one.back else span[0]
 
     def gate_step(self, one: Direction, samples: int) -> int:
-        """Return the numbers from the gates of a step of so many samples to those of the next."""
+        """Return the distance between the gates of two steps, for a number of samples."""
         return samples * self.step_rows(one) * one.units if self.has_backward else 0
 
     def first_gates(self, one: Direction, span: tuple[int, int]) -> int:
-        """Return the step whose gates come first while some steps are worked on."""
+        """Return the step whose gates come first during work on some steps."""
         return 0 if self.keeps_gates else self.times(one, span)
 
     def grads_first(self, one: Direction) -> int:
-        """Return which vector of a step is the first gradient, where all steps have them.
+        """Return which vector of a step is the first gradient, if all steps have gradients.
 
-        Those of a cell of one stage may take the place of what is kept: each is written when that
-        has been read.
+        In a cell of one stage, gradients may overwrite what is kept: each is written after that was
+        read.
         """
         return one.kept if one.program.stages > 1 else 0
 
     def step_rows(self, one: Direction) -> int:
-        """Return how many vectors are kept of a step, or gradients in their place."""
+        """Return how many vectors of a step are kept, or gradients in their place."""
         if self.grad_step(one) > 0:
             return one.kept
         return max(one.kept, self.grads_first(one) + one.record)
 
     def grad_step(self, one: Direction) -> int:
-        """Return the numbers from a step's gradients in slots to the next's.
+        """Return the distance between the gradients in slots of two steps.
 
-        They are kept for a block of steps; 0 if for all, in the place of the gates.
+        Gradients are kept for a block of steps. If they are kept for all steps, in place of the
+        gates, it is 0.
         """
         if not self.has_sample_lanes or one.sparse or self._keeps_samples:
             return 0
-        # No power of two, which caches are slow at.
+        # Not a power of two: caches are slow at these distances.
         return (-(-one.record * one.units // SUM_ROWS) * SUM_ROWS + 2) * self.group
 
     def _places_of_factors(self, one: Direction, span: tuple[int, int]) -> tuple[int, int]:

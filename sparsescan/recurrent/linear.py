@@ -1,8 +1,9 @@
 """Gradients of a step as sums of slopes times gradients, and the factors of a Jacobian.
 
-A gradient in a slot, a sum of products, is linear in the gradients that come from behind: in the
-states after the step, and in what its own products return. The slopes, their factors, are computed
-from the step's input and state once, for a Jacobian and for any number of gradients.
+A slot is a sum of products. The gradient in a slot is linear in the incoming gradients: those in
+the states after the step, and those that the step's own products return. The factors, called
+slopes, are computed once from the step's input and state. They serve the Jacobian and any number of
+gradients.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ ONE = -1
 
 
 class BackStage(NamedTuple):
-    """A stage of the backward pass: slots whose gradients are computed, and what follows.
+    """A stage of the backward pass: the slots whose gradients it computes, and what follows.
 
     Attributes
     ----------
     slots : tuple of int
         The slots.
     arguments : tuple of int
-        The arguments all of whose products have returned their gradients then.
+        The arguments for which all products have then returned their gradients.
     """
 
     slots: tuple[int, ...]
@@ -41,23 +42,23 @@ class LinearProgram(NamedTuple):
     """The gradients of a program, by slopes.
 
     Leaves of the gradients are ``gradient`` and ``back``, as in the program, ``slope`` (by number),
-    parameters, and what a gradient in a parameter is multiplied by of ``input`` and ``state``.
+    parameters, and the ``input`` and ``state`` that multiply a gradient in a parameter.
 
     Attributes
     ----------
     slopes : tuple of Node
-        What is computed of a step, from its input, states and slots.
+        Vectors that are computed from a step's input, states and slots.
     columns : tuple of Node
         Products of slopes that are factors of a Jacobian, numbered behind the slopes.
     slot_grads, row_grads : tuple of Node or None
         Gradients in slots and in rows of parameters.
     input_grad : Node or None
-        Gradient in the input of each unit, but for that by products.
+        Gradient in the input of each unit, without the part from products.
     further_grads : tuple of Node or None
         Gradients in further inputs.
     slot_columns, state_columns : tuple of dict of Node to int
-        For gradients in slots, and in states but for those by products: the slope or column that
-        each gradient from behind is multiplied by.
+        For gradients in slots, and in states without the part from products: the slope or column
+        that multiplies each incoming gradient.
     stages : tuple of BackStage
         The order of the backward pass.
     """
@@ -74,9 +75,9 @@ class LinearProgram(NamedTuple):
 
 
 def linear(program: CellProgram) -> LinearProgram:
-    """Return the gradients of a program by slopes.
+    """Return the gradients of a program in terms of slopes.
 
-    A sum of gradients that several others are multiples of is added up once, such as the gradient
+    If several gradients are multiples of one sum, that sum is added up once, such as the gradient
     in the new ``c`` of an LSTM. Products return no gradient to an argument if none of their slots
     has one: the argument is only used in a condition, or its gradients cancel.
     """
@@ -91,7 +92,7 @@ def linear(program: CellProgram) -> LinearProgram:
 
 
 def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
-    """Return the gradients by slopes, where the products of some arguments return nothing."""
+    """Return the gradients in slopes, if the products of some arguments return nothing."""
     plain = _without_quotients(program, zeros)
     slots, states = len(program.slots), program.states
     slot_roots, state_roots = plain[:slots], plain[slots : slots + states]
@@ -99,9 +100,9 @@ def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
     slopes: dict[Node, Node] = {}
 
     def factor(whole: Node, may_be_read: bool) -> Node:
-        """Return the slope that stands for a factor, or the factor itself if it needs none.
+        """Return the slope for a factor, or the factor itself if it needs none.
 
-        The functions that use it may read inputs and states if `may_be_read`.
+        With `may_be_read`, the functions that use it may read inputs and states.
         """
         kinds = {each.operation for each in topological([whole])}
         is_same = kinds.isdisjoint(("input", "further", "state", "slot"))
@@ -112,7 +113,7 @@ def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
     written = {each: each for each in leaves}
 
     def write(root: Node | None, sources: Iterable[Node], may_read: bool = False) -> Node | None:
-        """Return a gradient as a sum over sources that have been written, each times a factor."""
+        """Return a gradient as a sum of written sources, each times a factor."""
         total: Node | None = None
         found = {} if root is None else coefficients(root, list(sources))
         for source, whole in found.items():
@@ -130,7 +131,7 @@ def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
             sources[base] = None
     slot_grads = [write(root, sources) for root in slot_roots]
     state_grads = [write(root, sources) for root in state_roots]
-    # Gradients in parameters are products of those in slots, where they are multiples of them.
+    # Gradients in parameters are written as multiples of gradients in slots where possible.
     for root, grad in zip(slot_roots, slot_grads, strict=True):
         if root is not None and grad is not None:
             written[root] = grad
@@ -168,22 +169,22 @@ def _linear(program: CellProgram, zeros: Collection[int]) -> LinearProgram:
 
 
 def _gradients(program: CellProgram) -> list[Node]:
-    """Return the gradients that come from behind."""
+    """Return the incoming gradients."""
     leaves = [symbol("gradient", k) for k in range(program.states)]
     return leaves + [symbol("back", k) for k in range(len(program.arguments))]
 
 
 def _without_quotients(program: CellProgram, zeros: Collection[int]) -> list[Node | None]:
-    """Return all gradients, in which arguments in `zeros` return no gradient.
+    """Return all gradients, where arguments in `zeros` get no gradient.
 
-    Where a backward pass divides a state by one factor to find the other one, so that it keeps one
-    vector less, these gradients read that factor: here it has just been computed.
+    A backward pass may divide a state by one factor to find the other, in order to keep one vector
+    less. These gradients read that factor itself, which was just computed.
     """
     forward = topological([*program.outputs, *program.arguments])
     inputs = program.input_grad, *program.further_grads
     roots = [*program.slot_grads, *program.state_grads, *program.row_grads, *inputs]
     given = [each for each in roots if each is not None]
-    # What the forward pass computes stays as it is.
+    # The vectors of the forward pass do not change.
     plain = {each: each for each in forward}
     plain |= {symbol("back", b): number(0) for b in zeros}
     for each in topological(given):
@@ -197,7 +198,7 @@ def _without_quotients(program: CellProgram, zeros: Collection[int]) -> list[Nod
 
 
 def _shared_sums(roots: Sequence[Node], leaves: Sequence[Node]) -> list[Node]:
-    """Return the sums of several gradients that several others are computed from."""
+    """Return the sums of several gradients from which several others are computed."""
     order = topological(roots)
     uses = Counter(argument for each in order for argument in each.arguments)
     uses.update(set(roots))
@@ -213,10 +214,10 @@ def _shared_sums(roots: Sequence[Node], leaves: Sequence[Node]) -> list[Node]:
 
 
 def _stages(program: CellProgram, slot_grads: Sequence[Node | None]) -> tuple[BackStage, ...]:
-    """Return the order of the backward pass, in which slots come as in the step, the last first.
+    """Return the order of the backward pass: the slots of the step, from the last on.
 
-    The value of a surrogate may be known before what it is differentiated by, and slots that its
-    gradient is in come later than the gradients of what is computed of it.
+    A surrogate's value may be known before the vector by which it is differentiated. Slots that
+    contain its gradient then come after the gradients of everything computed from it.
     """
     readers = [*map(program.readers, program.arguments)]
     stages = [slot.stage for slot in program.slots]
@@ -249,14 +250,15 @@ def _stages(program: CellProgram, slot_grads: Sequence[Node | None]) -> tuple[Ba
 
 
 class Block(NamedTuple):
-    """A vector between slopes and weights: the gradient in a slot, or what weights pass on.
+    """A vector between slopes and weights: the gradient in a slot, or one that weights pass on.
 
     Attributes
     ----------
     slopes : tuple of (int, int)
-        Places of vectors before the slopes, and the numbers of these: of a slope, a column, `ONE`.
+        Places of vectors before the slopes, and the number of the slope or column, or `ONE`.
     weights : tuple of (int, tuple of Key)
-        Places of vectors behind the weights, and what takes it there; nothing if it is passed on.
+        Places of vectors after the weights, and the matrices that lead there; none if it is passed
+        on.
     """
 
     slopes: tuple[tuple[int, int], ...]
@@ -286,7 +288,7 @@ class Factors(NamedTuple):
 
 
 def factors(program: CellProgram, linear: LinearProgram) -> list[Factors]:
-    """Return the factors of a Jacobian, those that meet a gradient first before others."""
+    """Return the factors of a Jacobian, in the order in which they are applied to a gradient."""
     states = [symbol("state", k) for k in range(program.states)]
     given = _gradients(program)[: program.states]
     found = []
@@ -326,7 +328,7 @@ def factors(program: CellProgram, linear: LinearProgram) -> list[Factors]:
 
 
 def key_of(term: Term) -> Key:
-    """Return what a product multiplies by."""
+    """Return the matrix of a product, as a key."""
     return term.matrix, term.gate, term.is_transposed
 
 

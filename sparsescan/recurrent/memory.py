@@ -12,16 +12,16 @@ Array = NDArray[Any]
 
 
 def beside(xp: Any, state: Any, reset_states: Any) -> Any:
-    """Return initial states, the state that resets set behind that of each direction.
+    """Join initial states with the states that resets set, direction by direction.
 
-    Both are ``(layers · directions, batch, …)``, of any package; and so are the gradients in what
-    is returned, ``(2 · layers · directions, batch, …)``.
+    Both are arrays ``(layers · directions, batch, …)`` of any package. The result, and its
+    gradients, are ``(2 · layers · directions, batch, …)``.
     """
     return xp.stack([state, reset_states], 1).reshape(2 * len(state), *state.shape[1:])
 
 
 def has_reset_states(state: Any, directions: int) -> bool:
-    """Return whether initial states have those that resets set beside them."""
+    """Return whether initial states are joined with states that resets set."""
     first = state[0] if isinstance(state, list) else state
     return first is not None and len(first) > directions
 
@@ -29,22 +29,22 @@ def has_reset_states(state: Any, directions: int) -> bool:
 class Memory(ABC):
     """The memory of a training step for inputs of one shape.
 
-    `weights` are what :meth:`weights` has returned, and `ks` the directions of a layer.
+    `weights` is the result of :meth:`weights`; `ks` are the directions of a layer.
 
     Attributes
     ----------
     directions : list
-        Those of all layers, one after the other.
+        The directions of all layers, in order.
     per_layer : int
         How many directions a layer has.
     widths : list of int
-        How many numbers an input has, and an output of each layer.
+        The widths of the input and of each layer's output.
     steps, batch, dtype
         Those of the inputs.
     nbytes : int
         The size.
     keeps_gates : bool
-        Whether it has the gates of all steps.
+        Whether it keeps the gates of all steps.
     """
 
     directions: list[Any]
@@ -72,9 +72,9 @@ class Memory(ABC):
     ) -> tuple[Array, Array]:
         """Return outputs and last states.
 
-        Initial states are by default zeros, and lengths by default all steps. Where `resets` are
-        not 0, the state of a sample begins anew before a step, with zeros or with what is
-        :func:`beside` its initial state.
+        By default initial states are zeros, and samples have all steps. Before a step where
+        `resets` is not 0, the state of a sample is set to zeros, or to the state :func:`beside` its
+        initial state.
         """
         self._packed: list[Any] | None = self.weights(params)
         self.read(x, state, lengths, resets)
@@ -87,8 +87,8 @@ class Memory(ABC):
     ) -> tuple[Array | None, Array, list[dict[str, Array]]]:
         """Return gradients in the input, in the initial states, and in each direction's parameters.
 
-        Those in outputs and last states are `above` and `carry`. On the host an empty array stands
-        for zeros.
+        `above` and `carry` are the gradients in outputs and last states. On the host an empty array
+        means zeros.
         """
         weights, self._packed = self._packed, None
         return self.backward_of(weights, above, carry, needs_input_grad)
@@ -96,7 +96,7 @@ class Memory(ABC):
     def backward_of(
         self, weights: Any, above: Array, carry: Any, needs_input_grad: bool
     ) -> tuple[Array | None, Array, list[dict[str, Array]]]:
-        """Do what :meth:`backward` does, with the parameters of the last forward pass."""
+        """Do :meth:`backward` with the parameters of the last forward pass."""
         self.read_carry(carry)
         input_grad = self.input_grad() if needs_input_grad else None
         params: dict[int, dict[str, Array]] = {}
@@ -108,7 +108,7 @@ class Memory(ABC):
         return input_grad, self.state_grad(), [params[k] for k in range(len(self.directions))]
 
     def above(self, ks: range, above: Array, below: Array) -> Array:
-        """Return the gradients in the outputs of the layer before one, whose inputs have `below`.
+        """Return the gradients in the outputs of the layer below; `below` are those in its readers.
 
         The gradients in all outputs are `above`.
         """
@@ -120,7 +120,7 @@ class Memory(ABC):
 
     @abstractmethod
     def weights(self, params: list[list[Array]]) -> list[Any]:
-        """Return the parameters as kernels read them; the next call may overwrite them."""
+        """Return packed parameters for kernels; the next call may overwrite them."""
 
     @abstractmethod
     def read(
@@ -130,7 +130,7 @@ class Memory(ABC):
         lengths: NDArray[np.int64] | None,
         resets: NDArray[np.uint8] | None = None,
     ) -> None:
-        """Take over inputs, initial states, lengths and resets."""
+        """Read inputs, initial states, lengths and resets."""
 
     @abstractmethod
     def run(self, ks: range, weights: Any) -> None:

@@ -1,6 +1,6 @@
-"""How the parameters of a cell, and their gradients, lie in memory for kernels of a CPU.
+"""The layout of a cell's parameters and their gradients in memory, for CPU kernels.
 
-All parameters of a cell are one vector, of which orders say where each number goes.
+All parameters of a cell form one vector. An order says where each of its numbers goes.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from .program import INPUT, CellProgram, Slot, Term
 
 Array = NDArray[Any]
 Order = NDArray[np.int64]
-_SPARSE = 0.25  # share of the weights that are kept, below which only those are stored
-# Samples are lanes for so many vectors of products of a step, and fewer, if so much of their groups
-# is full. Where units are summed up, each lane has a sum, and there may be more.
+_SPARSE = 0.25  # below this share of kept weights, only these are stored
+# Samples are lanes if a step has at most this many vectors of products, and groups are at least
+# this full. With reductions over units there may be more vectors, since each lane has its own sum.
 _FEW_VECTORS, _MANY_VECTORS, _FULL = 8, 128, 0.75
 
 
 def is_sparse(kept: NDArray[np.bool_]) -> bool:
-    """Return whether only the entries of a matrix are stored."""
+    """Return whether only the kept entries of a matrix are stored."""
     return bool(kept.sum() < _SPARSE * kept.size)
 
 
 def sample_rows(program: CellProgram, units: int, dtype: np.dtype[Any], batch: int) -> int:
-    """Return how many rows' samples are the lanes of a vector; 0 if lanes are units.
+    """Return how many rows of samples share a vector's lanes; 0 if lanes are units.
 
-    Lanes are samples where a step has few products, of which vectors of units are not full or wait
-    for each other, and where samples nearly fill their groups, as many for each of two threads.
+    Lanes are samples if a step has few products, so that vectors of units would be partly empty or
+    wait for each other, and if samples nearly fill whole groups for each of two threads.
     """
     lanes, group = lanes_of(dtype), sample_lanes(dtype)
     sizes = [units]
@@ -56,36 +56,36 @@ def sample_rows(program: CellProgram, units: int, dtype: np.dtype[Any], batch: i
     if lanes == group or len(program.slots) * units > most * lanes:
         return 0
     whole = -(-batch // (2 * group)) * 2 * group
-    # A pair of rows is of one head.
+    # Both rows of a pair belong to one head.
     rows = 1 if any(size % 2 for size in sizes) else 2
     return rows if 0 < _FULL * whole <= batch else 0
 
 
 def computed_samples(program: CellProgram, units: int, dtype: np.dtype[Any], batch: int) -> int:
-    """Return how many samples kernels compute: where samples are lanes, whole groups."""
+    """Return how many samples kernels compute: whole groups if samples are lanes."""
     group = sample_lanes(dtype) if sample_rows(program, units, dtype, batch) else 1
     return -(-batch // group) * group
 
 
 class Packing:
-    """How a matrix is put in the order in which kernels read it.
+    """The order in which kernels read a matrix.
 
-    One of which little is kept is stored by its entries.
+    If few of its weights are kept, only these entries are stored.
 
     Parameters
     ----------
     places : ndarray of int, shape (rows, cols)
-        Where the entries are among all parameters of the cell.
+        The places of the entries among all parameters of the cell.
     kept : ndarray of bool, same shape
         Which of them are not pruned.
     lanes : int
         Rows in a vector.
     block : int
-        Columns that read neighbours; 0 for all.
+        How many columns read neighbouring numbers; 0 means all.
     sample_rows : int
         How many rows' samples are the lanes of a vector; 0 if lanes are units.
     none : int
-        A place behind all parameters, which stands for 0.
+        A place after all parameters, which holds 0.
     """
 
     def __init__(
@@ -98,22 +98,22 @@ class Packing:
         none: int,
     ) -> None:
         self.rows, cols = places.shape
-        # A vector of two columns' samples, the last of which may be no column.
+        # A vector holds the samples of two columns; the last one may have one column.
         self.cols = cols + cols % 2 if sample_rows == 2 else cols
         self.block = block or self.cols
         self.vectors = -(-self.rows // lanes)
-        # With other lanes than one row's samples also a block of which little is kept is filled up.
+        # Unless lanes are the samples of one row, a sparse block is padded too.
         self.is_sparse = sample_rows == 1 and is_sparse(kept)
         self.tile = size = TILE_VECTORS * lanes
         if sample_rows:
-            # Few rows that fill up the last tile, and few tiles.
+            # Few rows pad the last tile, and there are few tiles.
             heights = range(4, SAMPLE_VECTORS + 1, 4)
             vectors = -(-self.rows // sample_rows)
             best = min(heights, key=lambda height: -(-vectors // height) * (height + 2))
             self.tile = size = sample_rows * best
         self.indices = self.indptr = np.zeros(0, np.int64)
         self.size = -(-self.rows // size) * size * self.cols
-        # Dense blocks of parameters are copied; an order says where other entries are.
+        # Dense blocks of parameters are copied; an order places all other entries.
         self.order: Order | None = None
         if self.is_sparse:
             self.order = places[kept]
@@ -121,7 +121,7 @@ class Packing:
             self.indptr = np.concatenate([[0], kept.sum(axis=1).cumsum()])
             self.size = len(self.order)
         elif not kept.all():
-            # Where an entry is pruned, or fills up a vector, a zero behind the parameters.
+            # Pruned entries and padding read the zero after the parameters.
             filled = np.full((-(-self.rows // size) * size, self.cols), none)
             filled[: self.rows, :cols] = np.where(kept, places, none)
             tiles = [filled[row : row + size].T.reshape(-1) for row in range(0, len(filled), size)]
@@ -129,7 +129,7 @@ class Packing:
         self._given_cols = cols
 
     def gaps(self) -> list[list[int]]:
-        """Return what fills up tiles, and is 0: where, how many times, how far apart, and how many.
+        """Return the padding of tiles, which is 0: its place, count, distance and length.
 
         The matrix begins with 0.
         """
@@ -144,23 +144,24 @@ class Packing:
 
     @property
     def fills(self) -> bool:
-        """Whether its rows fill up the last tile, or vector, of its own."""
+        """Whether the matrix pads its own last tile or vector."""
         return bool(self.rows % self.tile == 0)
 
 
 class Product(NamedTuple):
-    """A product of a step, and how its matrix is packed both ways.
+    """A product of a step, and the packing of its matrix for both passes.
 
     Attributes
     ----------
     stage : int
-        In which stage it is added to slots.
+        The stage in which it is added to slots.
     source : int
-        What is multiplied: 0 the input, 1 + k the state k, -1 - a the argument a.
+        What it multiplies: 0 the input, 1 + k the state k, -1 - a the argument a.
     slot, slots : int
-        The first slot, and how many there are.
+        The first slot, and the number of slots.
     first : int
-        The first unit of the head that it is of, whose slots are no neighbours; 0 for all units.
+        The first unit of its head, if it belongs to one head, whose slots are not neighbours; 0 for
+        all units.
     forward, back : Packing
         The matrix, and its transpose.
     places : ndarray of int
@@ -168,7 +169,7 @@ class Product(NamedTuple):
     kept : ndarray of bool
         Likewise.
     terms : list of Term
-        The blocks of parameters that its rows are, one for each slot.
+        The blocks of parameters that form its rows, one for each slot.
     """
 
     stage: int
@@ -184,7 +185,7 @@ class Product(NamedTuple):
 
     @property
     def height(self) -> int:
-        """How many units it is of."""
+        """How many units it computes."""
         height: int = self.forward.rows // self.slots
         return height
 
@@ -215,13 +216,13 @@ class Weights(NamedTuple):
     Attributes
     ----------
     params : ndarray
-        All of them, one after the other.
+        All parameters, one after the other.
     forward, back : Products
-        The products of both passes, which share their values.
+        The products of both passes, which share one array of values.
     bias : ndarray
-        What each slot begins with.
+        The initial value of each slot.
     rows : ndarray
-        Vectors of parameters for all samples of a group.
+        Vectors of parameters, repeated for all samples of a group.
     """
 
     params: Array
@@ -239,9 +240,9 @@ class Direction:
     cell : Cell
         The cell.
     layer, back : int
-        The layer, the first of which is 1, and 1 if the last step comes first, else 0.
+        The layer, counted from 1; and 1 if the last step comes first, else 0.
     dtype : dtype
-        Of all numbers.
+        Dtype of all numbers.
     sample_rows : int
         How many rows' samples are the lanes of a vector; 0 if lanes are units.
     """
@@ -256,11 +257,11 @@ class Direction:
         self.code = code_of(self.program, type(cell).__name__, dtype)
         self.slots, self.states = len(self.program.slots), self.program.states
         self.rows, self.further = len(self.program.rows), len(self.program.further_grads)
-        # Numbers of all slots, and of the inputs, which may be filled up.
+        # Numbers of all slots, and of the inputs with padding.
         self.products = self.slots * self.units
         self.cols = self.inputs + self.inputs % 2 if sample_rows == 2 else self.inputs
         self.kept, self.record = len(self.program.kept), self.slots + len(self.program.arguments)
-        # The input of a layer above the first is the states of each direction of the one below.
+        # The input of an upper layer is the states of all directions of the layer below.
         self.block = self.units if layer > 1 else self.cols
         self._offsets, self._none = {}, 0
         for name, shape in cell.shapes.items():
@@ -271,22 +272,22 @@ class Direction:
         # In the order of the forward pass.
         self._products = list(self._find_runs())
         self.runs = [each for each in self._products if isinstance(each, Product)]
-        # A sparse matrix passes no NaN where it has no entry, nor does one of fewer columns.
+        # A NaN does not pass a missing entry of a sparse matrix, or of one with fewer columns.
         self.pauses = pauses_of(self.program)
         if self.sparse or any(any(sides) for _, *sides in self.program.partial.values()):
             self.pauses = min(self.pauses, STRICT)
         self._order_values()
         self._bias_orders = list(self._find_biases())
-        # Parameters that are put somewhere number by number.
+        # Parameters that are placed number by number.
         self._placed = {name for each in self.runs for name in self._named_in(each)}
         self._placed |= {name for name, shape in cell.shapes.items() if len(shape) < 2}
-        # From the products of a sample to those of the next: each fills whole vectors, and behind
-        # them there is room for one that is added later.
+        # The distance between the products of two samples: each product fills whole vectors, and
+        # there is room for one more, which is added later.
         widest = max([each.forward.rows for each in self.runs], default=0)
         whole = -(-max(self.products, self.units, self.inputs) // self.lanes) + 1
         self.spare = whole * self.lanes
         self.stride = self.spare + (-(-widest // self.lanes) + 1) * self.lanes
-        # Rows of the sums of gradients: of slots with biases, and of all with any.
+        # Rows of the sums of gradients: those of slots with biases, and all rows with sums.
         self.biased = max([1 + k for k, _, _ in self._bias_places()], default=0) * self.units
         ends = [(each.slot + each.slots) * self.units for each in self.runs]
         self.summed = max([self.biased, *ends])
@@ -307,7 +308,7 @@ class Direction:
     # -- Products -----------------------------------------------------------------------------
 
     def _find_runs(self) -> Iterator[Product | Reduced]:
-        """Yield the products of a step: of neighbouring slots with one vector, in their order."""
+        """Yield the products of a step in order, each of neighbouring slots with one vector."""
         program = self.program
         terms: dict[Any, dict[int, list[Term]]] = {}
         for k, slot in enumerate(program.slots):
@@ -334,7 +335,7 @@ class Direction:
                     if not by_slot[k]:
                         del by_slot[k]
                 found.append((stage, source, run, own))
-        # Those with the input come first, and of them the one that begins with the first slot.
+        # Products with the input come first; the first of them begins with the first slot.
         found.sort(key=lambda each: (each[0], each[1] != 0, each[2][0], each[1]))
         for stage, source, run, own in found:
             reduction = own[0].matrix
@@ -344,7 +345,7 @@ class Direction:
                 continue
             block = self.block if source == 0 and self.layer > 1 else 0
             heads, height, _ = self._heads_of(own[0])
-            # Each head of a slot, or what is not of all units, has a product of its own.
+            # Each head of a slot, and each partial matrix, has its own product.
             ranges = [(run[0], len(run), own)]
             if heads > 1 or height:
                 ranges = [(k, 1, [term]) for k, term in zip(run, own, strict=True)]
@@ -360,7 +361,7 @@ class Direction:
     def _heads_of(self, term: Term) -> Any:
         """Return heads, rows and columns of a product, or the reduction in its place.
 
-        What multiplies the input is a whole matrix, with zeros.
+        A matrix that multiplies the input is a whole matrix, with zeros.
         """
         if isinstance(term.matrix, Reduction):
             return term.matrix
@@ -381,7 +382,7 @@ class Direction:
         terms: list[Term],
         block: int,
     ) -> Product:
-        """Return a product, about which a :class:`Product` begins, of a matrix at some places."""
+        """Return a :class:`Product` with these first attributes, of a matrix at some places."""
         height, own = len(places) // about[3], (self.sample_rows, self._none)
         return Product(
             *about,
@@ -398,7 +399,7 @@ class Direction:
                 yield term.matrix
 
     def _places(self, term: Term) -> tuple[Order, NDArray[np.bool_]]:
-        """Return where the entries of a matrix are among all parameters, and which are kept."""
+        """Return the places of a matrix's entries among all parameters, and which are kept."""
         shape, mask = self.cell.shapes[term.matrix], self.cell.masks[term.matrix]
         height = self._gate_rows(term.matrix)
         rows = slice(term.gate * height, (term.gate + 1) * height)
@@ -416,7 +417,7 @@ class Direction:
         return places, kept
 
     def _order_values(self) -> None:
-        """Put all matrices, forward and back, one after the other, each from a cache line on."""
+        """Place all matrices of both passes one after the other, each on a new cache line."""
         line = LINE // self.dtype.itemsize
         self._sizes: list[int] = []
         self._orders: list[tuple[int, Order]] = []
@@ -429,7 +430,8 @@ class Direction:
         returned: dict[tuple[int, int], Any] = {}
         back = sorted(
             self._products,
-            # What arguments get back, of the last stage first; then states, then inputs.
+            # Products for gradients in arguments, from the last stage on; then in states, then in
+            # inputs.
             key=lambda each: (-self._back_stage(each), self._row_back(each) if each.source else 0),
         )
         for which, runs in enumerate((self._products, back)):
@@ -439,12 +441,12 @@ class Direction:
                 to = self._row_back(each) if which and each.source else 0
                 source = each.source
                 if source < 0:
-                    source -= self.slots  # the row of the parts
+                    source -= self.slots  # row of the parts
                 # All heads of a slot begin together.
                 term: Any = each if isinstance(each, Reduced) else each.terms
                 begins = returned.setdefault((which, each.source), term) is term
                 if isinstance(each, Reduced):
-                    # The gradient in a maximum, of which there is none, is 0.
+                    # A maximum passes no gradient, so it is 0.
                     kind = SUM if which and each.kind == MAXIMUM else each.kind
                     matrix = [self.units, self.units, 0, 1, each.size, 0, values, indices, indices]
                     begins = begins if which else each.slot >= self.program.begun
@@ -457,7 +459,7 @@ class Direction:
                     continue
                 packing = each.back if which else each.forward
                 heads = self._heads_of(each.terms[0])[0]
-                # Other units behind these, which may be of the next head.
+                # The units that follow may belong to the next head.
                 height = packing.rows if which else each.height
                 has_next = bool(each.source) and each.first + height < self.units
                 spills = not packing.fills and (
@@ -491,18 +493,18 @@ class Direction:
                 places += [packing.indices, packing.indptr]
                 indices += len(packing.indices) + len(packing.indptr)
         none = np.zeros(0, np.int64)
-        # How many numbers those of the forward pass have, and all.
+        # How many numbers the forward pass has, and how many in all.
         self._sizes = [self._sizes[1], values]
         self._block_tables = [self._tables_of(has_backward) for has_backward in (False, True)]
         self.places: Order = np.concatenate([none, *places])
         self.tables = [np.array(rows, np.int64).reshape(-1) for rows in tables]
 
     def _find_blocks(self, each: Product, packing: Packing, to: int) -> None:
-        """Note the blocks of parameters that a matrix consists of, which begins with `to`."""
+        """Record the blocks of parameters in a matrix that begins at `to`."""
         height, width, is_back = each.height, each.places.shape[1], packing is each.back
         for k, term in enumerate(each.terms):
             cols = self.cell.shapes[term.matrix][1]
-            # A transposed block, and any in the backward pass, has columns for rows.
+            # In a transposed block, and in the backward pass, rows and columns are exchanged.
             turns = term.is_transposed == is_back
             row, col = (0, k * height) if is_back else (k * height, 0)
             size = (width, height) if is_back else (height, width)
@@ -512,13 +514,13 @@ class Direction:
             rows.append([*block, to, packing.cols, packing.tile])
 
     def _back_stage(self, each: Product | Reduced) -> int:
-        """Return before which stage's backward part a product is returned; -1 and -2 after all."""
+        """Return the stage before whose backward part a product is made; -1 and -2: after all."""
         if each.source < 0:
             return self.program.back_stage_of(symbol("back", -1 - each.source))
         return -1 if each.source else -2
 
     def _row_back(self, each: Product | Reduced) -> int:
-        """Return the row of the parts that gets back what a product multiplies."""
+        """Return the row of the parts with the gradient in what a product multiplies."""
         if each.source < 0:
             return -1 - each.source
         return self.renderer.state_rows[each.source - 1]
@@ -526,7 +528,7 @@ class Direction:
     # -- Vectors ------------------------------------------------------------------------------
 
     def _bias_places(self) -> Iterator[tuple[int, str, int]]:
-        """Yield each slot, and the parameters that it begins with, by name and gate."""
+        """Yield each slot, and the parameters of its initial value, by name and gate."""
         for k, slot in enumerate(self.program.slots):
             for name, gate in self._biases_of(slot):
                 yield k, name, gate
@@ -542,8 +544,8 @@ class Direction:
         yield from slot.vectors
 
     def _find_biases(self) -> Iterator[Order]:
-        """Yield orders whose numbers, added up, are what each slot begins with."""
-        # Whole vectors or tiles are read, and what is too much is not used.
+        """Yield orders whose numbers add up to the initial value of each slot."""
+        # Whole vectors or tiles are read; the excess is not used.
         copies, rows, more = 1, 1, 2 * self.lanes
         if self.sample_rows:
             copies, rows = sample_lanes(self.dtype), self.sample_rows
@@ -564,7 +566,7 @@ class Direction:
         return self._offsets[name] + gate * self.units + np.arange(self.units)
 
     def row_step(self, group: int) -> int:
-        """Return the numbers from a row of parameters to the next, for so many samples."""
+        """Return the distance between two rows of parameters, for a number of samples."""
         return (-(-group * self.units // self.lanes) + 1) * self.lanes
 
     def row_order(self, group: int) -> Order:
@@ -602,9 +604,9 @@ class Direction:
     def pack(
         self, calls: Calls, room: Weights, params: list[Array], row_order: Order, has_backward: bool
     ) -> None:
-        """Write the parameters of the cell to memory that :meth:`room` has taken.
+        """Write the cell's parameters to the memory of :meth:`room`.
 
-        What only a backward pass reads is left out if there is none.
+        Without a backward pass, its parts are left out.
         """
         values, size = room.forward.values, self._sizes[has_backward]
         gaps, blocks = self._block_tables[has_backward]
@@ -626,7 +628,7 @@ class Direction:
             calls.launch(callers.place, room.params, row_order, room.rows)
 
     def _tables_of(self, has_backward: bool) -> tuple[Order, dict[str, Order]]:
-        """Return tables of what fills up tiles, and of the blocks of each parameter."""
+        """Return tables of padding and of the blocks of each parameter."""
         size, found = self._sizes[has_backward], dict[str, list[list[int]]]()
         gaps = [each for each in self._gaps if each[0] < size]
         for (name, is_back), rows in self._blocks.items():
@@ -639,14 +641,14 @@ class Direction:
 
     @cached_property
     def sum_table(self) -> tuple[NDArray[np.int64], int]:
-        """Return what dense sums are of, as kernels read it, and how many numbers they have."""
+        """Return the table of dense sums for kernels, and their total number of elements."""
         table, size = list[list[int]](), 0
         whole = max(self.lanes, SUM_ROWS)
         for each in self.runs:
             if not each.forward.is_sparse:
                 first, cols = each.slot * self.units + each.first, each.forward.cols
                 end, at = first + each.forward.rows, size
-                # Heads that fill vectors have their sums in other rows of the same columns.
+                # Heads that fill whole vectors have sums in other rows of the same columns.
                 is_beside = table and each.height < self.units and each.height % whole == 0
                 is_beside = is_beside and end - first == table[-1][1] - table[-1][0]
                 if is_beside and table[-1][1] <= first and table[-1][3] == cols:
@@ -658,11 +660,11 @@ class Direction:
 
     @cached_property
     def grad_orders(self) -> dict[str, list[tuple[str, int, Order]]]:
-        """Return where the gradient of each parameter is, in sums that are added up.
+        """Return the places of each parameter's gradient in the sums.
 
-        Those are ``out``, by columns, with the entries' places; ``rows`` of all slots; ``entries``
-        of a sparse product, by its number among these; ``units``, a row of parameters; and
-        ``blocks``, with a table of them, which :meth:`_grad_blocks` describes.
+        The kinds of sums are ``out``, by columns, with places of entries; ``rows`` of all slots;
+        ``entries`` of a sparse product, by its number among sparse products; ``units``, for a row
+        of parameters; and ``blocks``, with a table that :meth:`_grad_blocks` describes.
         """
         blocks: list[tuple[Product, int]] = []
         found: dict[str, list[tuple[str, int, Order]]] = {name: [] for name in self._offsets}
@@ -707,9 +709,9 @@ class Direction:
     def _grad_blocks(
         self, products: list[tuple[Product, int]]
     ) -> dict[str, list[dict[tuple[int, int], list[int]]]]:
-        """Return, for the matrices of products, rows of a table of blocks by gates and heads.
+        """Return, for the matrices of products, tables of blocks by gates and heads.
 
-        The products come with where their sums begin. A gate that is used more than once has a row
+        Each product comes with the start of its sums. A gate that is used several times has a row
         in as many tables.
         """
         found: dict[str, list[dict[tuple[int, int], list[int]]]] = {}
@@ -729,16 +731,16 @@ class Direction:
         return found
 
     def places_in(self, sums: list[Order], rows: int, units: int) -> dict[str, Order]:
-        """Return the places whose numbers are added up to the gradient of each parameter.
+        """Return the places whose numbers add up to the gradient of each parameter.
 
-        Those are as many for each number of it; a negative place stands for 0.
+        Each number of a parameter has equally many places; a negative place means 0.
 
         Parameters
         ----------
         sums : list of ndarray of int, shape (rows, cols)
-            Where the sums of each product are, which has no entries left out.
+            The places of the sums of each product, without gaps.
         rows, units : int
-            Where those of all slots begin, and those of all rows of parameters.
+            Where the sums of all slots begin, and those of all rows of parameters.
         """
         found: dict[str, list[Order]] = {name: [] for name in self._offsets}
         for each, places in zip(self.runs, sums, strict=True):
@@ -761,7 +763,7 @@ class Direction:
         }
 
     def _orders_of(self, each: Product, sums: Order) -> Iterator[tuple[str, Order]]:
-        """Yield, for the parameters of a product, where sums of entries are; or -1."""
+        """Yield, for the parameters of a product, the places of the sums of entries, or -1."""
         sums = np.where(each.kept, sums, -1)
         rows = len(sums)
         for name, start, count in self._spans(each.places):
@@ -780,7 +782,7 @@ class Direction:
                 yield name, order
 
     def _bias_sums(self) -> Iterator[tuple[str, Order]]:
-        """Yield, for each bias and vector that slots begin with, where the sums of slots are."""
+        """Yield, for each bias and vector that slots begin with, the places of the slots' sums."""
         units = np.arange(self.units)
         for k, name, gate in self._bias_places():
             order = np.full(math.prod(self.cell.shapes[name]), -1)
@@ -788,14 +790,14 @@ class Direction:
             yield name, order
 
     def _spans(self, places: Order) -> Iterator[tuple[str, int, int]]:
-        """Yield the parameters that places are in: name, start and length."""
+        """Yield the parameters that contain places: name, start and length."""
         for name, start in self._offsets.items():
             count = math.prod(self.cell.shapes[name])
             if ((places >= start) & (places < start + count)).any():
                 yield name, start, count
 
     def _parts_of(self, order: Order) -> Iterator[tuple[str, Order]]:
-        """Yield, for each parameter that entries are in, their places in it, or -1."""
+        """Yield, for each parameter that contains entries, their places in it, or -1."""
         for name, start, count in self._spans(order):
             inside = (order >= start) & (order < start + count)
             yield name, np.where(inside, order - start, -1)
@@ -808,9 +810,9 @@ class Direction:
         sums: dict[str, tuple[Array, int, int]],
         entries: list[Array],
     ) -> dict[str, Array]:
-        """Return the gradients of the parameters by their names, as results of direction `k`.
+        """Return the gradients of the parameters by name, as results of direction `k`.
 
-        `sums` has, for each kind of sums, the array, how many parts it has and their size.
+        For each kind of sums, `sums` has the array, the number of its parts, and their size.
         """
         grads = {}
         for name, shape in self.cell.shapes.items():

@@ -27,7 +27,7 @@ from ..graph.operations import Node, Reduction, node, symbol, value_of
 from ..locks import cached_property
 
 INPUT = node("input")
-# Slots up to which their orders are tried.
+# Up to this many slots, all orders are tried.
 _MOST_ORDERS = 7
 
 
@@ -37,13 +37,13 @@ class Term(NamedTuple):
     Attributes
     ----------
     matrix : str or Reduction
-        Name of the matrix, or what stands in its place.
+        Name of the matrix, or a reduction in its place.
     gate : int
         Which block of its rows.
     is_transposed : bool
         Whether the transpose multiplies.
     argument : Node
-        ``INPUT``, a state, or what an earlier stage has computed.
+        ``INPUT``, a state, or a vector of an earlier stage.
     """
 
     matrix: Any
@@ -60,9 +60,9 @@ class Slot(NamedTuple):
     terms : tuple of Term
         The products.
     vectors : tuple of (str, int)
-        Vectors of parameters that are added, by name and gate, beside the biases of the matrices.
+        Vectors of parameters to add, by name and gate, in addition to the matrices' biases.
     stage : int
-        The stage that reads the sum, when all products are added.
+        The stage that reads the complete sum.
     """
 
     terms: tuple[Term, ...]
@@ -76,14 +76,14 @@ class Slot(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """A vector that depends on parameters alone, and is computed once for all steps.
+    """A vector that depends only on parameters, and is computed once for all steps.
 
     Attributes
     ----------
     value : Node
         The vector.
     grads : tuple of (int, Node)
-        Gradients in rows of parameters, of ``gradient`` of the row it has itself.
+        Gradients in rows of parameters, in terms of the ``gradient`` in the vector's own row.
     """
 
     value: Node
@@ -110,31 +110,31 @@ class CellProgram:
     outputs : tuple of Node
         The states after a step.
     arguments : tuple of Node
-        What products multiply beside the input and the states.
+        Vectors other than the input and the states that products multiply.
     rows : tuple of Node
         The parameters that elementwise operations read, then those derived from them.
     derived : tuple of Derived
-        The latter.
+        The derived ones.
     kept : tuple of Node
-        Vectors that the backward pass reads besides states and inputs, since it cannot compute
-        them. It computes the arguments again that gradients of weights read.
+        Vectors that the backward pass reads in addition to states and inputs, since it cannot
+        compute them. It recomputes the arguments that gradients of weights read.
     slot_grads, state_grads, row_grads : tuple of Node or None
-        Gradients in slots, in states before the step but for those by products, and in rows of
-        parameters; None for zeros.
+        Gradients in slots, in states before the step without the part from products, and in rows of
+        parameters; None means zeros.
     input_grad : Node or None
-        Gradient in the input of each unit, but for that by products.
+        Gradient in the input of each unit, without the part from products.
     further_grads : tuple of Node or None
         Gradients in further inputs.
     uses_input : bool
-        Whether elementwise operations read the input, which then has as many numbers as units.
+        Whether elementwise operations read the input, which then has one number per unit.
     names : dict of Node to str
         Names from the definition.
     traced : tuple of Node
-        The states after a step as they were traced, with a node ``product`` for each product, and
-        what is differentiated as something else.
+        The traced states after a step, with a node ``product`` for each product, and with
+        surrogates.
     partial : dict of str to tuple of int
-        Of matrices that are no square ones of all units how many heads a gate has, and how many
-        rows and columns, 0 for as many as units.
+        For matrices that are not plain square matrices: the heads of a gate, and its rows and
+        columns, where 0 means as many as units.
     """
 
     states: int
@@ -160,7 +160,7 @@ class CellProgram:
 
     @property
     def grads(self) -> list[Node]:
-        """All gradients that are not zeros, those in inputs last."""
+        """All nonzero gradients; those in inputs come last."""
         own = *self.slot_grads, *self.state_grads, *self.row_grads
         grads = *own, self.input_grad, *self.further_grads
         return [each for each in grads if each is not None]
@@ -177,18 +177,18 @@ class CellProgram:
 
     @cached_property
     def weighed(self) -> set[Node]:
-        """What matrices of parameters multiply, which their gradients read."""
+        """The vectors that matrices of parameters multiply; their gradients read these."""
         return _weighed(self.slots)
 
     @cached_property
     def uniform(self) -> set[Node]:
-        """What is the same for all units of a sample: reductions, and what only they make."""
+        """Vectors that are equal for all units of a sample: reductions, and functions of these."""
         roots = *self.outputs, *self.arguments, *self.grads
         return _uniform(roots, self.slots, self.arguments)
 
     @cached_property
     def begun(self) -> int:
-        """How many slots begin with their biases: behind them, reductions are written whole."""
+        """How many slots begin with biases; slots after them hold only a reduction."""
         alone = itertools.takewhile(_is_reduction, reversed(self.slots))
         return len(self.slots) - len(list(alone))
 
@@ -200,9 +200,9 @@ class CellProgram:
 
     @cached_property
     def compared(self) -> set[Node]:
-        """The nodes of each vector that is compared with its own largest number.
+        """The nodes of each vector that is compared with its own maximum.
 
-        A unit equals the largest number only if both passes round these nodes in the same way.
+        A unit equals the maximum only if both passes round these nodes in the same way.
         """
         largest = {
             symbol("slot", k): slot.terms[0].argument
@@ -224,19 +224,19 @@ class CellProgram:
         ]
 
     def stage_of(self, each: Node) -> int:
-        """Return the stage after whose sums a forward node can be computed."""
+        """Return the stage whose sums a forward node needs."""
         return _stage_of(each, self.slots)
 
     def back_stage_of(self, each: Node) -> int:
-        """Return the stage in whose backward part a gradient can be computed: the last comes first.
+        """Return the stage in whose backward part a gradient can be computed.
 
-        That of a node without gradients is the last one.
+        For a node without gradients it is the last stage, which comes first.
         """
 
         def rule(one: Node, later: list[int]) -> int:
             if one.operation != "back":
                 return min([self.stages - 1, *later])
-            # It is there when all sums that read the argument have their gradients.
+            # It is known once all sums that read the argument have their gradients.
             readers = self.readers(self.arguments[one.details[0]])
             return min(self.slots[k].stage for k in readers) - 1
 
@@ -262,18 +262,18 @@ def analyse(
     partial: dict[str, tuple[int, int, int]] | None = None,
     further: int = 0,
 ) -> CellProgram:
-    """Return what a step computes whose new states are these.
+    """Return the program of a step with these new states.
 
     Parameters
     ----------
     outputs : sequence of Node
-        The new states. Products are nodes ``product`` of a vector, about the name of a matrix, a
-        gate and whether it is transposed; parameters are ``vector`` and ``scalar``, about a name
-        and a gate.
+        The new states. A product is a node ``product`` of a vector; its details are the name of a
+        matrix, a gate and whether it is transposed. A parameter is a node ``vector`` or ``scalar``;
+        its details are a name and a gate.
     names : dict of Node to str, optional
         Names from the definition.
     partial : dict of str to tuple of int, optional
-        Heads, rows and columns of matrices that are no square ones of all units.
+        Heads, rows and columns of matrices that are not plain square matrices.
     further : int, default 0
         How many further inputs there are.
     """
@@ -297,7 +297,7 @@ def analyse(
     inputs = [INPUT, *(symbol("further", k) for k in range(further))]
     while True:
         adjoints = gradients([*seeds, *backs.items()], quotients)
-        # What is only multiplied for a condition, for example, has no gradient.
+        # For example, a product that only a condition reads has no gradient.
         graded = [each for slot, each in zip(slots, step.slots, strict=True) if slot in adjoints]
         read = {term.argument for each in graded for term in each.terms}
         if read.issuperset(backs):
@@ -340,22 +340,22 @@ def analyse(
 
 
 def _is_reduction(slot: Slot) -> bool:
-    """Return whether a sum is one reduction, and nothing else."""
+    """Return whether a sum consists of a single reduction."""
     (first, *others) = slot.terms
     return isinstance(first.matrix, Reduction) and not others and not slot.vectors
 
 
 def _is_of_all(term: Term) -> bool:
-    """Return whether a product is a reduction over all units, which then have one number."""
+    """Return whether a product is a reduction over all units, so that all units are equal."""
     return isinstance(term.matrix, Reduction) and term.matrix.heads == 1
 
 
 def _uniform(
     roots: Iterable[Node], slots: Sequence[Slot], arguments: Sequence[Node] = ()
 ) -> set[Node]:
-    """Return what has one number for all units, of some nodes and what they are computed from.
+    """Return the nodes, among some and their arguments, that are equal for all units.
 
-    Of `arguments` the gradients that products return are told apart, too.
+    It includes the gradients that products return for `arguments`.
     """
 
     def is_leaf_uniform(each: Node) -> bool:
@@ -379,10 +379,10 @@ def _uniform(
 
 
 def _without_quotients(roots: list[Node], uniform: set[Node]) -> list[Node]:
-    """Return expressions that multiply by the inverses of what is the same for all units.
+    """Return expressions that multiply by inverses of nodes that are equal for all units.
 
-    These are computed once for all units. If there are any, divisors that are powers of two become
-    factors, too, which changes no bit.
+    The inverses are computed once for all units. If there are any, divisors that are powers of two
+    become factors too, which changes no bit.
     """
     if not uniform:
         return roots
@@ -401,12 +401,12 @@ def _without_quotients(roots: list[Node], uniform: set[Node]) -> list[Node]:
 
 
 def _weighed(slots: Sequence[Slot]) -> set[Node]:
-    """Return what matrices of parameters multiply, which their gradients read."""
+    """Return the vectors that matrices of parameters multiply; their gradients read these."""
     return {each.argument for slot in slots for each in slot.weighed}
 
 
 class _Step(NamedTuple):
-    """New states, the sums that they read, and names of what is computed."""
+    """New states, the sums that they read, and names of vectors."""
 
     outputs: list[Node]
     slots: list[Slot]
@@ -422,7 +422,7 @@ class _Step(NamedTuple):
         change: Callable[[list[Node]], list[Node]],
         arguments: Mapping[Node, Node] | None = None,
     ) -> _Step:
-        """Return a step with changed expressions; `arguments` replaces what products multiply."""
+        """Return a step with changed expressions; `arguments` replaces the products' vectors."""
         roots = [*self.roots, *self.names]
         new = dict(zip(roots, change(roots), strict=True))
         read = new | dict(arguments or {})
@@ -430,13 +430,13 @@ class _Step(NamedTuple):
             each._replace(terms=tuple(t._replace(argument=read[t.argument]) for t in each.terms))
             for each in self.slots
         ]
-        # The first of several names stays.
+        # The first of several names is used.
         names = {new[each]: name for each, name in reversed(self.names.items())}
         return _Step([new[each] for each in self.outputs], slots, names)
 
 
 class _Sum(NamedTuple):
-    """A sum that is not finished: its products, vectors of parameters, and other terms."""
+    """An unfinished sum: its products, vectors of parameters, and other terms."""
 
     terms: tuple[Term, ...]
     vectors: tuple[tuple[str, int], ...]
@@ -444,7 +444,7 @@ class _Sum(NamedTuple):
 
 
 def _with_slots(outputs: Sequence[Node], names: Mapping[Node, str]) -> _Step:
-    """Return a step in which sums of products are slots."""
+    """Return a step with slots in place of sums of products."""
     order = topological(outputs)
     uses = Counter(argument for each in order for argument in each.arguments)
     uses.update(outputs)
@@ -500,7 +500,7 @@ def _ordered(step: _Step) -> _Step:
 
 
 def _runs(order: Sequence[int], members: Sequence[set[int]]) -> int:
-    """Return how many runs of neighbours in an order the sets of slots fall into, all together."""
+    """Return the total number of runs of neighbours that sets of slots form in an order."""
     return sum(
         place == 0 or order[place - 1] not in readers
         for readers in members
@@ -520,7 +520,7 @@ def _order(slots: Sequence[Slot]) -> list[int]:
     first = [k for k in declared if k in of_input]
     later = [k for k in declared if k not in of_input]
     if any(isinstance(each.terms[0].matrix, Reduction) for each in slots):
-        # Products of one vector are neighbours, and reductions behind all others.
+        # Products of one vector are neighbours; reductions come last.
         places = list(readers)
         later.sort(key=lambda k: _group_of(slots[k], places))
     members = list(readers.values())
@@ -534,15 +534,15 @@ def _order(slots: Sequence[Slot]) -> list[int]:
 
 
 def _group_of(slot: Slot, arguments: list[Node]) -> tuple[bool, int, int]:
-    """Return what orders slots: whether it is of a reduction, and which vector is multiplied."""
+    """Return the sort key of a slot: whether it is a reduction, and which vector it multiplies."""
     first = slot.terms[0]
     return isinstance(first.matrix, Reduction), slot.stage, arguments.index(first.argument)
 
 
 def _told_apart(values: Iterable[Node]) -> list[Node]:
-    """Return a node of its own for each of some values, which are no states or inputs.
+    """Return a separate node for each of some values that are no states or inputs.
 
-    Vectors of one value may have different gradients.
+    Vectors of equal value may have different gradients.
     """
     apart: dict[Node, None] = {}
     for each in values:
@@ -553,7 +553,7 @@ def _told_apart(values: Iterable[Node]) -> list[Node]:
 
 
 def _hoisted(roots: Sequence[Node]) -> tuple[dict[Node, Node], list[Node], list[Derived]]:
-    """Find what depends on parameters alone, and is computed once for all steps.
+    """Find the expressions that depend only on parameters, to compute them once for all steps.
 
     Returns
     -------

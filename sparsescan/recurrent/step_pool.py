@@ -1,4 +1,4 @@
-"""Training steps that the calls of a framework share: each is used by one call at a time."""
+"""Training steps that calls of a framework share; only one call at a time uses each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepPool(Generic[Step]):
     Parameters
     ----------
     make : callable
-        It returns a step that nobody else has.
+        Returns a new step.
     """
 
     def __init__(self, make: Callable[[], Step]) -> None:
@@ -32,22 +32,22 @@ class StepPool(Generic[Step]):
 
     @property
     def free(self) -> int:
-        """How many steps nobody uses."""
+        """How many steps are free."""
         return len(self._free)
 
     def take(self) -> Step:
-        """Return one that nobody uses."""
+        """Return a free step, or a new one."""
         try:
             return self._free.pop()
         except IndexError:
             return self._make()
 
     def give_back(self, step: Step) -> None:
-        """Let another call use a step."""
+        """Free a step for other calls."""
         self._free.append(step)
 
     def clear(self) -> None:
-        """Let go of the steps that nobody uses."""
+        """Drop the free steps."""
         self._free.clear()
 
 
@@ -60,13 +60,13 @@ def run_forward(
     resets: ArrayLike | None = None,
     reset_states: ArrayLike | None = None,
 ) -> tuple[TrainingStep, NDArray[Any], NDArray[Any]]:
-    """Return a step that has run forward with these parameters, and what it has returned."""
+    """Run a step forward with these parameters; return the step and its results."""
     step = pool.take()
     return step, *step._forward(params, x, state, lengths, resets, reset_states)
 
 
 def runs_on_gpu(cell: type[Cell] | CellProgram, units: int, dtype: DTypeLike) -> bool:
-    """Return whether a GPU can run a class of cells, with its defaults, or a program, of a size."""
+    """Return whether a GPU can run a class of cells with its defaults, or a program, of a size."""
     try:
         load_cupy()
     except DeviceError:

@@ -21,10 +21,10 @@ from .linear import ONE, Factors, Key, factors, key_of
 from .program import INPUT, CellProgram, Slot
 from .render.numpy import ArrayCode
 
-# Share of entries from which on weights are multiplied as a dense matrix.
+# From this share of entries on, weights are multiplied as a dense matrix.
 DENSE = 0.35
-# Share of what sums of products of slots with all columns of rows need, from which on these are
-# computed together.
+# Sums for slots are computed together, over all columns of rows, if they need at least this share
+# of the products.
 _TOGETHER = 0.6
 
 Indices = NDArray[np.int64]
@@ -36,13 +36,14 @@ class Sum(NamedTuple):
     Attributes
     ----------
     terms : list of (Key, slice)
-        What multiplies which columns of rows.
+        Which matrix multiplies which columns of rows.
     biases : list of (str, int)
-        Biases and vectors that are added, by name and block.
+        Biases and vectors to add, by name and block.
     runs : list of slice
-        All columns of terms, neighbours together, and that of the biases if it is a neighbour.
+        All columns of terms, with neighbours joined, and the column of the biases if it is a
+        neighbour.
     has_bias_apart : bool
-        Whether biases are no neighbour.
+        Whether the column of the biases is not a neighbour.
     """
 
     terms: list[tuple[Key, slice]]
@@ -52,7 +53,7 @@ class Sum(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Neighbours among slots, and columns of rows that have all that they read."""
+    """A group of neighbouring slots, and the columns of rows that contain all they read."""
 
     first: int
     last: int
@@ -60,17 +61,17 @@ class Group(NamedTuple):
 
 
 class Structure:
-    """Where a cell has what in arrays and Jacobians.
+    """The layout of a cell's arrays and Jacobians.
 
-    Arrays have rows, one for each step and sample, of what products read: ``[arguments, x, 1,
-    states]``. A worker may have some of the units only, which read the whole state.
+    Arrays have a row for each step and sample, with everything that products read:
+    ``[arguments, x, 1, states]``. A worker may have only some units, which read the whole state.
 
     Parameters
     ----------
     cell : Cell
         The cell.
     own : slice, optional
-        Which units are computed, from the whole state; all by default.
+        The units to compute from the whole state; all by default.
     """
 
     def __init__(self, cell: Any, own: slice | None = None) -> None:
@@ -104,10 +105,10 @@ class Structure:
         self.sums = [self._sum(slot) for slot in program.slots]
 
     def _lay_out(self) -> None:
-        """Say where in a row each vector is."""
+        """Set the place of each vector in a row."""
         program = self.program
         read = {term.argument for slot in program.slots for term in slot.terms}
-        # Gradients in parameters are products with these.
+        # Gradients in parameters are products with these columns.
         grads = [*self.linear.row_grads, self.linear.input_grad]
         given = [each for each in grads if each is not None]
         read.update(each for each in topological(given) if each.operation in ("input", "state"))
@@ -153,7 +154,7 @@ class Structure:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Groups of slots, for gradients of parameters: products with all of their columns."""
+        """Groups of slots for gradients of parameters; products use all columns of a group."""
         groups: list[Group] = []
         read: list[int] = []
         for k, each in enumerate(self.sums):
@@ -185,11 +186,11 @@ class Structure:
 
     @cached_property
     def factors(self) -> list[Factors]:
-        """The factors of a Jacobian, those that meet a gradient first before others."""
+        """The factors of a Jacobian, in the order in which they are applied to a gradient."""
         return factors(self.program, self.linear)
 
     def _kept(self, key: Key) -> NDArray[np.bool_] | None:
-        """Return which weights of a product are kept; None for all."""
+        """Return which weights of a product are kept; None means all."""
         name, gate, is_transposed = key
         if isinstance(name, Reduction):
             return name.matrix(self.units) > 0
@@ -223,7 +224,7 @@ class Structure:
         return [is_zero(known[each]) for each in (*linear.slopes, *linear.columns)]
 
     def _reads_something(self, slot: Slot, known: Mapping[Node, Known]) -> NDArray[np.bool_]:
-        """Return for which units a slot multiplies anything that may differ from zero."""
+        """Return for which units a slot multiplies anything that may be nonzero."""
         found = np.zeros(self.units, bool)
         for term in slot.terms:
             kept = self._kept(key_of(term))
@@ -232,7 +233,7 @@ class Structure:
         return found
 
     def _slopes_pattern(self, factors: Factors, is_exact: bool) -> Pattern:
-        """Return the pattern of a factor of slopes, without what is always zero if it is exact."""
+        """Return the pattern of a factor of slopes; an exact one leaves out entries that stay 0."""
         rows, columns = [], []
         for b, block in enumerate(factors.blocks):
             for place, which in block.slopes:
@@ -245,7 +246,7 @@ class Structure:
         return _pattern_of(rows, columns, shape)
 
     def _weights_pattern(self, factors: Factors, is_exact: bool) -> Pattern:
-        """Return the pattern of a factor of weights; dense ones take less time for an entry."""
+        """Return the pattern of a factor of weights; dense ones are faster per entry."""
         size, units, unit = self.size, self.units, np.arange(self.size)
         shape = len(factors.returned) * size, len(factors.blocks) * units
         if not any(block.is_slot for block in factors.blocks):
@@ -273,7 +274,7 @@ class Structure:
 
     @cached_property
     def exact_products(self) -> list[tuple[Pattern, Pattern]]:
-        """The patterns of factors without what is always zero, and of their products so far."""
+        """The patterns of factors without entries that stay 0, and of their partial products."""
         found: list[tuple[Pattern, Pattern]] = []
         for each in self.factors:
             for factor in (self._slopes_pattern(each, True), self._weights_pattern(each, True)):
@@ -318,8 +319,8 @@ class Structure:
     def sources(self) -> list[tuple[int, int, list[tuple[Key, int]], list[int]]]:
         """The blocks of a Jacobian of one stage.
 
-        For a state before the step and one after it, the products and the numbers of slopes that it
-        is the sum of, and the numbers of slopes on its diagonal.
+        By the old and the new state of a block: the products with the numbers of their slopes,
+        which the block sums, and the numbers of slopes on its diagonal.
         """
         (only,) = self.factors
         found = []
@@ -336,9 +337,9 @@ class Structure:
 
     @cached_property
     def table(self) -> tuple[list[Key], Indices, Indices, Indices] | None:
-        """The arguments of :func:`fill_blocks`, its weights first; None if the pattern is another.
+        """The arguments of :func:`fill_blocks`, weights first; None if it does not fit the pattern.
 
-        Blocks are as they are in a pattern without masks.
+        It fits patterns whose blocks are those without masks.
         """
         is_part, states = self.is_part, range(self.program.states)
         widths = {
@@ -368,7 +369,7 @@ class Structure:
 
     @cached_property
     def places_of_blocks(self) -> dict[tuple[int, int], Places]:
-        """Where the entries of each block of a Jacobian are among all."""
+        """The places of the entries of each block among all entries of a Jacobian."""
         rows, columns = rows_of(self.pattern), self.pattern.indices.astype(np.int64)
         found = {}
         for k, j in itertools.product(range(self.program.states), repeat=2):
@@ -394,7 +395,7 @@ class Structure:
 
     @cached_property
     def entries(self) -> Entries:
-        """Where the entries of the pattern come from, one by one."""
+        """The sources of each entry of the pattern."""
         parts, added = [], []
         ends = self.pattern.indptr[:: self.size].astype(np.int64)
         ranges = np.stack([ends[:-1], ends[1:], np.zeros_like(ends[1:])], axis=1)
@@ -410,7 +411,7 @@ class Structure:
 
     @cached_property
     def slope_places(self) -> list[list[tuple[Indices, Indices, int]]]:
-        """For each exact factor of slopes the places of entries, their units, and their slopes."""
+        """For each exact factor of slopes, the places of entries, their units, and their slopes."""
         found = []
         for each, (pattern, _) in zip(self.factors, self.exact_products[::2], strict=True):
             columns = pattern.indices.astype(np.int64)
@@ -424,7 +425,7 @@ class Structure:
         return found
 
     def weight_places(self, pattern: Pattern) -> Mirrored:
-        """Return where the entries of a factor of weights are in it, if it is dense."""
+        """Return the places of a factor's entries in a dense matrix, if it is stored densely."""
         if pattern not in self._weight_places:
             self._weight_places[pattern] = Mirrored(keys_of(pattern))
         return self._weight_places[pattern]
@@ -435,19 +436,19 @@ class Structure:
 
 
 class Places(NamedTuple):
-    """Where the entries of a block of a Jacobian are among all.
+    """The places of a block's entries among all entries of a Jacobian.
 
     Attributes
     ----------
     places, inside : Mirrored
-        Places of entries, and in the block.
+        Places of entries among all, and in the block.
     on_diagonal, units : Mirrored
         Places of entries on its diagonal, and their units.
     steps : slice or None
-        Places of entries on its diagonal, if that has all entries, in equal steps.
+        Places of the diagonal's entries as a slice, if the diagonal is complete.
     whole : tuple of int or None
-        If it has all entries, where the rows of its state begin and end, and where it begins in
-        each of these.
+        If the block is complete, where the rows of its state begin and end, and its start in each
+        row.
     """
 
     places: Mirrored
@@ -459,15 +460,15 @@ class Places(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Where the entries of the pattern of a Jacobian of one stage come from.
+    """The sources of the entries of a one-stage Jacobian.
 
     Attributes
     ----------
     ranges : ndarray, shape (states, 3)
-        For each state before the step its entries, and of how many products they are sums at most.
+        For each old state, its range of entries, and the most products that an entry sums.
     parts : list of (int, Key, ndarray, ndarray, ndarray, int)
-        For each product: which one it is of its entries, what it multiplies by, the places of the
-        entries, those in its weights, units, and the number of slopes.
+        For each product: its number among the products of its entries, its matrix, the places of
+        the entries, the places of the weights, units, and the number of slopes.
     added : list of (ndarray, ndarray, int)
         Places of entries on diagonals, units, and numbers of slopes.
     """

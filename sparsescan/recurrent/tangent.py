@@ -1,9 +1,9 @@
 """The cell that computes the directional derivative of another cell.
 
 A step ``s' = f(x, s; θ)`` has the derivative ``ṡ' = ∂f/∂x ẋ + ∂f/∂s ṡ + ∂f/∂θ θ̇``. That is a
-step, too, of the states ``[ṡ, s]`` and the input ``[x, ẋ]``. So forward-mode derivatives are a
-forward pass of that cell. Its backward pass gives second derivatives (Pearlmutter, 1994), and the
-cell that is made of it in turn gives third ones.
+step too, with states ``[ṡ, s]`` and input ``[x, ẋ]``. So forward-mode derivatives are a forward
+pass of that cell. Its backward pass gives second derivatives (Pearlmutter, 1994), and the tangent
+cell of that cell gives third derivatives.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _UNITS = "input_of_units"
 
 
 class Tangent(NamedTuple):
-    """A class of cells that compute derivatives of another class, and where it has parameters from.
+    """A class of cells that computes another class's derivatives, and the source of parameters.
 
     Attributes
     ----------
     cell : type of Cell
-        The class. Its states are the derivatives of all states, then these.
+        The class. Its states are the derivatives of all states, then the states themselves.
     names : tuple of str
-        The parameters of the other cell, in its order.
+        The parameters of the other cell, in that cell's order.
     inputs : frozenset of str
-        The parameters that multiply the input. This class has ``[[W, 0], [Ẇ, W]]`` in their place.
-        It has all other parameters, and behind them their derivatives.
+        The parameters that multiply the input; in this class ``[[W, 0], [Ẇ, W]]`` replaces each.
+        All other parameters are unchanged, and followed by their derivatives.
     further : int
-        How many further inputs the other cell has. This class has them, and then their derivatives.
+        The number of further inputs of the other cell. This class has them, then their derivatives.
     reads_units : bool
-        Whether the class has one more parameter behind those of the other cell: the identity
-        matrix, with twice as many rows and columns as there are units.
+        Whether the class has an additional last parameter: the identity matrix, with twice as many
+        rows and columns as units.
     """
 
     cell: type[Cell]
@@ -61,17 +61,17 @@ class Tangent(NamedTuple):
 
 
 class TangentLayer(NamedTuple):
-    """A layer that computes the derivative of another one, in the functions of any library.
+    """A layer that computes the derivative of another layer, in the functions of any library.
 
-    *Numbers* are the parameters of each direction, the inputs and the initial states. There may be
-    other axes, such as of members, in front of all.
+    *Numbers* are the parameters of each direction, the inputs and the initial states. All may have
+    further axes in front, such as an axis of members.
 
     Attributes
     ----------
     tangent : Tangent
         The class of its cells.
     units, directions : int
-        Of the other layer.
+        Units and directions of the other layer.
     returns_states : bool
         Whether outputs are all states, and not the first alone.
     """
@@ -82,7 +82,7 @@ class TangentLayer(NamedTuple):
     returns_states: bool
 
     def joined(self, xp: Functions, numbers: Sequence[Any], slopes: Sequence[Any]) -> list[Any]:
-        """Return the numbers of this layer, from those of the other and a direction."""
+        """Return the numbers of this layer, from the other layer's numbers and a direction."""
         (*params, x, state), (*turns, x_slope, state_slope) = numbers, slopes
         names, inputs, whole = self.tangent.names, self.tangent.inputs, list[Any]()
         for k in range(0, len(params), len(names)):
@@ -104,9 +104,9 @@ class TangentLayer(NamedTuple):
         return [*whole, inputs, xp.concat([state_slope, state], -1)]
 
     def _columns(self, x: Any, times: int = 1) -> list[Any]:
-        """Return inputs in parts: the input itself, and the further inputs of each direction.
+        """Split inputs into the input itself and the further inputs of each direction.
 
-        Those of this layer are `times` 2 as long.
+        In this layer all parts are twice as long: `times` is 2.
         """
         own = times * self.tangent.further * self.units
         if not own:  # a view of all has no rule for batches in PyTorch
@@ -116,7 +116,7 @@ class TangentLayer(NamedTuple):
         return [x[..., a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
     def parted(self, xp: Functions, grads: Sequence[Any]) -> list[Any]:
-        """Return the gradients in the numbers of the other layer, from those in all of these."""
+        """Return the gradients in the other layer's numbers, from those in this layer's."""
         *params, x, state = grads
         names, found = self.tangent.names, list[Any]()
         size = len(names) + self.tangent.reads_units + len(set(names) - self.tangent.inputs)
@@ -130,11 +130,11 @@ class TangentLayer(NamedTuple):
         return [*found, in_x, state[..., state.shape[-1] // 2 :]]
 
     def results(self, output: Any, last: Any) -> tuple[Any, Any]:
-        """Return the derivatives of the results of the other layer, from the results of this."""
+        """Return the derivatives of the other layer's results, from this layer's results."""
         return _half(output) if self.returns_states else output, _half(last)
 
     def above(self, xp: Functions, in_output: Any, in_last: Any) -> tuple[Any, Any]:
-        """Return gradients in the results of this layer, from those in derivatives."""
+        """Return gradients in this layer's results, from gradients in the derivatives."""
         if self.returns_states:
             in_output = xp.concat([in_output, xp.filled(in_output, in_output.shape, 0)], -1)
         return in_output, xp.concat([in_last, xp.filled(in_last, in_last.shape, 0)], -1)
@@ -152,7 +152,7 @@ def run_layers(
     numbers: Sequence[Any],
     between: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Return outputs and last states of a network, whose layers run one by one.
+    """Run the layers of a network one by one; return outputs and last states.
 
     Parameters
     ----------
@@ -161,13 +161,14 @@ def run_layers(
     run : callable
         ``run(k, options, numbers)`` returns the outputs and the last states of a layer.
     sizes : tuple of int
-        How many layers there are, directions and units of each, and further inputs of a direction.
+        The numbers of layers, of directions and units of each, and of further inputs of a
+        direction.
     options : Options
-        Those of the network.
+        The options of the network.
     numbers : sequence of array
-        Its parameters, inputs and initial states, without other axes in front.
+        Its parameters, inputs and initial states, without further axes in front.
     between : callable, optional
-        What becomes of inputs of all layers but the first.
+        A function of the inputs of all layers except the first.
     """
     (*params, x, state), (layers, directions, units, further) = numbers, sizes
     count, rows = len(params) // layers, len(state) // layers
@@ -192,7 +193,7 @@ _tangents: dict[Any, Tangent] = {}
 
 
 def tangent_of(cell: type[Cell], options: dict[str, Any], bias: bool) -> Tangent:
-    """Return the class of cells for the derivatives of another one, with some options."""
+    """Return the class of cells for the derivatives of another class, with some options."""
     key = cell, tuple(options.items()), bias
     with _lock:
         found = _tangents.get(key)
@@ -254,7 +255,7 @@ def _gates(letter: str, count: int) -> list[str]:
 
 
 def _alike(each: Any, program: CellProgram) -> Any:
-    """Return a declaration of a parameter like another one, without a bias."""
+    """Return a declaration like another parameter's, without a bias."""
     if isinstance(each, Hidden):
         heads, rows, cols = program.partial.get(each.name, (1, 0, 0))
         return Hidden(*each.gates, bias=False, heads=heads, rows=rows, cols=cols)
@@ -265,7 +266,7 @@ def _alike(each: Any, program: CellProgram) -> Any:
 
 
 class _Step:
-    """A step, and the derivative of all that it computes."""
+    """A step, and the derivatives of everything that it computes."""
 
     def __init__(
         self, parameters: dict[str, Any], bias: bool, program: CellProgram, prefix: str
@@ -280,7 +281,7 @@ class _Step:
         }
 
     def derivative(self, states: tuple[Node, ...]) -> tuple[Node, ...]:
-        """Return the derivatives of the new states, and these."""
+        """Return the derivatives of the new states, then the new states."""
         count = len(self._traced)
 
         def rule(each: Node, arguments: Sequence[WithSlope]) -> WithSlope | None:

@@ -1,4 +1,4 @@
-"""The memory of a training step whose gradients flow at most to the segment before."""
+"""The memory of a training step with truncated gradients."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .passes import RecordedMemory
 
 Array = NDArray[Any]
 
-# Samples that are computed at once, of all windows together, and numbers that are kept of them:
-# with more, neither lanes nor threads are filled better.
+# Samples of all windows that are computed at once, and numbers that are kept for them: more would
+# not fill lanes or threads better.
 _SAMPLES, _NUMBERS = 1024, 1 << 26
 
 
 def windows_at_once(cells: Iterable[CellLike], windows: int, steps: int, batch: int) -> int:
-    """Return how many of so many windows, of `steps`, are computed at once where memory allows.
+    """Return how many of `count` windows of `steps` are computed at once if memory allows.
 
-    That does not depend on the number of threads, nor do results.
+    Neither this number nor results depend on the number of threads.
     """
     numbers = steps * sum(
         one.input_size + (len(one.program.slots) + one.program.states) * one.hidden_size
@@ -38,28 +38,28 @@ def windows_at_once(cells: Iterable[CellLike], windows: int, steps: int, batch: 
 class TruncatedMemory:
     """The memory of a training step on the host, for inputs of one shape.
 
-    The forward pass keeps the inputs and the states before each segment. The backward pass runs
-    windows of two segments, each from the states that were there before it: losses of a window's
-    second segment flow through both of them. Windows do not depend on each other, so they are
-    samples of one batch, as many at once as there is room for.
+    The forward pass keeps the inputs and the states before each segment. The backward pass
+    recomputes windows of two segments, each from the kept states before it. Gradients of losses in
+    a window's second segment flow through both segments. Windows are independent, so they become
+    samples of one batch, as many at once as memory allows.
 
     Parameters
     ----------
     make : callable
-        It returns memory for so many steps and samples that keeps the gates of so many steps.
+        Returns memory for a number of steps and samples, with the gates of a number of steps.
     steps, batch : int
         The shape of the inputs.
     truncate : int
-        Steps of a segment, of which there are more than two.
+        Steps of a segment; there are more than two segments.
     segments : sequence of int
-        Steps of a window whose gates may be kept, the most first.
+        Numbers of steps of a window whose gates may be kept, the largest first.
     limit : int or None
-        Bytes that all is meant to fit in.
+        The limit of bytes.
 
     Attributes
     ----------
     steps, batch, widths, dtype, nbytes, device
-        As those of a :class:`~sparsescan.recurrent.memory.Memory`.
+        As for a :class:`~sparsescan.recurrent.memory.Memory`.
     """
 
     device: int | None = None
@@ -82,7 +82,7 @@ class TruncatedMemory:
         windows, cells = self._count - 1, [each.cell for each in self._forward.directions]
         most = windows_at_once(cells, windows, 2 * truncate, batch)
         for segment in [segments[0]] * (most.bit_length() - 1) + list(segments):
-            # Calls of one size; segments behind the last have no steps.
+            # All calls have one size; segments after the last have no steps.
             self._calls = -(-windows // most)
             self._size = -(-windows // self._calls)
             self._windows = make(2 * truncate, self._size * batch, segment)
@@ -92,7 +92,7 @@ class TruncatedMemory:
             most = max(1, most // 2)
 
     def _bytes(self) -> int:
-        """Return the size, with the arrays that windows are given and that they return."""
+        """Return the size, including the arrays that windows take and return."""
         inputs, outputs = self.widths[0], self.widths[-1]
         state, step = math.prod(self._state), self._length * self.batch
         ahead = (self._calls * self._size + 1) * (step * inputs + state)
@@ -203,7 +203,7 @@ class TruncatedMemory:
         )
 
     def _begun(self, states: Array) -> Array:
-        """Return states that segments or windows begin with, and those that resets set, if any."""
+        """Return the states before segments or windows, and the states that resets set, if any."""
         if self._reset_states is None:
             return states
         windows = states.shape[1] // max(1, self.batch)
@@ -211,23 +211,23 @@ class TruncatedMemory:
         return both
 
     def _in_windows(self, array: Array, windows: range) -> Array:
-        """Return what windows are given of an array of segments, as samples."""
+        """Return the windows of an array of segments, as samples."""
         given = np.stack([part.swapaxes(0, 1) for part in _both(array, windows)])
         return given.reshape(2 * self._length, self._size * self.batch, *array.shape[3:])
 
     def _parted(self, array: Array) -> Array:
-        """Return an array of windows as those of both segments, step by step."""
+        """Return an array of windows as the arrays of both segments, step by step."""
         return array.reshape(2, self._length, self._size, self.batch, array.shape[-1])
 
     def _lengths_from(self, segments: range, count: int) -> NDArray[np.int64] | None:
-        """Return the steps that samples have in so many segments from each of some; None if all."""
+        """Return the steps of samples in `count` segments from each of some on; None if all."""
         steps = count * self._length
         own = self._lengths - self._length * np.array(segments)[:, None]
         lengths: NDArray[np.int64] = np.clip(own, 0, steps).reshape(-1)
         return None if (lengths == steps).all() else lengths
 
     def _above_of(self, windows: range, above: Array) -> Array:
-        """Return the gradients in the outputs of windows: of the second segment, and the first."""
+        """Return the gradients in the outputs of windows: in the second segment, and the first."""
         if above.size == 0:
             return above
         given = np.zeros((2 * self._length, self._size * self.batch, above.shape[-1]), self.dtype)
@@ -241,7 +241,7 @@ class TruncatedMemory:
         return given
 
     def _carry_of(self, windows: range, carry: Array) -> Array:
-        """Return the gradients in the last states, of windows with the last step of a sample."""
+        """Return the gradients in the last states, for windows with a sample's last step."""
         if carry.size == 0:
             return carry
         lasts = np.maximum(-(-self._lengths // self._length) - 2, 0)

@@ -38,13 +38,13 @@ class CellUnits:
     nnz : int
         Entries of the pattern.
     params : dict of str to ndarray
-        Parameters of the units, copied, by the names of the cell.
+        Copies of the units' parameters, by the names of the cell.
 
     Raises
     ------
     InputError
-        If the state is more than the hidden units, or some parameters are not of one unit each,
-        or of heads, or of fewer rows or columns.
+        If the state has more than the hidden units, or if parameters do not belong to single units,
+        have heads, or have fewer rows or columns.
     """
 
     def __init__(self, cell: Any, units: slice) -> None:
@@ -93,7 +93,7 @@ class CellUnits:
         Linearization(self, np, x.shape[:1], x, state).fill(out)
 
     def param_grads(self, x: Array, state: Array, grad: Array) -> dict[str, Array]:
-        """Return gradients of the parameters from that of the units, summed over samples."""
+        """Return parameter gradients from the gradient in the units, summed over samples."""
         x, state, grad = self._in_one_dtype(x, state, grad)
         return Linearization(self, np, x.shape[:1], x, state).sum_params(grad)
 
