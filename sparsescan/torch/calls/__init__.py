@@ -1,1 +1,1 @@
-"""Calls of modules and functions: prepared, recorded, as operators, and their derivatives."""
+"""Calls of modules and functions: prepared calls, recordings, operators and derivatives."""

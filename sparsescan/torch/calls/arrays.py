@@ -34,17 +34,17 @@ def check_tensors(
     Parameters
     ----------
     given : mapping of str to object
-        What is to be tensors, by the names that errors have; the first is none of the optional.
+        The arguments, by their names in errors; the first one is not optional.
     optional : collection of str
-        Names of those that may be None.
+        Names of arguments that may be None.
     dtypes : sequence of dtype
-        What they may be of.
+        The allowed dtypes.
     are_mixed : bool
-        Whether they may have different dtypes of these.
+        Whether dtypes may differ between arguments.
     has_cuda : bool
         Whether there are kernels on CUDA devices.
     of_complex, of_devices : str
-        What errors add for complex numbers, and for another device.
+        Additions to errors about complex numbers and about other devices.
     """
     first = next(iter(given.values()))
     for name, tensor in given.items():
@@ -81,7 +81,7 @@ def check_tensors(
 
 
 def here(x: Tensor) -> AbstractContextManager[None]:
-    """Return a context for work where a tensor is: with PyTorch's threads, or on its stream."""
+    """Return a context for work on a tensor's device: with PyTorch's threads, or on its stream."""
     if x.is_cpu:
         return pytorchs_threads()
     stream = torch.cuda.current_stream(x.device)

@@ -1,14 +1,14 @@
-"""Layers of recurrent cells under transforms: any derivative, and any axis of samples or models.
+"""Layers of recurrent cells under transforms: all derivatives, and axes of samples or models.
 
-All is made of two functions, a layer forward and its gradients, which transforms of ``torch.func``,
-forward mode and graphs of graphs take apart as they need:
+There are two functions, a layer's forward pass and its gradients. Transforms of ``torch.func``,
+forward mode and double backward use them as follows:
 
-- The derivative of a layer in a direction is a forward pass of the cell that
-  :func:`~sparsescan.recurrent.tangent.tangent_of` makes, and that of its gradients is a backward
-  pass of the same cell, so that there are derivatives of any order.
-- A new axis of inputs or states is one of samples. A new axis of parameters, or of gradients that
-  are not to be summed over samples, is one of *members*: each has parameters or results of its own,
-  and threads share them.
+- The directional derivative of a layer is a forward pass of the cell that
+  :func:`~sparsescan.recurrent.tangent.tangent_of` makes. The derivative of its gradients is a
+  backward pass of the same cell. So there are derivatives of any order.
+- A new axis of inputs or states becomes samples. A new axis of parameters, or of per-sample
+  gradients, becomes *members*: each has its own parameters or results, and threads share the
+  members.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def run_differentiable(
     resets: Tensor | None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs and the last states of a network, which transforms take apart.
+    """Return the outputs and the last states of a network, with support for transforms.
 
-    Layers run by kernels; by PyTorch's own operations with other dtypes, on other devices, while
-    calls are traced, and in forward mode of forward mode.
+    Layers run in kernels. PyTorch's own operations run them with other dtypes, on other devices,
+    during traces, and in nested forward mode.
 
     Parameters
     ----------
@@ -66,13 +66,14 @@ def run_differentiable(
     x : Tensor, shape (T, batch, inputs)
         The inputs.
     state : Tensor, shape (layers · directions, batch, state_size)
-        The initial states; twice as many if those that resets set are behind each direction's.
+        The initial states; twice as many if each direction's is followed by the one that resets
+        set.
     weights : sequence of Tensor
         The parameters of each direction of each layer.
     lengths : Tensor of int64 or None
         How many steps each sample has.
     resets : Tensor of bool or None
-        Where states begin anew.
+        Where states are reset.
     dropout : float
         Share of the outputs between layers that are dropped.
     """
@@ -119,7 +120,7 @@ def _run_layers(
 
 
 class _OfLayer(Mappable):
-    """A function of a shape and of tensors, whose derivatives in both modes read all of these."""
+    """A function of a shape and tensors; its derivatives in both modes read all tensors."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -129,11 +130,11 @@ class _OfLayer(Mappable):
 
 
 class _Layer(_OfLayer):
-    """A layer, for members with parameters of their own.
+    """A layer for members that have their own parameters.
 
     It takes lengths and resets, the inputs ``(members, T, batch, inputs)``, the initial states
-    ``(members, directions, batch, state_size)`` and the parameters of each direction, all with an
-    axis of members before the others; and returns the outputs and the last states.
+    ``(members, directions, batch, state_size)`` and the parameters of each direction, all with a
+    first axis of members. It returns the outputs and the last states.
     """
 
     @staticmethod
@@ -164,7 +165,7 @@ class _Layer(_OfLayer):
 
 
 class _Gradients(_OfLayer):
-    """The gradients of :class:`_Layer` in all tensors, from those in both of its results."""
+    """The gradients of :class:`_Layer` in all tensors, from those in its two results."""
 
     @staticmethod
     def forward(shape: Shape, *tensors: Any) -> tuple[Tensor, ...]:
@@ -198,7 +199,7 @@ class _Gradients(_OfLayer):
 
 
 def _as_members(count: int, dims: Sequence[int | None], tensors: Sequence[Any]) -> list[Any]:
-    """Return tensors whose axes of members have an axis of a transform in them."""
+    """Return tensors with an axis of a transform joined into their axes of members."""
     folded = []
     for each, dim in zip(tensors, dims, strict=True):
         if each is not None:
@@ -209,12 +210,12 @@ def _as_members(count: int, dims: Sequence[int | None], tensors: Sequence[Any]) 
 
 
 def _from_members(count: int, results: Sequence[Tensor]) -> Any:
-    """Return results with an axis of a transform before all others, and where that is."""
+    """Return results with the axis of a transform in front, and the place of that axis."""
     return tuple(each.unflatten(0, (count, -1)) for each in results), (0,) * len(results)
 
 
 def _as_samples(count: int, tensor: Tensor | None, dim: int | None, place: int) -> Any:
-    """Return a tensor whose axis of samples has an axis of a transform in it."""
+    """Return a tensor with an axis of a transform joined into its axis of samples."""
     if tensor is None:
         return None
     moved = tensor.expand(count, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -231,7 +232,7 @@ def _filled(tensors: Sequence[Tensor], slopes: Sequence[Tensor | None]) -> list[
 
 
 class _Tangent(NamedTuple):
-    """A layer that computes the derivative of another one, and what it is given.
+    """A layer that computes the derivative of another layer, with its arguments.
 
     Attributes
     ----------
@@ -249,7 +250,7 @@ class _Tangent(NamedTuple):
 
     @classmethod
     def of(cls, shape: Shape, tensors: Sequence[Any], given: Sequence[Tensor | None]) -> _Tangent:
-        """Return the layer for the derivative in a direction, which is `given` for all tensors."""
+        """Return the layer for the derivative in a direction, `given` for all tensors."""
         lengths, resets, x, state, *params = tensors
         x_slope, state_slope, *turns = _filled(tensors[2:], given)
         mode, tangent = _mode_of(shape.mode, shape.has_bias)
@@ -273,7 +274,7 @@ class _Tangent(NamedTuple):
 
 
 def _mode_of(mode: str, has_bias: bool) -> tuple[str, Tangent]:
-    """Return the mode of the cells for derivatives of others, and where parameters come from."""
+    """Return the mode of the cells for derivatives of other cells, and the parameters' origin."""
     key = mode, has_bias
     if key not in _modes:
         kind = kind_of(mode)
@@ -287,13 +288,13 @@ _modes: dict[tuple[str, bool], tuple[str, Tangent]] = {}
 
 # -- Passes ----------------------------------------------------------------------------------------
 
-_MOST = 64  # layers whose recordings are kept, those used last
+_MOST = 64  # the most layers with kept recordings, the latest ones
 _lock = new_lock()
 _passes: OrderedDict[_Key, _MemberPasses] = OrderedDict()
 
 
 class _MemberPasses:
-    """The passes of a layer that were recorded for inputs of a shape, for any number of members."""
+    """The recorded passes of a layer for one shape of inputs, for any number of members."""
 
     def __init__(self, key: _Key) -> None:
         shape, (steps, batch, _), self._dtype, *marks, has_backward, _ = key
@@ -314,7 +315,7 @@ class _MemberPasses:
         self._rooms = StepPool(partial(Room, passes.nbytes))
 
     def run(self, tensors: Sequence[Any], above: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """Return the results of all members, or the gradients if `above` there are gradients."""
+        """Return the results of all members, or the gradients if `above` is given."""
         lengths, resets, x, *others = tensors
         first, *rest = others
         flags = None if resets is None else resets.view(torch.uint8)
@@ -356,7 +357,7 @@ class _MemberPasses:
 
 
 class _Key(NamedTuple):
-    """The key of recordings of a layer: its shape, and that of a member's inputs among it."""
+    """The key of a layer's recordings, which includes its shape and that of a member's inputs."""
 
     shape: Shape
     x: torch.Size
@@ -369,7 +370,7 @@ class _Key(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Where the members of a tensor are, each of which is contiguous."""
+    """The places of a tensor's members, each of which is contiguous."""
 
     tensor: Tensor
     begin: int
@@ -377,16 +378,16 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Rows:
-        """Return where those of a tensor are."""
+        """Return the places of a tensor's members."""
         return cls(tensor, addresses_of([tensor[0]])[0], tensor.stride(0) * tensor.itemsize)
 
     def address(self, member: int) -> int:
-        """Return where a member begins."""
+        """Return the address of a member."""
         return self.begin + member * self.step
 
 
 def _rows(tensor: Tensor) -> _Rows:
-    """Return where the members of any tensor are, maybe those of a copy."""
+    """Return the places of the members of a tensor, or of a copy if they are not contiguous."""
     tensor = tensor.resolve_neg()
     return _Rows.of(tensor if tensor[0].is_contiguous() else tensor.contiguous())
 

@@ -1,4 +1,4 @@
-"""Calls that need not go through PyTorch's dispatcher, which take longer than a small network."""
+"""Calls that bypass PyTorch's dispatcher, which takes longer than a small network."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _is_batch = torch._C._functorch.is_legacy_batchedtensor
 
 
 def is_direct(*tensors: Tensor | None) -> bool:
-    """Return whether a call may run kernels itself, since nothing else wants to see an operator.
+    """Return whether a call may run kernels directly, since nothing else needs an operator.
 
-    Compilers and exports, modes such as that of fake tensors, transforms of ``torch.func``, forward
-    mode, traces, and subclasses of tensors replace, record or refuse operators, and all find them
-    registered.
+    Compilers, exports, modes such as fake tensors, transforms of ``torch.func``, forward mode,
+    traces, and tensor subclasses replace, record or refuse operators. They need a registered
+    operator.
     """
     if not is_eager(*tensors) or is_transformed():
         return False
-    for each in tensors:  # a generator takes longer
+    for each in tensors:  # a generator would be slower
         if each is not None and _is_batch(each):
             return False
     return True
 
 
 def is_eager(*tensors: Tensor | None) -> bool:
-    """Return whether a call computes with numbers, maybe under a transform of ``torch.func``."""
+    """Return whether a call computes real values, maybe under a transform of ``torch.func``."""
     return not (
         torch.compiler.is_compiling()
         or not _PLAIN.issuperset(map(type, tensors))
@@ -44,14 +44,14 @@ def is_eager(*tensors: Tensor | None) -> bool:
 
 
 def is_mapped(argument: Any) -> bool:
-    """Return whether this is a batch of gradients, as ``is_grads_batched=True`` makes them."""
+    """Return whether this is a batch of gradients, from ``is_grads_batched=True``."""
     return isinstance(argument, Tensor) and _is_batch(argument)
 
 
 def as_leaf(module: Any, *given: Any) -> Any:
     """Return a call of a module in a graph of ``torch.fx``, where PyTorch's modules are leaves.
 
-    None is returned if the first of `given` does not stand for a value in such a graph.
+    Return None if the first of `given` is no proxy of such a graph.
     """
     if not isinstance(given[0], Proxy):
         return None
@@ -60,25 +60,25 @@ def as_leaf(module: Any, *given: Any) -> Any:
 
 
 def has_saving_hooks() -> bool:
-    """Return whether something else wants to see all tensors that are saved, as checkpoints do."""
+    """Return whether something observes all saved tensors, as checkpoints do."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of ``torch.func`` or forward mode is at work."""
+    """Return whether a transform of ``torch.func`` or forward mode is active."""
     return bool(torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
 
 
 def is_forward_twice() -> bool:
-    """Return whether forward mode is at work within forward mode."""
+    """Return whether forward mode is active within forward mode."""
     return _transforms().count(TransformType.Jvp) > 1
 
 
 def takes_rules(*tensors: Tensor | None) -> bool:
-    """Return whether transforms take functions with rules of their own, of `autograd.Function`.
+    """Return whether transforms support the rules of our `autograd.Function` classes.
 
-    PyTorch (2.13) takes their derivatives for zeros in forward mode within forward mode, and has
-    none of them under ``torch.func.functionalize``. Traces and others that look on want operators
+    In nested forward mode PyTorch (2.13) treats their derivatives as zeros, and under
+    ``torch.func.functionalize`` it does not support them. Traces and other observers need operators
     in their place, which lose derivatives in forward mode.
     """
     keys = _transforms()
@@ -90,30 +90,30 @@ def takes_rules(*tensors: Tensor | None) -> bool:
 
 
 def _transforms() -> list[TransformType]:
-    """Return the transforms of ``torch.func`` at work."""
+    """Return the active transforms of ``torch.func``."""
     if not torch._C._are_functorch_transforms_active():
         return []
     return [each.key() for each in retrieve_all_functorch_interpreters()]
 
 
 def is_recorded() -> bool:
-    """Return whether a transform of ``torch.func``, forward mode or ``torch.jit.trace`` is at work.
+    """Return whether a ``torch.func`` transform, forward mode or ``torch.jit.trace`` is active.
 
-    They cannot take what kernels compute by themselves.
+    They cannot see inside kernels.
     """
     return is_transformed() or torch._C._get_tracing_state() is not None
 
 
 def is_exported_to_onnx() -> bool:
-    """Return whether ``torch.onnx.export`` is at work, which cannot translate operators of ours."""
+    """Return whether ``torch.onnx.export`` is active; it cannot translate our operators."""
     return torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export()
 
 
 def is_watched() -> bool:
-    """Return whether something else wants to see each call of a module or a function.
+    """Return whether something observes each call of a module or a function.
 
-    That is a hook of all modules or all tensors that are saved (as of checkpoints), a mode of
-    functions other than that of the default device, a transform or a trace.
+    This is a global module hook, a hook of all saved tensors (as in checkpoints), a function mode
+    other than that of the default device, a transform or a trace.
     """
     return bool(
         modules._has_any_global_hook()

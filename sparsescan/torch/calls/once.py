@@ -1,4 +1,4 @@
-"""Backward passes by kernels, which have no derivatives of their own."""
+"""Backward passes in kernels, which have no further derivatives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .direct import is_mapped, is_transformed
 
 
 class Once(torch.autograd.Function):
-    """The graph of a backward pass, which ends there, and says so."""
+    """The graph of a backward pass without further derivatives: differentiating it raises."""
 
     @staticmethod
     def forward(
@@ -30,9 +30,9 @@ class Once(torch.autograd.Function):
 
 
 class Twice(torch.autograd.Function):
-    """The graph of a backward pass that is computed again where it is differentiated.
+    """The graph of a backward pass that is recomputed if it is differentiated.
 
-    `again` computes what `call` does, from the tensors, by operations that have derivatives; None
+    `again` computes the results of `call` from the tensors, by differentiable operations. A None
     among the tensors stays None.
     """
 
@@ -69,9 +69,9 @@ class Twice(torch.autograd.Function):
 def gradients_of(
     run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], above: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Return the gradients in all tensors, with graphs of their own.
+    """Return the gradients in all tensors, with their own graphs.
 
-    `above` are those in the results of ``run(*tensors)``; None stands for zeros.
+    `above` are the gradients in the results of ``run(*tensors)``; None means zeros.
     """
     pull: Any
     if is_transformed():
@@ -105,16 +105,16 @@ def gradients_of(
 
 
 def over_maps(call: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Return the results of a call with arguments, some of which may be batches of gradients.
+    """Return the results of a call; some arguments may be batches of gradients.
 
-    The innermost batch is taken apart; its tensors may be batches of an outer one.
+    It unpacks the innermost batch, whose tensors may be batches of an outer one.
     """
     flags = list(map(is_mapped, arguments))
     if not any(flags):
         return call(*arguments)
     level = _level_of_maps()
     while True:
-        # A batch of another level gets an axis of the length that is passed.
+        # A batch of another level gets a new axis of the given length.
         rows = [
             torch._remove_batch_dim(each, level, 0, 0) if flag else each
             for each, flag in zip(arguments, flags, strict=True)
@@ -130,7 +130,7 @@ def over_maps(call: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     ]
 
     def batch(result: Tensor) -> Tensor:
-        # Forward mode asks for an axis that is the first one in memory, too.
+        # Forward mode needs the axis to be first in memory too.
         made: Tensor = torch._add_batch_dim(result.contiguous(), 0, level)
         return made
 
@@ -139,19 +139,19 @@ def over_maps(call: Callable[..., Any], arguments: Sequence[Any]) -> Any:
 
 
 class Mappable(torch.autograd.Function):
-    """A function of which arguments may be batches of gradients.
+    """A function whose arguments may be batches of gradients.
 
-    It is mapped over them before it is applied: PyTorch sees no graph of what is in such a batch.
+    It is mapped over them before it is applied: PyTorch records no graph inside such a batch.
     """
 
     @classmethod
     def apply(cls, *arguments: Any) -> Any:
-        """Return the results, those of each tensor of a batch."""
+        """Return the results, for each tensor of a batch."""
         return over_maps(super().apply, arguments)
 
 
 def as_batch(call: Callable[[Tensor], list[Tensor | None]], tensor: Tensor) -> list[Any]:
-    """Return the results of a call with a batch of gradients, along the first axis of a tensor."""
+    """Return the results of a call for a batch of gradients along a tensor's first axis."""
     level = _level_of_maps()
     results = call(torch._remove_batch_dim(tensor, level, 1, 0))
     return [None if each is None else torch._add_batch_dim(each, 0, level) for each in results]
@@ -164,5 +164,5 @@ def _level_of_maps() -> int:
 
 
 def _apart(tensor: Tensor | None) -> Any:
-    """Return a tensor that is computed from another one, and that no third one depends on."""
+    """Return a tensor that is computed from another one, without other dependants."""
     return None if tensor is None else tensor.view_as(tensor)

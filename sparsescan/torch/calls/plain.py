@@ -1,6 +1,6 @@
-"""Recurrent networks step by step, by PyTorch's own operations, from the program of a step.
+"""Run recurrent networks step by step in PyTorch's own operations, from a step's program.
 
-They run where kernels do not: with other dtypes, on other devices, and while calls are traced.
+It is used where kernels cannot run: with other dtypes, on other devices, and during traces.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Surrogate(torch.autograd.Function):
 
 def _surrogate(value: Tensor, a: Tensor, slope: Tensor) -> Any:
     if not torch.is_grad_enabled() and forward_ad._current_level < 0:
-        return value  # no trace remembers how it is differentiated
+        return value  # traces do not record its derivative
     if is_forward_twice():
         raise NotImplementedError(
             "forward mode of forward mode through a surrogate; expected reverse mode once, such as "
@@ -60,7 +60,7 @@ def _surrogate(value: Tensor, a: Tensor, slope: Tensor) -> Any:
     return _Surrogate.apply(value, a, slope)
 
 
-# Functions that PyTorch does not have under the name of the operation.
+# Functions that have another name in PyTorch.
 _OTHERS: dict[str, Callable[..., Any]] = {
     "softplus": lambda a: torch.logaddexp(a, torch.zeros_like(a)),
     "less": lambda a, b: (a < b).to(a.dtype),
@@ -78,7 +78,7 @@ _FUNCTIONS = {name: _OTHERS.get(name) or getattr(torch, name) for name in OPERAT
 
 
 class _Direction:
-    """A cell with its parameters, over the inputs of all steps."""
+    """A cell with its parameters, and the inputs of all steps."""
 
     def __init__(
         self,
@@ -99,14 +99,14 @@ class _Direction:
             for each in self._order
             if each.operation == "product"
         )
-        # Matrices of which all gates multiply the same: one product for all.
+        # If all gates of a matrix multiply the same vector, one product serves all.
         blocks = {
             name: each.blocks
             for name, each in self._parameters.items()
             if name not in self._partial
         }
         self._whole = {key for key, count in products.items() if count == blocks.get(key[1])}
-        # What does not depend on the state is computed for all steps at once.
+        # Vectors that do not depend on the state are computed for all steps at once.
         self._known: dict[Node, Tensor] = {}
         self._wholes: dict[Any, Tensor] = {}
         self._fixed: dict[Node, Tensor] = {}
@@ -127,7 +127,7 @@ class _Direction:
         return param[gate * self._units : (gate + 1) * self._units]
 
     def _product(self, each: Node, given: Tensor, wholes: dict[Any, Tensor]) -> Tensor:
-        """Return a product, from that of all gates if others need these."""
+        """Return a product, as a part of the product of all gates if others need that."""
         name, gate, is_transposed = each.details
         if isinstance(name, Reduction):
             parts = given.expand(*given.shape[:-1], self._units).unflatten(-1, (name.heads, -1))
@@ -157,7 +157,7 @@ class _Direction:
         *,
         is_transposed: bool = False,
     ) -> Tensor:
-        """Return a product with a gate of a matrix, each of whose heads multiplies its own."""
+        """Return a product with a gate of a matrix; each head multiplies its own units."""
         heads, *sides = self._partial.get(name, (1, 0, 0))
         if heads == 1:
             block = block.T if is_transposed else block
@@ -194,9 +194,9 @@ class _Direction:
 
 
 def dropped(x: Tensor, share: float, lengths: Tensor | None) -> Tensor:
-    """Return outputs of a layer, some of which are dropped.
+    """Return the outputs of a layer after dropout.
 
-    Those of a packed sequence are drawn as PyTorch does: for the steps that samples have.
+    For a packed sequence, dropout is drawn as in PyTorch: only for existing steps.
     """
     if lengths is None or torch.compiler.is_compiling():
         return functional.dropout(x, share)
@@ -224,13 +224,13 @@ def run_plain(
     Parameters
     ----------
     cell, program
-        A class of cells, and what its step computes.
+        A class of cells, and the program of its step.
     cells : sequence of dict of str to Tensor
         The parameters of each direction of each layer.
     directions : int
         How many directions a layer has.
     x : Tensor, shape (T, batch, inputs)
-        The inputs, with further inputs behind them.
+        The inputs, followed by further inputs.
     state : Tensor, shape (layers · directions, batch, state_size)
         The initial states; twice as many if those that resets set are behind each direction's.
     lengths : Tensor or None

@@ -1,9 +1,9 @@
-"""Calls of recurrent modules that are prepared once for inputs of a shape, and then cost little.
+"""Calls of recurrent modules that are prepared once per shape of inputs, and then cost little.
 
-Beside the kernels of a short sequence, all that PyTorch and Python do takes longer. So for inputs
-of a new shape both passes are recorded. From then on a call checks what it is given, takes memory
-for results, and lets compiled code do the rest. Nothing of the parameters is kept: each call reads
-what they are then.
+For a short sequence, the work of PyTorch and Python takes longer than the kernels. So for inputs of
+a new shape both passes are recorded. From then on a call checks its arguments, takes memory for
+results, and lets compiled code do the rest. Parameters are not kept: each call reads their current
+values.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ from .times import Key, predict
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _DTYPES = frozenset((torch.float32, torch.float64))
-# Shapes that are remembered, and bytes of memory that nobody uses, beside that of the shape used
-# last.
+# The most prepared shapes, and the most unused bytes, not counting those of the latest shape.
 _MOST, _MOST_BYTES = 128, 1 << 28
 _turn = itertools.count().__next__
 
 
 def key_of(module: Any, given: Any, hx: Any, weights: list[Any]) -> tuple[Any, ...] | None:
-    """Return what a :class:`Key` is made of for a call; None if anything about that is special.
+    """Return the parts of a call's :class:`Key`; None if the call is unusual in any way.
 
-    What :func:`is_direct` and :func:`is_recorded` ask is asked here in one pass over the tensors:
-    calls of both would take as long again, in each call of a module.
+    It makes the checks of :func:`is_direct` and :func:`is_recorded` in one pass over the tensors:
+    calling both would double the time, in each call of a module.
     """
     if (
         type(given) not in _PLAIN
@@ -59,7 +58,7 @@ def key_of(module: Any, given: Any, hx: Any, weights: list[Any]) -> tuple[Any, .
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
         or torch.is_autocast_enabled("cpu")
-        # A checkpoint counts saved tensors, of which other calls have more.
+        # A checkpoint counts saved tensors, and other calls save more.
         or has_saving_hooks()
     ):
         return None
@@ -67,7 +66,7 @@ def key_of(module: Any, given: Any, hx: Any, weights: list[Any]) -> tuple[Any, .
     for each in (*weights, *_listed(hx)):
         if type(each) not in _PLAIN or each.dtype is not dtype or not each.is_cpu:
             return None
-        if each.is_neg():  # it is negated when it is read
+        if each.is_neg():  # negated when it is read
             return None
         has_graph = has_graph or each.requires_grad
     return (
@@ -78,14 +77,14 @@ def key_of(module: Any, given: Any, hx: Any, weights: list[Any]) -> tuple[Any, .
 
 
 def _is_plain(module: Any) -> bool:
-    """Return whether a module is what its sizes say: not pruned, no dropout, no projections."""
+    """Return whether a module is ordinary: not pruned, without dropout and projections."""
     return not (
         module._forward_pre_hooks or module._is_short or (module.dropout > 0 and module.training)
     )
 
 
 class _Held:
-    """The memory of a call whose backward pass may come, or never comes."""
+    """The memory of a call whose backward pass may still come."""
 
     __slots__ = ("_room", "_rooms")
 
@@ -93,7 +92,7 @@ class _Held:
         self._rooms, self._room = rooms, [room]
 
     def take(self) -> Room | None:
-        """Return the memory to the first who asks."""
+        """Return the memory, at the first call only."""
         try:
             return self._room.pop()
         except IndexError:
@@ -106,9 +105,9 @@ class _Held:
 
 
 class _Backward(NamedTuple):
-    """A backward pass: its recording, the memory that only it takes, and its results.
+    """A backward pass: its recording, its own memory, and its results.
 
-    `order` has the places of those that the caller gets.
+    `order` has the places of the results that the caller gets.
     """
 
     recording: Recording
@@ -123,7 +122,7 @@ class Prepared:
     Parameters
     ----------
     key : Key
-        What it is prepared for.
+        The shape and options that it is prepared for.
 
     Attributes
     ----------
@@ -134,7 +133,7 @@ class Prepared:
     states : int
         How many states a cell has.
     used : int
-        A number that grows from a call of any module to the next.
+        The time of the last use: a count of calls of all modules.
     """
 
     def __init__(self, key: Key) -> None:
@@ -192,7 +191,7 @@ class Prepared:
         ]
 
     def __call__(self, x: Tensor, hx: Any, weights: Sequence[Tensor]) -> Any:
-        """Return the outputs and the last states, as a module does."""
+        """Return the outputs and the last states, in the form of a module."""
         if self.key.has_backward:
             output, *lasts = _Call.apply(self, x, *_listed(hx), *weights)
         else:
@@ -203,7 +202,7 @@ class Prepared:
     def forward(self, x: Tensor, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Room]:
         """Return the results, and the memory that the backward pass needs."""
         room = self.rooms.take()
-        # A copy must be there until the end.
+        # A copy must live until the end.
         given = [self.in_order(x), *[each.contiguous() for each in tensors]]
         results = new_tensors(self._results, room)
         run(self._forward, [room.address], given, results)
@@ -212,9 +211,9 @@ class Prepared:
     def backward(
         self, room: Room, above: Tensor | None, carry: Sequence[Tensor | None], needs_x: bool
     ) -> list[Tensor]:
-        """Return gradients in the input, if it `needs_x`, the initial states and the parameters.
+        """Return gradients in the input if `needs_x`, the initial states and the parameters.
 
-        `carry` are those in the last states.
+        `carry` are the gradients in the last states.
         """
         has_state = any(each is not None for each in carry)
         variant = above is not None, has_state, needs_x
@@ -248,7 +247,7 @@ class Prepared:
         needs_x: bool,
         tensors: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Return what :meth:`backward` does, by a step that runs forward again."""
+        """Do :meth:`backward` with a step that runs forward again."""
         count = len(carry) if self.key.has_state else 0
         x, states, params = tensors[0], tensors[1 : count + 1], tensors[count + 1 :]
         grad_state = None
@@ -272,7 +271,7 @@ class Prepared:
         return torch.zeros(self._state_shape, dtype=self.key.dtype, device="cpu")
 
     def _by_steps(self, x: Tensor, *, back: bool = False) -> Tensor:
-        """Return inputs or outputs as ``(T, batch, …)``, or from there as they are given."""
+        """Return inputs or outputs as ``(T, batch, …)``, or back in the caller's form."""
         if len(self.key.x) == 2:
             return x.squeeze(1) if back else x.unsqueeze(1)
         return x.transpose(0, 1) if self.key.is_batch_first else x
@@ -282,12 +281,12 @@ class Prepared:
         return state if len(self.key.x) == 3 else state.unsqueeze(1)
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Return inputs or outputs step by step, as they are in memory."""
+        """Return inputs or outputs in the order of memory, step by step."""
         return (x.transpose(0, 1) if self._turns else x).contiguous()
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of memory that no call works in."""
+        """Bytes of memory that no call uses."""
         return self.rooms.free * self.nbytes
 
 
@@ -309,7 +308,7 @@ class _Call(torch.autograd.Function):
         if not torch.is_grad_enabled() and is_direct(above, *carry):
             room = ctx.held.take()
         if room is None:
-            # It is differentiated once more, or this is another backward pass.
+            # It is differentiated again, or this is a second backward pass.
             check_others(ctx)
             grads = prepared.gradients(above, carry, needs[1], saved(ctx))
         else:
@@ -326,12 +325,12 @@ def _listed(hx: Any) -> Sequence[Tensor]:
 # -- Calls that are known --------------------------------------------------------------------------
 
 _lock = new_lock()
-# What a call is: prepared, or one of PyTorch's kernel (True).
+# What runs a call: a prepared call, or PyTorch's kernel (True).
 _calls: OrderedDict[tuple[Any, ...], Prepared | bool] = OrderedDict()
 
 
 def find(key: tuple[Any, ...]) -> Prepared | bool:
-    """Return the call for a key if it is prepared, and otherwise whether it is PyTorch's."""
+    """Return the prepared call for a key; otherwise return whether PyTorch's kernel runs it."""
     found = _calls.get(key)
     if type(found) is Prepared:
         found.used = _turn()
@@ -339,12 +338,12 @@ def find(key: tuple[Any, ...]) -> Prepared | bool:
     return found is True
 
 
-# Calls that are PyTorch's, by what can be asked in no time: parameters make no difference to these.
+# Calls that PyTorch's kernel runs, by keys that are quick to make; parameters do not matter.
 _left: set[tuple[Any, ...]] = set()
 
 
 def left_key(module: Any, given: Any, hx: Any) -> tuple[Any, ...] | None:
-    """Return what :func:`is_left` finds a call by; None if anything about that is special."""
+    """Return the key for :func:`is_left`; None if the call is unusual in any way."""
     if type(given) is not Tensor or is_transformed() or not _is_plain(module):
         return None
     return (
@@ -355,12 +354,12 @@ def left_key(module: Any, given: Any, hx: Any) -> tuple[Any, ...] | None:
 
 
 def is_left(key: tuple[Any, ...] | None) -> bool:
-    """Return whether a call is known to be PyTorch's."""
+    """Return whether PyTorch's kernel is known to run a call."""
     return key in _left
 
 
 def leave(key: tuple[Any, ...] | None) -> None:
-    """Let calls be PyTorch's from now on."""
+    """Let PyTorch's kernel run these calls from now on."""
     if key is not None:
         if len(_left) >= _MOST:
             _left.clear()
@@ -368,7 +367,7 @@ def leave(key: tuple[Any, ...] | None) -> None:
 
 
 def prepare(key: tuple[Any, ...], *, may_be_theirs: bool) -> Prepared | bool:
-    """Return what :func:`find` does, for a call that has not come before."""
+    """Do :func:`find` for a new call."""
     with _lock:
         found = _calls.get(key)
         if found is None:
@@ -391,7 +390,7 @@ def run_prepared(
 ) -> tuple[Tensor, Tensor] | None:
     """Return outputs and last states of layers with biases, if the call is prepared.
 
-    States are side by side, as for the operators, and what is given has kernels.
+    States are joined, as for the operators. The caller has checked that there are kernels.
     """
     given = (x, *params) if state is None else (x, state, *params)
     if (
@@ -417,7 +416,7 @@ _only: str | None = None
 
 @contextmanager
 def only(kernels: str) -> Iterator[None]:
-    """Let all calls take ``"sparsescan"``'s kernels, or ``"pytorch"``'s, whichever are faster."""
+    """Let all calls use ``"sparsescan"``'s or ``"pytorch"``'s kernels, whichever is faster."""
     global _only
     before, _only = _only, kernels
     _forget()
@@ -438,16 +437,16 @@ def _is_theirs(key: Key) -> bool:
 
 
 def _new_room(nbytes: int) -> Room:
-    """Return memory for a call, in the place of what others have left."""
+    """Return memory for a call; free unused memory of other calls for it."""
     with _lock:
         _let_go()
     return Room(nbytes)
 
 
 def _let_go() -> None:
-    """Forget calls that were made the longest ago, if there are too many, and let go of memory.
+    """Drop the calls that were used the longest ago, if there are too many, and free memory.
 
-    That of other calls goes first. They stay prepared, and take new memory when they are made.
+    Memory of other calls is freed first. They stay prepared, and take new memory at their next use.
     """
     while len(_calls) > _MOST:
         _calls.popitem(last=False)

@@ -1,6 +1,6 @@
-"""States of fewer numbers than units, by cells that have all: behind them there are zeros.
+"""States with fewer numbers than units, padded with zeros for cells with full states.
 
-Among them are those of LSTMs with projections, as PyTorch's modules have them.
+PyTorch's LSTMs with projections use this.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .shapes import kind_of, names_of, register
 
 @functools.cache
 def mode_of(size: int, has_bias: bool) -> str:
-    """Return what the operators know cells by that have so many projections."""
+    """Return the operators' name for cells with a number of projections."""
     return register(ProjectedLSTM, {"proj_size": size}, has_bias)
 
 
 def projected(run: Callable[..., tuple[Tensor, Tensor]], module: Any) -> Callable[..., Any]:
-    """Return a function of a module's states and parameters from one of those of kernels."""
+    """Adapt a function of the kernels' states and parameters to those of a module."""
     sizes, units, mode = module._sizes, module.hidden_size, module._mode_of_cells()
     columns = [sizes[0]] * (1 + module.bidirectional)
     names = names_of(mode, module.num_layers, bool(module.bias), bool(module.bidirectional))
@@ -43,7 +43,7 @@ def projected(run: Callable[..., tuple[Tensor, Tensor]], module: Any) -> Callabl
     ) -> tuple[Tensor, Tensor]:
         if state is not None:
             state = filled(torch, state, sizes, units)
-        if module.proj_size:  # the last matrix of PyTorch's is our third
+        if module.proj_size:  # PyTorch's last matrix is our third
             rows = [weights[k : k + count] for k in range(0, len(weights), count)]
             weights = [each for row in rows for each in (*row[:2], row[-1], *row[2:-1])]
         weights = [

@@ -1,4 +1,4 @@
-"""Recordings that run on tensors: their memory, their results, and the threads that run them."""
+"""Run recordings on tensors: their memory, results and threads."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ...execution.recording import Recording, Result
 from ...kernels.addresses import address_of
 from .team import pytorchs_threads
 
-# Pieces of memory that are kept for the next pass.
+# The most pieces of memory that are kept for the next pass.
 _SCRATCHES = 4
-# By themselves: methods of each tensor take longer to find. Who takes an address for a kernel asks
-# whether a tensor is contiguous, since kernels see no strides.
+# Unbound: looking up methods of each tensor would take longer. Who takes an address for a kernel
+# asks whether a tensor is contiguous, since kernels see no strides.
 is_contiguous, address_of_tensor = Tensor.is_contiguous, Tensor.data_ptr
 
 
 class Room:
-    """Memory that one call at a time works in, and that of its large results.
+    """Work memory for one call at a time, and memory for its large results.
 
     Parameters
     ----------
@@ -35,9 +35,9 @@ class Room:
     Attributes
     ----------
     address : int
-        Where it begins.
+        The address of the memory.
     results : Calls
-        What gives memory to large results.
+        Provides memory for large results.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -53,11 +53,11 @@ class ResultTensor(NamedTuple):
     result : Result
         The result.
     shape, strides : tuple of int
-        Those of the tensor, whose axes may be in another order.
+        Shape and strides of the tensor, whose axes may be in another order.
     dtype : dtype
         Its dtype.
     is_large : bool
-        Whether its memory is used again when nobody has it any more.
+        Whether its memory is reused once nobody holds it.
     """
 
     result: Result
@@ -74,34 +74,34 @@ class ResultTensor(NamedTuple):
         shape: tuple[int, ...] | None = None,
         strides: tuple[int, ...] | None = None,
     ) -> ResultTensor:
-        """Return a result as a tensor; by default one of its shape, and contiguous."""
+        """Describe a result as a tensor; by default contiguous and in the result's shape."""
         shape = result.shape if shape is None else shape
         if strides is None:
             strides = tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
         return cls(result, shape, strides, dtype, prod(shape) * dtype.itemsize >= calls.LARGE)
 
     def in_room(self, room: Room) -> Tensor:
-        """Return a tensor of memory that a room keeps for this result."""
+        """Return a tensor in the memory that a room keeps for this result."""
         array = room.results.result(*self.result)
         steps = [each * array.itemsize for each in self.strides]
         return torch.from_numpy(np.lib.stride_tricks.as_strided(array, self.shape, steps))
 
 
 def new_tensors(results: Sequence[ResultTensor], room: Room) -> list[Tensor]:
-    """Return new tensors for results, whose memory a call in a room may take."""
+    """Return new tensors for results; a call in a room may use the room's memory."""
     made = []
     for each in results:
         if each.is_large:
             made.append(each.in_room(room))
         else:
             _, shape, strides, dtype, _ = each
-            # A default device may be another one.
+            # The default device may be another one.
             made.append(torch.empty_strided(shape, strides, dtype=dtype, device="cpu"))
     return made
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the addresses of contiguous tensors for kernels, which see no strides."""
+    """Return the addresses of tensors for kernels, which ignore strides; they are contiguous."""
     if not all(map(is_contiguous, tensors)):
         raise BufferError("a kernel cannot follow a tensor that is not contiguous")
     return list(map(address_of_tensor, tensors))
@@ -117,11 +117,11 @@ def run(
     recording : Recording
         The recording.
     rooms : list of int
-        The addresses of its memory.
+        The addresses of the recording's memory.
     given : sequence of Tensor
-        Contiguous tensors that it reads.
+        The contiguous tensors that the recording reads.
     results : sequence of Tensor
-        What :func:`new_tensors` has made, in the order of the recording's results.
+        The result of :func:`new_tensors`, in the order of the recording's results.
     """
     addresses = [*rooms, *addresses_of(given), *map(address_of_tensor, results)]
     if recording.threads == 1:
@@ -135,7 +135,7 @@ _scratches: list[NDArray[Any]] = []
 
 
 def take_scratch(nbytes: int) -> NDArray[Any]:
-    """Return memory of any content that nobody else uses."""
+    """Return uninitialised memory that nobody else uses."""
     try:
         scratch = _scratches.pop()
     except IndexError:
@@ -144,6 +144,6 @@ def take_scratch(nbytes: int) -> NDArray[Any]:
 
 
 def give_scratch(scratch: NDArray[Any]) -> None:
-    """Let others use it."""
+    """Return scratch memory for others to use."""
     if len(_scratches) < _SCRATCHES:
         _scratches.append(scratch)

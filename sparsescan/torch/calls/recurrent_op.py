@@ -29,7 +29,7 @@ from .recorded import addresses_of
 from .saved import HAS_FUSED, check_others, free_places, save, saved
 from .shapes import Shape, kind_of, network_of
 
-# Networks whose training steps are kept for the next call; those used last.
+# How many networks keep training steps for the next call; the latest are kept.
 _KEPT = 32
 
 
@@ -37,18 +37,18 @@ def _fits_gpu(mode: str, has_bias: bool, hidden_size: int, dtype: str) -> bool:
     return runs_on_gpu(kind_of(mode).program(has_bias), hidden_size, dtype)
 
 
-# Which `torch.compile` need not look into.
+# `torch.compile` need not trace it.
 _runs_on_gpu: Callable[[str, bool, int, str], bool] = torch.compiler.assume_constant_result(
     _fits_gpu
 )
 
 
 def has_kernels(mode: str, hidden_size: int, x: Tensor, has_bias: bool = True) -> bool:
-    """Return whether there are kernels for a network of such units, and a tensor like `x`."""
+    """Return whether there are kernels for a network of this size, and a tensor like `x`."""
     if x.device.type != "cuda":
         return x.device.type == "cpu"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return False  # a graph would keep addresses of memory that others use
+        return False  # a CUDA graph would keep addresses of memory that others use
     return _runs_on_gpu(mode, has_bias, hidden_size, str(x.dtype)[6:])
 
 
@@ -71,7 +71,7 @@ class _Steps(StepPool[TrainingStep]):
         params: Sequence[Tensor],
         resets: Tensor | None,
     ) -> tuple[TrainingStep, Any, Any]:
-        """Return a training step that has run forward, and what it has returned."""
+        """Run a training step forward; return the step and its results."""
         counts = None if lengths is None else lengths.numpy()
         arrays = dict(zip(self._names, map(array_of, params), strict=True))
         begin, anew = array_of(state), None
@@ -81,7 +81,7 @@ class _Steps(StepPool[TrainingStep]):
 
 
 class _Waiting(NamedTuple):
-    """A training step that waits for its backward pass, and a reference to what stands for it."""
+    """A training step that waits for its backward pass, and a reference to its token."""
 
     steps: _Steps
     step: TrainingStep
@@ -96,7 +96,7 @@ _waiting: dict[int, _Waiting] = {}  # by the address of the token
 def _steps_of(
     shape: Shape, x: Tensor, params: Sequence[Tensor], masks: Sequence[Tensor | None]
 ) -> _Steps:
-    """Return the steps of a network, whose masks are those of now, by content."""
+    """Return the training steps of a network with the current contents of the masks."""
     kept = list(map(_kept, params, masks))
     bits = tuple(None if each is None else np.packbits(each).tobytes() for each in kept)
     key = shape, x.dtype, x.device, bits
@@ -111,7 +111,7 @@ def _steps_of(
 
 
 def _kept(weight: Tensor, mask: Tensor | None) -> NDArray[np.bool_] | None:
-    """Return which weights are kept; None if there is no mask, or a pruned weight is not 0."""
+    """Return which weights are kept; None without a mask, or if a pruned weight is not 0."""
     if mask is None:
         return None
     kept = mask.detach() != 0
@@ -122,7 +122,7 @@ def _kept(weight: Tensor, mask: Tensor | None) -> NDArray[np.bool_] | None:
 
 
 def _forget(address: int, _: Any) -> None:
-    """Let another call use a step whose graph is gone, without a backward pass."""
+    """Free a step whose graph is gone without a backward pass."""
     waiting = _waiting.pop(address, None)
     if waiting is not None:
         waiting.steps.give_back(waiting.step)
@@ -145,9 +145,9 @@ _library.define(
     f"recurrent_backward(Tensor? grad_output, Tensor? grad_state, Tensor token, {_GIVEN}, {_ABOUT},"
     " bool needs_input_grad, *, Tensor? resets=None) -> Tensor[]"
 )
-# Both return outputs, last states, and a token that stands for what backward needs, if that is
-# kept. They take a mask, or None, for each parameter, or no mask at all; and behind the initial
-# state of each direction there may be that which resets set. The first has gradients.
+# Both return outputs, last states, and a token for what backward needs, if that is kept. They take
+# a mask, or None, for each parameter, or no masks at all. After the initial state of each direction
+# may come the state that resets set. Only the first operator has gradients.
 _recurrent = torch.ops.sparsescan.recurrent.default
 _recurrent_forward = torch.ops.sparsescan.recurrent_forward.default
 _recurrent_backward = torch.ops.sparsescan.recurrent_backward.default
@@ -162,7 +162,7 @@ def run(
     *about: Any,
     resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what the operators do, by the one that a graph needs, or by none."""
+    """Compute the operators' results, by the one that a graph needs, or directly."""
     operators: tuple[Callable[..., Any], ...] = _recurrent_forward, _recurrent
     without, with_graph = (_forward, _with_graph) if is_direct(x, *params) else operators
     call = with_graph if about[_COUNT] else without
@@ -210,7 +210,7 @@ def _backward(
     waiting = _waiting.pop(address, None)
     with here(x):
         if waiting is None:
-            # Another backward pass has used it, or another tensor stands for it.
+            # Another backward pass has used it, or the token is another tensor.
             steps = _steps_of(Shape.of(x, about[:_COUNT]), x, params, masks)
             step, _, _ = steps.run(x, state, lengths, params, resets)
         else:
@@ -259,8 +259,8 @@ def _fake_backward(
 class _Recurrent(torch.autograd.Function):
     """The graph of the operator.
 
-    Inputs are saved as well as what stands for the training step, so that a second backward pass
-    through the same graph is right, too: it runs forward again.
+    It saves inputs as well as the token of the training step. So a second backward pass through the
+    same graph is right too: it runs forward again.
     """
 
     @staticmethod
@@ -270,7 +270,7 @@ class _Recurrent(torch.autograd.Function):
         call = _forward if is_plain else _recurrent_forward
         output: tuple[Tensor, ...] = call(x, *given, *about, resets=tensors[-2])
         ctx.about, ctx.counts = about[:_COUNT], counts
-        # Traces have sizes that are no numbers.
+        # In traces, sizes are not numbers.
         free = _Recurrent.free(ctx, x, tensors) if is_plain else []
         save(ctx, (output[2], x, *tensors), free)
         ctx.mark_non_differentiable(output[2])
@@ -279,7 +279,7 @@ class _Recurrent(torch.autograd.Function):
 
     @staticmethod
     def free(ctx: Any, x: Tensor, tensors: Any) -> list[int]:
-        """Return which of token, input, … may change before the first backward pass."""
+        """Return the places of saved tensors that may change before the first backward pass."""
         _, _, has_x, has_state, _, *has_grad = ctx.needs_input_grad
         state, lengths, *_ = tensors
         count, begin = ctx.counts, () if state is None else (has_state,)
@@ -305,7 +305,7 @@ class _Recurrent(torch.autograd.Function):
         token, x, *tensors = saved(ctx)
         given, needs = _Recurrent.given(ctx.counts, tensors), ctx.needs_input_grad[2]
         if _Recurrent.is_dense(ctx, given):
-            # Without masks, and by a step that runs forward again.
+            # Without masks, and with a step that runs forward again.
             token, given = torch.zeros_like(token), (*given[:3], [])
         is_first = is_direct(token, *above[:2]) and addresses_of([token])[0] in _waiting
         if torch.is_grad_enabled() or not is_first:
@@ -318,7 +318,7 @@ class _Recurrent(torch.autograd.Function):
 
     @staticmethod
     def is_dense(ctx: Any, given: tuple[Any, ...]) -> bool:
-        """Return whether somebody may look at the gradient in a pruned weight."""
+        """Return whether somebody may use the gradient in a pruned weight."""
         _, _, params, masks = given
         pruned = [
             param for param, mask in zip(params, masks, strict=bool(masks)) if mask is not None
@@ -336,9 +336,9 @@ def gradients(
     given: tuple[Any, ...],
     resets: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return what the backward pass does, with a graph if there is to be one.
+    """Return the backward pass's gradients, with a graph if one is needed.
 
-    `above` are the gradients in both results; `given` are input, initial states, lengths,
+    `above` are the gradients in the two results; `given` are input, initial states, lengths,
     parameters and masks.
     """
     arguments = *above, token, *given, *about, needs_input_grad
@@ -358,7 +358,7 @@ def gradients(
 
 
 def _gradients(about: tuple[Any, ...], needs_input_grad: bool, *given: Any) -> list[Tensor]:
-    """Return what the backward pass does, by functions that PyTorch differentiates again."""
+    """Return the backward pass's gradients, by functions that PyTorch can differentiate."""
     grad_output, grad_state, resets, x, state, lengths, *params = given
     shape = Shape.of(x, about)
     if shape.options.truncate is not None:
@@ -410,17 +410,17 @@ _library.impl("recurrent", _with_graph, "Autograd")
 def _forward_flops(
     x: Tensor, state: Any, lengths: Any, params: list[Tensor], *_: Any, **__: Any
 ) -> int:
-    """Return the operations of all products of matrices, as PyTorch counts its modules'."""
+    """Return the floating-point operations of all matrix products, as PyTorch counts them."""
     return 2 * _count(x, lengths) * sum(each.numel() for each in params if each.dim() == 2)
 
 
 @register_flop_formula(torch.ops.sparsescan.recurrent_backward, get_raw=True)
 def _backward_flops(above: Any, carry: Any, token: Any, x: Tensor, *given: Any, **_: Any) -> int:
-    """Return those of gradients in parameters, in inputs of layers, and in states but the first."""
+    """Return those of gradients in parameters, layers' inputs, and all but the first states."""
     _, lengths, params, _, *about = given
     shape, count, total = Shape.of(x, tuple(about[:_COUNT])), _count(x, lengths), 0
     first, batch = len(params) // shape.num_layers, x.shape[1]
-    # A direction that runs backward begins with the samples that have all steps.
+    # A direction that runs backward starts with samples that have all steps.
     last = batch if lengths is None else int((lengths == len(x)).sum())
     for place, (name, each) in enumerate(zip(shape.names(), params, strict=True)):
         if each.dim() == 2:

@@ -1,4 +1,4 @@
-"""States that begin anew in the middle of a sequence: what modules take, and how they read it."""
+"""Resets of states inside a sequence: the arguments of modules, and their checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_packed(resets: Any, given: PackedSequence) -> PackedSequence:
             f"resets is {short(resets)}; expected a PackedSequence of bools, as input is packed"
         )
     flags = _check(resets.data, given.data, ("resets.data", "input.data"))
-    # A compiler that looks on knows no numbers.
+    # A tracing compiler has no values.
     if not torch.compiler.is_compiling() and not (
         _are_equal(resets.batch_sizes, given.batch_sizes)
         and _are_equal(resets.sorted_indices, given.sorted_indices)
@@ -56,10 +56,10 @@ def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
 def begins_before(
     resets: Tensor | None, lengths: Tensor | None, steps: int, back: int
 ) -> list[Tensor | None]:
-    """Return which samples a direction resets before each step, in a column; None for none.
+    """Return which samples a direction resets before each step, as columns; None without resets.
 
-    A direction that runs backward in time begins anew when it leaves such a step. Steps that a
-    sample does not have are not reset.
+    A direction that runs backward in time is reset after such a step. Resets beyond the length of a
+    sample have no effect.
     """
     if resets is None:
         return [None] * steps

@@ -1,4 +1,4 @@
-"""What a backward pass needs of its arguments, and what only another one does."""
+"""Saved arguments: those for the first backward pass, and those only for later ones."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def free_places(
 ) -> tuple[int, ...]:
     """Return the places of arguments that may change before the first backward pass of a network.
 
-    They are those that PyTorch's own networks do not save. Gradients do not depend on them, or a
-    copy is kept: they only have to be there for another backward pass, which runs forward again.
+    PyTorch's own networks do not save them. The first gradients do not depend on them, or a copy is
+    kept. Only a second backward pass needs them unchanged, since it runs forward again.
 
     Parameters
     ----------
@@ -35,13 +35,13 @@ def free_places(
     needs : tuple of bool
         Which of the input, the initial states and the parameters have gradients.
     states : int
-        How many tensors of initial states there are.
+        The number of tensors of initial states.
     is_long : bool
         Whether there is more than one step.
     is_copied : bool
         Whether a copy of the input is kept.
     is_fused : bool
-        Whether PyTorch has one operator for all, which saves everything.
+        Whether PyTorch has one fused operator, which saves everything.
     """
     if shape.mode not in KINDS or shape.options.is_bounded or (is_fused and shape.mode == "LSTM"):
         return ()
@@ -66,7 +66,7 @@ def free_places(
 def save(ctx: Any, tensors: Sequence[Any], free: Sequence[int]) -> None:
     """Keep tensors for backward passes; those at `free` places may change before the first one."""
     kept, others = list(tensors), []
-    if free and not has_saving_hooks():  # which want to see all
+    if free and not has_saving_hooks():  # hooks that observe all saved tensors
         for place in free:
             each = kept[place]
             if each is not None and not each.is_inference():
@@ -77,7 +77,7 @@ def save(ctx: Any, tensors: Sequence[Any], free: Sequence[int]) -> None:
 
 
 def saved(ctx: Any) -> list[Any]:
-    """Return all tensors, unless one that was not to change has changed."""
+    """Return all tensors; raise if one has changed that must not change."""
     tensors = list(ctx.saved_tensors)
     for place, each, _ in ctx.others:
         tensors[place] = each

@@ -1,4 +1,4 @@
-"""Modules of whole sequences: what those in place of PyTorch's and those of any cell share."""
+"""Modules of whole sequences: the base of PyTorch's replacements and of modules of any cell."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .shapes import Shape, names_of
 from .states import apart, beside, joined
 
 _DTYPES = (torch.float32, torch.float64)
-# Steps from which on kernels compute projections.
+# From this many steps on, kernels compute projections.
 _PROJECTED_STEPS = 8
 
 Some = Tensor | None
@@ -51,17 +51,17 @@ class Sequences:
     Attributes
     ----------
     mode : str
-        What the operators know its cells by.
+        The operators' name for its cells.
     states : int
-        How many states a cell has; if there are several, those of a call are a tuple of tensors.
+        The number of a cell's states; with several, calls take and return a tuple of tensors.
     memory_limit : int or None
-        Bytes that a call may keep for its backward pass, beside input and output; None, the
-        default, for no limit. Gates that do not fit are computed again by the backward pass.
+        Bytes that a call may keep for its backward pass, without input and output; None, the
+        default, means no limit. The backward pass recomputes gates that do not fit.
     truncate : int or None
-        Steps of a segment, of which gradients flow at most to the one before; None, the default,
-        if they flow through all steps.
+        Steps of a segment; gradients flow at most to the previous segment. None, the default, means
+        that they flow through all steps.
     return_states : bool or "layers"
-        Whether a call returns the states of all steps, too, and whether those of all layers.
+        Whether a call also returns the states of all steps, and of all layers.
     """
 
     _theirs: ClassVar[Any] = None
@@ -101,13 +101,13 @@ class Sequences:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        # Modules that version 0.2 has pickled have an attribute for each option.
+        # Modules pickled by version 0.2 have one attribute per option.
         names = [name for name in Options._fields if f"_{name}" in vars(self)]
         self._set_options({name: vars(self).pop(f"_{name}") for name in names})
 
     @property
     def is_usual(self) -> bool:
-        """Whether a call is one as of PyTorch's modules, but for resets."""
+        """Whether calls are like those of PyTorch's modules, apart from resets."""
         options = self._options
         return options == DEFAULTS or (
             not torch.is_grad_enabled() and options.unbounded() == DEFAULTS
@@ -122,27 +122,26 @@ class Sequences:
         reset_states: Any = None,
         **further: Any,
     ) -> Any:
-        """Run whole sequences, as PyTorch's modules do.
+        """Run whole sequences, with the arguments and results of PyTorch's modules.
 
         Parameters
         ----------
         input : Tensor or PackedSequence
-            The inputs, in any form that PyTorch's modules take.
+            The inputs, in any form that PyTorch's modules accept.
         hx : Tensor or tuple of Tensor, optional
             The initial states, by default zeros, or parameters (:class:`.Initial`).
         resets : Tensor of bool or PackedSequence, optional
-            True where states are set to zero before a step: of the shape of `input` but for its
-            last axis, which may be 1, or packed like it.
+            True at a step before which states are set to zero. It has the shape of `input` without
+            the last axis, or with a last axis of 1, or is packed like `input`.
         reset_states : Tensor or tuple of Tensor, optional
-            The states that `resets` set, in the form of `hx`, by default those that a sequence
-            begins with by default.
+            The states that `resets` set, in the form of `hx`; the defaults are those of `hx`.
         **further : Tensor or PackedSequence
-            The further inputs of cells that declare them (:class:`.Given`), by the names that
-            parameters have, such as ``drive_l0``. Each has a shape that broadcasts to that of
-            `input`, with units in the last axis, or is packed like it. Random masks
-            (:class:`.Mask`) are drawn while the module trains, unless they are given: those of a
-            step as :func:`torch.nn.functional.dropout` draws for ones of that shape, in the order
-            in which layers, directions and classes have them.
+            The further inputs of cells that declare them (:class:`.Given`), with names formed like
+            those of parameters, such as ``drive_l0``. Each has a shape that broadcasts to that of
+            `input`, with units in the last axis, or is packed like it. In training mode the module
+            draws random masks (:class:`.Mask`), unless you pass them. It draws the masks of a step
+            as :func:`torch.nn.functional.dropout` does for ones of that shape, in the order of
+            layers, directions and declarations.
 
         Returns
         -------
@@ -151,17 +150,18 @@ class Sequences:
         hx : Tensor or tuple of Tensor
             The last states.
         states : Tensor, PackedSequence or tuple of these
-            With `return_states` only: the states of the last layer after each step, in the form of
-            `output`; several as a tuple, ``(h, c)`` of an LSTM. The first is `output`. With
-            ``"layers"`` those of all layers, each ``(…, layers · directions, hidden_size)``:
-            ``h[..., k, :]`` are those that ``h_n[k]`` is the last of.
+            Only with `return_states`: the states of the last layer after each step, in the form of
+            `output`; several states are a tuple, ``(h, c)`` for an LSTM. The first state is
+            `output`. With ``"layers"``, the states of all layers, each
+            ``(…, layers · directions, hidden_size)``: ``h[..., k, :]`` are the states whose last is
+            ``h_n[k]``.
 
         Raises
         ------
         InputError, InputTypeError
-            If resets have another shape, or are no bools; if there are `reset_states` without
-            them; or if gradients are to be truncated that are of two directions, have dropout
-            between layers, or are not by kernels.
+            If resets have a wrong shape or are not bools; if there are `reset_states` without
+            resets; or if `truncate` is set and the module has two directions or dropout between
+            layers, or no kernels run.
         MemoryLimitError
             If a call needs more than `memory_limit`.
         """
@@ -191,7 +191,7 @@ class Sequences:
                 return results
         elif (leaf := as_leaf(self, input, *([] if hx is None else [hx]))) is not None:
             return leaf
-        # What is made anew each time that it is read is read once it is known who computes.
+        # Weights that are recomputed at each read are read only once the kernel is chosen.
         is_made = self._theirs is not None and "parametrizations" in self._modules
         weights: list[Tensor] = list(self._flat_weights) if is_made else self._weights()
         is_taken = self._takes(input, hx, weights)
@@ -234,7 +234,7 @@ class Sequences:
         return apart(states, self.states) if self.states > 1 else states
 
     def _called(self, call: Any, given: Any, hx: Any, weights: list[Any], left: Any) -> Any:
-        """Return what a prepared call, or PyTorch's kernel, does; None if neither is to run."""
+        """Return the results of a prepared call or of PyTorch's kernel; None if neither runs."""
         if call is True:
             leave(left)
             return self._theirs.forward(self, given, hx)
@@ -247,7 +247,7 @@ class Sequences:
     def _without_kernels(
         self, given: Any, hx: Any, resets: Any = None, reset_states: Any = None, **further: Any
     ) -> Any:
-        """Compute, or refuse, what has no kernels."""
+        """Compute, or refuse, calls that have no kernels."""
         raise NotImplementedError
 
     def _whole(
@@ -260,7 +260,7 @@ class Sequences:
         reset_states: Any,
         further: Mapping[str, Any],
     ) -> Any:
-        """Return the results for any form of input, from those for a batch of samples."""
+        """Return the results for any form of input, by a function for batches of samples."""
         if self._further:
             given = self._widened(given, further)
         if self._is_short:
@@ -282,13 +282,13 @@ class Sequences:
         if not is_batched:
             outputs, last = [each.squeeze(1) for each in outputs], last.squeeze(1)
         elif self.batch_first:
-            # A view cannot be detached in place. In forward mode there is none of this in place.
+            # A view cannot be detached in place, nor can anything in forward mode.
             turn = Tensor.transpose if is_transformed() else Tensor.transpose_
             outputs = [turn(each, 0, 1) for each in outputs]
         return self._results(outputs, self._parted(last))
 
     def _widened(self, given: Any, further: Mapping[str, Any]) -> Any:
-        """Return an input with further inputs behind it, in the same form."""
+        """Return an input with further inputs appended, in the same form."""
         is_packed = isinstance(given, PackedSequence)
         x = given.data if is_packed else given
         arrays = {name: each.data if is_packed else each for name, each in further.items()}
@@ -318,9 +318,9 @@ class Sequences:
         return given._replace(data=whole) if is_packed else whole
 
     def _outputs(self, output: Tensor) -> list[Tensor]:
-        """Return the outputs of a module, each an array of its own, from those of its cells.
+        """Return the outputs of a module, each in its own memory, from the outputs of its cells.
 
-        They are the states that it returns, of all layers behind the first state of the last one.
+        These are the returned states; for all layers, after the first state of the last layer.
         """
         returns = self._options.of_cells(self.states).return_states
         states = list(apart(output, self.states)) if returns else [output]
@@ -336,7 +336,7 @@ class Sequences:
         return states
 
     def _results(self, outputs: list[Any], last: Any) -> Any:
-        """Return what a call returns."""
+        """Return the results of a call."""
         if not self.return_states:
             return outputs[0], last
         states = tuple(outputs[self.return_states == "layers" :])
@@ -355,7 +355,7 @@ class Sequences:
         raise InputError(f"truncate is {self.truncate}; expected None, as {why}")
 
     def _takes(self, given: Any, hx: Any, weights: list[Tensor]) -> bool:
-        """Return whether there are kernels for this."""
+        """Return whether there are kernels for a call."""
         is_packed = isinstance(given, PackedSequence)
         x = given.data if is_packed else given
         states = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
@@ -379,14 +379,14 @@ class Sequences:
         return [tuple(each.shape) for each in states] == expected[: len(states)]
 
     def _mode_of_cells(self) -> str:
-        """Return what the operators know the cells by that run in the place of this module's."""
+        """Return the operators' name for the cells that run in place of this module's."""
         return mode_of(self.proj_size, bool(self.bias)) if self.proj_size else self.mode
 
     def _takes_projections(self, given: Any, x: Tensor) -> bool:
         """Return whether kernels compute projections.
 
-        PyTorch draws what is dropped between layers, compiles its own module, and takes less time
-        for a few steps.
+        PyTorch computes them with dropout between layers, under `torch.compile`, and for a few
+        steps, where it is faster.
         """
         has_dropout = self.dropout > 0 and self.training and self.num_layers > 1
         is_compiling = torch.compiler.is_compiling()
@@ -410,7 +410,7 @@ class Sequences:
 
     @property
     def _sizes(self) -> list[int]:
-        """How many numbers each state has."""
+        """The size of each state."""
         return [self.proj_size or self.hidden_size, *[self.hidden_size] * (self.states - 1)]
 
     @property
@@ -419,7 +419,7 @@ class Sequences:
         return self.proj_size > 0
 
     def _parted(self, last: Tensor) -> Any:
-        """Return the last states as PyTorch does: several as a tuple."""
+        """Return the last states in PyTorch's form: several states as a tuple."""
         if self._is_short:
             parts = last.split(self.hidden_size, -1)
             found = tuple(
@@ -452,7 +452,7 @@ class Sequences:
     def _masks(self, weights: list[Tensor]) -> list[Tensor | None]:
         """Return the masks of pruned matrices, or None for others; [] if nothing is pruned.
 
-        They only tell where weights are 0. With other hooks than those of pruning weights may be
+        Masks only say where weights are 0. With hooks other than pruning's, weights may be
         anything.
         """
         hooks: Any = self._forward_pre_hooks.values()
@@ -474,7 +474,7 @@ class Sequences:
         weights: list[Tensor],
         resets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run all layers at once; one after the other if there is dropout between them."""
+        """Run all layers at once, or one by one if there is dropout between them."""
         flags = bool(self.bias), bool(self.bidirectional)
         masks = self._masks(weights)
         calls = self.num_layers if self.dropout > 0 and self.training else 1
@@ -548,7 +548,7 @@ class Sequences:
         reset_states: Any,
         further: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Run all layers by functions that transforms take apart, and know any dtype and device."""
+        """Run all layers by functions that support transforms and any dtype and device."""
         self._check(given, hx)
         self._check(given, reset_states, "reset_states")
         if resets is not None:
@@ -564,7 +564,7 @@ class Sequences:
         weights: list[Tensor],
         resets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run all layers so."""
+        """Do :meth:`_differentiably` for all layers at once."""
         about = self._mode_of_cells(), self.hidden_size, self.num_layers
         flags = bool(self.bias), bool(self.bidirectional)
         options = self._options.unbounded().of_cells(self.states)
@@ -577,14 +577,14 @@ class Sequences:
 
 
 def _samples_of(given: PackedSequence) -> Tensor:
-    """Return the place of the sample of each row among those of the first step."""
+    """Return, for each row, the place of its sample among the samples of the first step."""
     has = given.batch_sizes[:, None] > torch.arange(int(given.batch_sizes[0]))
     places = torch.nonzero_static(has, size=len(given.data))[:, 1]
     return places.to(given.data.device)
 
 
 def _option(name: str) -> property:
-    """Return the attribute of modules for one of the options, which is checked when it is set."""
+    """Return the property of modules for one of the options, which checks new values."""
 
     def read(self: Any) -> Any:
         return getattr(self._options, name)

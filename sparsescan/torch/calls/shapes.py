@@ -1,4 +1,4 @@
-"""Kinds of recurrent networks, by the names that PyTorch's operators know them by."""
+"""Kinds of recurrent networks, and their names in PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ...recurrent.short import whole_class
 
 
 class CellKind(NamedTuple):
-    """A class of cells, and the options that its cells are made with."""
+    """A class of cells, with the options of its cells."""
 
     cell: type[Cell]
     options: dict[str, Any]
 
     def program(self, has_bias: bool) -> CellProgram:
-        """Return what a step computes."""
+        """Return the program of a step."""
         return self.cell.program_of(self.options, has_bias)
 
 
-# PyTorch's modes come first; other names have a digest of what is computed, so that one that a
-# compiled graph remembers never means anything else.
+# PyTorch's modes come first. Other names contain a digest of the computation, so that a name in a
+# compiled graph never changes its meaning.
 _kinds: dict[str, CellKind] = {
     "RNN_TANH": CellKind(RNNCell, {"nonlinearity": "tanh"}),
     "RNN_RELU": CellKind(RNNCell, {"nonlinearity": "relu"}),
@@ -41,7 +41,7 @@ _kinds: dict[str, CellKind] = {
 
 
 def register(cell: type[Cell], options: dict[str, Any], has_bias: bool) -> str:
-    """Return the mode of a class of cells: a name that the operators know it by from now on."""
+    """Register a class of cells; return its mode, which is its name in the operators."""
     kind = CellKind(whole_class(cell), read_options(cell, options))
     mode = f"{cell.__name__}.{program_text(cell, kind.program(has_bias))[:32]}"
     _kinds.setdefault(mode, kind)
@@ -49,7 +49,7 @@ def register(cell: type[Cell], options: dict[str, Any], has_bias: bool) -> str:
 
 
 def kind_of(mode: str) -> CellKind:
-    """Return what is registered by a name."""
+    """Return the kind that is registered by a name."""
     kind = _kinds.get(mode)
     if kind is None:
         raise InputError(
@@ -65,12 +65,12 @@ class Shape(NamedTuple):
     Attributes
     ----------
     mode : str
-        PyTorch's, ``"GRU"``, ``"LSTM"``, ``"RNN_TANH"`` or ``"RNN_RELU"``, or what
-        :func:`register` returned.
+        PyTorch's mode, ``"GRU"``, ``"LSTM"``, ``"RNN_TANH"`` or ``"RNN_RELU"``, or a result of
+        :func:`register`.
     has_bias, bidirectional : bool
         As in PyTorch.
     options : Options
-        All else. Outputs of all layers have an axis of directions.
+        All other options. Outputs of all layers have an axis of directions.
     """
 
     mode: str
@@ -95,7 +95,7 @@ class Shape(NamedTuple):
 
     @property
     def further_size(self) -> int:
-        """How many columns behind the input those of all cells are."""
+        """The number of columns of all cells' further inputs."""
         return self.num_layers * self.directions * self.further * self.hidden_size
 
     @property
@@ -118,7 +118,7 @@ class Shape(NamedTuple):
 
     @property
     def state_size(self) -> int:
-        """Numbers of a cell's state: ``[h, c]`` of an LSTM."""
+        """The length of a cell's state, which is ``[h, c]`` for an LSTM."""
         return self.hidden_size * self.program.states
 
     def names(self) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ names_of: Callable[[str, int, bool, bool], tuple[str, ...]] = torch.compiler.ass
 
 
 def network_of(shape: Shape, kept: Sequence[NDArray[np.bool_] | None] = ()) -> Recurrent:
-    """Return a network of a shape, with parameters of its own, and the weights that are kept."""
+    """Return a network of a shape, with its own parameters and the given kept weights."""
     kind = kind_of(shape.mode)
     named = zip(shape.names(), kept, strict=bool(kept))
     return Recurrent(

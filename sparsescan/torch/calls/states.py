@@ -1,4 +1,4 @@
-"""States of a cell, which kernels have side by side, and modules apart."""
+"""States of a cell: kernels have them joined, modules have separate tensors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def joined(states: Tensor | Sequence[Tensor]) -> Tensor:
-    """Return initial states side by side: ``[h, c]`` of an LSTM.
+    """Join initial states: ``[h, c]`` for an LSTM.
 
-    Gradients in them are arrays of their own: those in what is only concatenated are views of one.
+    Their gradients are separate arrays; a plain concatenation would give views of one array.
     """
     if isinstance(states, Tensor):
         return states
@@ -20,7 +20,7 @@ def joined(states: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def beside(states: Any, reset_states: Any) -> Any:
-    """Return initial states, zeros for None, with those that resets set behind each direction's."""
+    """Join initial states (None is zeros) with those that resets set, direction by direction."""
     if isinstance(reset_states, tuple):
         begin = (None,) * len(reset_states) if states is None else states
         return tuple(beside(*both) for both in zip(begin, reset_states, strict=True))
@@ -29,7 +29,7 @@ def beside(states: Any, reset_states: Any) -> Any:
 
 
 def apart(joint: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return states that are side by side, each as an array of its own, which may be written to."""
+    """Split joined states into separate arrays, which may be written to."""
     if count == 1:
         return (joint,)
     parts = joint.chunk(count, -1)

@@ -1,4 +1,4 @@
-"""PyTorch's own threads, as helpers of the kernels."""
+"""Use PyTorch's own threads as helpers of the kernels."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _home = os.getpid()
 
 
 def pytorchs_threads() -> AbstractContextManager[None]:
-    """Return a context in which the threads that PyTorch computes with help the kernels.
+    """Return a context in which PyTorch's threads help the kernels.
 
-    They spin between two of PyTorch's loops, on the cores that the kernels need. If PyTorch has one
-    thread only, so have the kernels. Where its threads are not those of GNU OpenMP, or after a
-    fork, the kernels have their own.
+    PyTorch's threads spin between its loops, on the cores that the kernels need. If PyTorch has
+    only one thread, so have the kernels. If its threads are not GNU OpenMP's, or after a fork, the
+    kernels use their own threads.
     """
     if torch.get_num_threads() == 1:
         return lent(ALONE)
@@ -40,7 +40,7 @@ def _team() -> Team | None:
 
 
 class _Threads(Team):
-    """Threads of a GNU OpenMP library: as many as PyTorch has, since others would start and end."""
+    """As many GNU OpenMP threads as PyTorch has; another number would start or end threads."""
 
     def __init__(self, library: Any) -> None:
         self._parallel = library.GOMP_parallel
@@ -55,7 +55,7 @@ class _Threads(Team):
 
 
 class _Alone(Team):
-    """The thread that calls."""
+    """Only the calling thread."""
 
     def __call__(self, work: Callable[[], None]) -> None:
         work()
@@ -68,13 +68,13 @@ ALONE = _Alone()
 
 
 def _openmp() -> Any:
-    """Return the GNU OpenMP library that PyTorch computes with, if it does."""
+    """Return the GNU OpenMP library that PyTorch uses, if it uses one."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return None
     paths = {line.split(maxsplit=5)[5] for line in lines if "libgomp" in line}
-    # Other packages bring their own.
+    # Other packages may load their own library.
     home = str(Path(torch.__file__).parent)
     paths = {path for path in paths if path.startswith(home)} or paths
     if len(paths) != 1:

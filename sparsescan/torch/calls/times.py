@@ -1,10 +1,11 @@
-"""Which kernel a call of a recurrent module takes: ours, or PyTorch's where that is faster.
+"""Predict which kernel is faster for a call of a recurrent module: ours or PyTorch's.
 
-Times of both, through their modules, are in a table by the kind of cell, units, samples and steps,
-with gradients and without. Between its entries logarithms are interpolated; behind the last number
-of steps each more takes as long as the last ones did. Ours are read for as many samples as kernels
-compute. ``sparsescan calibrate`` measures the table; that of another processor errs by some, so
-PyTorch's kernel is left for one that is predicted to be faster by a margin only.
+A table has the times of both, through their modules, by the kind of cell, units, samples and steps,
+with and without gradients. Logarithms are interpolated between its entries. Beyond the last number
+of steps, the time per step is constant. For our kernels the number of samples is rounded up to what
+they compute. ``sparsescan calibrate`` measures the table. The built-in table is of another
+processor and not exact, so our kernel replaces PyTorch's only if it is predicted to be faster by a
+margin.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from ...recurrent.packing import computed_samples
 from .shapes import Shape
 
 KINDS = {"RNN_TANH": "RNN", "RNN_RELU": "RNN", "GRU": "GRU", "LSTM": "LSTM"}
-INPUTS = 32  # the length of inputs with which times are measured
-MARGIN = 1.1  # how many times as long PyTorch's kernel is to take where it is left
+INPUTS = 32  # the length of inputs in the measurements
+MARGIN = 1.1  # our kernel runs if PyTorch's takes this many times as long
 
 
 class Seconds(NamedTuple):
-    """Seconds that a call takes one thread, where no table tells: a sum over its parts.
+    """A model of the seconds of a call on one thread, without a table: a sum over its parts.
 
     Attributes
     ----------
     call : float
-        For each call.
+        Seconds per call.
     operation : float
-        For each elementwise operation and product of a step.
+        Seconds per elementwise operation or product of a step.
     weight, kept, product : float
-        For each weight, each that is kept, and each multiply-add.
+        Seconds per weight, per kept weight, and per multiply-add.
     """
 
     call: float = 0.0
@@ -51,28 +52,28 @@ class Seconds(NamedTuple):
     def of(
         self, *, operations: int = 0, weights: int = 0, kept: int = 0, products: int = 0
     ) -> float:
-        """Return the seconds of a call with so many parts."""
+        """Return the seconds of a call with these counts of parts."""
         counts = 1, operations, weights, kept, products
         return sum(each * count for each, count in zip(self, counts, strict=True))
 
 
 class Key(NamedTuple):
-    """The shape and the options that a call is prepared for.
+    """The shape and the options for which a call is prepared.
 
     Attributes
     ----------
     mode, input_size, hidden_size, num_layers, has_bias, bidirectional
-        The kind and the sizes of the network, as the operators know them.
+        The kind and the sizes of the network, in the operators' terms.
     is_batch_first : bool
-        Whether an input with samples has them before the steps.
+        Whether the axis of samples comes before that of steps.
     dtype : dtype
-        Of all tensors.
+        Dtype of all tensors.
     x : tuple of int
         The shape of the input.
     has_state, has_backward : bool
-        Whether initial states are given, and whether a backward pass may come.
+        Whether the call passes initial states, and whether a backward pass may follow.
     threads : int
-        How many PyTorch computes with.
+        The number of PyTorch's threads.
     """
 
     mode: str
@@ -112,9 +113,8 @@ class TimeTable(NamedTuple):
     hidden, batch, steps : list of int
         Numbers of units, samples and steps.
     times : dict of str to dict
-        ``"GRU, training, 1 thread"`` and its kin: for each contender a list for each number of
-        units, of lists for each number of samples, of times for each number of steps; those that
-        would take long are left out at the end.
+        Keys such as ``"GRU, training, 1 thread"``. For each contender, a list by units of lists by
+        samples of times by steps. Long times are left out at the end.
     """
 
     name: str
@@ -125,9 +125,9 @@ class TimeTable(NamedTuple):
 
 
 class CallPrediction(NamedTuple):
-    """Seconds that a call is predicted to take by our kernels, and by PyTorch's.
+    """The predicted seconds of a call with our kernels, and with PyTorch's.
 
-    Where they are not known both are None.
+    Both are None if unknown.
     """
 
     ours: float | None
@@ -135,7 +135,7 @@ class CallPrediction(NamedTuple):
 
     @property
     def is_theirs(self) -> bool:
-        """Whether PyTorch's kernel is taken: ours would not be faster by the margin."""
+        """Whether PyTorch's kernel runs, since ours is not faster by the margin."""
         if self.ours is None or self.theirs is None:
             return False
         return MARGIN * self.ours > self.theirs
@@ -155,7 +155,7 @@ def save_table(table: TimeTable, path: Path | None = None) -> Path:
 
 
 def read_table() -> TimeTable:
-    """Return the table that was measured here, or the one built in."""
+    """Return the table that was measured here, or the built-in one."""
     path = table_file()
     try:
         about = None if path is None else path.stat()
@@ -177,7 +177,7 @@ def _built_in() -> TimeTable:
 
 @lru_cache(maxsize=1)
 def _read(path: Path, _: int) -> TimeTable | None:
-    """Return the table in a file; None if it is none."""
+    """Return the table in a file; None if the file has no valid table."""
     try:
         table = TimeTable(**json.loads(path.read_text(encoding="utf-8")))
         _time(table, f"GRU, training, {_threads(1)}", "ours", (16, 1, 1))
@@ -196,7 +196,7 @@ def _threads(count: int) -> str:
 
 
 def predict(key: Key, table: TimeTable | None = None) -> CallPrediction:
-    """Return how long a call takes; None where that is not in the table."""
+    """Return the predicted times of a call; None if the table does not cover it."""
     table = read_table() if table is None else table
     kind = KINDS.get(key.mode)
     if kind is None:
@@ -225,7 +225,7 @@ def predict(key: Key, table: TimeTable | None = None) -> CallPrediction:
             more = one + wide * (inputs - INPUTS) / (INPUTS + units)
             total += directions * max(more, 0.0)
             if layer or directions > 1:
-                # Each has some work beside that of its steps.
+                # Each layer has some work apart from its steps.
                 total += shortest * directions * _LAYER[contender]
         found.append(total)
     return CallPrediction(*found)
@@ -236,7 +236,7 @@ def _products(units: int, samples: int, steps: int) -> int:
     return units * (INPUTS + units) * samples * steps
 
 
-# What a layer beside the first takes, as a share of the shortest call.
+# The time of an additional layer, as a share of the shortest call.
 _LAYER = {"ours": 0.1, "theirs": 0.5}
 
 
@@ -252,7 +252,7 @@ def _time(table: TimeTable, part: str, contender: str, sizes: Sequence[int]) -> 
 
 
 def _of_steps(known: list[int], times: list[float], steps: int) -> float:
-    """Return the time of some steps; behind the last known ones as much for each of them."""
+    """Return the time of some steps; beyond the table the time per step is constant."""
     known = known[: len(times)]
     if steps > known[-1]:
         if len(known) == 1:
@@ -263,7 +263,7 @@ def _of_steps(known: list[int], times: list[float], steps: int) -> float:
 
 
 def _between(known: list[int], size: int, times: list[float]) -> float:
-    """Return a time between two known ones, on logarithmic scales; that of the next at the ends."""
+    """Interpolate between two times on logarithmic scales; outside, return the nearest."""
     if size <= known[0] or len(known) == 1:
         return times[0]
     if size >= known[-1]:
