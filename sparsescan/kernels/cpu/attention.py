@@ -2,18 +2,18 @@
 
     S_t = diag(w_t) S_{t-1} + b_t (a_tᵀ S_{t-1}) + k_t v_tᵀ,    o_t = S_tᵀ q_t
 
-Columns of a state do not meet. So a *block* of columns, one vector or two, passes the steps of a
-*segment* by itself: its part of the state stays in the first cache, numbers of keys are broadcast
-along rows, and no sum of the forward pass crosses lanes. Rows come by fours, with sums of their
-own, since a sum waits for its last addition.
+Columns of a state are independent. So a *block* of columns, one vector or two, passes the steps of
+a *segment* alone. Its part of the state stays in the first-level cache, numbers of keys are
+broadcast along rows, and no sum of the forward pass crosses lanes. Rows are taken in fours with
+separate sums, since each addition to a sum waits for the last one.
 
-The forward pass keeps the states before each segment but the first. The backward pass begins with
-the last segment. There it computes the states again, before each step, into scratch that fits the
-second cache, and then takes the gradient of the state back through the steps. Gradients in what
-belongs to keys are sums over columns: of the lanes of four rows at a time, and then over blocks.
+The forward pass keeps the states before each segment except the first. The backward pass starts
+with the last segment. There it recomputes the states before each step, into scratch that fits the
+second-level cache. Then it takes the gradient in the state back through the steps. Gradients in
+vectors of keys are sums over columns: over the lanes of four rows at a time, then over blocks.
 
-Rows of a head are apart in arrays, and copies to scratch would wait for memory as long as a pass
-computes. So the first block asks for the rows of the next segment, or for what will be written.
+Rows of a head are far apart in arrays, and copies to scratch would wait for memory as long as a
+pass computes. So the first block prefetches the rows of the next segment, or the memory to write.
 
 The floor, for each step and head, in multiply-adds of ``K·V`` numbers: 3 forward (decay, outer
 product, output) and 2 more with the delta rule; backward 2 for the states again, and 5 for
@@ -46,13 +46,13 @@ from .lanes import (
 
 Array = Any
 
-# Rows of a state that a loop takes at once, and numbers of each key at a step: q, k, w, a and b.
+# Rows of a state that a loop takes at once; numbers per key and step: q, k, w, a and b.
 _FOUR, _KINDS = 4, 5
 _Q, _K, _W, _A, _B = range(_KINDS)
 
 
 class Attention(NamedTuple):
-    """A call of linear attention; arrays are contiguous and flat, and empty if they are not given.
+    """A call of linear attention; arrays are contiguous and flat, and empty if not given.
 
     Attributes
     ----------
@@ -65,13 +65,13 @@ class Attention(NamedTuple):
     reads_before : int
         1 if outputs read the states before a step, else 0.
     q, k, a, b : ndarray, shape (batch, length, heads, keys)
-        What reads states, what is written, what the delta rule reads, and where it writes.
+        The queries, the keys, and the vectors by which the delta rule reads and writes.
     v : ndarray, shape (batch, length, heads, values)
         The values.
     w : ndarray, shape (batch, length, heads) or (batch, length, heads, keys)
         The decay.
     bonus : ndarray, shape (heads, keys)
-        The weights of what a step adds to its own output.
+        The weight of a step's own value in its output.
     start : ndarray, shape (batch, heads, keys, values)
         The states before the first step.
     """
@@ -94,7 +94,7 @@ class Attention(NamedTuple):
 
 
 class AttentionGradients(NamedTuple):
-    """Arrays that a backward pass writes; those that nobody needs are empty.
+    """Arrays that a backward pass writes; arrays that nobody needs are empty.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ class AttentionGradients(NamedTuple):
 
 
 class _Room(NamedTuple):
-    """Where things are in scratch.
+    """The layout of scratch.
 
     Attributes
     ----------
@@ -124,15 +124,15 @@ class _Room(NamedTuple):
     state, carry : int
         The states, or the gradients in them: one block of columns after the other.
     v, out : int
-        For each step of a segment, the values, and the outputs or the gradients in them.
+        For each step of a segment, the values; and the outputs, or the gradients in them.
     in_v : int
         The gradients in the values.
     read : int
-        What the delta rule has read at each step, of one block.
+        What the delta rule has read at each step, for one block.
     before : int
-        The states before each step and after the last one, of one block.
+        The states before each step and after the last one, for one block.
     rows, in_rows : int
-        For each step the numbers of keys, and the gradients in these.
+        For each step the numbers of keys, and their gradients.
     """
 
     keys: int
@@ -150,7 +150,7 @@ class _Room(NamedTuple):
 
 
 def room_size(keys: int, values: int, segment: int, lanes: int, is_back: bool) -> int:
-    """Return how many numbers of scratch a pass takes, with vectors of so many lanes."""
+    """Return how many numbers of scratch a pass takes, for vectors with a number of lanes."""
     rows = -(-keys // _FOUR) * _FOUR
     row, columns = (-(-each // lanes) * lanes for each in (keys, values))
     size = 2 * rows * columns + 3 * segment * columns + 2 * segment * (lanes + _KINDS * row)
@@ -159,7 +159,7 @@ def room_size(keys: int, values: int, segment: int, lanes: int, is_back: bool) -
 
 @njit(_nrt=False, forceinline=True)
 def _room(s, w):
-    """Return the places in scratch, those of the backward pass behind the others."""
+    """Return the places in scratch; those of the backward pass come last."""
     keys = (s.keys + _FOUR - 1) // _FOUR * _FOUR
     row, values = (s.keys + w - 1) // w * w, (s.values + w - 1) // w * w
     state, steps, rows = keys * values, s.segment * values, s.segment * _KINDS * row
@@ -186,7 +186,7 @@ def _room(s, w):
 
 @njit(_nrt=False)
 def _bring(array, at, stride, size, count, room, to, step):
-    """Copy rows to scratch, where they are `step` apart, and have zeros up to whole vectors."""
+    """Copy rows to scratch, `step` apart, padded with zeros to whole vectors."""
     for t in range(count):
         for i in range(0, size, lane_count(room)):
             store(room, to + t * step + i, load_some(array, at + t * stride + i, size - i))
@@ -203,7 +203,7 @@ def _take(array, at, stride, size, count, room, to, step):
 
 @njit(_nrt=False)
 def _bring_rows(s, r, b, h, begin, count, room):
-    """Copy the numbers of keys of a segment, and its values, to scratch; no decay is one of 1."""
+    """Copy a segment's numbers of keys and values to scratch; without a decay, it is 1."""
     at, stride, step = (b * s.length + begin) * s.heads + h, s.heads, _KINDS * r.row
     first, wide = at * s.keys, stride * s.keys
     _bring(s.q, first, wide, s.keys, count, room, r.rows + _Q * r.row, step)
@@ -223,7 +223,7 @@ def _bring_rows(s, r, b, h, begin, count, room):
 
 @njit(_nrt=False, forceinline=True)
 def _ask_for(s, array, at, size):
-    """Ask for a row of an array, if it is given."""
+    """Prefetch a row of an array, if it is given."""
     if array.size > 0:
         for i in range(0, size, lane_count(s.q)):
             prefetch(array, at * size + i)
@@ -231,7 +231,7 @@ def _ask_for(s, array, at, size):
 
 @njit(_nrt=False, forceinline=True)
 def _ask_for_rows(s, arrays, other, at):
-    """Ask for all that belongs to a step and head: copies would wait for memory."""
+    """Prefetch everything of a step and head, so that copies do not wait for memory."""
     _ask_for(s, arrays.q, at, s.keys)
     _ask_for(s, arrays.k, at, s.keys)
     _ask_for(s, arrays.a, at, s.keys)
@@ -243,7 +243,7 @@ def _ask_for_rows(s, arrays, other, at):
 
 @njit(_nrt=False)
 def _move_block(s, r, array, at, room, to, column, lanes, is_read):
-    """Copy a block of a state to scratch, with zeros behind its columns, or back from there."""
+    """Copy a block of a state to scratch, padded with zeros, or back from there."""
     here = min(lanes, s.values - column)
     for i in range(s.keys):
         own, other = to + i * lanes, at + i * s.values + column
@@ -256,7 +256,7 @@ def _move_block(s, r, array, at, room, to, column, lanes, is_read):
 
 @njit(_nrt=False)
 def _lanes_at(r, column, w):
-    """Return how many lanes the block has that begins with a column."""
+    """Return the number of lanes of the block that begins at a column."""
     return 2 * w if r.values - column >= 2 * w else w
 
 
@@ -284,7 +284,7 @@ def _passes(load, splat):
 
     @njit(_nrt=False, forceinline=True)
     def row_on(s, room, at, to, k, row, v, read, out):
-        """Write a row of the next state, and return a sum of outputs with what this row adds."""
+        """Write a row of the next state; return the sum of outputs plus this row's part."""
         before = load(room, at)
         after = fma(splat(room, k), v, splat(room, k + (_W - _K) * row) * before)
         if s.a.size > 0:
@@ -294,9 +294,9 @@ def _passes(load, splat):
 
     @njit(_nrt=False)
     def forward(s, r, count, room, state, move, out, column, lanes, other, ahead):
-        """Let a block pass the steps; the states before them are `move` numbers apart.
+        """Take a block through the steps; the states before them are `move` numbers apart.
 
-        The first block asks for what comes next, from a step and head on.
+        The first block prefetches what comes next, from a step and head on.
         """
         row, zero = r.row, number(load(room, 0), 0.0)
         for t in range(count):
@@ -354,7 +354,7 @@ def _passes(load, splat):
     def back(s, r, count, room, column, lanes, into, at):
         """Take the gradient of a block from the last step to before the first one.
 
-        The first block asks for where gradients will be written, of a step and head and those on.
+        The first block prefetches the memory for gradients, from a step and head on.
         """
         row, zero, carry = r.row, number(load(room, 0), 0.0), r.carry + r.keys * column
         erases, adds = s.a.size > 0, column > 0
@@ -441,7 +441,7 @@ def _bonus_at(s, r, room, h, t):
 
 @njit(_nrt=False)
 def _add_bonus(s, r, room, h, count):
-    """Add to outputs what steps add to their own."""
+    """Add to outputs the values of their own steps."""
     for t in range(count):
         weight, at = room.dtype.type(_bonus_at(s, r, room, h, t)), t * r.values
         for j in range(s.values):
@@ -450,7 +450,7 @@ def _add_bonus(s, r, room, h, count):
 
 @njit(_nrt=False)
 def _add_bonus_back(s, r, room, h, count, in_bonus, to):
-    """Add the gradients of what steps add to their own outputs."""
+    """Add the gradients of the values that steps add to their own outputs."""
     for t in range(count):
         weight, at, along = room.dtype.type(_bonus_at(s, r, room, h, t)), t * r.values, 0.0
         for j in range(s.values):
@@ -468,13 +468,13 @@ def _add_bonus_back(s, r, room, h, count, in_bonus, to):
 
 @njit(_nrt=False, forceinline=True)
 def _first_of(s, task):
-    """Return where the first step of a sample's head is, of those of all steps and heads."""
+    """Return the place of the first step of a sample's head, among all steps and heads."""
     return task // s.heads * s.length * s.heads + task % s.heads
 
 
 @njit(nogil=True, cache=True, _nrt=False)
 def forward(s, first, last, out, final, kept, room):
-    """Write the outputs of some samples' heads, their last states, and those before segments.
+    """Write the outputs of some samples' heads, their last states, and the states before segments.
 
     Parameters
     ----------

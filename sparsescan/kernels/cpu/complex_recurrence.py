@@ -1,11 +1,12 @@
 """Linear recurrences of complex numbers, ``y_t = A_t y_{t-1} + b_t``, and their gradients.
 
-As in :mod:`~sparsescan.kernels.cpu.recurrence`. Numbers are read as pairs of real ones, real part
-first, and pairs in vectors: Numba's loops over complex numbers do not become vectors. `signs` is an
-array of a vector of real numbers, by which imaginary parts are multiplied: all -1 takes conjugates.
+They are those of :mod:`~sparsescan.kernels.cpu.recurrence`. Complex numbers are read as pairs of
+real numbers, real part first, in vectors: Numba's loops over complex numbers do not become vectors.
+`signs` is an array of one vector of real numbers that multiply imaginary parts: all -1 takes
+conjugates.
 
-A product of pairs takes two multiplications a number, and a step of a diagonal recurrence reads and
-writes four numbers: as many bytes per second as for real ones, from memory.
+A product of pairs takes two multiplications per number. A step of a diagonal recurrence reads and
+writes four numbers: from memory, as many bytes per second as for real numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Array = Any
 
 _ONE, _TWO = np.uint64(1), np.uint64(2)
 
-# Sums of many terms in any order, which is the same in every call.
+# Sums of many terms in any order; the order is the same in every call.
 _sums = njit(fastmath={"contract", "reassoc"})
 _inline = njit(_nrt=False, forceinline=True)
 
@@ -148,7 +149,7 @@ def sweep(s, signs, first, last):
 
 @_inline
 def _advance(signs, m, x, added, y, first, last):
-    """Set ``y = m x + added`` element by element, for some of the numbers that pairs are of."""
+    """Set ``y = m x + added`` elementwise, for some of the real numbers of pairs."""
     width, by = lane_count(signs), load(signs, 0)
     k = first
     while k + width <= last:
@@ -163,7 +164,7 @@ def _advance(signs, m, x, added, y, first, last):
 
 @_inline
 def _multiply(signs, m, x, y, first, last):
-    """Set ``y = m x`` element by element, for some of the numbers that pairs are of."""
+    """Set ``y = m x`` elementwise, for some of the real numbers of pairs."""
     width, by = lane_count(signs), load(signs, 0)
     k = first
     while k + width <= last:
@@ -191,7 +192,7 @@ def sweep_columns(s, signs, samples, first, last):
 
 @njit(inline="always")
 def _put(to, p, g, i, state, j, sign, adds):
-    """Write, or add, the product of two numbers, of which the second is a state's."""
+    """Write, or add, the product of two numbers; the second is from a state."""
     re, im = state[_TWO * j], sign * state[_TWO * j + _ONE]
     a, b = g[_TWO * i], g[_TWO * i + _ONE]
     real, imaginary = a * re - b * im, a * im + b * re
@@ -202,7 +203,7 @@ def _put(to, p, g, i, state, j, sign, adds):
 
 @njit(fastmath={"contract"})
 def _add_outer(s, signs, to, g, state, first, last, adds):
-    """Write, or add, rows `first` to ``last - 1`` of an outer product, where the pattern is."""
+    """Write, or add, rows `first` to ``last - 1`` of an outer product, in the pattern only."""
     if s.kind == Kind.DIAGONAL:
         if adds:
             _advance(signs, state, g, to, to, 2 * first, 2 * last)

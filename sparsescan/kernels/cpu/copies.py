@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from ..compile import njit
 
-# Without counts of references: threads that share arrays would wait for each other at every call.
+# No reference counting: threads that share arrays would wait for each other at every call.
 _kernel = njit(nogil=True, cache=True, _nrt=False)
 
 
 @_kernel
 def fill_with(array, value):
-    """Write a number, a whole one, everywhere."""
+    """Write an integer everywhere."""
     for i in range(len(array)):
         array[i] = value
 
 
 @_kernel
 def copy_into(out, array):
-    """Copy numbers, which lie end to end."""
+    """Copy contiguous numbers."""
     for i in range(len(out)):
         out[i] = array[i]
 
@@ -31,7 +31,7 @@ def add_range(total, part, begin, end):
 
 @_kernel
 def add_up_rows(total, rows):
-    """Write the sum of rows, which lie end to end and are as long as it."""
+    """Write the sum of contiguous rows."""
     size = len(total)
     for i in range(size):
         total[i] = rows[i]
@@ -42,7 +42,7 @@ def add_up_rows(total, rows):
 
 @_kernel
 def transpose_into(out, array, rows, columns):
-    """Transpose matrices of so many rows and columns, which lie end to end."""
+    """Transpose contiguous matrices."""
     for first in range(0, len(out), max(rows * columns, 1)):
         for i in range(rows):
             for j in range(columns):

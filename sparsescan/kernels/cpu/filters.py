@@ -2,17 +2,17 @@
 
     a_0[t] y[t] = Σ_k b_k[t] x[t-k] - Σ_{k>0} a_k[t] y[t-k] + s[t]
 
-A block of sixteen samples goes through time in tiles of a few dozen steps: these are transposed, so
-that samples are lanes, and stay in the nearest caches with all that is computed from them. Blocks
-do not depend on each other. Coefficients are shared by all samples, and then read as numbers, or
-each sample has its own, and they are transposed, too. ``a`` enters as ``1/a_0, -a_1/a_0, …``.
+A block of sixteen samples goes through time in tiles of a few dozen steps. Tiles are transposed, so
+that samples are lanes, and stay in the nearest caches with everything computed from them. Blocks
+are independent. Coefficients that all samples share are read as numbers. If each sample has its
+own, they are transposed too. ``a`` enters as ``1/a_0, -a_1/a_0, …``.
 
 With the gradients ``l[t]`` in ``y[t]``, the loop from the last step to the first makes
 
     κ[t] = l[t] - Σ_{k>0} a_k[t+k]/a_0[t+k] κ[t+k],    λ[t] = κ[t]/a_0[t]
 
-of which all gradients are products: that in ``b_k[t]`` is ``λ[t] x[t-k]``, in ``a_k[t]`` it is
-``-λ[t] y[t-k]``, in ``x[t]`` it is ``Σ_k b_k[t+k] λ[t+k]``, and in ``s[t]`` it is ``λ[t]``.
+All gradients are products with ``λ``: in ``b_k[t]`` ``λ[t] x[t-k]``, in ``a_k[t]``
+``-λ[t] y[t-k]``, in ``x[t]`` ``Σ_k b_k[t+k] λ[t+k]``, and in ``s[t]`` ``λ[t]``.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _SQUARE = 8
 
 
 class FilterSizes(NamedTuple):
-    """Sizes of a filter, all in numbers.
+    """Sizes of a filter, all counted in numbers.
 
     Attributes
     ----------
     samples, steps : int
-        How many samples there are, and steps of each, which lie end to end.
+        How many samples there are, and how many contiguous steps each has.
     tile, before : int
-        Steps of a tile, and steps that coefficients reach back, at most as many.
+        Steps of a tile, and the steps that coefficients reach back, at most a tile.
     b_taps, a_taps : int
         How many coefficients a step has.
     b_sample, b_step, a_sample, a_step : int
-        From the coefficients of a sample or a step to those of the next; 0 where they share them.
+        Distances between the coefficients of samples and of steps; 0 if these share coefficients.
     starts : int
-        Leading steps of each sample to which something is added.
+        How many leading steps of each sample have an added term.
     """
 
     samples: int
@@ -127,7 +127,7 @@ def _scatter(room, row, count, samples, to, at, stride):
 
 @njit
 def _move(room, row, to, count):
-    """Copy rows to others, which may be some of the same if they come before."""
+    """Copy rows to other rows, which may overlap if they come earlier."""
     for j in range(count):
         put(room, to + j, sixteen(room, row + j))
 
@@ -263,7 +263,7 @@ def _correlate(room, slope, x, count, taps, sums):
 
 @njit
 def _multiply(room, slope, x, count, taps, to, negative):
-    """Set row ``j·taps + k`` to ``slope[j] x[j-k]``, or to what that is below 0."""
+    """Set row ``j·taps + k`` to ``slope[j] x[j-k]``, or to its negative."""
     for j in range(count):
         factor = sixteen(room, slope + j)
         if negative:
@@ -312,7 +312,7 @@ def _write_sums(room, sums, taps, first, samples, to, negative):
 
 @njit
 def _bring_constants(s, b, a, room, bs, as_, first, samples):
-    """Bring coefficients of each sample that its steps share; those of `a` are normalised."""
+    """Copy the constant coefficients of each sample to scratch; those of `a` are normalised."""
     if s.b_sample and not s.b_step:
         _gather(b, first * s.b_sample, s.b_sample, s.b_taps, samples, room, bs)
     if s.a_sample:
@@ -324,7 +324,7 @@ def _bring_constants(s, b, a, room, bs, as_, first, samples):
 
 @njit
 def _bring_a(s, a, room, as_, first, t, count, samples):
-    """Bring the coefficients `a` of each sample and the steps of a tile, normalised."""
+    """Copy the coefficients `a` of each sample and the steps of a tile to scratch, normalised."""
     if s.a_step:
         at = first * s.a_sample + t * s.a_step
         _gather(a, at, s.a_sample, count * s.a_taps, samples, room, as_)
@@ -365,7 +365,7 @@ def _filter_block(s, b, a, x, start, y, room, first):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def normalise_into(out, coefficients, taps, divides):
-    """Copy the coefficients of steps, normalised if it `divides`, with zeros behind them."""
+    """Copy the coefficients of steps, normalised if it `divides`, followed by zeros."""
     whole = len(coefficients)
     for p in range(0, whole, taps):
         inverse = 1 / coefficients[p]
@@ -379,18 +379,18 @@ def normalise_into(out, coefficients, taps, divides):
 
 @njit(nogil=True, cache=True)
 def filter_blocks(s, b, a, x, start, y, room, first, last):
-    """Write what a filter makes of samples ``16·first`` to ``16·last - 1``.
+    """Filter samples ``16·first`` to ``16·last - 1``.
 
     Parameters
     ----------
     s : FilterSizes
         Sizes.
     b, a : ndarray
-        The coefficients. Those of `a` that samples share are normalised.
+        The coefficients. If samples share `a`, it is normalised.
     x, start : ndarray
-        What is filtered, and what is added to the sums of the leading steps.
+        The samples, and the terms that are added in the leading steps.
     y : ndarray
-        What is written. All arrays are flat.
+        The results. All arrays are flat.
     room : ndarray
         Rows of sixteen: for each step of a tile and before it two, and as many as it has taps.
     first, last : int
@@ -402,7 +402,7 @@ def filter_blocks(s, b, a, x, start, y, room, first, last):
 
 @njit(nogil=True, cache=True)
 def filter_complex(s, b, a, x, start, y, first, last):
-    """Do what :func:`filter_blocks` does for complex numbers, without vectors.
+    """Do :func:`filter_blocks` for complex numbers, without vectors.
 
     All coefficients of `a` are normalised.
     """
@@ -424,7 +424,7 @@ def filter_complex(s, b, a, x, start, y, first, last):
 
 @njit
 def _differentiate_block(s, needs, grads, b, a, x, y, in_b, in_a, in_x, in_start, room, first):
-    """Write the gradients in all that enters, of up to sixteen samples."""
+    """Write the gradients in all arguments, for up to sixteen samples."""
     samples, span, h = min(WIDTH, s.samples - first), s.tile + s.before, s.before
     kappa, slope, xs, ys, out = 0, span, 2 * span + h, 3 * span + h, 4 * span
     b_sums = 5 * span
@@ -469,7 +469,7 @@ def _differentiate_block(s, needs, grads, b, a, x, y, in_b, in_a, in_x, in_start
         if needs.start and t < s.starts:
             at = first * s.starts + t
             _scatter(room, slope, min(count, s.starts - t), samples, in_start, at, s.starts)
-        # What the steps before this tile need of it.
+        # The part of this tile that earlier steps need.
         _move(room, kappa, kappa + s.tile, h)
         _move(room, slope, slope + s.tile, h)
         if s.a_sample and s.a_step:
@@ -485,20 +485,21 @@ def _differentiate_block(s, needs, grads, b, a, x, y, in_b, in_a, in_x, in_start
 
 @njit(nogil=True, cache=True)
 def differentiate(s, needs, grads, b, a, x, y, in_b, in_a, in_x, in_start, room, begin, end):
-    """Write the gradients in all that enters :func:`filter_blocks`, those that are needed.
+    """Write the needed gradients in the arguments of :func:`filter_blocks`.
 
     Parameters
     ----------
     s, b, a, x, y, begin, end
-        As there, blocks by `begin` and `end`. Coefficients that samples share, but not steps, have
-        zeros behind the last step, for as many steps as they reach back.
+        As for :func:`filter_blocks`; blocks are `begin` to ``end - 1``. Coefficients that samples
+        share, and that change with the steps, are followed by zeros for as many steps as they reach
+        back.
     needs : FilterNeeds
         Which gradients are needed.
     grads : ndarray
         Those in `y`.
     in_b, in_a : ndarray
-        Those in coefficients: of each sample, step and tap; of each sample and tap, if steps share
-        coefficients; the sum over each block, of each step and tap, if samples share them.
+        The gradients in coefficients: per sample, step and tap; if steps share coefficients, per
+        sample and tap; if samples share them, summed over each block, per step and tap.
     in_x, in_start : ndarray
         Those in `x` and in `start`.
     room : ndarray

@@ -1,4 +1,4 @@
-"""Subnormal numbers: while kernels run they count as 0, since a processor takes long for them.
+"""Subnormal numbers count as 0 while kernels run, since processors are slow with them.
 
 A vector of subnormal numbers takes an Intel core over a hundred cycles. Results that are subnormal
 become zeros of their sign, and so do inputs. That is a mode of each thread: x86 has it in MXCSR, as
@@ -67,7 +67,7 @@ def _write(typingctx, mode):
     return types.void(types.int64), codegen
 
 
-# The calls are functions of their own: no arithmetic moves across them.
+# The calls are separate functions, so that no arithmetic moves across them.
 @njit(nogil=True, cache=True)
 def mode():
     """Return the mode of this thread, to set it again."""

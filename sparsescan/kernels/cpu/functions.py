@@ -13,7 +13,7 @@ from .vector import Lanes, align_of, call_llvm
 
 
 class _Term:
-    """A vector in a formula: what is done with it is written as code.
+    """A vector in a formula: operations on it are written as code.
 
     Floats become vectors of them, and comparisons give masks, in which no NaN compares.
     """
@@ -30,12 +30,12 @@ class _Term:
 
     @property
     def mantissa(self):
-        """Return how many of these are behind the point."""
+        """Return how many of these bits are the mantissa."""
         return self.by_size(23, 52)
 
     @property
     def bias(self):
-        """Return what exponents are stored with."""
+        """Return the bias of stored exponents."""
         return (1 << (self.bits - self.mantissa - 2)) - 1
 
     def bits_of(self, value):
@@ -44,11 +44,11 @@ class _Term:
         return int(floats(value).view(integers))
 
     def by_size(self, single, double):
-        """Return one of two, the second for float64."""
+        """Return the first argument for float32, the second for float64."""
         return single if self.bits == 32 else double
 
     def made(self, value):
-        """Return a value that was made of this one."""
+        """Return a new value of this value's kind."""
         return _Term(self.builder, value)
 
     def constant(self, value):
@@ -60,7 +60,7 @@ class _Term:
         return self.made(self.constant(value))
 
     def called(self, name, *others):
-        """Return what a function of LLVM gives."""
+        """Call a function of LLVM."""
         args = [self.value, *map(self._value, others)]
         return self.made(call_llvm(self.builder, name, self.kind, args))
 
@@ -139,7 +139,7 @@ class _Term:
         return self._compared(">=", other)
 
     def chosen(self, a, b):
-        """Return `a` where this mask is set, else `b`; one of both is a vector."""
+        """Return `a` where this mask is set, else `b`; at least one is a vector."""
         like = a if isinstance(a, _Term) else b
         return self.made(self.builder.select(self.value, like._value(a), like._value(b)))
 
@@ -160,8 +160,7 @@ def _polynomial(x, *coefficients):
 def _of_vectors(formula):
     """Return an intrinsic of vectors of one type, whose code is written by a formula of terms.
 
-    A module has that code once: it becomes part of the functions that call it when these are
-    optimised.
+    A module contains this code once; the optimiser inlines it into its callers.
     """
     signature = inspect.signature(formula)
 
@@ -209,13 +208,13 @@ def sqrt(x):
 
 @_of_vectors
 def plus(a, b):
-    """Return the sum of two numbers, each rounded before: no product is fused with it."""
+    """Return the sum of two rounded numbers: no product is fused with it."""
     return a.made(a.builder.fadd(a.value, b.value))
 
 
 @_of_vectors
 def minus(a, b):
-    """Return the difference of two numbers, each rounded before: no product is fused with it."""
+    """Return the difference of two rounded numbers: no product is fused with it."""
     return a.made(a.builder.fsub(a.value, b.value))
 
 
@@ -280,12 +279,12 @@ def _expm1(x):
 
 
 def _power_of_two(k):
-    """Return ``2ᵏ``; any bits at all give a number, so NaN does no harm."""
+    """Return ``2ᵏ``; any bits give some number, so NaN does no harm."""
     return ((k + k.bias) << k.mantissa).as_floats()
 
 
 def _exp_of_less(x):
-    """Return ``exp(x)`` of numbers that are not too large for it, and anything of others."""
+    """Return ``exp(x)`` for numbers that do not overflow; the result for others is arbitrary."""
     k, p = _expm1(x)
     e = ((1.0 + p).as_integers() + (k << k.mantissa)).as_floats()
     return (x < x.by_size(-87.33654, -708.3964185322641)).chosen(0.0, e)
@@ -314,7 +313,7 @@ def tanh(x):
 @_of_vectors
 def sigmoid(x):
     """Return ``1 / (1 + exp(-x))``, and 0 where that is below all normal numbers."""
-    # Beyond this it is 0 or 1 but for a rounding, or below all normal numbers.
+    # Beyond this it is 0 or 1 up to rounding, or below all normal numbers.
     most = x.by_size(87.33, 708.39)
     # NaN stays.
     a = (x > most).chosen(most, x)
@@ -363,13 +362,13 @@ def _log_of_parts(k, f, rest=None):
 
 
 def _log1p_of_normal(x):
-    """Return ``log(1 + x)`` of finite numbers above -1, of which ``1 + x`` is a normal number."""
+    """Return ``log(1 + x)`` for finite ``x > -1`` where ``1 + x`` is a normal number."""
     u = x + 1.0
     # x + 1 is the sum of u and its error.
     b = u - 1.0
     error = (x - b) + (1.0 - (u - b))
     k, f = _split(u)
-    # 2¹⁻ᵏ may be 0, where the error does not count.
+    # 2¹⁻ᵏ may be 0 if the error does not matter.
     error = error * (((2 * k.bias + 1 - k) << k.mantissa).as_floats() * 0.5)
     sum_ = f + error
     return _log_of_parts(k, sum_, error - (sum_ - f))
@@ -407,12 +406,12 @@ _HALF_PI = (
     (1.5707963705062866, -4.371138828673793e-08, -1.7151245100058819e-15),
     (1.5707963267948966, 6.123233995736766e-17, -1.4973849048591698e-33),
 )
-# Up to these n has few enough bits for that.
+# Up to these numbers, n has few enough bits for that.
 _FAR = (2.0**15, 2.0**25)
 
 
 def _sine(x, quarters):
-    """Return the sine of so many quarters of a circle and `x`, which is not negative, if near."""
+    """Return the sine of `x`, which is not negative, plus quarters of a circle, if `x` is small."""
     rounded = _fma(x, 2 / math.pi, _rounding(x))
     n = rounded - _rounding(x)
     r = x
@@ -433,7 +432,7 @@ def _flipped(x, sign):
 
 
 def _replaced(x, far, value, name):
-    """Return `value`, and where a mask is set, which is rare, what a scalar function of x gives."""
+    """Return `value`; where a mask is set, which is rare, return a scalar function of x."""
     builder, count = x.builder, x.kind.count
     bits = builder.bitcast(far.value, ir.IntType(count))
     before = builder.block
@@ -448,7 +447,7 @@ def _replaced(x, far, value, name):
 
 
 def _scalars(module, name, kind):
-    """Return a function that calls one of the mathematical library for each lane."""
+    """Return a function that calls the mathematical library for each lane."""
     own = f"sparsescan.scalars.{name}.{kind}"
     if own not in module.globals:
         function = ir.Function(module, ir.FunctionType(kind, [kind]), own)

@@ -1,4 +1,4 @@
-"""Sums of products with numbers at places that a table says: convolutions, and their gradients."""
+"""Sums of products with numbers at places from a table: convolutions, and their gradients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .vector import broadcast, call_llvm, first_lanes, load_at, pointer
 
 
 def _gathering(places, terms):
-    """Return an intrinsic of the sums at so many places, of which so many terms run side by side.
+    """Return an intrinsic of sums at several places, with several independent partial sums.
 
     ``gather(start, x, read_at, weight, offset, a, b)`` is, for each place `p`, ``start + Σ_k
-    weight[k]·x[read_at[p] + offset[k]]`` over ``a ≤ k < b``; `read_at` is a tuple. A sum of few
-    places would wait for itself after each term.
+    weight[k]·x[read_at[p] + offset[k]]`` over ``a ≤ k < b``; `read_at` is a tuple. With few places,
+    a single sum would wait after each term.
     """
 
     @intrinsic
@@ -48,12 +48,12 @@ def _gathering(places, terms):
 
 
 gather_8, gather_4, gather_1 = _gathering(8, 1), _gathering(4, 2), _gathering(1, 8)
-# Rows that are summed up together where they read the same places.
+# Rows that are summed together if they read the same places.
 ROWS = 4
 
 
 def _gathering_rows(places):
-    """Return an intrinsic of the sums of some rows at so many places.
+    """Return an intrinsic of the sums of several rows at several places.
 
     ``gather(starts, x, read_at, weight, shifts, order, offset, a, b)`` is, for each row `r` and
     each place `p`, ``starts[r] + Σ_k weight[order[k] + shifts[r]]·x[read_at[p] + offset[k]]`` over
@@ -106,7 +106,7 @@ gather_rows_4, gather_rows_1 = _gathering_rows(4), _gathering_rows(1)
 
 
 def _correlating(entries, terms, whole):
-    """Return an intrinsic of sums of products with so many entries, so many terms side by side.
+    """Return an intrinsic of correlations with several entries, in several partial sums.
 
     ``correlate(x, grad, offset, read_at, begins, write_at, count, a, b)`` is, for each row `r` and
     each entry `k`, ``Σ_p grad[begins[r] + write_at[p]]·x[read_at[p] + offset[k]]`` over ``a ≤ p <
@@ -160,7 +160,7 @@ def _correlating(entries, terms, whole):
 
 
 def _sums(starts, terms, builder):
-    """Return variables for so many sums of each number, of which the first begins with it."""
+    """Return variables for the partial sums of each number; the first starts with the number."""
     zero = ir.Constant(starts[0].type, [0.0] * starts[0].type.count)
     return [
         [cgutils.alloca_once_value(builder, zero if term else start) for start in starts]
@@ -169,7 +169,7 @@ def _sums(starts, terms, builder):
 
 
 def _add_all(builder, sums, a, b, add):
-    """Call ``add(k, to)`` for ``a ≤ k < b``, with sums in turn; return the sums of the sums."""
+    """Call ``add(k, to)`` for ``a ≤ k < b``, with partial sums in turn; return the totals."""
     size, terms = a.type, len(sums)
     whole = builder.sub(b, builder.srem(builder.sub(b, a), size(terms)))
     with cgutils.for_range_slice(builder, a, whole, size(terms), size, inc=True) as (k, _):

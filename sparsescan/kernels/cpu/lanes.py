@@ -1,10 +1,10 @@
 """Vectors of neighbouring numbers, and functions of them.
 
-Every operation of vectors is one instruction. Loops over numbers would leave it to the compiler
-whether they become such instructions, which it decides anew for every loop.
+Every operation on vectors is one instruction. With loops over numbers, the compiler would decide
+anew for every loop whether to use such instructions.
 
-Vectors are values of compiled functions only; ``+ - * /`` work on them. Where a function takes an
-array it also takes a pointer, a ``numba.types.CPointer``, from which on it counts.
+Vectors exist only in compiled functions; ``+ - * /`` work on them. Each function that takes an
+array also takes a pointer, a ``numba.types.CPointer``, and indexes from there.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from .vector import (
 
 # A register: 64 bytes with AVX-512, else 32.
 BYTES = 64 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 32
-# Where samples are lanes, 32: a batch of 16 is enough for two threads. Where they are those of two
-# rows, 64: the lanes of a sample, one of each row, are neighbours.
+# If samples are lanes, 32 bytes: a batch of 16 is enough for two threads. If lanes are the samples
+# of two rows, 64: the two lanes of a sample are neighbours.
 SAMPLE_BYTES, PAIR_BYTES = 32, 64
-# Two registers, for loops in which numbers that are broadcast are loaded once for both.
+# Two registers, for loops that load a broadcast number once for both.
 WIDE_BYTES = 2 * BYTES
 
 
 def vector_of(dtype, size=BYTES):
-    """Return the type of vectors of so many bytes."""
+    """Return the type of vectors with a number of bytes."""
     return Lanes(dtype, 8 * size // dtype.bitwidth)
 
 
@@ -56,7 +56,7 @@ def lanes(dtype: np.dtype) -> int:
 
 
 def sample_lanes(dtype: np.dtype) -> int:
-    """Return how many samples are in a vector where samples are lanes."""
+    """Return how many samples a vector holds if samples are lanes."""
     return SAMPLE_BYTES // np.dtype(dtype).itemsize
 
 
@@ -83,7 +83,7 @@ def _sample_count_of(array):
 
 
 def _loading(size):
-    """Return an intrinsic of an array and an index: the vector of so many bytes there."""
+    """Return an intrinsic that loads the vector at an index of an array."""
 
     @intrinsic
     def load(typingctx, array, index):
@@ -116,7 +116,7 @@ def store(typingctx, array, index, vector):
 
 
 def _splatting(size):
-    """Return an intrinsic of an array and an index: a vector of the number there."""
+    """Return an intrinsic that broadcasts the number at an index of an array."""
 
     @intrinsic
     def splat(typingctx, array, index):
@@ -137,7 +137,7 @@ splat_wide = _splatting(WIDE_BYTES)
 
 @intrinsic
 def item(typingctx, array, index):
-    """Return ``array[index]`` of an index that is not negative, which Numba would have to ask."""
+    """Return ``array[index]`` for a non-negative index, without Numba's check of the sign."""
 
     def codegen(context, builder, signature, args):
         return builder.load(pointer(context, builder, signature.args[0], *args))
@@ -147,7 +147,7 @@ def item(typingctx, array, index):
 
 @intrinsic
 def prefetch(typingctx, array, index):
-    """Ask for the cache line of ``array[index]``, which need not be a place in the array."""
+    """Prefetch the cache line of ``array[index]``; the index may be outside the array."""
 
     def codegen(context, builder, signature, args):
         i32, place = ir.IntType(32), pointer(context, builder, signature.args[0], *args)
@@ -161,10 +161,10 @@ def prefetch(typingctx, array, index):
 
 @intrinsic
 def stay_apart(typingctx):
-    """Keep LLVM from copying the function in which this is to each of its many callers."""
+    """Keep LLVM from inlining the surrounding function into its many callers."""
 
     def codegen(context, builder, signature, args):
-        # Numba may have asked for the opposite, as it does for whatever such a function calls.
+        # Numba may have asked for inlining, as it does for callees of such functions.
         builder.function.attributes.discard("alwaysinline")
         builder.function.attributes.add("noinline")
         return context.get_dummy_value()
@@ -193,7 +193,7 @@ def put_four(typingctx, out, index, array, places):
 
 @intrinsic
 def load_some(typingctx, array, index, count):
-    """Return the vector that begins at ``array[index]``, of which only `count` lanes are read."""
+    """Return the vector at ``array[index]``; only its first `count` lanes are read."""
     vector = vector_of(array.dtype)
 
     def codegen(context, builder, signature, args):
@@ -214,7 +214,7 @@ def store_some(typingctx, array, index, vector, count):
         bits, shape = signature.args[0].dtype.bitwidth, vector.type
         place = pointer(context, builder, signature.args[0], array, index, shape)
         whole = builder.icmp_signed(">=", count, count.type(shape.count))
-        # Memory that was written with a mask is slow to read again at once.
+        # Memory that was just written with a mask is slow to read.
         with builder.if_else(whole, likely=True) as (then, otherwise):
             with then:
                 builder.store(vector, place).align = bits // 8
@@ -227,7 +227,7 @@ def store_some(typingctx, array, index, vector, count):
 
 @njit(_nrt=False, forceinline=True)
 def store_both(first, at, second, to, vector, count, room):
-    """Write what :func:`load_either` loads: some lanes to the first, and if not all to the second.
+    """Write a vector for :func:`load_either`: lanes to the first array, and if partial, the second.
 
     There are `room` numbers in the second.
     """
@@ -238,13 +238,13 @@ def store_both(first, at, second, to, vector, count, room):
 
 @njit(_nrt=False, forceinline=True)
 def load_either(first, at, second, to, count):
-    """Return a vector from the first, or from the second unless all its lanes are in the first."""
+    """Load a vector from the first array if it has all lanes, else from the second."""
     return load(second, to) if count < lane_count(second) else load(first, at)
 
 
 @intrinsic
 def keep_some(typingctx, vector, count):
-    """Return a vector with 0 behind its first `count` lanes, whatever is there."""
+    """Return a vector with 0 after its first `count` lanes, whatever they held."""
 
     def codegen(context, builder, signature, args):
         vector, count = args
@@ -267,16 +267,16 @@ def number(typingctx, like, value):
 
 
 def _square_loading(size, height=SAMPLE_BYTES):
-    """Return an intrinsic that loads as many vectors of a size as numbers have a height, in bytes.
+    """Return an intrinsic that loads a square of vectors.
 
-    A vector is meant for each of the samples of one, and in a full square for each of its lanes.
+    It has one vector per sample of a vector; a full square has one per lane.
     """
 
     @intrinsic
     def load_square(typingctx, array, index, step, rows, count):
         """Return vectors that are `step` apart from ``array[index]`` on.
 
-        Only the first `count` lanes of the first `rows` are read, and all others are 0.
+        Only the first `count` lanes of the first `rows` vectors are read; all others are 0.
         """
         vector = vector_of(array.dtype, size)
         samples = vector_of(array.dtype, height).count
@@ -335,7 +335,7 @@ def store_square(typingctx, array, index, step, square, rows, count):
 
 @intrinsic
 def add_squares(typingctx, a, b):
-    """Return the sums of as many vectors."""
+    """Return the sums of two squares, vector by vector."""
 
     def codegen(context, builder, signature, args):
         parts = [[builder.extract_value(each, k) for each in args] for k in range(len(a))]
@@ -346,7 +346,7 @@ def add_squares(typingctx, a, b):
 
 
 def _for_rows(builder, vector, most, rows, count, do):
-    """Call ``do(k, mask)`` for all rows of a square; the mask is None where all of it is meant."""
+    """Call ``do(k, mask)`` for all rows of a square; a mask of None means all lanes."""
     size, lanes = rows.type(most), rows.type(vector.count)
     whole = builder.and_(
         builder.icmp_signed(">=", rows, size), builder.icmp_signed(">=", count, lanes)
@@ -364,7 +364,7 @@ def _for_rows(builder, vector, most, rows, count, do):
 
 @intrinsic
 def transpose(typingctx, rows):
-    """Return as many vectors, transposed; lanes of which a vector has more stay neighbours."""
+    """Transpose a square of vectors; if a vector has more lanes, groups of lanes stay together."""
     count, lanes = len(rows), rows.dtype.count
     grain = lanes // count
 
@@ -377,7 +377,7 @@ def transpose(typingctx, rows):
                 if k & distance:
                     continue
                 a, b = vectors[k], vectors[k + distance]
-                # Lanes of the second vector are counted on from those of the first.
+                # Lanes of the second vector are numbered after those of the first.
                 low = [n if not n & jump else lanes + n - jump for n in range(lanes)]
                 high = [n + jump if not n & jump else lanes + n for n in range(lanes)]
                 vectors[k] = shuffle(builder, a, b, low)
@@ -389,7 +389,7 @@ def transpose(typingctx, rows):
 
 
 def _mixing(places):
-    """Return an intrinsic of two vectors: two of their lanes, whose places a count tells."""
+    """Return an intrinsic that shuffles two vectors into two."""
 
     @intrinsic
     def mix(typingctx, a, b):
@@ -412,7 +412,7 @@ together = _mixing(
 
 
 def _operation(function, name):
-    """Let an operator work on two vectors; a product may be fused with the sum it is part of."""
+    """Define an operator on two vectors; a product may be fused with its sum."""
 
     @type_callable(function)
     def typed(context):
@@ -474,7 +474,7 @@ def is_zero(typingctx, x):
 
 @intrinsic
 def neighbours(typingctx, x):
-    """Return a vector whose lanes have changed places, two by two."""
+    """Return a vector with each pair of lanes exchanged."""
 
     def codegen(context, builder, signature, args):
         (vector,) = args
@@ -495,7 +495,7 @@ def total(typingctx, x):
 
 @intrinsic
 def add_to(typingctx, array, index, vector):
-    """Add a vector to the numbers from ``array[index]`` on, whose dtype may be a wider one."""
+    """Add a vector to the numbers from ``array[index]`` on, whose dtype may be wider."""
 
     def codegen(context, builder, signature, args):
         place = pointer(context, builder, signature.args[0], *args[:2])
@@ -507,7 +507,7 @@ def add_to(typingctx, array, index, vector):
 
 @intrinsic
 def put_in(typingctx, array, index, vector):
-    """Write a vector to the numbers from ``array[index]`` on, whose dtype may be a wider one."""
+    """Write a vector to the numbers from ``array[index]`` on, whose dtype may be wider."""
 
     def codegen(context, builder, signature, args):
         place = pointer(context, builder, signature.args[0], *args[:2])

@@ -1,8 +1,8 @@
-"""Steps of a simulation in one loop, and their adjoints in another, of a function that was read.
+"""One loop over a simulation's steps, and one over their adjoints, for a function that was read.
 
 A stage solves ``M (α u + past) - added - κ f(u) = 0`` by Newton's method with dense factors, one
-matrix for each sample. Where that does not converge, or the function branches in another way, the
-loop ends before the step, which its caller takes.
+matrix for each sample. If that does not converge, or the function takes another branch, the loop
+ends before the step, and its caller takes the step.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Method(NamedTuple):
     Attributes
     ----------
     kind : int
-        Which equations.
+        The kind of equations.
     a, c : ndarray
-        The tableau; that of one implicit stage for methods that have none.
+        The tableau; for methods without one, that of one implicit stage.
     inner : ndarray of int64
-        Where the state of a stage is kept within the step; -1 if it is not.
+        The place where each stage's state is kept in the step; -1 if it is not kept.
     mass : ndarray of uint64, shape (count, 3)
-        A row, a column and a place in the matrices for each entry of the mass.
+        For each entry of the mass: its row, its column and its place in the matrices.
     weights : ndarray
         Values of these entries.
     estimates : ndarray, shape (count, stages + 1)
@@ -49,22 +49,22 @@ class Method(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What steps are computed in.
+    """Work memory of steps.
 
     Attributes
     ----------
     matrices, factors : ndarray, shape (samples, size, size)
         Matrices, and their factors.
     pivots : ndarray of uint64, shape (samples, size)
-        Rows that were exchanged.
+        Row exchanges of the factorisations.
     vectors : ndarray, shape (9, n)
         Vectors of Newton's method.
     rates : ndarray, shape (stages + 1, n)
         Rates in stages, and at the beginning of a step; or the adjoints of those in stages, of one
         loss after the other.
     known : ndarray, shape (4,)
-        Whether there are factors; the least iterations with them, how many more others took; and
-        how many factors were made.
+        Whether there are factors; the least iterations with them; the extra iterations so far; and
+        how many factorisations were made.
     """
 
     matrices: NDArray[np.float64]
@@ -76,12 +76,12 @@ class Work(NamedTuple):
 
 
 class Trajectory(NamedTuple):
-    """A run: ``states[k + 1]`` is that at the beginning of step `k`, ``states[0]`` the same one.
+    """A run: ``states[k + 1]`` is the state before step `k`; ``states[0]`` equals ``states[1]``.
 
     Attributes
     ----------
     states, inner, times, dt, newton, params : ndarray
-        As a run has them.
+        The arrays of the run.
     """
 
     states: NDArray[np.float64]
@@ -98,15 +98,15 @@ class Rules(NamedTuple):
     Attributes
     ----------
     rtol, atol, margin, far : float
-        Tolerances, the share of them that may be left, and how far the last correction may be.
+        Tolerances, the share of them for the remaining error, and the largest last correction.
     slow, own : float
-        Rates above which factors are made anew.
+        Rates of convergence above which factors are renewed.
     cost : float
-        How many iterations take as long as factors.
+        How many iterations take as long as a factorisation.
     most : int
         The most iterations.
     wide : float
-        Entries of a matrix beyond which its transposed solutions are refined.
+        Transposed solutions are refined if a matrix has larger entries.
     """
 
     rtol: float
@@ -152,14 +152,14 @@ class Pace(NamedTuple):
 
 
 class March(NamedTuple):
-    """All that steps read and write.
+    """Everything that steps read and write.
 
     Attributes
     ----------
     tables, values : Tables, Values
-        The function that was read, and its numbers.
+        The tape of the user's function, and its numbers.
     method, work, rules, run : Method, Work, Rules, Trajectory
-        The equations of a step, what they are solved in, how, and for which run.
+        The equations of a step, work memory, rules and the run.
     """
 
     tables: Tables
@@ -171,13 +171,13 @@ class March(NamedTuple):
 
 
 class Adjoints(NamedTuple):
-    """Gradients that a pass back adds to, with an axis for losses at the end.
+    """Gradients that a backward pass accumulates; the last axis is for losses.
 
     Attributes
     ----------
     old, older, params, dt, dt_before, time : ndarray
-        Those in the last two states, in parameters, in the lengths of the step and of the one
-        before, and in the time.
+        The gradients in the last two states, the parameters, the lengths of the step and of the
+        previous one, and the time.
     """
 
     old: NDArray[np.float64]
@@ -276,7 +276,7 @@ def _factorise(work: Any) -> bool:
     _set(work.factors.reshape(-1), work.matrices.reshape(-1))
     for b in range(len(work.factors)):
         a, pivots = work.factors[b], work.pivots[b]
-        # Loops of so many turns, which the compiler knows, take half of the time.
+        # Loops with constant lengths take half the time.
         if size == 2:
             is_regular = is_regular and _eliminate(a, pivots, 2)
         elif size == 3:
@@ -315,7 +315,7 @@ def _solve_transposed(work: Any, right: Any, x: Any) -> None:
 
 @njit(**PLAIN)
 def _adjoint(work: Any, rules: Any, right: Any, x: Any, rest: Any) -> None:
-    """Set ``x = A⁻ᵀ right``, refined where entries are of very different sizes."""
+    """Set ``x = A⁻ᵀ right``, refined if entries have very different sizes."""
     _solve_transposed(work, right, x)
     largest, matrices = 0.0, work.matrices.reshape(-1)
     for i in range(len(matrices)):
@@ -338,7 +338,7 @@ def _adjoint(work: Any, rules: Any, right: Any, x: Any, rest: Any) -> None:
 
 @njit(**PLAIN)
 def _begin(tables: Any, values: Any, params: Any) -> None:
-    """Compute what depends on parameters alone."""
+    """Compute the operations that depend only on parameters."""
     at, size = tables.leaves[4]
     for i in range(size):
         values.elements[at + i] = params[i]
@@ -347,7 +347,7 @@ def _begin(tables: Any, values: Any, params: Any) -> None:
 
 @njit(**PLAIN)
 def _turn_to(tables: Any, values: Any, old: Any, dt: float) -> None:
-    """Set the old state and the length of a step, where the function reads them."""
+    """Set the old state and the length of a step, if the function reads them."""
     at, size = tables.leaves[1]
     if size:
         for i in range(size):
@@ -378,7 +378,7 @@ def _rate(tables: Any, values: Any, u: Any, time: float, rate: Any) -> bool:
 
 @njit(**PLAIN)
 def _residual(tables: Any, values: Any, method: Any, stage: Any, vectors: Any, rest: Any) -> bool:
-    """Set the residual at a state whose values are there; return whether it is finite."""
+    """Set the residual at an evaluated state; return whether it is finite."""
     alpha, kappa, _ = stage
     at, u = tables.leaves[0, 0], values.elements
     past, added = vectors[6], vectors[7]
@@ -395,7 +395,7 @@ def _residual(tables: Any, values: Any, method: Any, stage: Any, vectors: Any, r
 
 @njit(**PLAIN)
 def _linearise(tables: Any, values: Any, method: Any, work: Any, stage: Any) -> bool:
-    """Factorise ``α M - κ J`` at a state whose slopes are there; return whether it is regular."""
+    """Factorise ``α M - κ J`` at a state with known slopes; return whether it is regular."""
     alpha, kappa, _ = stage
     differentiate(tables, values)
     matrix = work.matrices.reshape(-1)
@@ -409,7 +409,7 @@ def _linearise(tables: Any, values: Any, method: Any, work: Any, stage: Any) -> 
 
 @njit(**PLAIN)
 def _is_lower(work: Any, rules: Any) -> bool:
-    """Return whether a correction lowers the residual, each equation in its scale."""
+    """Return whether a correction lowers the residual, each equation in its own scale."""
     state, rest, correction = work.vectors[0], work.vectors[1], work.vectors[2]
     new_rest = work.vectors[4]
     size = work.pivots.shape[1]
@@ -499,7 +499,7 @@ def _newton(of: Any, stage: Any) -> int:
 
 @njit(**PLAIN)
 def _coefficients(kind: int, ratio: float) -> tuple[float, float, float]:
-    """Return ``α``, and what the last two states are multiplied by; without a step before at 0."""
+    """Return ``α`` and the factors of the last two states; at step 0 there is only one."""
     if kind == BDF2 and ratio != 0.0:
         return (1 + 2 * ratio) / (1 + ratio), -(1 + ratio), ratio * ratio / (1 + ratio)
     if kind == RESIDUAL:
@@ -659,7 +659,7 @@ def take_steps_to(of: Any, k: int, end: int, pace: Any) -> int:
 
 @njit(**PLAIN)
 def _sweep(tables: Any, values: Any, above: Any) -> None:
-    """Compute gradients of all elements, given those of what the function returns."""
+    """Compute gradients of all elements from those of the function's results."""
     _fill(values.grads, 0.0)
     for i in range(len(above)):
         values.grads[tables.results[i]] += above[i]
@@ -677,7 +677,7 @@ def _weigh(method: Any, factor: float, x: Any, sums: Any) -> None:
 def _add_grads(
     tables: Any, values: Any, method: Any, grads: Any, dt: float, c: float, loss: int
 ) -> None:
-    """Add gradients of all but the state that the last sweep has found; `dt` divides the rate."""
+    """Add the last sweep's gradients, except the state's; `dt` divides the rate."""
     g, leaves = values.grads, tables.leaves
     in_time = g[leaves[2, 0]]
     grads.time[loss] += in_time
@@ -692,7 +692,7 @@ def _add_grads(
 
 @njit(**PLAIN)
 def _pull_step_back(of: Any, k: int, above: Any, grads: Any) -> bool:
-    """Add gradients of all that a step has read; return whether its matrices are regular."""
+    """Add gradients of everything a step has read; return whether its matrices are regular."""
     tables, values, method, work, rules, run = of
     states, dt, a = run.states, run.dt[k], method.a
     new, old, older = states[k + 2], states[k + 1], states[k]
@@ -766,8 +766,8 @@ def _pull_step_back(of: Any, k: int, above: Any, grads: Any) -> bool:
 def pull_steps_back(of: Any, begin: int, above: Any, grads: Any, in_dt: Any) -> int:
     """Go back from step ``begin + len(above)`` to `begin`; return the last one that was right.
 
-    `above` has gradients of the loss in the states after these steps, ``(steps, n, losses)``, to
-    which those of later steps are added. Where a step is not solved, gradients are of no use.
+    `above` has gradients of the loss in the states after these steps, ``(steps, n, losses)``;
+    gradients from later steps are added. If a step is not solved, the sums are useless.
     """
     _begin(of.tables, of.values, of.run.params)
     n, losses = grads.old.shape

@@ -1,4 +1,4 @@
-"""Masks of pruned weights, compared with what they were."""
+"""Compare masks of pruned weights with their earlier contents."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import numpy as np
 from ..compile import njit
 
 
-# Without counts of references: threads that share arrays would wait for each other at every call.
+# No reference counting: threads that share arrays would wait for each other at every call.
 @njit(nogil=True, cache=True, _nrt=False)
 def count_changes(first, last, is_kept, mask, counts, k):
-    """Count the entries of a part of a mask that are not 1 where weights are kept, and 0 elsewhere.
+    """Count the entries of a part of a mask that differ from ``is_kept``.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ def count_changes(first, last, is_kept, mask, counts, k):
         Entry `k` is the result.
     """
     changes = 0
-    # Numbers without a sign: others could count from the end, and would be looked at one by one.
+    # Unsigned indices: signed ones could count from the end, which prevents vectorisation.
     for i in range(np.uint64(first), np.uint64(last)):
         changes += mask[i] != is_kept[i]
     counts[k] = changes

@@ -29,7 +29,7 @@ def dense_matvec(first, last, cols, m, x, y):
     """Make rows of ``y = M x`` for a dense matrix."""
     i, stop, size = np.uint64(first), np.uint64(last), np.uint64(cols)
     row = i * size
-    # Two rows at a time while they are short; long ones are better read one after the other.
+    # Two rows at a time if they are short; long rows are better read one after the other.
     if size <= np.uint64(128):
         while i + np.uint64(2) <= stop:
             dot_two_rows(m, row, size, x, y, i)
@@ -56,10 +56,10 @@ def _ahead(starts, i, p):
 def csr_matvec(first, last, indptr, indices, m, x, y, rows, samples, starts):
     """Make rows of ``y = M x``, or of ``y[l] = M x[:, l]`` for up to eight samples.
 
-    One function, so that a sample has the same bits in both. Four sums, since an addition waits for
-    the one before; they are zero, and change nothing, in rows of fewer than four entries.
+    One function for both, so that a sample has the same bits. It has four partial sums, since an
+    addition waits for the previous one. In rows of fewer than four entries, unused sums are zero.
 
-    `starts` is None, or says for each row where its values start in `m`.
+    `starts` is None, or has the start of each row's values in `m`.
     """
     one, two, three, four = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4)
     p = np.uint64(indptr[first])
@@ -74,7 +74,7 @@ def csr_matvec(first, last, indptr, indices, m, x, y, rows, samples, starts):
             t3 = add_term(t3, m, p + three + d, x, np.uint64(indices[p + three]))
             p += four
         total = plus(plus(t0, t1), plus(t2, t3))
-        # Three more at most: a loop is slower, which the compiler unrolls as if they were many.
+        # At most three more: the compiler would unroll a loop as if there were many.
         if p < stop:
             total = add_term(total, m, p + d, x, np.uint64(indices[p]))
             if p + one < stop:
@@ -89,7 +89,7 @@ def csr_matvec(first, last, indptr, indices, m, x, y, rows, samples, starts):
 def dense_matvec_of_eight(first, last, cols, m, x, y, rows, samples):
     """Make rows of ``y[l] = M x[:, l]`` for a dense matrix and up to eight samples."""
     one, four, size = np.uint64(1), np.uint64(4), np.uint64(cols)
-    # Four rows at a time, since an addition waits for the one before.
+    # Four rows at a time, since an addition waits for the previous one.
     i, stop = np.uint64(first), np.uint64(last)
     height, count = np.uint64(rows), np.uint64(samples)
     p0 = i * size
@@ -126,7 +126,7 @@ def single_matvec(first, last, indices, m, x, y):
 
 @njit
 def interleave(x, cols, samples, interleaved):
-    """Set ``interleaved[j, l] = x[l, j]`` for up to eight samples that lie end to end in `x`."""
+    """Set ``interleaved[j, l] = x[l, j]`` for up to eight samples, contiguous in `x`."""
     for j in range(np.uint64(cols)):
         for lane in range(np.uint64(samples)):
             interleaved[j, lane] = x[lane * np.uint64(cols) + j]
@@ -209,12 +209,12 @@ def apply_product(t, node, b, thread, first, last, x, y):
 def apply_jacobian(t, node, first, last, first_sample, last_sample, left, out, thread):
     """Make rows `first` to `last` of gradient `out` from gradient `left`, through a Jacobian."""
     leaf = array_at(t.run[Run.LEAVES] + node[Node.VALUES] * 2 * WORD, 2, t.run)
-    # The bits of a dense one must not depend on how samples are cut up.
+    # The bits of a dense product must not depend on how samples are divided.
     dense = node[Node.KIND] == Kind.DENSE
     samples = t.run[Run.BATCH] if dense else last_sample - first_sample
     shared = leaf[1] == 0 and samples > 2
     if shared and node[Node.KIND] != Kind.DIAGONAL and not node[Node.SINGLE]:
-        # The samples share the Jacobian: read it once for eight of them.
+        # Samples share the Jacobian: read it once for eight samples.
         rows, cols = node[Node.ROWS], node[Node.COLS]
         m = array_at(leaf[0], node[Node.NNZ], t.values)
         lanes = t.run[Run.LANES]
@@ -234,7 +234,7 @@ def apply_jacobian(t, node, first, last, first_sample, last_sample, left, out, t
         and last - first == node[Node.ROWS]
         and leaf[1] == node[Node.ROWS] * t.values.itemsize
     ):
-        # The samples lie end to end: one long diagonal.
+        # Samples are contiguous: one long diagonal.
         rows = node[Node.ROWS]
         size = (last_sample - first_sample) * rows
         m = array_at(leaf[0] + first_sample * leaf[1], size, t.values)

@@ -1,12 +1,12 @@
 """Intrinsics that Numba lacks: arrays at an address, vectors, atomics between threads.
 
-A compiled call walks thousands of arrays that Python would take longer to unpack than the kernel
-takes to run, so the kernels get tables of addresses. Whoever fills such a table has checked the
-sizes and holds a reference to every array until the call is over.
+A compiled call reads thousands of arrays. Python would take longer to unpack them than the kernel
+runs, so kernels get tables of addresses. The code that fills such a table has checked the sizes,
+and holds a reference to every array until the call is over.
 
-Atomics and pointers cannot be written otherwise. The sums are written in LLVM's language because
-Numba's loops take longer: up to 2.0 times for pairs of dense rows, 2.4 to 4.6 times for eight
-samples at once, as ``python -m bench intrinsics`` measures.
+Atomics and pointers need intrinsics. The sums are written in LLVM's language because Numba's loops
+take longer: up to 2.0 times as long for pairs of dense rows, 2.4 to 4.6 times for eight samples at
+once, as ``python -m bench intrinsics`` measures.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _element(context, builder, signature, args):
 
 @intrinsic
 def fetch_add(typingctx, array, index, value):
-    """Add `value` to ``array[index]`` in one step that no thread can split; the old value."""
+    """Add `value` to ``array[index]`` atomically; return the old value."""
 
     def codegen(context, builder, signature, args):
         place = _element(context, builder, signature, args)
@@ -65,7 +65,7 @@ def fetch_add(typingctx, array, index, value):
 
 @intrinsic
 def exchange(typingctx, array, index, before, after):
-    """Set ``array[index]`` to `after` if it is `before`, in one step; whether it was."""
+    """Set ``array[index]`` to `after` if it is `before`, atomically; return whether it was."""
 
     def codegen(context, builder, signature, args):
         place = _element(context, builder, signature, args)
@@ -77,7 +77,7 @@ def exchange(typingctx, array, index, before, after):
 
 @intrinsic
 def load(typingctx, array, index):
-    """Return ``array[index]`` as other threads have left it, with all that they wrote before."""
+    """Return ``array[index]`` with acquire semantics: writes made before it are visible."""
 
     def codegen(context, builder, signature, args):
         return builder.load_atomic(_element(context, builder, signature, args), "seq_cst", 8)
@@ -89,8 +89,8 @@ def load(typingctx, array, index):
 def dot_two_rows(typingctx, m, start, cols, x, y, i):
     """Set ``y[i], y[i + 1]`` to the products of two rows of a dense matrix with `x`.
 
-    In vectors of 32 bytes, the last one masked. A loop that the compiler vectorises falls back to
-    single elements for the last few of each row, which are most of a short one.
+    It uses vectors of 32 bytes; the last one is masked. A loop that the compiler vectorises takes
+    the last few elements of each row one by one, which are most elements of a short row.
     """
 
     def codegen(context, builder, signature, args):
@@ -150,7 +150,7 @@ def dot_two_rows(typingctx, m, start, cols, x, y, i):
 
 @intrinsic
 def zero(typingctx, x):
-    """Return the zero that goes with ``x[j]``: a number, or eight if `x` has rows of eight."""
+    """Return a zero like ``x[j]``: a number, or eight numbers if `x` has rows of eight."""
     total = x.dtype if x.ndim == 1 else Lanes(x.dtype, 8)
 
     def codegen(context, builder, signature, args):
@@ -170,7 +170,7 @@ def plus(typingctx, a, b):
 
 
 def _add_term(total, m, x, flags):
-    """Return signature and code of an intrinsic that adds a product, with these flags of LLVM's."""
+    """Return signature and code of an intrinsic that adds a product, with these LLVM flags."""
 
     def codegen(context, builder, signature, args):
         def element(k, index):
@@ -221,7 +221,7 @@ def store(typingctx, y, i, total, stride, count):
     return types.void(y, types.uint64, total, types.uint64, types.uint64), codegen
 
 
-# Turns of waiting, a few microseconds, after which other threads are let run.
+# Turns of waiting, a few microseconds, before the thread yields.
 PATIENCE = 1000
 
 if os.name == "posix":
@@ -229,7 +229,7 @@ if os.name == "posix":
 
     @njit(inline="always")
     def relax(spins):
-        """Let other threads run, after some turns of waiting."""
+        """Yield to other threads after some turns of waiting."""
         if spins > PATIENCE:
             _sched_yield()
 
@@ -237,8 +237,8 @@ if os.name == "posix":
     def clock(typingctx):
         """Return nanoseconds, as ``time.monotonic_ns`` does.
 
-        They are read into this thread's stack: Numba allocates arrays as Python does, which
-        `tracemalloc` may follow, and no thread may need that while it waits without the GIL.
+        It reads them into this thread's stack. Numba allocates arrays like Python does, where
+        `tracemalloc` may observe it; a thread that waits without the GIL must not do that.
         """
 
         def codegen(context, builder, signature, args):

@@ -1,4 +1,4 @@
-"""Where the tables of a run say that things are: values, exponents, gradients, rows."""
+"""Read the tables of a run: places of values, exponents, gradients and rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .tables import FINISHED, SLOTS, WORD, ZERO, Kind, Node, Op, Run, Store
 
 @njit(inline="always")
 def is_stopped(t):
-    """Return whether another thread has failed, or an interrupt came: what is made is not read."""
+    """Return whether another thread has failed, or an interrupt came: results are not needed."""
     return load(t.run, Run.STATUS) != FINISHED
 
 
@@ -50,7 +50,7 @@ def indices_of(t, node):
 
 @njit(inline="always")
 def starts_of(t, node):
-    """Return where the values of each row start, of a node whose equal rows share them."""
+    """Return the start of each row's values, for a node whose equal rows share values."""
     return array_at(node[Node.STARTS], node[Node.ROWS], t.indices)
 
 
@@ -77,13 +77,13 @@ def values_of(t, node, b, thread):
 
 @njit(inline="always")
 def bits_of(t, node, b, thread):
-    """Return the same as integers: their bit patterns."""
+    """Return the bit patterns of these values, as integers."""
     return array_at(_address(t, node, b, thread), node[Node.NNZ], t.bits)
 
 
 @njit
 def exponents_of(t, node, b, thread):
-    """Return the exponents of a product for sample `b`, and as last entry whether to use them."""
+    """Return the exponents of a product for sample `b`; the last entry says whether to use them."""
     cols = node[Node.COLS]
     if node[Node.STORE] == Store.POOL:
         first = node[Node.EXPONENTS] + b * node[Node.BATCHED] * (cols + 1)
@@ -136,12 +136,12 @@ def column_of(node, indices, p):
 
 @njit
 def balanced_row(t, node, block, blocks):
-    """Return the first row of one of `blocks` blocks with about as many entries each."""
+    """Return the first row of one of `blocks` blocks with about equally many entries."""
     rows = node[Node.ROWS]
     if block == blocks:
         return rows
     if node[Node.KIND] != Kind.CSR:
-        # Even, since dense rows are taken in pairs: each is summed in the same way in every block.
+        # Even, since dense rows are taken in pairs, so that the order of sums is fixed.
         return rows * block // blocks // 2 * 2
     wanted = node[Node.NNZ] * block // blocks
     indptr = indptr_of(t, node)

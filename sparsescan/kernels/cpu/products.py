@@ -1,4 +1,4 @@
-"""One product of two nodes: plainly while it is in range, with exponents where it is not."""
+"""One product of two nodes: plain if it is in range, with exponents if not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .tables import FINISHED, IN_BAND, ONE, OUT_OF_BAND, UNDECIDED, ZERO, Node, 
 
 @njit
 def _multiply_scaled(t, left, right, out, b, thread):
-    """Make a product of any range, not normalised; return how its range is."""
+    """Make a product of any range, not normalised; return the state of its range."""
     y = values_of(t, right, b, thread).copy()
     y_e = own_exponents_of(t, right, b, thread).copy()
     y_least, _ = normalise(t, right, y, y_e)
@@ -50,7 +50,7 @@ def _multiply_scaled(t, left, right, out, b, thread):
     for j in range(len(e)):
         e[j] = x_e[j]
     if min(x_least, y_least, x_least + y_least) <= t.run[Run.NORMAL]:
-        # An entry, or a product of two, might be no normal number.
+        # An entry, or a product of two, might be subnormal or overflow.
         return _multiply_apart(t, left, right, out, b, thread)
     c, bits = values_of(t, out, b, thread), bits_of(t, out, b, thread)
     return multiply(t, right, y, left, x, out, c, bits, ZERO, out[Node.ROWS], thread)
@@ -58,7 +58,7 @@ def _multiply_scaled(t, left, right, out, b, thread):
 
 @njit
 def _multiply_apart(t, left, right, out, b, thread):
-    """Make a product of entries however far apart, each relative to its own largest term.
+    """Make a product whose entries may differ by any factor, each relative to its largest term.
 
     The exponents of the product are those that `prescale` found.
     """
@@ -106,7 +106,7 @@ def _multiply_apart(t, left, right, out, b, thread):
 
 @njit
 def check_operands(t, left, right, b, thread, block, blocks):
-    """Return how the range of both operands is, in one block of their entries."""
+    """Return the state of the range of both operands, in one block of their entries."""
     worst = IN_BAND
     for node in (left, right):
         if node[Node.STORE] == Store.CALLER:
@@ -129,7 +129,7 @@ def check_operands(t, left, right, b, thread, block, blocks):
 
 @njit
 def multiply_rows(t, left, right, out, b, thread, block, blocks):
-    """Make a block of rows of a product of operands in the band; return how its range is."""
+    """Make a block of rows of a product of operands in the band; return the state of its range."""
     x, y = values_of(t, left, b, thread), values_of(t, right, b, thread)
     c, bits = values_of(t, out, b, thread), bits_of(t, out, b, thread)
     first = balanced_row(t, right, block, blocks)
@@ -139,7 +139,7 @@ def multiply_rows(t, left, right, out, b, thread, block, blocks):
 
 @njit
 def settle(t, left, right, out, b, thread, operands, result):
-    """Finish a product whose rows are made: exponents, local gradients; return the status."""
+    """Finish a product after its rows: exponents and local gradients; return the status."""
     if operands == OUT_OF_BAND:
         result = _multiply_scaled(t, left, right, out, b, thread)
         in_band = False
@@ -164,7 +164,7 @@ def settle(t, left, right, out, b, thread, operands, result):
 def _product_local(t, left, right, out, sample, thread):
     """Make the local gradients of a product: ``B·local(A) + local(B)``, with `A` the earlier node.
 
-    They are made for one sample; or for all, if the samples share the product.
+    They are made for one sample, or for all if samples share the product.
     """
     shared = out[Node.BATCHED] == 0
     first = ZERO if shared else sample

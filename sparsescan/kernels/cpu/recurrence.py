@@ -1,6 +1,6 @@
 """Linear recurrences over whole sequences, ``y_t = A_t y_{t-1} + b_t``, and their gradients.
 
-All matrices have one pattern, so nothing is looked up for a step: addresses go on by so many bytes.
+All matrices have one pattern, so a step looks nothing up: addresses advance by constant strides.
 The caller has checked sizes and strides, and holds the arrays.
 """
 
@@ -25,9 +25,9 @@ class Stack(NamedTuple):
     Attributes
     ----------
     at : int
-        The address of the first; 0 if there are none.
+        The address of the first array; 0 if there are none.
     step, sample : int
-        Bytes to the next step, and to the next sample; 0 where they share one.
+        Bytes to the next step and to the next sample; 0 if these share one array.
     """
 
     at: int
@@ -49,7 +49,7 @@ class Steps(NamedTuple):
     indptr, indices : ndarray
         The pattern of a CSR matrix.
     values, offsets, states : Stack
-        The matrices ``A_t``, what is added, and what is computed.
+        The matrices ``A_t``, the offsets, and the states to compute.
     start : Stack
         The state before the first step.
     like : ndarray
@@ -72,7 +72,7 @@ class Steps(NamedTuple):
 
 @njit(inline="always")
 def _vector(s, stack, t, b, size):
-    """Return what a stack has for step `t` and sample `b`."""
+    """Return a stack's array for step `t` and sample `b`."""
     return array_at(stack.at + t * stack.step + b * stack.sample, size, s.like)
 
 
@@ -95,7 +95,7 @@ def _apply_transposed(s, m, x, y):
     """Set ``y = Mᵀ x``."""
     rows, eight = np.uint64(s.size), np.uint64(LANES)
     if s.kind == Kind.DENSE and rows >= eight:
-        # Four times eight columns at once; the last ones may be partly those before.
+        # Four times eight columns at once; the last group may overlap the one before.
         one, last, j = np.uint64(1), rows - eight, np.uint64(0)
         while j < rows:
             j0, j1 = min(j, last), min(j + eight, last)
@@ -174,7 +174,7 @@ def _transposed_of_eight(s, m, x, y):
 
 @njit
 def _sweep_eight(s, first, count, room):
-    """Make all states of up to eight samples, which share the matrices: each is read once."""
+    """Make all states of up to eight samples that share the matrices; each is read once."""
     rows, lanes = s.size, np.uint64(LANES)
     x = eights_at(data_address(room), rows, s.like)
     sums = eights_at(data_address(room) + rows * LANES * s.like.itemsize, rows, s.like)
@@ -209,7 +209,7 @@ def _sweep_eight(s, first, count, room):
 def sweep_shared(s, first, last, room):
     """Make all states of samples that share the matrices.
 
-    That takes a `room` of 16 numbers for each of a state.
+    It needs a `room` of 16 numbers per number of a state.
     """
     for b in range(first, last, LANES):
         _sweep_eight(s, b, min(np.int64(LANES), last - b), room)
@@ -217,7 +217,7 @@ def sweep_shared(s, first, last, room):
 
 @njit(fastmath={"contract"})
 def _sweep_number(s):
-    """Make all states of one sample that are one number, which stays in a register."""
+    """Make all states of one sample if a state is one number, which stays in a register."""
     state = _vector(s, s.start, ZERO, ZERO, 1)[0]
     for t in range(s.count):
         state = _vector(s, s.values, t, ZERO, 1)[0] * state
@@ -255,7 +255,7 @@ def _operands(s, grads, t, b):
 
 @njit
 def _add_outer(s, to, left, right, first, last, adds):
-    """Write, or add, rows `first` to ``last - 1`` of an outer product, where the pattern is."""
+    """Write, or add, rows `first` to ``last - 1`` of an outer product, in the pattern only."""
     begin, end, rows = np.uint64(first), np.uint64(last), np.uint64(s.size)
     if s.kind == Kind.DIAGONAL:
         for i in range(begin, end):
@@ -286,9 +286,10 @@ def _add_outer(s, to, left, right, first, last, adds):
 def outer_products(s, grads, out, samples, first, last):
     """Write the gradients in the matrices of steps `first` to ``last - 1``.
 
-    Those in the states are `grads`. With ``y_t = A_t y_{t-1} + b_t`` that in ``A_t[i, j]`` is
-    ``g_t[i]·y_{t-1}[j]``, or ``y_{t-1}[i]·g_t[j]`` if a step applies the transposed matrix; the sum
-    over samples if they share the matrices, which `out` says.
+    `grads` are the gradients in the states. With ``y_t = A_t y_{t-1} + b_t`` the gradient in
+    ``A_t[i, j]`` is ``g_t[i]·y_{t-1}[j]``, or ``y_{t-1}[i]·g_t[j]`` if a step applies the
+    transposed matrix. If samples share the matrices, which `out` shows, gradients are summed over
+    samples.
     """
     if samples == 1 and s.size == 1 and s.nnz == 1:
         for t in range(first, last):

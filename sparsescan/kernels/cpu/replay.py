@@ -1,11 +1,11 @@
-"""Kernel calls that were recorded once, made again by compiled code with other arrays.
+"""Replay recorded kernel calls with other arrays, in compiled code.
 
-A recording is a sequence of *phases*. The *strands* of a phase do not depend on each other; a phase
-starts when every strand before it is done, and a strand is kernel calls one after the other.
-Threads claim strands from a counter, so a thread that comes late, or never, delays nobody.
+A recording is a sequence of *phases*. A phase has independent *strands*, and starts when all
+earlier strands are done. A strand is a sequence of kernel calls. Threads claim strands from a
+counter, so a thread that comes late, or never, delays nobody.
 
-A call is a function that takes the address of the words of its arguments. Some of the words are
-addresses in arrays that differ from replay to replay; each replay has its own copy of all words.
+A call is a function that takes the address of its arguments' words. Some words are addresses in
+arrays that differ between replays, so each replay has its own copy of all words.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def fill(header, arrays, control):
 
 @njit
 def work_off(header, control):
-    """Make calls as one of the threads of a replay until no strand is left."""
+    """Work as one of the threads of a replay until no strand is left."""
     phases = header[Header.PHASES]
     strands = words_at(header[Header.STRANDS], phases + 1)
     count = strands[phases]
@@ -120,7 +120,7 @@ def take_part(address):
 
 @njit(nogil=True, cache=True)
 def begin(header, arrays, control):
-    """Do what :func:`fill` does."""
+    """Do :func:`fill`, as an entry point for Python."""
     fill(header, arrays, control)
 
 
@@ -150,7 +150,7 @@ def again_on(control, x, y):
 
 @njit(nogil=True, cache=True)
 def help_out(address):
-    """Do what :func:`take_part` does, as a thread of another library, whose mode stays."""
+    """Do :func:`take_part` as a thread of another library, and keep that thread's mode."""
     before = mode()
     flush()
     take_part(address)

@@ -1,17 +1,16 @@
 """The CPU engine: one compiled call runs a whole plan.
 
-A plan is a sequence of *stages*. The units of a stage do not depend on each other; a stage starts
-when every unit before it is done. Threads claim units from a counter, so a thread that comes late,
-or never, delays nobody, and the arithmetic of a unit does not depend on who claims it: the result
-has the same bits whatever the number of threads.
+A plan is a sequence of *stages*. A stage has independent units, and starts when all earlier units
+are done. Threads claim units from a counter, so a thread that comes late, or never, delays nobody.
+The arithmetic of a unit does not depend on the thread, so results have the same bits for any number
+of threads.
 
-Range. Products of many Jacobians leave the range of floating point where a gradient would not, so
-a matrix node is ``M·diag(2^e)``: mantissas `M`, and an exponent for each column, since columns
-evolve independently of each other. Scaling by a power of two is exact. Nodes whose entries lie
-within a *band* have no exponents and take the plain kernels; only columns that leave it are
-brought back, by one thread, since that is rare. Two things stop a run, and the caller lets the
-linear scan decide: a value that is not finite, and a column whose entries are so far apart that one
-exponent cannot hold them all at full precision.
+Range. Products of many Jacobians can overflow or underflow even if no gradient does. So a matrix
+node is ``M·diag(2^e)``: mantissas `M`, and one exponent per column, since columns are independent.
+Scaling by a power of two is exact. Nodes with all entries within a *band* have no exponents, and
+use the plain kernels. Columns that leave the band are rare; one thread scales them back. Two cases
+stop a run, and the caller falls back to the linear scan: a value that is not finite, and a column
+whose entries differ so much that one exponent cannot hold them all at full precision.
 
 Indices are unsigned in the inner loops: Numba would test a signed one for wrapping around.
 """
@@ -42,7 +41,7 @@ from .tables import (
     Work,
 )
 
-# Nanoseconds that threads wait for each other in a run before any leaves.
+# Nanoseconds that threads wait for each other in a run before helpers may leave.
 _WAITED = 500_000
 
 
@@ -95,7 +94,7 @@ def _vector_run(t, run, block, blocks, thread):
 def _product_run(t, run, block, blocks, thread):
     """Make one run of products, for one block of the samples; return the status."""
     first_op, last_op, first, last = _run_range(t, run, block, blocks)
-    # Sample by sample, so that the scratch of this thread holds one.
+    # Sample by sample, since this thread's scratch holds one sample.
     for b in range(first, last):
         for i in range(first_op, last_op):
             status = make_product(t, op_at(t, i), b, thread)
@@ -144,14 +143,14 @@ def _product_unit(t, stage, unit, thread):
 
 @njit
 def _report(t, slot, range_):
-    """Tell the threads of a later stage what this one found."""
+    """Report this thread's status to the threads of later stages."""
     if range_ != IN_BAND:
         fetch_add(t.run, slot, 1 if range_ == UNDECIDED else 1 << 32)
 
 
 @njit
 def _reported(t, slot):
-    """Return the worst that was reported."""
+    """Return the worst reported status."""
     reports = load(t.run, slot)
     if reports & 0xFFFFFFFF:
         return UNDECIDED
@@ -168,10 +167,10 @@ def _makes_vectors(t, stage, unit):
 
 @njit
 def _note_wait(t, at, waited):
-    """Note that a thread has waited so many nanoseconds for what comes before stage `at`.
+    """Record how many nanoseconds a thread has waited before stage `at`.
 
-    Threads that share rows meet after each operation, and wait for each other where the system lets
-    one of them wait for its turn. If that takes a quarter of the time, helpers leave.
+    Threads that share rows meet after each operation. If the system suspends one of them, the
+    others wait. If waiting takes a quarter of the time, helpers leave.
     """
     stage = array_at(t.run[Run.STAGES] + (at - 1) * Stage.WIDTH * WORD, Stage.WIDTH, t.run)
     if stage[Stage.KIND] == Work.RUNS or stage[Stage.KIND] == Work.SETTLE:
@@ -218,7 +217,7 @@ def _complete(t, status):
 
 
 def abort(t: Tables) -> None:
-    """Stop every unit and let nobody wait: a thread has failed and will not do its own."""
+    """Stop all units and all waiting: a thread has failed and will not do its own units."""
     t.run[Run.STATUS] = ABORTED
     t.run[Run.NEXT] = t.run[Run.DONE] = 1 << 62
 
@@ -227,7 +226,7 @@ def abort(t: Tables) -> None:
 def run_vectors(t, thread):
     """Work on a plan without products as thread number `thread` until no unit is left.
 
-    It does what :func:`run` does, which takes longer to compile.
+    It is :func:`run` for such plans, and compiles faster.
     """
     at = ZERO
     while True:

@@ -1,4 +1,4 @@
-"""Range: how large entries are, and how columns are brought back by powers of two."""
+"""Range: the sizes of entries, and scaling of columns by powers of two."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def extremes(bits, start, stop, highest, lowest):
 
 @njit
 def range_of(t, highest, lowest):
-    """Return how the range of entries with these extremes is."""
+    """Return the state of the range of entries with these extremes."""
     if highest >= t.run[Run.INFINITY]:
         return UNDECIDED
     if highest > t.run[Run.HIGH] or lowest < t.run[Run.LOW]:
@@ -55,9 +55,9 @@ def range_of(t, highest, lowest):
 
 @njit
 def normalise(t, node, values, e):
-    """Bring every column with an entry outside the band to the target; `e` says by how much.
+    """Scale every column with an entry outside the band to the target; record it in `e`.
 
-    Returns the exponent of the smallest entry then, and whether bits of an entry were lost.
+    Return the exponent of the smallest entry afterwards, and whether an entry lost bits.
     """
     indices = indices_of(t, node)
     cols = node[Node.COLS]
@@ -81,7 +81,7 @@ def normalise(t, node, values, e):
         ):
             shift[j] = exponent_of(largest[j]) - t.run[Run.TARGET]
         least = min(least, exponent_of(smallest[j]) - shift[j])
-        # An entry may be outside the band still, even if the exponents cancel.
+        # An entry may still be outside the band, even if the exponents cancel.
         if e[j] != 0 or shift[j] != 0:
             e[cols] = 1
     lost = False
@@ -98,16 +98,16 @@ def normalise(t, node, values, e):
 
 @njit
 def loses_bits(t, exponent, by):
-    """Return whether scaling by ``2^-by`` costs bits of an entry that some gradient may show.
+    """Return whether scaling by ``2^-by`` loses bits of an entry that may matter to a gradient.
 
-    It then is no normal number. The entry is less than ``2^exponent``.
+    The result is then subnormal. The entry is less than ``2^exponent``.
     """
     return exponent - by < t.run[Run.NORMAL] and exponent > t.run[Run.NEGLIGIBLE]
 
 
 @njit
 def mark_empty_columns(t, node, values, e):
-    """Mark columns that are zero: the rows that they multiply do not count."""
+    """Mark columns that are zero: the rows that they multiply have no effect."""
     indices, cols = indices_of(t, node), node[Node.COLS]
     empty = np.ones(cols, np.bool_)
     for p in range(node[Node.NNZ]):
@@ -122,7 +122,7 @@ def mark_empty_columns(t, node, values, e):
 def prescale(t, node, values, e, by):
     """Return ``diag(2^by) M diag(2^e)`` as mantissas, the columns at the target, and exponents.
 
-    Returns the exponent of the smallest of the mantissas, too, as it would be without rounding.
+    Also return the exponent of the smallest mantissa, as it would be without rounding.
     """
     indptr, indices = indptr_of(t, node), indices_of(t, node)
     cols = node[Node.COLS]

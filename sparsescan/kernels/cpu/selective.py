@@ -1,24 +1,24 @@
 """Selective scans, ``h_t = exp(δ_t A) h_{t-1} + δ_t B_t u_t`` and ``y_t = C_t·h_t + D u_t``.
 
-States are computed where they are used. A *block* is a sample and as many channels as a vector has
-lanes; its states, of one `n` at a time, stay in a register while the steps of a *segment* pass.
-Then `B` and `C` are numbers for all lanes, which are read as they lie, in the order of time, and no
-sum over the states of a channel crosses lanes. The inputs of a segment are transposed once, for all
-states: from rows in the order of time, one a channel, to vectors of channels, one a step. The
-forward pass keeps the states before each segment but the first, fewer numbers than `u` has. The
-backward pass begins with the last segment, and computes states again, into scratch of one `n`.
+States are computed where they are used. A *block* is one sample and as many channels as a vector
+has lanes. Its states, for one `n` at a time, stay in a register during the steps of a *segment*.
+`B` and `C` are then numbers for all lanes, read in the order of time, and no sum over the states of
+a channel crosses lanes. The inputs of a segment are transposed once for all states: from rows of
+time, one per channel, to vectors of channels, one per step. The forward pass keeps the states
+before each segment except the first, which are fewer numbers than `u` has. The backward pass starts
+with the last segment, and recomputes states into scratch for one `n`.
 
-Gradients in `B` and `C` are sums over channels. A *part* is some neighbouring blocks: it has sums
-of its own, to which its blocks add one after the other, a square of vectors at a time, and whoever
-calls adds those of all parts, in order. Parts follow from shapes, so threads change no bit.
+Gradients in `B` and `C` are sums over channels. A *part* is some neighbouring blocks with their own
+sums, to which the blocks add in order, a square of vectors at a time. The caller adds the sums of
+all parts, in order. Parts depend only on shapes, so the number of threads changes no bit.
 
 The floor, with a batch of `B` samples, `D` channels, `N` states, `L` steps and numbers of `s`
 bytes: ``B·L·D·N`` exponentials forward and as many backward, where each is kept in scratch and used
-twice (computed again it would be two), of some twenty instructions for a vector, besides 4
-multiply-adds forward and 12 backward. Memory: ``s·B·L·D`` each for `u`, `delta`, `z` and `out`,
-once forward; backward for the gradient in `out` and for inputs and gradients of that size, once
-each; less than one for states that are kept, once to write and once to read, and about one more
-each for the sums of parts.
+twice (recomputing would make it two), of some twenty instructions per vector, plus 4 multiply-adds
+forward and 12 backward. Memory: ``s·B·L·D`` each for `u`, `delta`, `z` and `out`, once forward;
+backward for the gradient in `out` and for inputs and gradients of that size, once each; less than
+one for states that are kept, once to write and once to read, and about one more each for the sums
+of parts.
 
 The caller has checked sizes, and holds the arrays.
 """
@@ -48,7 +48,7 @@ from .lanes import (
 
 Array = Any
 
-# Scratch has a vector for each step of a segment so many times, and so many for each state.
+# Scratch has this many vectors per step of a segment, and this many per state.
 FORWARD_TILES, BACKWARD_TILES, STATE_ROWS = 4, 13, 4
 
 
@@ -63,10 +63,10 @@ class SelectiveScan(NamedTuple):
         How many steps a segment has, a multiple of the lanes of a vector; the last one may have
         fewer.
     cells, blocks, parts : int
-        Channels are so many cells, of which all channels share `B` and `C`; how many blocks a cell
-        has, and how many parts.
+        The number of cells, which are groups of channels that share `B` and `C`; and the numbers of
+        blocks and of parts of a cell.
     b_cells, c_cells : int
-        How many cells share a group of `B`, and of `C`; 0 if it is constant in time.
+        How many cells share a group of `B` and of `C`; 0 if constant in time.
     softplus : int
         1 if softplus is applied to `delta`, else 0.
     u, delta, z : ndarray, shape (batch, channels, length)
@@ -76,7 +76,7 @@ class SelectiveScan(NamedTuple):
     b, c : ndarray, shape (batch, groups, states, length), or (states, channels) if constant
         `B` and `C`.
     skip, bias : ndarray, shape (channels,)
-        `D`, and what is added to `delta`.
+        `D`, and the bias of `delta`.
     start : ndarray, shape (batch, states, channels)
         The states before the first step; empty for zeros.
     """
@@ -110,8 +110,8 @@ class SelectiveGradients(NamedTuple):
     u, delta, z : ndarray, shape (batch, channels, length)
         Gradients in the inputs.
     b, c : ndarray, shape (batch, cells, parts, states, width)
-        Those in `B` and `C`, the sum of each part; the `width` is the length, or a little more, so
-        that vectors fit.
+        The gradients in `B` and `C`, summed over each part; `width` is the length, rounded up to
+        whole vectors.
     b_constant, c_constant, rates : ndarray of float64, shape (batch, cells, blocks, states, lanes)
         Zeros, to which those in constant `B` and `C` are added, and in `A`.
     skip, bias : ndarray of float64, shape (batch, cells, blocks, lanes)
@@ -166,7 +166,7 @@ def _take(s, array, at, here, count, room, start):
 
 @njit(forceinline=True)
 def _bring_constants(s, channel, here, room, rates_at):
-    """Copy what belongs to the channels of a block: `A`, and `B` and `C` if they are constant."""
+    """Copy the parameters of a block's channels: `A`, and `B` and `C` if they are constant."""
     w = lane_count(s.u)
     b_at, c_at = rates_at + s.states * w, rates_at + 2 * s.states * w
     for n in range(s.states):
@@ -180,7 +180,7 @@ def _bring_constants(s, channel, here, room, rates_at):
 
 @njit(forceinline=True)
 def _row(s, b, cell, cells):
-    """Return where `B` or `C` begins for a sample and a cell; `cells` share a group, if not 0."""
+    """Return the start of `B` or `C` for a sample and a cell; `cells` share a group, if not 0."""
     if cells == 0:
         return 0
     return (b * (s.cells // cells) + cell // cells) * s.states * s.length
@@ -188,7 +188,7 @@ def _row(s, b, cell, cells):
 
 @njit(forceinline=True)
 def _step_size(s, delta):
-    """Return ``δ``; as PyTorch's, softplus is the identity beyond 20."""
+    """Return ``δ``; like PyTorch's, softplus is the identity beyond 20."""
     if s.softplus:
         return less_or(number(s.u, 20.0), delta, delta, softplus(delta))
     return delta
@@ -199,7 +199,7 @@ def _step_size(s, delta):
 
 @njit(nogil=True, cache=True)
 def forward(s, first, last, out, final, kept, room):
-    """Write the outputs of some blocks, their last states, and those before segments.
+    """Write the outputs of some blocks, their last states, and the states before segments.
 
     Parameters
     ----------
@@ -265,7 +265,7 @@ def forward(s, first, last, out, final, kept, room):
 
 @njit(forceinline=True)
 def _pass_states(s, n, count, b_at, c_at, room, tile, state_at):
-    """Let state `n` of a block pass the steps of a segment, and add it to their outputs."""
+    """Take state `n` of a block through the steps of a segment, and add it to the outputs."""
     w = lane_count(s.u)
     states = s.states * w
     own = state_at + n * w
@@ -321,7 +321,7 @@ def backward(s, first, last, grads, grads_final, kept, into, room):
 
 @njit
 def _block_back(s, b, cell, block, grads, grads_final, kept, into, sums, adds, room):
-    """Write or add the gradients of one block; `sums` is where those of its part begin."""
+    """Write or add the gradients of one block; `sums` is the start of its part's sums."""
     w = lane_count(s.u)
     tile, states = s.segment * w, s.states * w
     delta_at, pushed_at, y_at, grad_at = 0, tile, 2 * tile, 3 * tile
@@ -411,9 +411,9 @@ def _block_back(s, b, cell, block, grads, grads_final, kept, into, sums, adds, r
 
 @njit(forceinline=True)
 def _states_again(s, n, count, state, b_at, c_at, into, to, to_own, adds, room):
-    """Compute state `n` before each step of a segment, and its decay; add the gradient in `C`.
+    """Recompute state `n` before each step of a segment, and its decay; add the gradient in `C`.
 
-    Outputs are computed where the gradient in `z` needs them.
+    Outputs are computed if the gradient in `z` needs them.
     """
     w = lane_count(s.u)
     tile, states = s.segment * w, s.states * w
@@ -460,7 +460,7 @@ def _states_back(s, n, count, b_at, c_at, into, to, to_own, adds, room):
         grad = carry + read
         store(room, product_at + v, grad * load(room, tile + v))
         store(room, 4 * tile + v, fma(grad, b, load(room, 4 * tile + v)))
-        # As a product of the gradient it would take twice as long to wait for.
+        # Computed from the gradient it would double the latency.
         carry = fma(decay, carry, decay * read)
         in_exponent = carry * load(room, before_at + v)
         store(room, 5 * tile + v, fma(in_exponent, rate, load(room, 5 * tile + v)))
@@ -490,7 +490,7 @@ def _add_products(s, count, room, sums, constant, to, to_own, adds):
 
 @njit(nogil=True, cache=True)
 def add_up(s, sums, rows, out):
-    """Write the sums over samples of what blocks have added up.
+    """Write the sums over samples of the blocks' sums.
 
     Parameters
     ----------

@@ -1,9 +1,8 @@
-"""Vectors of sixteen numbers, one of each of sixteen samples, in as many registers as that takes.
+"""Vectors of sixteen numbers, one per sample, in as many registers as needed.
 
-A recurrence of one sample waits for its own last result at each step. Sixteen samples side by side
-fill two to four registers, whose chains of operations do not wait for each other. Samples come with
-their steps end to end, so that squares of eight samples and eight steps are transposed, in
-registers.
+A recurrence of one sample waits for its last result at each step. Sixteen samples fill two to four
+registers, whose chains of operations are independent. The steps of a sample are contiguous, so
+squares of eight samples and eight steps are transposed in registers.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def _keep(builder, value, place):
 
 @intrinsic
 def sixteen(typingctx, array, i):
-    """Return row `i` of an array with rows of sixteen; of numbers, number `i` sixteen times."""
+    """Return row `i` of an array with rows of sixteen; or broadcast number `i` of a flat array."""
     vector = Lanes(array.dtype, WIDTH)
 
     def codegen(context, builder, signature, args):

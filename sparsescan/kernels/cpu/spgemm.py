@@ -48,9 +48,8 @@ def _add_product_row(t, row, i, a_node, a, b_node, b):
 def multiply(t, a_node, a, b_node, b, c_node, c, c_bits, first, last, thread):
     """Make rows `first` to `last` of ``C = A B``, plainly; return how their range is.
 
-    The pattern of `C` holds every entry that the product meets, so a row needs no hash and no sort:
-    it is added up in an accumulator with a place for every column, and picked up at the columns
-    that `C` has.
+    The pattern of `C` has every entry of the product, so a row needs no hash and no sort. An
+    accumulator with a place for every column adds the row up, and `C`'s columns are read from it.
     """
     size = t.run[Run.ACCUMULATOR]
     place = t.run[Run.ACCUMULATORS] + thread * size * t.values.itemsize
@@ -86,7 +85,7 @@ def multiply(t, a_node, a, b_node, b, c_node, c, c_bits, first, last, thread):
                 j = column_of(c_node, c_indices, q)
                 c[q] = accumulator[j]
                 accumulator[j] = 0
-        # Checked while it is in the cache, but not in pieces that are too small to vectorise.
+        # Checked while in the cache, but in pieces that are large enough to vectorise.
         if stop - unchecked > np.uint64(1024):
             highest, lowest = extremes(c_bits, unchecked, stop, highest, lowest)
             unchecked = stop

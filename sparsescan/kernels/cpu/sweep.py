@@ -1,7 +1,8 @@
 """Sweeps: gradients from step to step, through matrices to solve with and Jacobians between them.
 
-One compiled call runs many steps. A matrix is copied before it is factorised: nothing that another
-thread may write to is read twice. A few matrices keep their factors, which equal ones share.
+One compiled call runs many steps. A matrix is copied before it is factorised, so memory that
+another thread may write to is read only once. A few matrices keep their factors, which equal
+matrices reuse.
 
 The factors of tridiagonal matrices are computed here, as LAPACK's ``gttrf`` does with rows
 exchanged for the larger pivot; those of banded and dense ones by ``gbtrf`` and ``getrf``, at
@@ -35,7 +36,7 @@ Method = numbered("Method", "TRIDIAGONAL BANDED DENSE")
 Form = numbered(
     "Form",
     "METHOD SIZE LOWER UPPER",
-    # Numbers that a column of the factors takes, and that all take.
+    # Numbers per column of the factors, and in all.
     "HEIGHT ENTRIES NNZ",
     # Address of where each value goes, and those of LAPACK's routines.
     "PLACES FACTORISE SOLVE WIDTH",
@@ -66,12 +67,12 @@ About = numbered(
 _COUNT, _PLAIN, _INFO, ARGUMENTS = 0, 1, 2, 3
 # The states of the factors of a matrix.
 _REGULAR, _SINGULAR, _NOT_FINITE = 0, 1, 2
-# Values that are compared before it is looked whether any differ.
+# Values that are compared before the loop checks for a difference.
 _COMPARED = 32
 
 
 class Sweep(NamedTuple):
-    """All that sweeps read and write beside the tables of a run."""
+    """Everything that sweeps read and write in addition to the tables of a run."""
 
     about: NDArray[np.int64]  # (About.WIDTH,)
     forms: NDArray[np.int64]  # (forms, Form.WIDTH)
@@ -88,7 +89,7 @@ class Sweep(NamedTuple):
 
 @intrinsic
 def _call(typingctx, address, arguments):
-    """Call the function of C or Fortran at an address with pointers, and without a result."""
+    """Call the C or Fortran function at an address with pointers; it returns nothing."""
 
     def codegen(context, builder, signature, args):
         count = len(signature.args[1])
@@ -102,7 +103,7 @@ def _call(typingctx, address, arguments):
 
 @njit(inline="always")
 def _row(array, k, size):
-    """Return the `k`-th row of numbers that lie end to end."""
+    """Return the `k`-th row of a contiguous array."""
     return array_at(data_address(array) + k * size * array.itemsize, size, array)
 
 
@@ -110,8 +111,8 @@ def _row(array, k, size):
 def _factorise_tridiagonal(f, pivots, n):
     """Make the factors of a matrix from its diagonals; return whether it is regular.
 
-    `f` has four rows of `n` numbers: below, in and above the diagonal, and room for what exchanges
-    of rows bring above those. In `pivots` is 1 for each row that is exchanged with the next.
+    `f` has four rows of `n` numbers: below, on and above the diagonal, and a further diagonal that
+    row exchanges fill. `pivots` is 1 for each row that is exchanged with the next.
     """
     below, middle, above, second = _row(f, 0, n), _row(f, 1, n), _row(f, 2, n), _row(f, 3, n)
     zero = f.dtype.type(0)
@@ -158,9 +159,9 @@ def _solve_tridiagonal(f, pivots, n, x, y):
 
 @njit(error_model="numpy")
 def _solve_tridiagonal_for_all(f, pivots, n, x, y, count):
-    """Set ``y = A⁻¹ x`` as :func:`_solve_tridiagonal` does, for `count` vectors end to end.
+    """Do :func:`_solve_tridiagonal` for `count` contiguous vectors.
 
-    Eight by eight, since each number of a vector waits for the one before.
+    It takes eight at a time, since each number of a vector waits for the previous one.
     """
     below, middle, above, second = _row(f, 0, n), _row(f, 1, n), _row(f, 2, n), _row(f, 3, n)
     one, two, size = np.uint64(1), np.uint64(2), np.uint64(n)
@@ -245,7 +246,7 @@ def _solve(form, f, pivots, x, y, count, arguments):
 
 @njit
 def _equal(a, b):
-    """Return whether two arrays of integers are equal; those that differ mostly do so early."""
+    """Return whether two integer arrays are equal; different ones mostly differ early."""
     for start in range(0, len(a), _COMPARED):
         stop, differ = min(start + _COMPARED, len(a)), False
         for i in range(np.uint64(start), np.uint64(stop)):
@@ -264,7 +265,7 @@ def _place_of(t, k):
 
 @njit
 def _of_sample(array, slot, b):
-    """Return what a slot has for sample `b`."""
+    """Return a slot's array for sample `b`."""
     return _row(array, slot * array.shape[1] + b, array.shape[2])
 
 
@@ -275,7 +276,7 @@ def _is_slot_of(t, s, i, k, block, first, stop):
     address, step = _place_of(t, k)
     if slot[Slot.FORM] != s.form_of[k] + 1 or (slot[Slot.STEP] != 0) != (step != 0):
         return False
-    # In a run, values at one address are those of one matrix.
+    # Within a run, one address means one matrix.
     run = s.about[About.RUN]
     if slot[Slot.RUN] == run and slot[Slot.ADDRESS] == address and slot[Slot.STEP] == step:
         return True
@@ -290,7 +291,7 @@ def _is_slot_of(t, s, i, k, block, first, stop):
 
 @njit
 def _slot_of(t, s, k, block, first, stop):
-    """Return the slot with the factors of the `k`-th matrix, which it makes if there are none."""
+    """Return the slot with the factors of the `k`-th matrix; factorise it if necessary."""
     slots, oldest, now = s.slots[block], ZERO, ZERO
     for i in range(len(slots)):
         now = max(now, slots[i, Slot.USED] + 1)
@@ -302,7 +303,7 @@ def _slot_of(t, s, k, block, first, stop):
             return i
     slot, form = slots[oldest], s.forms[s.form_of[k]]
     address, step = _place_of(t, k)
-    # Should this be interrupted, the slot is empty.
+    # If this is interrupted, the slot is empty.
     slot[Slot.FORM] = 0
     for b in range(first, stop):
         values = array_at(address + b * step, form[Form.NNZ], t.values)
@@ -318,7 +319,7 @@ def _slot_of(t, s, k, block, first, stop):
 
 @njit
 def _solve_step(t, s, k, block, first, last, thread):
-    """Make the gradient behind the `k`-th matrix for some samples; False if that is singular."""
+    """Make the gradient after the `k`-th matrix for some samples; False if it is singular."""
     form, node = s.forms[s.form_of[k]], node_at(t, k)
     n = form[Form.SIZE]
     if n == 0:
@@ -350,9 +351,9 @@ def _solve_step(t, s, k, block, first, last, thread):
 
 @njit(nogil=True, cache=True)
 def sweep(t, s, thread):
-    """Make gradients, operation by operation, for blocks of the samples until none is left.
+    """Make gradients, operation by operation, for blocks of samples until none is left.
 
-    A matrix that is singular ends its block, whose row of ``s.failed`` says which it is.
+    A singular matrix ends its block, and is named in the block's row of ``s.failed``.
     """
     batch, blocks = t.run[Run.BATCH], s.about[About.BLOCKS]
     while True:

@@ -1,12 +1,12 @@
-"""A function that was read, evaluated by one kernel for all functions: nothing is compiled for one.
+"""Evaluate a function that was read, by one kernel for all functions, without compiling it.
 
-A tape is a list of operations on vectors, in their order. Each reads elements of the vector of all
-values and writes its own there, and, where they are asked for, its derivatives beside them. All
-other derivatives are sums of products of these, along lists of who reads whom:
+A tape is an ordered list of operations on vectors. Each operation reads elements of the vector of
+all values, and writes its results there. If asked to, it also writes its derivatives. All other
+derivatives are sums of products of these, along lists of dependences:
 
-* of results in the unknowns, forward: each element has a tangent for each unknown that it depends
-  on, and ``T[i] = Σ ∂[k] T[j]`` over a list of ``(i, k, j)`` that has no zeros of structure;
-* in all arguments, in reverse: ``G[j] += ∂[k] G[i]`` over the edges ``(i, k, j)`` of the tape.
+* forward, of results in the unknowns: each element has a tangent for each unknown that it depends
+  on, and ``T[i] = Σ ∂[k] T[j]`` over a list of ``(i, k, j)`` without structural zeros;
+* in reverse, in all arguments: ``G[j] += ∂[k] G[i]`` over the edges ``(i, k, j)`` of the tape.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ PLAIN: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
 
 
 class Tables(NamedTuple):
-    """A tape, as kernels read it.
+    """A tape in the form of kernels.
 
     Attributes
     ----------
     operations : ndarray of uint64, shape (count, 7)
-        A code, where its values begin, how many they are, where the places of each of three
-        arguments begin in `reads` (of a product with a matrix: of its columns, of where its rows
-        begin), and where its derivatives begin.
+        A code; the start and number of its values; the start in `reads` of the places of each of
+        three arguments (for a product with a matrix: of its columns and of its row starts); and the
+        start of its derivatives.
     reads : ndarray of uint32
         Places of elements.
     sums : ndarray of uint64
-        Where the terms of each tangent begin; the first ones, which are 1, have none.
+        The start of each tangent's terms; the first tangents are 1 and have no terms.
     terms : ndarray of uint64, shape (count, 3)
-        A derivative and a tangent for each term, and whether it is one of a choice: where its
-        derivative is 0 the tangent may be any.
+        A derivative and a tangent for each term, and whether it belongs to a choice: if its
+        derivative is 0, the tangent may have any value.
     entries : ndarray of uint64, shape (count, 2)
-        Tangents that are entries of the Jacobian, and where these are in a matrix.
+        Tangents that are entries of the Jacobian, and their places in a matrix.
     edges : ndarray of uint64, shape (count, 3)
         Elements, derivatives, and elements that are read.
     results, guards : ndarray of uint64
-        What the function returns, and what must be as expected.
+        The elements that the function returns, and those that must have expected values.
     expected : ndarray
-        What is expected.
+        The expected values of guards.
     leaves : ndarray of int64, shape (5, 2)
-        Where the state, the old state, the time, the length of a step and parameters are, and how
-        many numbers each has.
+        The start and length of the state, the old state, the time, the step's length and the
+        parameters.
     constant : int
-        How many of the operations, the first ones, depend on parameters alone.
+        How many operations, the first ones, depend only on parameters.
     """
 
     operations: NDArray[np.uint64]
@@ -82,7 +82,7 @@ class Values(NamedTuple):
     grads: NDArray[np.float64]
 
 
-# Codes of operations. Those before `_RARE` have loops of their own.
+# Codes of operations. Codes before `_RARE` have their own loops.
 _NAMES = (
     *("positive", "add", "subtract", "multiply", "divide", "negative", "square", "product"),
     *("exp", "log", "power", "sqrt", "sin", "cos", "tanh", "absolute", "maximum", "minimum"),
@@ -330,8 +330,7 @@ def _derivatives(code: int, v: float, x: float, y: float) -> tuple[float, float,
 def _compute(
     operations: Any, reads: Any, v: Any, d: Any, begin: int, end: int, slopes: bool
 ) -> None:
-    # Arguments are few, and indices have no signs, whose wrapping around would take longer than
-    # most operations.
+    # Few arguments and unsigned indices: checks of signs would take longer than most operations.
     for k in range(begin, end):
         code, out, size = operations[k, 0], operations[k, 1], operations[k, 2]
         p, q, at = operations[k, 3], operations[k, 4], operations[k, 6]
@@ -387,7 +386,7 @@ def _compute(
 def evaluate(tables: Any, values: Any, begin: int, end: int, slopes: bool) -> None:
     """Compute some operations, and with `slopes` their derivatives.
 
-    Those of sums and of products with a matrix are constant, and there from the beginning.
+    Derivatives of sums and of products with a matrix are constant, and set at the beginning.
     """
     operations, reads = tables.operations, tables.reads
     _compute(operations, reads, values.elements, values.slopes, begin, end, slopes)
@@ -418,7 +417,7 @@ def differentiate(tables: Any, values: Any) -> None:
 
 @njit(**PLAIN)
 def pull_back(tables: Any, values: Any) -> None:
-    """Compute gradients of all elements from those of results, which are there."""
+    """Compute gradients of all elements from those of results, which are already set."""
     g, d, edges = values.grads, values.slopes, tables.edges
     for k in range(len(edges) - 1, -1, -1):
         above = g[edges[k, 0]]

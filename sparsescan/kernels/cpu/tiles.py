@@ -1,4 +1,4 @@
-"""Products of matrices and vectors, a tile of which is kept in registers."""
+"""Products of matrices and vectors, in tiles that stay in registers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .vector import (
     shuffle,
 )
 
-# A tile of a product is kept in registers: so many vectors for each of so many rows, or fewer.
+# The most rows of a tile, and the most vectors per row, in registers.
 TILE_VECTORS = 3
 TILE_ROWS = 8 if BYTES == 64 else 4
 
@@ -53,19 +53,19 @@ def add_tile(
     Parameters
     ----------
     out, out_at, out_step : array, int, int
-        Where the first row begins, and the numbers from one row to the next.
+        Where the first row begins, and the distance between rows.
     start, start_at, start_step : array, int, int
         Where the rows of `start` begin, which may be `out`.
     vectors, vectors_at : array, int
         Where ``vectors[0]`` begins, which is as wide as the tile; each has room for `TILE_VECTORS`.
     numbers, numbers_at, numbers_step, number_step, block_step : array, int, int, int, int
-        Where ``numbers[0, 0]`` is, and how far it is from there to the next `n`, to the next `k`,
-        and to the next block of them.
+        The place of ``numbers[0, 0]``, and the distances to the next `n`, to the next `k`, and to
+        the next block.
     blocks, count, part : int
-        The `k` are `blocks` blocks of `count`. `part` of a block are summed up before they are
-        added to the others, since rounding is least where sums are short.
+        The `k` form `blocks` blocks of `count`. `part` terms of a block are summed before they are
+        added to the others, since short sums round less.
     width, height : int
-        Vectors and rows of the tile; if there are more, only as many as a tile has are taken.
+        Vectors and rows of the tile; any excess over the size of a tile is ignored.
     """
 
     def codegen(context, builder, signature, args):
@@ -96,10 +96,10 @@ def _tiles(module, vector, size):
 
 
 def _by_shape(module, name, kinds, size, widths, heights, write):
-    """Return a function of arguments, a width and a height, with code for each of both.
+    """Return a function with code for each width and height.
 
-    ``write(builder, args, width, height)`` writes that; the height may be more than is needed.
-    Inlined it would crowd its callers' registers.
+    ``write(builder, args, width, height)`` writes the code; the height may exceed what is needed.
+    It is not inlined, since it would take its callers' registers.
     """
     if name in module.globals:
         return module.globals[name]
@@ -121,7 +121,7 @@ def _by_shape(module, name, kinds, size, widths, heights, write):
 
 
 class _Steps(NamedTuple):
-    """From each vector, row or number of a tile to the next, and how many numbers there are."""
+    """Distances between a tile's vectors, rows and numbers, and the count of numbers."""
 
     vector: ir.Value
     out: ir.Value
@@ -135,7 +135,7 @@ class _Steps(NamedTuple):
 
 
 def _tile(builder, vector, columns, rows, places, steps, grain=1):
-    """Write a tile of so many vectors and rows.
+    """Write a tile with a number of vectors and rows.
 
     With a `grain` of 2 a vector of `vectors` has lanes of two `k` in turn, and one of `out` those
     of two rows.
@@ -188,7 +188,7 @@ def _tile(builder, vector, columns, rows, places, steps, grain=1):
 
 
 def _spread(builder, value, which, grain):
-    """Return a vector with the lanes of one of so many rows in the place of those of all."""
+    """Return a vector in which one row's lanes replace those of all rows."""
     if grain == 1:
         return value
     lanes = [n // grain * grain + which for n in range(value.type.count)]
@@ -196,7 +196,7 @@ def _spread(builder, value, which, grain):
 
 
 def _repeat(builder, place, vector, grain):
-    """Return a vector of so many numbers, from a pointer on, again and again."""
+    """Return a vector that repeats some numbers from a pointer on."""
     if grain == 1:
         return broadcast(builder, builder.load(place), vector)
     some = ir.VectorType(vector.element, grain)
@@ -205,7 +205,7 @@ def _repeat(builder, place, vector, grain):
     return shuffle(builder, loaded, loaded, [n % grain for n in range(vector.count)])
 
 
-# Where samples are lanes, a tile has so many vectors, or fewer by fours.
+# If samples are lanes, the most vectors of a tile; it has a multiple of four.
 SAMPLE_VECTORS = 12
 
 
@@ -259,7 +259,7 @@ def _adding_sample_tile(size, grain):
 
 add_sample_tile = _adding_sample_tile(SAMPLE_BYTES, 1)
 add_pair_tile = _adding_sample_tile(PAIR_BYTES, 2)
-# Sums over samples are kept in registers for so many rows and columns, or fewer columns.
+# Rows, and the most columns, of sums over samples in registers.
 SUM_ROWS, SUM_COLUMNS = (8, 3) if BYTES == 64 else (4, 3)
 
 
@@ -317,7 +317,7 @@ add_pair_products = _adding_sample_products(PAIR_BYTES, 2)
 def _sum_products(
     builder, vector, columns, rows, grain, out, a, b, out_step, a_step, b_step, count, width
 ):
-    """Add the sums for so many vectors of columns and of rows."""
+    """Add the sums for some vectors of columns and of rows."""
     size = count.type
     zero = ir.Constant(vector, [0.0] * vector.count)
     # For each vector of rows and columns, one with those of the rows in turn.
@@ -328,7 +328,7 @@ def _sum_products(
         return (load_at(builder, at, size(k * vector.count), vector) for k in range(number))
 
     with cgutils.for_range(builder, count) as loop:
-        # Turned columns would take more registers than there are.
+        # Rotated columns would need too many registers.
         loaded = list(vectors_at(b, b_step, loop.index, columns))
         for n, factor in enumerate(vectors_at(a, a_step, loop.index, rows)):
             for turn in range(grain):
@@ -355,7 +355,7 @@ def _sum_products(
 
 
 def _turned(builder, value, turn, grain):
-    """Return a vector in which each row's lanes are those of the row so many places on."""
+    """Return a vector with the rows' lanes rotated by some rows."""
     if turn == 0:
         return value
     lanes = [n // grain * grain + (n + turn) % grain for n in range(value.type.count)]

@@ -1,10 +1,9 @@
-"""The type of vectors in compiled functions, and code that their operations have in common.
+"""The type of vectors in compiled functions, and shared code of their operations.
 
-Every operation of vectors is one instruction, or as many as its vectors take registers. Loops over
-numbers would leave it to the compiler whether they become such instructions, which it decides anew
-for every loop.
+Every operation on vectors is one instruction per register. With loops over numbers, the compiler
+would decide anew for every loop whether to use such instructions.
 
-An address in an array, ``pointer``, may also be one behind a ``numba.types.CPointer``.
+``pointer`` returns an address in an array or after a ``numba.types.CPointer``.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def pointer(context, builder, array_type, array, index, vector=None):
 
 
 def load_at(builder, first, index, kind, mask=None):
-    """Return a vector that is so many numbers behind an address, or the lanes in a mask."""
+    """Load a vector at an offset from an address, or only the lanes in a mask."""
     place = builder.bitcast(builder.gep(first, [index]), kind.as_pointer())
     if mask is not None:
         return masked_load(builder, place, mask)
@@ -74,7 +73,7 @@ def masked_store(builder, vector, place, mask):
 
 
 def first_lanes(builder, count, vector):
-    """Return a mask of the first `count` lanes, by a comparison of as few bytes as they have."""
+    """Return a mask of the first `count` lanes, by a comparison of narrow integers."""
     most, short = count.type(vector.count), ir.IntType(32)
     count = builder.select(builder.icmp_signed("<", count, most), count, most)
     lanes = ir.VectorType(short, vector.count)
@@ -91,19 +90,19 @@ def broadcast(builder, value, vector):
 
 
 def shuffle(builder, a, b, lanes):
-    """Return a vector of lanes of two, those of the second counted on from those of the first."""
+    """Shuffle two vectors; lanes of the second are numbered after those of the first."""
     places = ir.VectorType(ir.IntType(32), len(lanes))
     return builder.shuffle_vector(a, b, ir.Constant(places, lanes))
 
 
 def lane_sums(builder, parts, grain=1):
-    """Return a vector of the sum over all lanes of each of no more vectors than they have lanes.
+    """Return a vector of the sums over all lanes of each of some vectors.
 
-    With a `grain` of 2 there is a sum of every second lane, and one of the others.
+    With a `grain` of 2 there is one sum of the even lanes, and one of the odd lanes.
     """
     width = group = parts[0].type.count
-    # Two vectors become one, with the sums of one in the first half of every group of lanes, and
-    # those of the other in the second.
+    # Two vectors become one: in every group of lanes, the first half has sums of the first vector,
+    # the second half those of the second.
     while len(parts) > 1:
         half, pairs = group // 2, []
         for a, b in zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True):
@@ -130,7 +129,7 @@ def add_in_place(builder, place, vector):
 
 
 def widened(builder, place, vector):
-    """Return a pointer to vectors of its numbers, and a vector of such."""
+    """Return a pointer to vectors of the pointer's numbers, and the vector widened to them."""
     wide = ir.VectorType(place.type.pointee, vector.type.count)
     same = wide == vector.type
     return builder.bitcast(place, wide.as_pointer()), (

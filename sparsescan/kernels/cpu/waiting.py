@@ -1,9 +1,9 @@
-"""Waiting without the GIL: a helper for the next call, a caller for the end of one.
+"""Waiting without the GIL: helpers wait for the next call, callers for the end of a call.
 
-A thread that sleeps takes some 30 microseconds to wake up, and so does one that finds the GIL held
-by another; a step of a small network has calls that take a few hundred. So threads look out for
-each other for a while before they sleep, and helpers take part in replays without the GIL. One
-caller at a time opens its replay to them. It leaves when none of them looks at it any more.
+A sleeping thread takes some 30 microseconds to wake up, and so does a thread that waits for the
+GIL. A step of a small network has calls that take a few hundred. So threads spin for a while before
+they sleep, and helpers take part in replays without the GIL. One caller at a time opens its replay
+to the helpers. It leaves when no helper looks at the replay any more.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _TURNS = 64
 
 @njit
 def _is_over(turns, nanoseconds, end):
-    """Return whether a wait of so many turns is over; where no clock is, turns are counted."""
+    """Return whether a wait is over after some turns; without a clock, turns are counted."""
     return turns % _TURNS == 0 and (clock() > end or turns > nanoseconds)
 
 
 @njit
 def _join(words):
-    """Take part in the replay that is open, and return its number; 0 if none is any more."""
+    """Take part in the open replay, and return its number; 0 if none is open any more."""
     fetch_add(words, _INSIDE, 1)
     number = load(words, _OPEN)
     if number != 0:
@@ -42,7 +42,7 @@ def _join(words):
 
 @njit
 def _await_call(words, seen, nanoseconds):
-    """Wait until a call is posted, at most so long after the last replay; return whether one is."""
+    """Wait for a posted call, for a limited time after the last replay; return whether it came."""
     turns, end, joined = 0, clock() + nanoseconds, 0
     while load(words, POSTED) == seen:
         number = load(words, _OPEN)
@@ -58,11 +58,10 @@ def _await_call(words, seen, nanoseconds):
 
 @njit(nogil=True, cache=True)
 def await_call(words, seen, ended, nanoseconds, pause):
-    """Say that a call has ended, wait for the next one, and return whether it has come.
+    """Signal that a call has ended, wait for the next call, and return whether it came.
 
-    Until it comes the helper takes part in replays. Then it waits for a pause: who has posted the
-    call holds the GIL until it begins with the work itself, and a thread that waits for the GIL
-    sleeps.
+    Meanwhile the helper takes part in replays. After a call is posted it pauses: the caller holds
+    the GIL until it begins its own work, and a thread that waits for the GIL would sleep.
     """
     fetch_add(ended, 0, 1)
     fetch_add(words, WAITING, 1)
@@ -77,7 +76,7 @@ def await_call(words, seen, ended, nanoseconds, pause):
 
 @njit(nogil=True, cache=True)
 def await_end(ended, nanoseconds):
-    """Wait for the end of a call, at most so long; return whether it has ended."""
+    """Wait for the end of a call, for a limited time; return whether it has ended."""
     turns, end = 0, clock() + nanoseconds
     while load(ended, 0) == 0:
         turns += 1
@@ -89,9 +88,9 @@ def await_end(ended, nanoseconds):
 
 @njit(nogil=True, cache=True)
 def replay(words, header, arrays, control):
-    """Make recorded calls while subnormal numbers count as 0; arguments are those of `fill`.
+    """Replay recorded calls, with subnormal numbers as 0; arguments are those of `fill`.
 
-    Helpers that look at `words` take part unless another caller has them.
+    Helpers that watch `words` take part, unless another caller has opened a replay.
     """
     before = mode()
     flush()

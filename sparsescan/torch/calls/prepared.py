@@ -416,7 +416,7 @@ _only: str | None = None
 
 @contextmanager
 def only(kernels: str) -> Iterator[None]:
-    """Let all calls use ``"sparsescan"``'s or ``"pytorch"``'s kernels, whichever is faster."""
+    """Let all calls use ``"sparsescan"``'s or ``"pytorch"``'s kernels, even if these are slower."""
     global _only
     before, _only = _only, kernels
     _forget()
