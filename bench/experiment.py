@@ -27,7 +27,7 @@ Results = dict[str, Any]
 # does not need the peers of another.
 NAMES = (
     *("step", "doors", "density", "rnn", "gru", "vgg11", "lenet5", "table1", "scaling", "pipeline"),
-    *("strategies", "published", "cliffs", "cells", "map", "onnx", "ppo", "wide"),
+    *("strategies", "published", "cliffs", "cells", "map", "onnx", "streams", "ppo", "wide"),
     *("attention", "loops"),
     *("grid", "memory", "intrinsics", "simulate", "engine", "suites"),
 )

@@ -43,7 +43,7 @@ _SHOWN = 20
 _GATES = {"RNN": (0,), "GRU": (1, 0, 2), "LSTM": (0, 3, 1, 2)}
 # Versions that every ONNX Runtime of the last years reads.
 _OPSET, _IR = 14, 8
-_HINT = "pip install onnxruntime onnx"
+HINT = "pip install onnxruntime onnx"
 
 
 # -- Contenders -----------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Sequence:
 
     def _runtime(self, module: nn.Module, x: Tensor) -> Contender:
         """Return a session of ONNX Runtime, which makes its outputs or is given memory for them."""
-        runtime = peers.require("onnxruntime", _HINT)
+        runtime = peers.require("onnxruntime", HINT)
         shapes = _shapes(self)
         options = runtime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = self.threads, 1
@@ -126,10 +126,17 @@ def _shapes(of: Sequence) -> dict[str, tuple[int, ...]]:
 
 
 def graph_of(
-    module: Any, kind: str, shape: tuple[int, ...], shapes: dict[str, tuple[int, ...]]
+    module: Any,
+    kind: str,
+    shape: tuple[int, ...],
+    shapes: dict[str, tuple[int, ...]],
+    states: Iterable[str] = (),
 ) -> bytes:
-    """Return a model of ONNX with a module's parameters, for inputs of one shape."""
-    onnx = peers.require("onnx", _HINT)
+    """Return a model of ONNX with a module's parameters, for inputs of one shape.
+
+    It is given initial states by their names, in the order in which it returns them behind outputs.
+    """
+    onnx = peers.require("onnx", HINT)
     helper = onnx.helper
     order = list(_GATES[kind])
 
@@ -146,13 +153,23 @@ def graph_of(
     # The reset gate of PyTorch's GRU multiplies what the product with the state gives.
     options = {"linear_before_reset": 1} if kind == "GRU" else {}
     node = helper.make_node(
-        kind, ["X", *params], [*shapes], hidden_size=module.hidden_size, **options
+        kind,
+        ["X", *params, *(["", *states] if states else [])],
+        [*shapes],
+        hidden_size=module.hidden_size,
+        **options,
     )
     of_type = partial(helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT)
     graph = helper.make_graph(
         [node],
         kind,
-        [of_type("X", shape=shape)],
+        [
+            of_type("X", shape=shape),
+            *(
+                of_type(s, shape=each)
+                for s, each in zip(states, [*shapes.values()][1:], strict=False)
+            ),
+        ],
         [of_type(name, shape=each) for name, each in shapes.items()],
         [onnx.numpy_helper.from_array(array, name) for name, array in params.items()],
     )
