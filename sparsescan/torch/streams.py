@@ -14,6 +14,7 @@ from ..errors import DeviceError, InputError, InputTypeError, short
 from ..recurrent import Recurrent
 from ..recurrent.stream_parts import Part, layer_parts, recurrent_part
 from ..recurrent.streams import BaseStream
+from .calls.direct import is_recorded
 from .calls.recorded import address_of_tensor, is_contiguous
 from .calls.team import pytorchs_threads
 from .networks import array_of, as_network
@@ -115,9 +116,15 @@ class TensorStream(BaseStream):
         ------
         InputError, InputTypeError, DeviceError
             If a shape, a dtype or a device is wrong; if `x` requires a gradient while gradients
-            are enabled; or if `out` shares memory with `x`.
+            are enabled; if `out` shares memory with `x`; or under transforms of ``torch.func``,
+            forward mode and ``torch.jit.trace``.
         """
         self._check("x", x)
+        if is_recorded():
+            raise InputError(
+                "a transform of torch.func, forward mode or torch.jit.trace is at work, which a "
+                "stream does not take; expected a call outside of it"
+            )
         if x.requires_grad and torch.is_grad_enabled():
             raise InputError(
                 "x requires a gradient, which a stream does not compute; expected x.detach(), or "

@@ -329,6 +329,28 @@ def test_what_is_refused() -> None:
         own(x)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["vmap", "grad", "forward mode", "trace"])
+def test_transforms_are_refused(how: str) -> None:
+    own, x = stream(nn.LSTM(2, 5), 3), torch.zeros(3, 2)
+    calls: dict[str, Any] = {
+        "vmap": lambda: torch.vmap(own)(x[None]),
+        "grad": lambda: torch.func.grad(lambda given: own(given).sum())(x),
+        "forward mode": lambda: torch.func.jvp(own, (x,), (x,)),
+        "trace": lambda: torch.jit.trace(lambda given: own(given), x),
+    }
+    with pytest.raises(InputError, match="expected a call outside of it"):
+        calls[how]()
+
+
+def test_a_compiled_function_may_call_a_stream() -> None:
+    own, x = stream(nn.LSTM(2, 5), 3), torch.randn(3, 2)
+    twin = own.clone()
+    compiled = torch.compile(lambda given: own(2 * given) + 1, backend="eager")
+    for _ in range(3):
+        assert torch.equal(compiled(x), twin(2 * x) + 1)
+
+
 def test_models_that_are_refused() -> None:
     with pytest.raises(InputError, match="two directions"):
         stream(nn.GRU(2, 5, bidirectional=True))
