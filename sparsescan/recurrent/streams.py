@@ -258,9 +258,9 @@ class Stream(BaseStream):
         InputError, InputTypeError
             If a shape or a dtype is wrong, or `out` shares memory with `x`.
         """
-        if type(x) is not np.ndarray or x.dtype != self._dtype or not x.flags.carray:
+        if type(x) is not np.ndarray or x.dtype is not self._dtype or not x.flags.carray:
             x = self._read(x)
-        steps, shape = self.extent_of(x.shape)
+        steps, shape = (1, self._out) if x.shape == self._one else self.extent_of(x.shape)
         if out is None:
             out = np.empty(shape, self._dtype)
         else:
