@@ -15,7 +15,7 @@ import sparsescan.jacobians
 import sparsescan.recurrent
 import sparsescan.recurrent.catalogue
 import sparsescan.simulate
-import sparsescan.statespace
+import sparsescan.statespace.hmm
 import sparsescan.strategies
 from sparsescan import errors
 
@@ -84,6 +84,7 @@ def test_links_lead_to_files_and_headings(path: Path) -> None:
         (sparsescan.recurrent.catalogue, ["recurrent"]),
         (sparsescan.simulate, ["simulate"]),
         (sparsescan.statespace, ["statespace"]),
+        (sparsescan.statespace.hmm, ["statespace"]),
         (sparsescan.parallel, ["parallel"]),
         (sparsescan.strategies, ["strategies"]),
     ],

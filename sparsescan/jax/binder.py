@@ -39,6 +39,8 @@ class Functions:
     log = staticmethod(jnp.log)
     isnan = staticmethod(jnp.isnan)
     where = staticmethod(jnp.where)
+    amax = staticmethod(jnp.max)
+    detach = staticmethod(jax.lax.stop_gradient)
     linalg: Any = jnp.linalg
     sigmoid = staticmethod(jax.nn.sigmoid)
     repeat = staticmethod(jnp.repeat)

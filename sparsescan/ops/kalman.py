@@ -22,12 +22,11 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..errors import InputError
 from ..execution.calls import Calls
-from ..execution.threads import thread_count
 from ..kernels.cpu import kalman as kernels
 from ..kernels.cpu.copies import add_up_rows, copy_into, fill_with
 from ..kernels.cpu.kalman import Model, ModelGradients, Moments, layout
 from ..kernels.cpu.lanes import lanes
-from .operation import Functions, MappedAxis, Operation, Shape, Shapes, memory
+from .operation import Functions, MappedAxis, Operation, Shape, Shapes, memory, ranges_of, share_out
 
 Array = NDArray[Any]
 
@@ -45,9 +44,6 @@ _ORDER = (1, 2, 3, 4, 7, 8, 6, 5)
 # Numbers that may be kept before steps, so that few are computed again; the least and the most
 # steps of a segment, and numbers of all covariances in it, which the second cache holds.
 _KEPT, _LEAST, _MOST, _CACHED = 1 << 20, 8, 64, 1 << 15
-# Ranges of series, whose gradients in what they share are added up: as many for any threads.
-_RANGES = 8
-_GRAIN = 1 << 14
 
 
 class Filtered(NamedTuple):
@@ -225,20 +221,8 @@ def _run(
     calls.give_back(scratch)
 
 
-def _ranges(model: Model) -> list[tuple[int, int]]:
-    """Return ranges of series, which threads share: the same for any number of these."""
-    count = min(model.series, _RANGES)
-    ends = [model.series * k // count for k in range(count + 1)]
-    return list(pairwise(ends))
-
-
-def _share(calls: Calls, model: Model, tasks: list[Callable[[], None]]) -> None:
-    work = model.steps * model.series * model.states**2
-    if len(tasks) > 1 and thread_count() > 1 and work >= _GRAIN:
-        calls.together(tasks)
-        return
-    for task in tasks:
-        task()
+def _work(model: Model) -> int:
+    return model.steps * model.series * model.states**2
 
 
 def forward(calls: Calls, form: tuple[()], given: Sequence[Any], keeps: bool) -> list[Array]:
@@ -261,7 +245,11 @@ def _moments(dtype: DTypeLike, *arrays: Array) -> Moments:
 def _walk(calls: Calls, model: Model, out: Array, kept: Array, filtered: Moments) -> None:
     """Call the kernel of the forward pass."""
     run = partial(_run, calls, kernels.forward, model, 1)
-    _share(calls, model, [partial(run, ends, out, kept, filtered) for ends in _ranges(model)])
+    share_out(
+        calls,
+        _work(model),
+        [partial(run, ends, out, kept, filtered) for ends in ranges_of(model.series)],
+    )
 
 
 def _filter(calls: Calls, form: tuple[()], given: Sequence[Any], keeps: bool) -> list[Array]:
@@ -288,7 +276,7 @@ def _smooth(calls: Calls, form: tuple[()], given: Sequence[Any], keeps: bool) ->
     run = partial(_run, calls, kernels.backward, model, model.segment)
     # Gradients that nobody needs, from those in what no kernel reads.
     rest = out.reshape(-1), kept, ModelGradients(*[none] * 9), (0,) * 8, nothing, smoothed
-    _share(calls, model, [partial(run, ends, *rest) for ends in _ranges(model)])
+    share_out(calls, _work(model), [partial(run, ends, *rest) for ends in ranges_of(model.series)])
     return results
 
 
@@ -303,7 +291,7 @@ def backward(
 ) -> list[Array]:
     """Write the gradients that are needed."""
     model, dtype, none = _read(given), kept.dtype, np.empty(0, kept.dtype)
-    ranges, into, bases = _ranges(model), [], []
+    ranges, into, bases = ranges_of(model.series), [], []
     results = [
         calls.result(name, array.shape, dtype) if need else None
         for name, array, need in zip(NAMES, given, needs, strict=True)
@@ -329,7 +317,7 @@ def backward(
         begin = tuple(k * size for size in bases[1:])
         read = above[0].reshape(-1), kept.reshape(-1)
         tasks.append(partial(run, ends, *read, arrays, begin, nothing, nothing))
-    _share(calls, model, tasks)
+    share_out(calls, _work(model), tasks)
     for own, parts in shared:
         total = calls.room(own.size, np.float64)
         calls.launch(add_up_rows, total, parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,11 +14,15 @@ from numpy.typing import DTypeLike, NDArray
 from ..execution.calls import Calls
 from ..execution.recording import Recorder, Space
 from ..execution.recurrence import Recorded
+from ..execution.threads import thread_count
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
 # The shapes of all inputs; None for an input that was not given.
 Shapes = Sequence[Shape | None]
+
+# How many ranges of series there are, and work that is worth another thread.
+_RANGES, _GRAIN = 8, 1 << 14
 
 
 class MappedAxis(NamedTuple):
@@ -54,6 +59,8 @@ class Functions(Protocol):
     log: Callable[..., Any]
     isnan: Callable[..., Any]
     where: Callable[..., Any]
+    amax: Callable[..., Any]
+    detach: Callable[..., Any]
     linalg: Any
     sigmoid: Callable[..., Any]
 
@@ -187,6 +194,21 @@ def memory(calls: Calls, shape: Shape, dtype: DTypeLike) -> Array:
     """Return uninitialised memory of a shape."""
     count = math.prod(shape)
     return calls.room(count, dtype)[:count].reshape(shape)
+
+
+def ranges_of(series: int) -> list[tuple[int, int]]:
+    """Return ranges of series: as many for any number of threads, so that sums are the same."""
+    count = min(series, _RANGES)
+    return list(pairwise([series * k // count for k in range(count + 1)]))
+
+
+def share_out(calls: Calls, work: int, tasks: Sequence[Callable[[], None]]) -> None:
+    """Call functions that launch kernels, on several threads if there is enough work."""
+    if len(tasks) > 1 and thread_count() > 1 and work >= _GRAIN:
+        calls.together(tasks)
+        return
+    for task in tasks:
+        task()
 
 
 def is_empty(shapes: Shapes) -> bool:

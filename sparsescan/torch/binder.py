@@ -41,6 +41,8 @@ class Functions:
     log = staticmethod(torch.log)
     isnan = staticmethod(torch.isnan)
     where = staticmethod(torch.where)
+    amax = staticmethod(torch.amax)
+    detach = staticmethod(torch.detach)
     linalg: Any = torch.linalg
     sigmoid = staticmethod(torch.sigmoid)
     softplus = staticmethod(torch.nn.functional.softplus)

@@ -36,18 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..compile import njit
-from .lanes import (
-    fma,
-    lane_count,
-    load,
-    load_wide,
-    number,
-    splat,
-    splat_wide,
-    stay_apart,
-    store,
-    total,
-)
+from .padded import add_scaled, clear, copy, dot, product
 
 Array = Any
 
@@ -232,111 +221,7 @@ def layout(states: int, observed: int, kept: int, lanes: int) -> Room:
     return Room(**about, **places, frozen=end, means=means, gains=gains, size=size)
 
 
-# -- Products --------------------------------------------------------------------------------------
-
-
-def _tiles(load, splat):
-    """Return functions that write four rows of a product, or one, a vector of a width of each."""
-
-    @njit(_nrt=False, forceinline=True)
-    def four(room, to, start, a, b, inner, cols):
-        first, over, along = a
-        zero = number(load(room, b), 0.0)
-        s0, s1, s2, s3 = zero, zero, zero, zero
-        if start >= 0:
-            s0, s1 = load(room, start), load(room, start + cols)
-            s2, s3 = load(room, start + 2 * cols), load(room, start + 3 * cols)
-        for k in range(inner):
-            x, at = load(room, b + k * cols), first + k * along
-            s0 = fma(splat(room, at), x, s0)
-            s1 = fma(splat(room, at + over), x, s1)
-            s2 = fma(splat(room, at + 2 * over), x, s2)
-            s3 = fma(splat(room, at + 3 * over), x, s3)
-        store(room, to, s0)
-        store(room, to + cols, s1)
-        store(room, to + 2 * cols, s2)
-        store(room, to + 3 * cols, s3)
-
-    @njit(_nrt=False, forceinline=True)
-    def one(room, to, start, a, b, inner, cols):
-        first, _, along = a
-        even = number(load(room, b), 0.0)
-        odd = even
-        if start >= 0:
-            even = load(room, start)
-        for k in range(0, inner - 1, 2):
-            even = fma(splat(room, first + k * along), load(room, b + k * cols), even)
-            odd = fma(splat(room, first + (k + 1) * along), load(room, b + (k + 1) * cols), odd)
-        if inner % 2:
-            k = inner - 1
-            even = fma(splat(room, first + k * along), load(room, b + k * cols), even)
-        store(room, to, even + odd)
-
-    return four, one
-
-
-_four_wide, _one_wide = _tiles(load_wide, splat_wide)
-_four, _one = _tiles(load, splat)
-
-
-@njit(_nrt=False, forceinline=False)
-def _product(room, to, start, a, b, rows, inner, cols):
-    """Write ``start + a·b``, of so many rows and padded columns; without a start if it is -1.
-
-    `a` is where its first number is, and how far it is from there to the next row and column.
-    """
-    w = lane_count(room)
-    first, over, along = a
-    stay_apart()
-    i = 0
-    while i < rows:
-        here = (first + i * over, over, along)
-        left, j = rows - i, 0
-        while j < cols:
-            at = to + i * cols + j
-            begin = start + i * cols + j if start >= 0 else -1
-            if cols - j >= 2 * w:
-                if left >= 4:
-                    _four_wide(room, at, begin, here, b + j, inner, cols)
-                else:
-                    _one_wide(room, at, begin, here, b + j, inner, cols)
-                j += 2 * w
-            else:
-                if left >= 4:
-                    _four(room, at, begin, here, b + j, inner, cols)
-                else:
-                    _one(room, at, begin, here, b + j, inner, cols)
-                j += w
-        i += 4 if left >= 4 else 1
-
-
-@njit(_nrt=False, forceinline=True)
-def _dot(room, x, y, count):
-    """Return the product of two padded rows."""
-    sums = number(room, 0.0)
-    for j in range(0, count, lane_count(room)):
-        sums = fma(load(room, x + j), load(room, y + j), sums)
-    return total(sums)
-
-
-@njit(_nrt=False, forceinline=True)
-def _add_scaled(room, to, x, factor, count):
-    """Add a multiple of numbers that fill whole vectors."""
-    factor = number(room, factor)
-    for j in range(0, count, lane_count(room)):
-        store(room, to + j, fma(factor, load(room, x + j), load(room, to + j)))
-
-
-@njit(_nrt=False, forceinline=True)
-def _copy(room, to, x, count):
-    for j in range(0, count, lane_count(room)):
-        store(room, to + j, load(room, x + j))
-
-
-@njit(_nrt=False)
-def _clear(room, at, count):
-    for j in range(at, at + count):
-        room[j] = 0.0
+# -- Covariances -----------------------------------------------------------------------------------
 
 
 @njit(_nrt=False)
@@ -489,21 +374,21 @@ def _update(s, r, room, k, gain):
     """Write what of a step does not depend on the `k` numbers that are observed."""
     n, row, side = s.states, r.row, r.side
     if k == 0:
-        _copy(room, gain, r.p, n * row)
+        copy(room, gain, r.p, n * row)
         room[gain + r.g_log] = 0.0
         return
     down = gain + r.g_k
-    _product(room, r.hp, -1, (r.h, row, 1), r.p, k, n, row)
-    _product(room, r.s, r.r, (r.hp, row, 1), r.ht, k, n, side)
+    product(room, r.hp, -1, (r.h, row, 1), r.p, k, n, row)
+    product(room, r.s, r.r, (r.hp, row, 1), r.ht, k, n, side)
     _factor(r, room, k, gain)
-    _product(room, r.v, -1, (gain + r.g_l, side, 1), r.hp, k, k, row)
-    _product(room, down, -1, (gain + r.g_lt, side, 1), r.v, k, k, row)
+    product(room, r.v, -1, (gain + r.g_l, side, 1), r.hp, k, k, row)
+    product(room, down, -1, (gain + r.g_lt, side, 1), r.v, k, k, row)
     for j in range(k * row):
         room[down + j] = -room[down + j]
-    _product(room, r.w, r.p, (down, 1, row), r.hp, n, k, row)
-    _product(room, r.v, -1, (r.h, row, 1), r.w, k, n, row)
-    _product(room, r.v, r.v, (r.r, side, 1), down, k, k, row)
-    _product(room, gain, r.w, (down, 1, row), r.v, n, k, row)
+    product(room, r.w, r.p, (down, 1, row), r.hp, n, k, row)
+    product(room, r.v, -1, (r.h, row, 1), r.w, k, n, row)
+    product(room, r.v, r.v, (r.r, side, 1), down, k, k, row)
+    product(room, gain, r.w, (down, 1, row), r.v, n, k, row)
 
 
 @njit(_nrt=False, forceinline=True)
@@ -511,7 +396,7 @@ def _observe_mean(s, r, room, k, gain, mean):
     """Write the mean after an observation and ``S⁻¹ (y - H m)``; return the log-likelihood."""
     row, side, square, low = r.row, r.side, 0.0, gain + r.g_l
     for i in range(k):
-        room[r.y + i] -= _dot(room, r.h + i * row, r.m, row)
+        room[r.y + i] -= dot(room, r.h + i * row, r.m, row)
     for i in range(k):
         z = 0.0
         for j in range(i + 1):
@@ -523,9 +408,9 @@ def _observe_mean(s, r, room, k, gain, mean):
         for j in range(i, k):
             e += room[low + j * side + i] * room[r.z + j]
         room[mean + row + i] = e
-    _copy(room, mean, r.m, row)
+    copy(room, mean, r.m, row)
     for i in range(k):
-        _add_scaled(room, mean, gain + r.g_k + i * row, -room[r.y + i], row)
+        add_scaled(room, mean, gain + r.g_k + i * row, -room[r.y + i], row)
     return -0.5 * (square + room[gain + r.g_log] + k * math.log(2 * math.pi))
 
 
@@ -551,10 +436,10 @@ def _segment(s, r, room, n, begin, count, halted, keeps, filtered):
             _write(filtered.covariances, at * size, size, size, 1.0, room, gain, row)
         if i == count - 1 and keeps:
             break
-        _product(room, r.m, r.c, (mean, 0, 1), r.ft, 1, size, row)
+        product(room, r.m, r.c, (mean, 0, 1), r.ft, 1, size, row)
         if not halted:
-            _product(room, r.w, -1, (r.f, row, 1), gain, size, size, row)
-            _product(room, r.p, r.q, (r.w, row, 1), r.ft, size, size, row)
+            product(room, r.w, -1, (r.f, row, 1), gain, size, size, row)
+            product(room, r.p, r.q, (r.w, row, 1), r.ft, size, size, row)
             _symmetrise(room, r.p, size, row)
     return likelihood
 
@@ -562,7 +447,7 @@ def _segment(s, r, room, n, begin, count, halted, keeps, filtered):
 @njit(_nrt=False, forceinline=True)
 def _begin(s, r, room, n):
     """Bring what steps share, and the first mean and covariance."""
-    _clear(room, 0, r.frozen)
+    clear(room, 0, r.frozen)
     _bring_step(s, r, room, n, 0, True)
     if s.m.size > 0:
         _bring(s.m, n * s.in_series[_M], 1, s.states, room, r.m, r.row)
@@ -612,7 +497,7 @@ def forward(s, r, first, last, out, kept, filtered, room):
                     if since >= 0 and _is_at_halt(room, r.p, r.before, size, row):
                         halt = begin
                         _freeze(s, r, room, n, begin)
-                    _copy(room, r.before, r.p, size * row)
+                    copy(room, r.before, r.p, size * row)
                     since = begin
             if kept.size > 0:
                 at = (begin // s.segment * s.series + n) * (size * (size + 1) + 1)
@@ -632,21 +517,21 @@ def forward(s, r, first, last, out, kept, filtered, room):
 def _pull_covariance(s, r, room, k, gain, needs_f):
     """Write `N` before a step, from that after it, and what gradients have of it."""
     n, row, side, down = s.states, r.row, r.side, gain + r.g_k
-    _product(room, r.nf, -1, (r.in_p, row, 1), r.f, n, n, row)
-    _product(room, r.a, -1, (r.f, 1, row), r.nf, n, n, row)
+    product(room, r.nf, -1, (r.in_p, row, 1), r.f, n, n, row)
+    product(room, r.a, -1, (r.f, 1, row), r.nf, n, n, row)
     if needs_f:
-        _product(room, r.nfp, -1, (r.nf, row, 1), gain, n, n, row)
-    _product(room, r.ka, -1, (down, row, 1), r.a, k, n, row)
-    _product(room, r.kap, -1, (r.ka, row, 1), gain, k, n, row)
+        product(room, r.nfp, -1, (r.nf, row, 1), gain, n, n, row)
+    product(room, r.ka, -1, (down, row, 1), r.a, k, n, row)
+    product(room, r.kap, -1, (r.ka, row, 1), gain, k, n, row)
     for i in range(k):
         for j in range(k):
-            room[r.kak + i * side + j] = room[gain + r.g_s + i * side + j] + _dot(
+            room[r.kak + i * side + j] = room[gain + r.g_s + i * side + j] + dot(
                 room, r.ka + i * row, down + j * row, row
             )
-    _product(room, r.w, r.a, (r.ka, 1, row), r.h, n, k, row)
-    _product(room, r.v, -1, (down, row, 1), r.w, k, n, row)
-    _product(room, r.v, r.v, (gain + r.g_s, side, 1), r.h, k, k, row)
-    _product(room, r.in_next, r.w, (r.h, 1, row), r.v, n, k, row)
+    product(room, r.w, r.a, (r.ka, 1, row), r.h, n, k, row)
+    product(room, r.v, -1, (down, row, 1), r.w, k, n, row)
+    product(room, r.v, r.v, (gain + r.g_s, side, 1), r.h, k, k, row)
+    product(room, r.in_next, r.w, (r.h, 1, row), r.v, n, k, row)
     _symmetrise(room, r.in_next, n, row)
 
 
@@ -654,12 +539,12 @@ def _pull_covariance(s, r, room, k, gain, needs_f):
 def _add_covariance(s, r, room, k, gain, times):
     """Add what `N` gives to gradients in matrices, for so many steps."""
     row, side, square = r.row, r.side, s.states * r.row
-    _add_scaled(room, r.sum_f, r.nfp, -times, square)
-    _add_scaled(room, r.sum_q, r.in_p, -times, square)
+    add_scaled(room, r.sum_f, r.nfp, -times, square)
+    add_scaled(room, r.sum_q, r.in_p, -times, square)
     for i in range(k):
         own = int(room[r.index + i])
-        _add_scaled(room, r.sum_h + own * row, gain + r.g_k + i * row, times, row)
-        _add_scaled(room, r.sum_h + own * row, r.kap + i * row, -times, row)
+        add_scaled(room, r.sum_h + own * row, gain + r.g_k + i * row, times, row)
+        add_scaled(room, r.sum_h + own * row, r.kap + i * row, -times, row)
         for j in range(k):
             to = r.sum_r + own * side + int(room[r.index + j])
             room[to] -= times * room[r.kak + i * side + j]
@@ -669,20 +554,20 @@ def _add_covariance(s, r, room, k, gain, times):
 def _pull_mean(s, r, room, k, gain, mean):
     """Write `r` before a step and `u`, and add to gradients in matrices what they give."""
     n, row, side = s.states, r.row, r.side
-    _product(room, r.q_m, -1, (r.in_m, 0, 1), r.f, 1, n, row)
-    _product(room, r.smooth, mean, (r.q_m, 0, 1), gain, 1, n, row)
-    _product(room, r.sum_f, r.sum_f, (r.in_m, 1, 0), r.smooth, n, 1, row)
-    _product(room, r.sum_q, r.sum_q, (r.in_m, 1, 0), r.in_m, n, 1, row)
-    _add_scaled(room, r.sum_c, r.in_m, 1.0, row)
+    product(room, r.q_m, -1, (r.in_m, 0, 1), r.f, 1, n, row)
+    product(room, r.smooth, mean, (r.q_m, 0, 1), gain, 1, n, row)
+    product(room, r.sum_f, r.sum_f, (r.in_m, 1, 0), r.smooth, n, 1, row)
+    product(room, r.sum_q, r.sum_q, (r.in_m, 1, 0), r.in_m, n, 1, row)
+    add_scaled(room, r.sum_c, r.in_m, 1.0, row)
     for i in range(k):
-        room[r.u + i] = room[mean + row + i] + _dot(room, gain + r.g_k + i * row, r.q_m, row)
+        room[r.u + i] = room[mean + row + i] + dot(room, gain + r.g_k + i * row, r.q_m, row)
     for i in range(k):
         own, u = int(room[r.index + i]), room[r.u + i]
         room[r.sum_d + own] += u
-        _add_scaled(room, r.sum_h + own * row, r.smooth, u, row)
+        add_scaled(room, r.sum_h + own * row, r.smooth, u, row)
         for j in range(k):
             room[r.sum_r + own * side + int(room[r.index + j])] += u * room[r.u + j]
-    _product(room, r.in_m, r.q_m, (r.u, 0, 1), r.h, 1, k, row)
+    product(room, r.in_m, r.q_m, (r.u, 0, 1), r.h, 1, k, row)
 
 
 @njit(_nrt=False)
@@ -708,16 +593,16 @@ def _smooth(s, r, room, n, t, gain, smoothed):
     square = size * row
     _write(smoothed.means, at, 1, size, 1.0, room, r.smooth, row)
     if t < s.steps - 1:
-        _product(room, r.w, -1, (r.f, row, 1), gain, size, size, row)
-        _product(room, r.nf, r.q, (r.w, row, 1), r.ft, size, size, row)
+        product(room, r.w, -1, (r.f, row, 1), gain, size, size, row)
+        product(room, r.nf, r.q, (r.w, row, 1), r.ft, size, size, row)
         _symmetrise(room, r.nf, size, row)
-        _product(room, r.in_next, -1, (r.nf, row, 1), r.nfp, size, size, row)
-        _add_scaled(room, r.in_next, r.w, -1.0, square)
+        product(room, r.in_next, -1, (r.nf, row, 1), r.nfp, size, size, row)
+        add_scaled(room, r.in_next, r.w, -1.0, square)
         into = smoothed.cross_covariances
         _write(into, at * size, size, size, -1.0, room, r.in_next, row)
-    _product(room, r.w, -1, (r.a, row, 1), gain, size, size, row)
-    _product(room, r.nf, -1, (gain, row, 1), r.w, size, size, row)
-    _add_scaled(room, r.nf, gain, -1.0, square)
+    product(room, r.w, -1, (r.a, row, 1), gain, size, size, row)
+    product(room, r.nf, -1, (gain, row, 1), r.w, size, size, row)
+    add_scaled(room, r.nf, gain, -1.0, square)
     _symmetrise(room, r.nf, size, row)
     _write(smoothed.covariances, at * size, size, size, -1.0, room, r.nf, row)
 
@@ -789,7 +674,7 @@ def backward(s, r, first, last, grads, kept, into, bases, nothing, smoothed, roo
             _segment(s, r, room, n, begin, count, halt > 0, 1, nothing)
             if halt > 0 and not is_still and (since < 0 or since - begin >= _WINDOW):
                 is_still = since >= 0 and _is_at_halt(room, r.in_p, r.before, size, row)
-                _copy(room, r.before, r.in_p, square)
+                copy(room, r.before, r.in_p, square)
                 since = begin
             for i in range(count - 1, -1, -1):
                 t = begin + i
@@ -800,7 +685,7 @@ def backward(s, r, first, last, grads, kept, into, bases, nothing, smoothed, roo
                     needs_f = into.f.size > 0 or smoothed.means.size > 0
                     _pull_covariance(s, r, room, k, gain, needs_f)
                     _add_covariance(s, r, room, k, gain, 1.0)
-                    _copy(room, r.in_p, r.in_next, square)
+                    copy(room, r.in_p, r.in_next, square)
                 still += is_still
                 _pull_mean(s, r, room, k, gain, r.means + i * r.mean)
                 if smoothed.means.size > 0:
@@ -813,7 +698,7 @@ def backward(s, r, first, last, grads, kept, into, bases, nothing, smoothed, roo
         if is_still:
             _add_covariance(s, r, room, s.observed, r.frozen, still)
         _put_all(s, r, room, into, bases, n, 0, True, g)
-        _product(room, r.sum_q, -1, (r.in_m, 1, 0), r.in_m, size, 1, row)
-        _add_scaled(room, r.sum_q, r.in_p, -1.0, square)
+        product(room, r.sum_q, -1, (r.in_m, 1, 0), r.in_m, size, 1, row)
+        add_scaled(room, r.sum_q, r.in_p, -1.0, square)
         _put(into.p, _place(s, bases, _P, n, 0), size, size, 0.5 * g, room, r.sum_q, row)
         _put(into.m, _place(s, bases, _M, n, 0), 1, size, g, room, r.in_m, row)
