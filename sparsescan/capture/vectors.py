@@ -117,7 +117,7 @@ class Reader:
         self._refused: dict[Value, NotCaptured] = {}
         self._nodes: list[Node] = []
         self._places: dict[Node, int] = {}
-        self._products: dict[Value, bool] = {}
+        self._parts: dict[Value, frozenset[str]] = {}
 
     def waits(self, value: Value) -> bool:
         """Return whether a value depends on states."""
@@ -270,20 +270,28 @@ class Reader:
         return self._leaf(value, labels)
 
     def _is_product(self, value: Value) -> bool:
-        """Return whether a value is computed from products of inputs, by what cells compute."""
-        known = self._products.get(value)
+        """Return whether a value is computed from products of inputs, by what cells compute.
+
+        One with sums of these over units is not: it is the same for no two units before the sum,
+        and takes fewer numbers where it is known before the loop.
+        """
+        return self._made_of(value) == {"product"}
+
+    def _made_of(self, value: Value) -> frozenset[str]:
+        """Return which of products of inputs and sums of these a value is computed from."""
+        known = self._parts.get(value)
         if known is None:
-            equation = value.equation
-            known = False
+            equation, found = value.equation, frozenset[str]()
             if equation is not None and not value.is_fixed and not self.waits(value):
                 opened = equation.opened()
-                if opened is not None:
-                    known = self._is_product(opened[equation.outputs.index(value)])
-                elif equation.name == "dot_general":
-                    known = any(each.is_fixed for each in equation.inputs)
-                elif equation.name in ELEMENTWISE or equation.name in _RULES:
-                    known = any(map(self._is_product, equation.inputs))
-            self._products[value] = known
+                read = equation.inputs if opened is None else opened
+                if equation.name == "dot_general":
+                    found = frozenset(["product"] if any(each.is_fixed for each in read) else [])
+                elif opened is not None or equation.name in ELEMENTWISE or equation.name in _RULES:
+                    found = found.union(*map(self._made_of, read))
+                if found and equation.name.startswith("reduce_"):
+                    found |= {"sum"}
+            known = self._parts[value] = found
         return known
 
     @staticmethod

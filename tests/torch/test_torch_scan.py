@@ -423,6 +423,28 @@ def test_a_step_reads_shapes_and_a_known_step_begins_like_another() -> None:
         torch.testing.assert_close(scan(step, init, xs), loop(step, init, xs))
 
 
+def test_norms_of_inputs_are_known_before_the_loop() -> None:
+    """A kernel reads them as they are, not the product and its sums; other products stay in it."""
+    inputs, norm, other = nn.Linear(INPUTS, UNITS), nn.LayerNorm(UNITS), nn.Linear(INPUTS, UNITS)
+    module = nn.ModuleList([inputs, norm, other])
+    init, xs = torch.randn(BATCH, UNITS), torch.randn(STEPS, BATCH, INPUTS, requires_grad=True)
+
+    def normed(h: Any, x: Any) -> Any:
+        h = torch.tanh(h + norm(inputs(x)) * 0.5)
+        return h, h
+
+    def both(h: Any, x: Any) -> Any:
+        h = torch.tanh(h + norm(inputs(x)) * 0.5 + other(x) * h)
+        return h, h
+
+    for step, has_product in ((normed, False), (both, True)):
+        text = explain(step, init, xs).text
+        assert "given_0" in text
+        assert "sqrt" not in text
+        assert ("input_" in text) == has_product
+        check(step, init, xs, module)
+
+
 def test_parameters_without_axes_and_cells_of_inputs_alone() -> None:
     rate = torch.tensor(0.3, requires_grad=True)
     cell = nn.LSTMCell(INPUTS, UNITS)
