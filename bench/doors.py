@@ -519,7 +519,8 @@ def _pieces(quick: bool) -> Iterable[Piece]:
         name = f"{case.kind}({case.inputs}, {case.hidden}) in JAX, B={case.batch}"
         every[f"{name}, T={case.steps:,}{last}"] = partial(measure_jitted, case)
     every |= {each.name: each.measure for each in RECURRENCES} | MANY
-    every |= {each.name: each.measure for each in (*SELECTIVE, *FILTERS, *statespace.MODELS)}
+    chains = *statespace.MODELS, *statespace.HIDDEN
+    every |= {each.name: each.measure for each in (*SELECTIVE, *FILTERS, *chains)}
     few = [each.name for each in (*MODULES[:2], RECURRENCES[0], *SELECTIVE, FILTERS[0])]
     for name, measure in every.items():
         if name in few or not quick:
@@ -539,8 +540,10 @@ def _about(quick: bool) -> Results:
         "backends, too; sums of samples before torchlpc by PyTorch's convolution or products",
         "Kalman filters": "the log-likelihood, and gradients in five matrices; float64; alone, and "
         "of statsmodels, there are no gradients",
+        "hidden Markov models": "the log-likelihood, and gradients in emissions and probabilities; "
+        "float64; lax.scan by logarithms; of hmmlearn the posteriors, which are the first gradient",
         "JAX": "jitted value_and_grad; of lax.scan the fastest of the unrolls 1, 4 and 16; of "
-        "Kalman filters of 1 and 4",
+        "Kalman filters and hidden Markov models of 1 and 4",
     }
 
 

@@ -1,4 +1,7 @@
-"""Log-likelihoods of state spaces and gradients, beside a jitted ``lax.scan`` and statsmodels."""
+"""Log-likelihoods of state spaces and gradients, beside a jitted ``lax.scan`` and other libraries.
+
+These are statsmodels, and hmmlearn.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sparsescan.torch import hmm
 from sparsescan.torch.statespace import log_likelihood
 
 from . import peers, races
@@ -20,6 +24,7 @@ from .timing import Call
 Array = NDArray[Any]
 
 ALONE, STATSMODELS = "the log-likelihood alone", "statsmodels, the log-likelihood alone"
+HMMLEARN = "hmmlearn, posteriors alone"
 _ROUNDING = 1e-9
 
 
@@ -145,3 +150,102 @@ MODELS = [
     for states, observed in ((4, 1), (12, 3))
     for steps, series in ((1_000, 1), (1_000, 64), (100_000, 1))
 ]
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """A hidden Markov model with dense transitions, and its emissions."""
+
+    states: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return f"Hidden Markov model, {self.states} states, T={self.steps:,}"
+
+    def arrays(self) -> dict[str, Array]:
+        """Return logarithms of emissions, and probabilities."""
+        rng = np.random.default_rng(0)
+        a = rng.random((self.states, self.states)) + 0.1
+        return {
+            "log_emissions": rng.standard_normal((self.steps, self.states)),
+            "initial": np.full(self.states, 1 / self.states),
+            "transition": a / a.sum(1, keepdims=True),
+        }
+
+    def measure(self, quick: bool) -> Results:
+        """Return the times of calls."""
+        makers = {OURS: self.ours, JAX: self.scan, HMMLEARN: self.hmmlearn}
+        return races.timed(makers, {JAX: 3}, quick, self._differences, few=True)
+
+    def _differences(self, calls: dict[str, Call]) -> dict[str, float]:
+        """Compare log-likelihoods, and gradients where there are some."""
+        found = {who: [np.asarray(each) for each in call()] for who, call in calls.items()}
+        ours = dict(enumerate(found.pop(OURS)))
+        return {
+            f"{what}, {who}": each
+            for who, theirs in found.items()
+            for what, each in races.apart(ours, dict(enumerate(theirs)), _ROUNDING).items()
+        }
+
+    def ours(self) -> dict[str, Call]:
+        own = {
+            name: torch.from_numpy(each).requires_grad_() for name, each in self.arrays().items()
+        }
+
+        def call() -> Any:
+            total = hmm.log_likelihood(**own)
+            return [total.detach(), *torch.autograd.grad(total, list(own.values()))]
+
+        return peers.in_threads(call)
+
+    def scan(self) -> dict[str, Call]:
+        jax = peers.load_jax()
+        jnp, model = jax.numpy, self.arrays()
+        logsumexp = jax.scipy.special.logsumexp
+
+        def call(unroll: int) -> Call:
+            def total(model: dict[str, Any]) -> Any:
+                e, a = model["log_emissions"], jnp.log(model["transition"])
+
+                def step(x: Any, e: Any) -> Any:
+                    return logsumexp(x[:, None] + a, axis=0) + e, None
+
+                first = jnp.log(model["initial"]) + e[0]
+                return logsumexp(jax.lax.scan(step, first, e[1:], unroll=unroll)[0])
+
+            compiled = jax.jit(jax.value_and_grad(total))
+
+            def run() -> Any:
+                with jax.enable_x64(True):
+                    found, grads = jax.block_until_ready(compiled(model))
+                return [found, *map(grads.get, model)]
+
+            return run
+
+        return {f"unroll={n}": call(n) for n in (1, 4)}
+
+    def hmmlearn(self) -> dict[str, Call]:
+        """Return calls for log-likelihoods and posteriors, by logarithms and by scaling."""
+        base = peers.require("hmmlearn.base", "pip install hmmlearn").BaseHMM
+        e, initial, a = self.arrays().values()
+
+        class Given(base):  # type: ignore[misc, valid-type]
+            def _compute_log_likelihood(self, x: Any) -> Any:
+                return x
+
+            def _compute_likelihood(self, x: Any) -> Any:
+                return np.exp(x)
+
+            def _check(self) -> None:
+                pass
+
+        def call(kind: str) -> Call:
+            model = Given(self.states, implementation=kind)
+            model.startprob_, model.transmat_ = initial, a
+            return lambda: list(model.score_samples(e))
+
+        return {kind: call(kind) for kind in ("log", "scaling")}
+
+
+HIDDEN = [Hidden(states, 100_000) for states in (8, 32)]

@@ -248,6 +248,7 @@ DOORS = [
     *(doors.Recurrence(9, 3, 2, is_diagonal, {}) for is_diagonal in (True, False)),
     *(attention.Model(each.kind, each.trains, 2, 2, 3, 9) for each in attention.MODELS[:3]),
     statespace.Model(3, 2, 9, 2),
+    statespace.Hidden(3, 9),
     *(loops.Loop(kind, 5, 1, 7, 3, 2) for kind in ("MGU", "LayerNorm-GRU", "scalars")),
 ]
 

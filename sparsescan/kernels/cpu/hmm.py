@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ..compile import njit
 from .functions import exp, log
 from .lanes import lane_count, load, store
-from .padded import add_scaled, clear, product
+from .padded import clear, product
 
 Array = Any
 
@@ -363,10 +363,12 @@ def _posterior(r, room, size):
         room[r.u + j] = room[r.x + j] + room[r.y + j]
         y = room[r.u + j]
         most = y if y > most or y != y else most
+    for j in range(size):
+        room[r.u + j] -= most
     for j in range(0, r.row, lane_count(room)):
         store(room, r.w + j, exp(load(room, r.x + j)))
+        store(room, r.u + j, exp(load(room, r.u + j)))
     for j in range(size):
-        room[r.u + j] = math.exp(room[r.u + j] - most)
         total += room[r.u + j]
     for j in range(size):
         room[r.u + j] /= total
@@ -378,6 +380,11 @@ def _add_transition(s, r, room, most):
     """Add ``exp(x_i + v_j - most)`` for a transition, whose first factors are in `w` and `b`."""
     is_far = not most > _FAR
     factor = 0.0 if is_far else math.exp(-most)
+    if not is_far and s.indptr.size == 0:
+        for i in range(s.states):
+            room[r.w + i] *= factor
+        product(room, r.sums, r.sums, (r.w, 1, 0), r.b, s.states, 1, r.row)
+        return
     for i in range(s.states):
         begin, end = _row(s, i)
         if is_far:
@@ -385,8 +392,6 @@ def _add_transition(s, r, room, most):
                 j = _column(s, i, k)
                 to = r.sums + (i * r.row + j if s.indptr.size == 0 else k)
                 room[to] += math.exp(room[r.x + i] + room[r.v + j] - most)
-        elif s.indptr.size == 0:
-            add_scaled(room, r.sums + i * r.row, r.b, room[r.w + i] * factor, r.row)
         else:
             w = room[r.w + i] * factor
             for k in range(begin, end):
