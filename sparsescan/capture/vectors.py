@@ -272,8 +272,7 @@ class Reader:
     def _is_product(self, value: Value) -> bool:
         """Return whether a value is computed from products of inputs, by what cells compute.
 
-        One with sums of these over units is not: it is the same for no two units before the sum,
-        and takes fewer numbers where it is known before the loop.
+        A value that sums such products over units is not one: it is computed before the loop.
         """
         return self._made_of(value) == {"product"}
 

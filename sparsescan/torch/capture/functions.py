@@ -43,7 +43,7 @@ _watching: list[None] = []
 def watched() -> Iterator[None]:
     """Let modes see calls of each ``autograd.Function``; those under no mode are as ever.
 
-    Of threads that end at once one may find its calls unseen, which it refuses to trace.
+    If one thread ends while another one begins, that may miss a call: then it runs a loop.
     """
     _watching.append(None)
     owner: Any = _SingleLevelFunction
@@ -52,8 +52,9 @@ def watched() -> Iterator[None]:
         yield
     finally:
         _watching.pop()
-        if not _watching and "apply" in vars(owner):
-            del owner.apply
+        if not _watching:
+            with contextlib.suppress(AttributeError):  # another thread has done so
+                del owner.apply
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
