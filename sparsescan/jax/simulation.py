@@ -20,6 +20,7 @@ from .ffi.host import call_host
 
 # Keywords of ``sim.forward`` that a compiled program supports.
 _OPTIONS = "t0", "rtol", "atol", "memory_limit"
+_OF_LENGTHS = "until", "error", "max_dt", "t_eval"
 
 
 def simulate(
@@ -37,8 +38,9 @@ def simulate(
     This is :meth:`sparsescan.simulate.TimeSteps.forward` under ``jax.jit``, ``jax.grad`` (first
     gradients, in reverse mode) and ``jax.vmap``, which runs one simulation after the other. States
     are computed in float64 on the host, whether or not JAX has float64 enabled. Python numbers and
-    NumPy arrays keep full precision. There are no second derivatives and no forward mode. `until`
-    is not supported, since the number of steps in a JAX program must be fixed.
+    NumPy arrays keep full precision. There are no second derivatives and no forward mode. With
+    ``until=`` the number of steps is not known to JAX: only the last state or those at `t_eval` are
+    returned, and the backward pass takes the steps again.
 
     The simulation's functions are NumPy functions. JAX functions, with ``derivatives="jax"``, work
     only outside ``jax.jit`` and ``jax.vmap``: a compiled program would wait for them on the threads
@@ -55,17 +57,20 @@ def simulate(
     steps : int, optional
         The number of steps; by default the number of lengths in `dt`.
     dt : array_like, shape () or (steps,)
-        The length of all steps, or of each step.
+        The length of all steps, or of each step. With ``until=`` it is the first length to try, and
+        its gradient is zero.
     last : bool, default False
-        Whether to return only the last state. `memory_limit` needs this.
+        Whether to return only the last state. `memory_limit` needs this, and ``until=`` without
+        `t_eval`.
     **options
-        ``t0``, ``rtol``, ``atol`` and ``memory_limit`` of ``sim.forward``.
+        Those of ``sim.forward``, except `check` and `progress`. With ``t_eval=`` only the states at
+        these times are returned.
 
     Returns
     -------
     jax.Array, shape (steps + 1, n) or (n,)
-        The states, the initial one first; or the last state. If `u0` has an axis of samples, so has
-        the result, before the last axis. The dtype is that of `u0`.
+        The states, the initial one first, or those at `t_eval`; or the last state. If `u0` has an
+        axis of samples, so has the result, before the last axis. The dtype is that of `u0`.
 
     Raises
     ------
@@ -94,12 +99,16 @@ def simulate(
     """
     if not isinstance(sim, ImplicitSteps | TimeSteps):
         raise InputTypeError(f"sim is {short(sim)}; expected ImplicitSteps or TimeSteps")
-    if "until" in options:
+    refuse_unknown("simulate", options, ["steps", "dt", "last", *_OPTIONS, *_OF_LENGTHS])
+    options = {name: each for name, each in options.items() if each is not None}
+    if "until" not in options:
+        if lone := [name for name in _OF_LENGTHS if name in options]:
+            raise InputError(f"{lone[0]} is given without until; expected both, or neither")
+    elif "t_eval" not in options and not last:
         raise InputError(
-            "until is given, which chooses the number of steps; expected steps and dt, or dt of "
-            "each step, such as np.diff(sim.forward(..., until=...).times)"
+            "until is given, which chooses the number of steps; expected last=True, or the times "
+            "of states in t_eval"
         )
-    refuse_unknown("simulate", options, ["steps", "dt", "last", *_OPTIONS])
     for name, option in options.items():
         if isinstance(option, jax.core.Tracer):
             raise InputTypeError(f"{name} is traced; expected a number known at compilation")
@@ -165,6 +174,7 @@ class _Call:
         self.uses_jax = sim.uses_jax
         self._sim, self._structure, self._leaves, self._places = sim, structure, leaves, places
         self._steps, self._last, self._options = steps, last, dict(options)
+        self._chooses = "until" in options
         self._key = (
             *(sim, structure.kind, tuple(structure.names), tuple(places), steps, last, dtype),
             *(tuple(sorted(options)), tuple(map(_identity, [*options.values(), *leaves]))),
@@ -173,8 +183,10 @@ class _Call:
         run = self._prepare(())
         if run.states is None and not last:
             raise InputError("last is False; expected True: memory_limit keeps no other state")
-        shape = run.last.shape if last else (run.planned + 1, *run.last.shape)
-        words = (((*each.shape[:-1], 2 * each.shape[-1]), np.uint32) for each in run.kept)
+        count = np.size(options["t_eval"]) if self._chooses and not last else run.planned + 1
+        shape = run.last.shape if last else (count, *run.last.shape)
+        kept = () if self._chooses else run.kept
+        words = (((*each.shape[:-1], 2 * each.shape[-1]), np.uint32) for each in kept)
         kinds = (shape, dtype), *words
         self.kinds = tuple(jax.ShapeDtypeStruct(*each) for each in kinds)
 
@@ -184,14 +196,25 @@ class _Call:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def _prepare(self, arrays: Sequence[Any]) -> Run:
-        """Return a run before its first step."""
+    def _given(self, arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Return the initial state, the parameters and the lengths of steps."""
         leaves = list(self._leaves)
         for place, array in zip(self._places, arrays, strict=False):
             leaves[place] = np.asarray(array, np.float64)[()]
         u0, dt, *own = leaves
-        params = self._structure.joined(own)
-        return self._sim.prepare(u0, params, steps=self._steps, dt=dt, **self._options)
+        return u0, self._structure.joined(own), dt
+
+    def _prepare(self, arrays: Sequence[Any]) -> Run:
+        """Return a run before its first step; of one step where the run chooses lengths."""
+        u0, params, dt = self._given(arrays)
+        options = {name: self._options[name] for name in _OPTIONS if name in self._options}
+        steps = 1 if self._chooses and np.ndim(dt) == 0 else self._steps
+        return self._sim.prepare(u0, params, steps=steps, dt=dt, **options)
+
+    def _march(self, arrays: Sequence[Any]) -> Run:
+        """Return a run that chose the lengths of its steps."""
+        u0, params, dt = self._given(arrays)
+        return self._sim.forward(u0, params, steps=self._steps, dt=dt, **self._options)
 
     def states(self, *arrays: Any) -> list[Any]:
         """Return the states, or the last state."""
@@ -199,6 +222,9 @@ class _Call:
 
     def passed(self, *arrays: Any) -> list[Any]:
         """Return the states, or the last state, and what the backward pass needs, as words."""
+        if self._chooses:
+            run = self._march(arrays)
+            return [run.last if self._last else _states(run)[run.evaluated]]
         run = self._prepare(arrays)
         run.march(None)
         return [run.last if self._last else run.states, *map(_words, run.kept)]
@@ -206,10 +232,17 @@ class _Call:
     def grads(self, above: Any, *both: Any) -> list[Any]:
         """Return gradients in arrays, from the gradient in states, the arrays and what was kept."""
         count = len(self._places)
-        run = self._prepare(both[:count])
-        run.restore([np.ascontiguousarray(each).view(np.float64) for each in both[count:]])
+        if self._chooses:
+            run = self._march(both)
+            if not self._last:
+                some, above = above, np.zeros_like(_states(run))
+                above[run.evaluated] = some
+        else:
+            run = self._prepare(both[:count])
+            run.restore([np.ascontiguousarray(each).view(np.float64) for each in both[count:]])
         found = run.backward(**{"grad_last" if self._last else "grad_states": above})
-        leaves = [found.u0, found.dt, *Leaves.of(found.params).leaves]
+        in_dt = np.zeros(()) if self._chooses else found.dt
+        leaves = [found.u0, in_dt, *Leaves.of(found.params).leaves]
         return [leaves[place] for place in self._places]
 
 
@@ -217,6 +250,13 @@ def _identity(leaf: Any) -> tuple[Any, ...]:
     """Return a comparable form of numbers: copies, and whether they are Python numbers."""
     array = np.asarray(leaf)
     return type(leaf), array.shape, array.dtype.str, array.tobytes()
+
+
+def _states(run: Run) -> Any:
+    """Return the states of a run that chose the lengths of its steps."""
+    if run.states is None:
+        raise InputError("last is False; expected True: memory_limit keeps no other state")
+    return run.states
 
 
 def _words(array: Any) -> Any:

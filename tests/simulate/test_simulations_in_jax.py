@@ -101,6 +101,51 @@ def test_steps_of_ones_own_and_functions_of_jax() -> None:
             mode(u0, given[1])
 
 
+@pytest.mark.parametrize("method", ["kencarp4", "tsit5", "bdf2"])
+def test_lengths_of_steps_are_chosen(method: str) -> None:
+    """The states at some times, or the last one, under jit, gradients and vmap."""
+    rng = np.random.default_rng()
+
+    def rate(u: Any, t: Any, p: Any) -> Any:
+        return np.stack([u[1], p * (1 - u[0] ** 2) * u[1] - u[0]])
+
+    sim, u0, p = TimeSteps(rate, method=method), rng.uniform(0.5, 2, 2), float(rng.uniform(0.5, 2))
+    about: dict[str, Any] = {"until": 3.0, "dt": 0.01, "error": (1e-5, 1e-7)}
+    times = np.sort(rng.uniform(0, 3, 3))
+    weights = rng.standard_normal((3, 2))
+    run = sim.forward(u0, p, t_eval=times, **about)
+    assert run.states is not None
+    assert run.evaluated is not None
+    above = np.zeros_like(run.states)
+    above[run.evaluated] = weights
+    whole, end = run.backward(above), sim.forward(u0, p, **about)
+    at_end = end.backward(grad_last=weights[0])
+
+    def at_times(u0: Any, p: Any, dt: Any) -> Any:
+        return (simulate(sim, u0, p, **about | {"dt": dt, "t_eval": times}) * weights).sum()
+
+    def last(u0: Any, p: Any, dt: Any) -> Any:
+        return simulate(sim, u0, p, last=True, **about | {"dt": dt}) @ weights[0]
+
+    with jax.enable_x64():
+        given = jnp.asarray(u0), jnp.asarray(p), jnp.asarray(0.01)
+        for f, grads, expected in (
+            (at_times, whole, (run.states[run.evaluated] * weights).sum()),
+            (last, at_end, end.last @ weights[0]),
+        ):
+            for call in (
+                jax.value_and_grad(f, (0, 1, 2)),
+                jax.jit(jax.value_and_grad(f, (0, 1, 2))),
+            ):
+                value, (in_u0, in_p, in_dt) = call(*given)
+                np.testing.assert_allclose(value, expected, rtol=1e-12)
+                np.testing.assert_allclose(in_u0, grads.u0, rtol=1e-10)
+                np.testing.assert_allclose(in_p, grads.params, rtol=1e-10)
+                assert in_dt == 0
+            many = jax.vmap(jax.grad(f), (0, None, None))(jnp.stack([given[0]] * 2), *given[1:])
+            np.testing.assert_allclose(many, [grads.u0] * 2, rtol=1e-10)
+
+
 def test_a_step_without_a_solution() -> None:
     sim = TimeSteps(lambda u, t, p: u * u, np.eye(1))
     u0 = jnp.ones(1)
@@ -120,7 +165,8 @@ def test_a_step_without_a_solution() -> None:
         ({"params": {"a": jnp.ones(2, bool)}}, InputTypeError, "params.'a'. has dtype bool"),
         ({"dt": jnp.ones(3)}, InputError, "dt has 3 lengths; expected 2"),
         ({"memory_limit": 3000, "steps": 200}, InputError, "last is False; expected True"),
-        ({"until": 1.0}, InputError, "until is given, .*; expected steps and dt"),
+        ({"until": 1.0, "steps": None}, InputError, "until is given, .*; expected last=True, or"),
+        ({"max_dt": 1.0}, InputError, "max_dt is given without until; expected both, or neither"),
         ({"events": abs}, InputTypeError, "events is no argument of simulate; expected some of st"),
         ({"check": True}, InputTypeError, "check is no argument of simulate"),
         ({"t0": np.nan}, InputError, "t0 is nan; expected a finite number"),
