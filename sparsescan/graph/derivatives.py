@@ -1,4 +1,4 @@
-"""Derivatives of expressions, which are expressions: of gradients, and of slopes."""
+"""Derivatives of expressions, as expressions: gradients (reverse mode), slopes (forward)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gradients(
     seeds : sequence of (Node, Node)
         Results, and the gradients in them.
     same : mapping of Node to Node, optional
-        For some nodes others with the same values, which derivatives read instead.
+        Nodes with the same values that derivatives read instead of some nodes.
     """
     grads: dict[Node, Node] = {}
     same = same or {}
@@ -99,13 +99,13 @@ def _elementwise(operation: str, pairs: Sequence[WithSlope]) -> WithSlope:
 
 
 def quotients_of(roots: Sequence[Node], outputs: Sequence[Node]) -> dict[Node, Node]:
-    """Return quotients that have the same values as factors of outputs, and take less to compute.
+    """Return quotients that equal factors of outputs, and are cheaper to compute.
 
-    In ``h = o·tanh(c)`` a backward pass finds `h` kept and needs ``o``, so that it may compute
-    ``tanh(c)`` as ``h/o``. Where ``o`` is 0, any number does: only `h` reads ``tanh(c)``, so that
-    each use of it in a gradient is multiplied by ``o``. So is its use in the gradient of ``o``,
-    since the derivative of a sigmoid or an exponential has the factor ``o``. Square roots are left
-    out, since their derivative divides by them.
+    For ``h = o·tanh(c)``, `h` is kept and the backward pass needs ``o``, so it may compute
+    ``tanh(c)`` as ``h/o``. If ``o`` is 0, any number will do: only `h` reads ``tanh(c)``, so each
+    use of it in a gradient is multiplied by ``o``. So is its use in the gradient of ``o``, since
+    the derivative of a sigmoid or an exponential has the factor ``o``. Square roots are excluded,
+    since their derivative divides by them.
     """
     uses = Counter(argument for vector in topological(roots) for argument in vector.arguments)
     uses.update(roots)

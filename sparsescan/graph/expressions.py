@@ -15,16 +15,16 @@ def topological(
     known: Container[Node] = (),
     is_leaf: Callable[[Node], object] = lambda vector: False,
 ) -> list[Node]:
-    """Return some nodes and all that they are computed from, each behind its arguments.
+    """Return some nodes and everything they depend on, each after its arguments.
 
     Parameters
     ----------
     roots : iterable of Node
         The nodes.
     known : container of Node
-        Nodes that are left out, with all that only they are computed from.
+        Nodes to omit, with everything that only they depend on.
     is_leaf : callable
-        ``is_leaf(node)`` says whether the arguments of a node are left out.
+        ``is_leaf(node)`` says whether to omit the arguments of a node.
     """
     order: dict[Node, None] = {}
     stack = [(root, False) for root in reversed(list(roots))]
@@ -45,7 +45,7 @@ def evaluate(
     rule: Callable[[Node, list[Value]], Value],
     known: Mapping[Node, Value] | None = None,
 ) -> dict[Node, Value]:
-    """Return a value for each root and for each node that it is computed from.
+    """Return a value for each root and for each node it depends on.
 
     Parameters
     ----------
@@ -63,19 +63,19 @@ def evaluate(
 
 
 def with_arguments(vector: Node, arguments: Sequence[Node]) -> Node:
-    """Return the same operation of other arguments, simplified."""
+    """Return the same operation on other arguments, simplified."""
     same = all(a is b for a, b in zip(arguments, vector.arguments, strict=True))
     return vector if same else apply(vector.operation, *arguments)
 
 
 def replaced(roots: Sequence[Node], new: Mapping[Node, Node]) -> list[Node]:
-    """Return expressions in which some nodes are replaced by others."""
+    """Return expressions with some nodes replaced."""
     made = evaluate(roots, with_arguments, new)
     return [made[root] for root in roots]
 
 
 def bare(roots: Sequence[Node]) -> list[Node]:
-    """Return expressions in which surrogates and stopped gradients are only their values."""
+    """Return expressions with surrogates and stopped gradients replaced by their values."""
 
     def rule(vector: Node, arguments: list[Node]) -> Node:
         is_value = vector.operation in ("stop_gradient", "surrogate")
@@ -86,9 +86,9 @@ def bare(roots: Sequence[Node]) -> list[Node]:
 
 
 def is_linear(roots: Sequence[Node], kinds: Container[str]) -> bool:
-    """Return whether expressions are linear in all leaves of some kinds together, without offset.
+    """Return whether expressions are jointly linear, without offset, in all leaves of some kinds.
 
-    Where that takes more than the rules of sums, products and choices to see, the answer is no.
+    If the rules of sums, products and choices do not show it, the answer is False.
     """
 
     def rule(vector: Node, degrees: list[float]) -> float:

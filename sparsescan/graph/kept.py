@@ -1,4 +1,4 @@
-"""What is kept of a forward pass for a backward pass, which computes the rest again."""
+"""Choose what a forward pass keeps; the backward pass recomputes the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 from .expressions import topological
 from .operations import Node
 
-# What a vector costs of which one number is kept, beside 1 for others; sums of it are exact.
+# The cost of a vector that is kept as one number; others cost 1. Sums of it are exact.
 _UNIFORM = 1 / 64
 _Place: TypeAlias = "tuple[Node | None, int]"
 
@@ -23,22 +23,22 @@ def least_kept(
 ) -> list[Node]:
     """Return the fewest vectors that a forward pass has to keep for a backward pass.
 
-    The backward pass computes all else that it needs from these vectors. They are a least cut
-    between the sources and what the backward pass needs: of all least cuts the one that leaves the
-    fewest operations to the backward pass.
+    The backward pass computes everything else that it needs from these vectors. They are a minimum
+    cut between the sources and what the backward pass needs: the minimum cut that leaves the fewest
+    operations to the backward pass.
 
     Parameters
     ----------
     forward : sequence of Node
-        All that the forward pass computes, each node behind its arguments.
+        Everything that the forward pass computes, each node after its arguments.
     needed_back : sequence of Node
         What the backward pass computes.
     outputs : sequence of Node
         Vectors that are kept in any case.
     sources : collection of Node
-        Leaves that the backward pass cannot read. It can read all other leaves.
+        Leaves that the backward pass cannot read; it can read all others.
     uniform : collection of Node
-        Vectors of which all numbers are the same, so that keeping them takes next to nothing.
+        Vectors whose numbers are all equal, so keeping them takes next to nothing.
     """
     free = {vector for vector in forward if not vector.arguments and vector not in sources}
     free.update(outputs)
@@ -61,15 +61,15 @@ def _least_cut(
     needed: set[Node],
     costs: Mapping[Node, float],
 ) -> set[Node]:
-    """Return the fewest nodes that all ways from sources to needed nodes lead through.
+    """Return the fewest nodes that all paths from sources to needed nodes go through.
 
-    This is a maximum flow (Ford and Fulkerson, 1956). Each node is two places, before and behind
-    it, with a capacity between them, of 1 or what it costs. Of all least cuts it returns the last
-    one on the ways.
+    This is a maximum flow (Ford and Fulkerson, 1956). Each node is split into an entry and an exit,
+    joined by an edge whose capacity is its cost, by default 1. Of all minimum cuts it returns the
+    last one along the paths.
     """
     begin: _Place = (None, 0)
     end: _Place = (None, 1)
-    # What can still flow from a place to another.
+    # The residual capacity from each place to another.
     room: dict[_Place, dict[_Place, float]] = {begin: {}, end: {}}
 
     def connect(a: _Place, b: _Place, capacity: float) -> None:

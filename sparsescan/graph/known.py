@@ -1,4 +1,4 @@
-"""What is known of vectors whatever their leaves are: units that never change, and bounds."""
+"""What is known about vectors for any values of their leaves: constant units, and bounds."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .render.numpy import function_of
 
 
 class Known(NamedTuple):
-    """What is known of a vector.
+    """What is known about a vector.
 
     Attributes
     ----------
     where : ndarray of bool
-        Which units always have the same value.
+        Which units are constant.
     value : ndarray of float64
         The value of these units; anything for others.
     """
@@ -36,14 +36,14 @@ def is_zero(known: Known) -> NDArray[np.bool_]:
 
 
 def known_of(roots: Iterable[Node], leaves: Mapping[Node, Known], size: int) -> dict[Node, Known]:
-    """Return what is known of vectors and of all that they are computed from.
+    """Return what is known about vectors and everything they depend on.
 
     Parameters
     ----------
     roots : iterable of Node
         The vectors.
     leaves : mapping of Node to Known
-        What is known of leaves; nothing is known of those that are not there.
+        What is known about leaves; nothing is known about missing ones.
     size : int
         How many units there are.
     """
@@ -58,7 +58,7 @@ def known_of(roots: Iterable[Node], leaves: Mapping[Node, Known], size: int) -> 
 
 
 def _result(operation: str, arguments: Sequence[Known]) -> Known:
-    """Return what is known of the result of an operation."""
+    """Return what is known about the result of an operation."""
     where = functools.reduce(np.logical_and, [known.where for known in arguments])
     with np.errstate(all="ignore"):
         value = function_of(operation)(*(known.value for known in arguments))
@@ -78,7 +78,7 @@ def _result(operation: str, arguments: Sequence[Known]) -> Known:
 
 
 def intervals(roots: Iterable[Node]) -> dict[Node, Interval]:
-    """Return an interval that holds each node, and all that it is computed from, NaN apart."""
+    """Return an interval for each node and everything it depends on, ignoring NaN."""
     return evaluate(roots, _interval)
 
 

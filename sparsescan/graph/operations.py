@@ -1,8 +1,8 @@
 """Symbols of vectors, linear maps of them, and the one table of elementwise operations.
 
-A function is traced on symbols, each of which stands for a vector of one number a unit. Equal
-expressions are one :class:`Node`, so that common terms are computed once. A row of `OPERATIONS` has
-all that is known of an operation: its text for each target, its derivative, and its bounds.
+A function is traced on symbols; each is a vector with one number per unit. Equal expressions are
+one :class:`Node`, so common terms are computed once. A row of `OPERATIONS` defines an operation:
+its text for each target, its derivative, and its bounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .tracing import is_tracing, refuse
 
 
 class Node:
-    """A vector of one number a unit, as an operation of other vectors.
+    """A vector with one number per unit, as an operation on other vectors.
 
     Attributes
     ----------
@@ -33,8 +33,8 @@ class Node:
     arguments : tuple of Node
         The vectors that the operation reads.
     details : tuple
-        What else identifies the node: the value of a number, or the name that a front end gives a
-        leaf or the matrix of a linear map, or a ``Reduction`` in its place.
+        What else identifies the node: the value of a number, the front end's name for a leaf or for
+        the matrix of a linear map, or a ``Reduction`` instead of a matrix.
     """
 
     __slots__ = ("__weakref__", "arguments", "details", "operation")

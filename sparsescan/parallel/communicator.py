@@ -22,7 +22,7 @@ from .exchange import allreduce_messages
 
 _T = TypeVar("_T")
 
-# Exceptions that are raised on all ranks as what they are.
+# Exceptions that keep their class on all ranks.
 _SHARED: dict[str, type[Exception]] = {
     name: kind
     for name, kind in vars(errors).items()
@@ -47,14 +47,14 @@ def reads_device_memory() -> bool:
 
 @dataclass
 class Traffic:
-    """Counts of what a rank has sent by one kind of call.
+    """Counts of a rank's messages by one kind of call.
 
     Attributes
     ----------
     calls : int
         Number of calls.
     messages, bytes : int
-        Messages and bytes that this rank sent; for a collective call as its algorithm has them.
+        Messages and bytes that this rank sent; for a collective call, by its algorithm.
     operations : int
         Calls of the operator of an exclusive scan.
     """
@@ -102,7 +102,7 @@ class Fault:
 
 
 def load_mpi(user: str) -> Any:
-    """Return MPI of mpi4py, or raise an error that says who needs it and what to install."""
+    """Return mpi4py's MPI, or raise an error that says who needs it and what to install."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -129,14 +129,14 @@ class Communicator:
     rank, size : int
         This rank, and the number of ranks.
     traffic : dict of str to Traffic
-        Counts by the name of the call, with those of communicators that were split off.
+        Counts by the name of the call, including communicators that were split off.
 
     Notes
     -----
-    Ranks fail together: work of one rank is done by :meth:`together`, or under a ``Fault``. In
-    that case the rank takes part in every collective call even after an exception, until
-    :meth:`agree` raises on all or on none. After an error of MPI itself the state of a communicator
-    is not defined, so that it ends all ranks.
+    Ranks fail together: a rank works inside :meth:`together`, or under a ``Fault``. Under a
+    ``Fault`` it takes part in every collective call even after an exception, until :meth:`agree`
+    raises on all or on none. After an error of MPI itself the communicator's state is undefined, so
+    it ends all ranks.
     """
 
     def __init__(self, comm: Any, traffic: dict[str, Traffic] | None = None) -> None:
@@ -145,7 +145,7 @@ class Communicator:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.traffic: dict[str, Traffic] = {} if traffic is None else traffic
-        #: Algorithms of exclusive scans that have been observed, by the words of an element.
+        # : Observed algorithms of exclusive scans, by the words of an element.
         self.algorithms: dict[int, str] = {}
 
     @classmethod
@@ -177,7 +177,7 @@ class Communicator:
         return self._parts[name]
 
     def machine(self) -> str:
-        """Return the name of the machine that this rank is on."""
+        """Return the name of this rank's machine."""
         from mpi4py import MPI
 
         name: str = MPI.Get_processor_name()
@@ -213,7 +213,7 @@ class Communicator:
         raise _SHARED.get(kind, RankError)(f"rank {rank}: {text}") from error
 
     def together(self, call: Callable[[], _T]) -> _T:
-        """Return what a call on this rank returns; raise on all ranks if it raises on any."""
+        """Return the result of a call on this rank; raise on all ranks if it raises on any."""
         results: list[_T] = []
         error = None
         try:
@@ -241,7 +241,7 @@ class Communicator:
         return gathered
 
     def swap(self, values: list[Any]) -> list[Any]:
-        """Send each rank one of the values; return those that the ranks have sent to this one."""
+        """Send each rank one of the values; return the values that they have sent to this one."""
         with self._calling("alltoall"):
             swapped: list[Any] = self._comm.alltoall(values)
         return swapped
@@ -262,7 +262,7 @@ class Communicator:
         combine: Callable[[NDArray[np.int64], NDArray[np.int64]], None],
         messages: int,
     ) -> None:
-        """Call MPI's ``Exscan`` of one element a rank, under an operator that need not commute.
+        """Call MPI's ``Exscan`` with one element per rank; the operator need not commute.
 
         Parameters
         ----------
@@ -285,7 +285,7 @@ class Communicator:
             combine(np.frombuffer(a, np.int64), np.frombuffer(b, np.int64))
 
         with self._calling("exscan", messages, messages * element.nbytes):
-            # A type for the whole element, so that no library takes it apart.
+            # A type for the whole element, so that no library splits it.
             whole = MPI.INT64_T.Create_contiguous(element.size).Commit()
             op = MPI.Op.Create(operator, commute=False)
             self._comm.Exscan([element, 1, whole], [prefix, 1, whole], op)
@@ -293,13 +293,13 @@ class Communicator:
             whole.Free()
 
     def send(self, data: Any, rank: int) -> None:
-        """Send an array of NumPy; or of CuPy, if MPI reads its memory."""
+        """Send a NumPy array; or a CuPy array, if MPI reads its memory."""
         with self._calling("send", 1, data.nbytes):
             _wait_for(data)
             self._comm.Send(data, rank)
 
     def receive(self, data: Any, rank: int) -> None:
-        """Fill an array with one that is received, which must be of its size."""
+        """Receive an array of the same size into this one."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -313,7 +313,7 @@ class Communicator:
         sends: Sequence[tuple[int, NDArray[np.int64]]],
         receives: Sequence[tuple[int, NDArray[np.int64]]],
     ) -> None:
-        """Send arrays to some ranks, and fill arrays with those that others send, all at once."""
+        """Send arrays to some ranks and receive arrays from others, all at once."""
         from mpi4py import MPI
 
         nbytes = sum(data.nbytes for _, data in sends)
@@ -327,7 +327,7 @@ class Communicator:
 
     @contextmanager
     def _calling(self, name: str, messages: int = 0, nbytes: int = 0) -> Iterator[None]:
-        """Count a call that sends so many messages and bytes; end all ranks if it fails."""
+        """Count a call with its messages and bytes; end all ranks if it fails."""
         traffic = self.traffic.setdefault(name, Traffic())
         traffic.calls += 1
         traffic.messages += messages
@@ -354,13 +354,13 @@ class Communicator:
 
 
 def _wait_for(data: Any) -> None:
-    """Wait until an array of CuPy has been written and read, since MPI uses no streams."""
+    """Wait for all work on a CuPy array, since MPI uses no streams."""
     if is_cupy(data):
         load_cupy().cuda.get_current_stream().synchronize()
 
 
 def _check_size(status: Any, data: Any) -> None:
-    """Raise unless the message that was received fills an array."""
+    """Raise unless the received message fills an array."""
     from mpi4py import MPI
 
     if status.Get_count(MPI.BYTE) != data.nbytes:
@@ -368,11 +368,11 @@ def _check_size(status: Any, data: Any) -> None:
 
 
 def _described(error: BaseException) -> tuple[str, str]:
-    """Return the class and the text of an exception, of which other ranks are told."""
+    """Return the class and the text of an exception, for other ranks."""
     name = type(error).__name__
     if _SHARED.get(name) is type(error):
         return name, str(error) or name
     if isinstance(error, MemoryError):
-        # NumPy has a class of its own.
+        # NumPy has its own class.
         return "MemoryError", str(error) or name
     return name, f"{name}: {error}" if str(error) else name

@@ -1,9 +1,9 @@
-"""Maps: the elements that an exclusive scan of MPI combines, on the CPU engine.
+"""Affine maps: the elements that MPI's exclusive scan combines, on the CPU engine.
 
-A part of the chain takes the gradient `y` that enters it to the one that leaves it by an affine map
-``y → M y + c``, where `c` is the sum that its local gradients add. A product of the engine is such
-a map: values, an exponent for each column, local gradients. So a message holds the memory of a
-product, and the operator is an operation of the engine, which keeps products in range.
+A part of the chain maps the gradient `y` that enters it to the one that leaves it: ``y → M y + c``,
+where `c` comes from its local gradients. A product of the engine is such a map: values, an exponent
+per column, local gradients. So a message holds the memory of a product, and the operator is an
+operation of the engine, which keeps products in range.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..symbolic.program import Program
 # Kinds of elements.
 State = numbered(
     "State",
-    # the identity, of ranks without steps
+    # the identity, for ranks without steps
     "NOTHING MAP",
     # a gradient: the element includes the gradient at the end of the chain
     "VECTOR",
@@ -37,7 +37,7 @@ _START, _STOP, _STATE, _HEADER = 0, 1, 2, 4
 
 
 class ScanTerms(NamedTuple):
-    """Dtype and shapes on which the ranks of a chain agree before they exchange data.
+    """Dtype and shapes that the ranks of a chain agree on before they exchange data.
 
     Attributes
     ----------
@@ -130,7 +130,7 @@ class Message:
 
     @property
     def range(self) -> tuple[int, int]:
-        """First and last-plus-one of the parts that it combines."""
+        """First and last-plus-one of its parts."""
         return int(self.header[_START]), int(self.header[_STOP])
 
     @property
@@ -139,15 +139,15 @@ class Message:
         return int(self.header[_STATE])
 
     def describe(self, start: int, stop: int, state: int) -> None:
-        """Write which parts it combines, and its state."""
+        """Write the range of its parts, and its state."""
         self.header[:] = start, stop, state, 0
 
     def vector(self, size: int) -> NDArray[Any]:
-        """Return the gradient, or the sum that local gradients add: a row for each sample."""
+        """Return the gradient, or the sum of local gradients: a row per sample."""
         return _rows(self._vector, self._samples, size)
 
     def exponents(self, cols: int) -> NDArray[Any]:
-        """Return the exponents of the columns, and last whether any is not zero."""
+        """Return the exponents of the columns; the last word says whether any is not zero."""
         return _rows(self._exponents, self._width, cols + 1)
 
     def values(self, nnz: int) -> NDArray[Any]:
@@ -180,7 +180,7 @@ class Ranges:
     def __call__(self, start: int, stop: int) -> Pattern | None:
         """Return the pattern of parts `start` to ``stop - 1``, however they are combined."""
         if (start, stop) not in self._known:
-            # Exclusive scans combine blocks that meet here, so that most patterns are known.
+            # Exclusive scans combine blocks that meet here, so most patterns are known.
             bits = (start ^ (stop - 1)).bit_length() - 1
             mid = (stop - 1) >> bits << bits
             left, right = self(start, mid), self(mid, stop)
@@ -195,7 +195,7 @@ class Ranges:
         return self.apply(mid, stop) if start == 0 else self.compose(start, mid, stop)
 
     def apply(self, start: int, stop: int) -> Program | None:
-        """Return the program of the gradient that a map, product 0, makes of another one."""
+        """Return the program that applies a map, product 0, to a gradient."""
         pattern = self(start, stop)
         if pattern is None:
             return None
@@ -206,7 +206,7 @@ class Ranges:
         return self._programs[key]
 
     def compose(self, start: int, mid: int, stop: int) -> Program | None:
-        """Return the program of a map that is two in turn: product 2 of products 0 and 1."""
+        """Return the program that composes two maps: product 2 from products 0 and 1."""
         left, right, out = self(start, mid), self(mid, stop), self(start, stop)
         if left is None or right is None or out is None:
             return None
@@ -220,7 +220,7 @@ class Ranges:
 def _one_operation(
     products: Sequence[Pattern], op: list[int], work: int, entering: int, leaving: int
 ) -> Program:
-    """Make a program of one operation. Like all programs it has a Jacobian, which nothing reads."""
+    """Make a program of one operation. Every program needs a Jacobian; nothing reads this one."""
     return Program.from_tables(
         1,
         [Pattern.diagonal(1), *products],
@@ -242,7 +242,7 @@ def product_bytes(program: Program, dtype: np.dtype[Any], batch: int) -> int:
 class Merger:
     """The operator: ``merger(a, b)`` writes ``a ◇ b`` to `b`, with `a` of the earlier parts.
 
-    It never raises: if it fails the element is bad, and so are all that it is combined with.
+    It never raises: if it fails, the element is bad, and so is every combination with it.
 
     Parameters
     ----------
@@ -270,7 +270,7 @@ class Merger:
         self.error: BaseException | None = None
 
     def prepare(self, start: int, mid: int, stop: int) -> None:
-        """Make the workspace of a merge, so that the merge takes no memory."""
+        """Make the workspace of a merge, so that the merge allocates nothing."""
         program = self._ranges.program(start, mid, stop)
         if program is not None:
             self._workspace(program)

@@ -1,4 +1,4 @@
-"""A rank's part of the chain: its sweep, its product, and what both take."""
+"""A rank's part of the chain: its sweep, its product, and the cost of both."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule, level_of, schedule_of
 from .maps import ScanTerms
 
-# How products of parts are stored: where their entries are, or densely.
+# How products of parts are stored: sparsely or densely.
 FORMS = ("exact", "dense")
 # A part is not multiplied up if the symbolic phase alone takes more than this many multiply-adds
 # for each of the linear scan of the whole chain: the numeric phase does as many each time.
 _WORTH = 8
-# Multiply-adds below which it always is.
+# A part with fewer multiply-adds is always multiplied.
 _LITTLE = 1_000_000
 
 
 @dataclass(frozen=True)
 class MapCost:
-    """Cost of the product of a part, and where its entries are.
+    """Cost of the product of a part, and its pattern.
 
     Attributes
     ----------
@@ -67,20 +67,20 @@ class PartCost:
     steps : int
         Number of Jacobians.
     sizes : tuple of int, or None
-        Lengths of the gradients that enter and leave it, or what the rank owns of them; None if
-        there are no steps.
+        Lengths of the gradients that enter and leave it, or of the rank's shares; None if there are
+        no steps.
     nnz : int
         Entries of the Jacobians.
     nanoseconds : float
-        Time of a sweep; where ranks share rows, of the slowest in each step.
+        Time of a sweep; if ranks share rows, the slowest rank's time in each step.
     bytes : int
-        Jacobians that all differ between samples, gradients, and the workspace of a sweep, at most.
+        Upper bound for Jacobians (different for each sample), gradients, and a sweep's workspace.
     maps : dict of str to MapCost
-        Cost of its product in each of :data:`FORMS`; empty if there is none, or none that pays.
+        Cost of its product in each of :data:`FORMS`; empty if no product pays.
     waiting : float
-        Nanoseconds to exchange entries in a sweep: of the slowest rank in each step.
+        Nanoseconds to exchange entries in a sweep, for the slowest rank in each step.
     messages, sent : int
-        Messages that it sends in an exclusive scan to those that share its rows, and their bytes.
+        Messages that it sends to the ranks that share its rows, in an exclusive scan; their bytes.
     """
 
     steps: int
@@ -142,17 +142,17 @@ class Part:
         return part
 
     def cost(self, wanted: bool, parts: int | None, *, last: bool = False) -> PartCost:
-        """Return what the part takes.
+        """Return the cost of the part.
 
         Parameters
         ----------
         wanted : bool
             Whether the scan may use its product.
         parts : int or None
-            Parts of the whole chain, in whose linear scan the product has to pay; None if it need
-            not.
+            Parts of the whole chain. The product must pay compared with its linear scan; None: it
+            need not.
         last : bool
-            Whether it is the last part, whose last step an exclusive scan does not apply.
+            Whether it is the last part; an exclusive scan does not apply its last step.
         """
         if not self.n:
             return NO_STEPS
@@ -192,13 +192,13 @@ class Part:
 
 
 class Reduction:
-    """Make the product of a part on the CPU, with what its local gradients add up to.
+    """Make the product of a part on the CPU, and the sum from its local gradients.
 
     Parameters
     ----------
     program : Program
-        It has one Jacobian more at both ends: first the identity, to which the first local gradient
-        belongs, and last one that nothing reads.
+        It has an extra Jacobian at both ends: the identity first, for the first local gradient, and
+        one last that nothing reads.
 
     Attributes
     ----------
@@ -214,7 +214,7 @@ class Reduction:
         self._workspace: Any = None
 
     def prepare(self, chain: Chain, terms: ScanTerms) -> Any:
-        """Return a workspace for such Jacobians, which is kept."""
+        """Return a workspace for such Jacobians, and keep it."""
         batched = np.zeros(self._program.n, bool)
         batched[1:-1] = chain.leaves[:, 1] != 0
         key = terms, chain.device, batched.tobytes()
@@ -225,7 +225,7 @@ class Reduction:
         return self._workspace
 
     def run(self, chain: Chain, local: LocalGrads, terms: ScanTerms) -> Parts | None:
-        """Return the product in host memory; None if the linear scan has to decide."""
+        """Return the product in host memory; None if the caller must use the linear scan."""
         chain.convert(terms.dtype)
         local.convert(terms.dtype)
         return self._run(self.prepare(chain, terms), chain, local)
@@ -240,7 +240,7 @@ class Reduction:
         workspace.local_grads[:] = 0
         # The local gradients of Jacobian `k` of a program are at `k + 1`.
         local.fill(workspace.local_grads[1:])
-        # The program writes no gradient, so that any memory will do.
+        # The program writes no gradient, so any memory will do.
         if not workspace.run(np.empty(1, self._ones.dtype), False):
             return None
         product: Parts = workspace.product(self._program.products - 1)
@@ -258,7 +258,7 @@ class DeviceReduction(Reduction):
         return DeviceWorkspace(self._program, terms.dtype, terms.samples, batched, False, local)
 
     def _run(self, workspace: Any, chain: Chain, local: LocalGrads) -> Parts | None:
-        # The program writes no gradient, so that the ones stay as they are.
+        # The program writes no gradient, so the ones stay as they are.
         padded = _Padded(self._ones, chain, local)
         workspace.run(padded, padded, self._ones, inclusive=False)
         product: Parts | None = workspace.product(self._program.products - 1)
@@ -266,9 +266,9 @@ class DeviceReduction(Reduction):
 
 
 class _Padded:
-    """All that a reduction's program reads on a device: Jacobians, and local gradients, one later.
+    """Inputs of a reduction's program on a device: Jacobians, and local gradients, one later.
 
-    A workspace on a device takes it for a chain, and for local gradients.
+    A device workspace takes it as a chain, and as local gradients.
     """
 
     stack = None
@@ -295,7 +295,7 @@ class _Padded:
 
 
 def step_time(model: Model, pattern: Step, count: int) -> tuple[float, float]:
-    """Return the nanoseconds of a run, and of each of so many equal steps in it."""
+    """Return the nanoseconds of a run, and of each of its equal steps."""
     program = Program([pattern] * (count + 1), Schedule.linear(count + 1))
     run, levels = model.level_times(program)
     return run, sum(levels) / count
@@ -304,7 +304,7 @@ def step_time(model: Model, pattern: Step, count: int) -> tuple[float, float]:
 def _reductions(patterns: Sequence[Step], model: Model, limit: float) -> tuple[Program, Program]:
     """Return the best programs for the product in both forms; or raise :class:`TooLargeError`."""
     n, products = len(patterns), PatternProducts(work=limit)
-    # The identity comes first, and takes the first local gradient; no schedule reads what is last.
+    # The identity comes first, and takes the first local gradient; no schedule reads the last one.
     first, last = Pattern.diagonal(patterns[0].shape[1]), Pattern.diagonal(patterns[-1].shape[0])
     steps: list[Step] = [first, *patterns, last]
     # Products are numbered by the factors of implicit steps.
@@ -324,7 +324,7 @@ def _reductions(patterns: Sequence[Step], model: Model, limit: float) -> tuple[P
 
 
 def _schedule(n: int, chunks: int) -> Schedule:
-    """Return a schedule that multiplies all elements but the gradient, in so many chunks."""
+    """Return a schedule that multiplies all elements except the gradient, in a number of chunks."""
     bounds = [1 + (n - 1) * c // chunks for c in range(chunks + 1)]
 
     def run(ends: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""Planning together: what all ranks bring, what it costs, and how parts are combined."""
+"""Planning together: what each rank brings, what it costs, and how parts are combined."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from .rows import RowSweep
 
 @dataclass(frozen=True)
 class _Asked:
-    """A rank's options and the outline of its part, of which all ranks are told."""
+    """A rank's options and the outline of its part; every rank gets a copy."""
 
     n: int
     sizes: tuple[int, int] | None
     patterns: str
-    # Checked. There is no device if any will do, since there are no steps.
+    # Checked. The device is None without steps, since any will do.
     options: Options
-    # The machine that the rank is on, the cores that it may use there, and its threads.
+    # The rank's machine, the cores that it may use there, and its threads.
     machine: str
     cores: frozenset[int]
     threads: int
@@ -60,7 +60,7 @@ class Request(NamedTuple):
 
 
 def make_plan(world: Communicator, read: Callable[[], Request]) -> ParallelPlan:
-    """Make a plan of the requests that all ranks read; raise on all what is wrong on any."""
+    """Make a plan from the requests of all ranks; if one is invalid, raise on all."""
     request, asked = world.together(lambda: _ask(world, read()))
     everyone: list[_Asked] = world.gather(asked)
     _check_together(everyone)
@@ -106,7 +106,7 @@ def make_plan(world: Communicator, read: Callable[[], Request]) -> ParallelPlan:
 def _plan_part(
     position: int, patterns: Sequence[Step], options: Options, model: Model, before: Part | None
 ) -> tuple[Part, PartCost]:
-    """Plan this rank's part of the chain, whose steps it has as a whole."""
+    """Plan this rank's part of the chain; the rank holds whole steps."""
     grid, device = options.grid, options.device or "cpu"
     is_last = position == grid.chain - 1
     dtype = None if options.dtype is None else np.dtype(options.dtype)
@@ -190,7 +190,7 @@ def _ask(world: Communicator, request: Request) -> tuple[Request, _Asked]:
 
 
 def _load(everyone: Sequence[_Asked]) -> float:
-    """Return the threads for each core of the machine that has most; 0 where GPUs do the work."""
+    """Return the most threads per core of any machine; 0 if GPUs do the work."""
     machines: dict[str, list[_Asked]] = {}
     for each in everyone:
         if each.options.device != "cuda":
@@ -227,7 +227,7 @@ def _check_equal(
 
 
 def _check_together(everyone: Sequence[_Asked]) -> None:
-    """Raise, on every rank alike, if options differ or parts do not chain."""
+    """Raise on every rank if options differ or parts do not chain."""
     grid = everyone[0].options.grid
     for rank, each in enumerate(everyone):
         for name in ("grid", "schedule", "dtype"):
@@ -267,15 +267,15 @@ def _ranks(first: int, count: int) -> str:
 
 
 def _leaving(everyone: Sequence[_Asked], grid: Grid, head: int) -> NDArray[np.int64]:
-    """Return the bounds of the entries that ranks own of the gradient that leaves their part."""
+    """Return the bounds of each rank's entries in the gradient that leaves its part."""
     sizes = [each.sizes[1] for each in everyone[head : head + grid.rows] if each.sizes is not None]
     return np.cumsum([0, *sizes])
 
 
 def _entering(everyone: Sequence[_Asked], grid: Grid, position: int) -> NDArray[np.int64]:
-    """Return the bounds of the entries that ranks own of the gradient that enters their part.
+    """Return the bounds of each rank's entries in the gradient that enters its part.
 
-    They are those of the gradient that leaves the part before, or of equal shares.
+    They are the bounds in the gradient that leaves the part before, or of equal shares.
     """
     for before in range(position - 1, -1, -1):
         if everyone[before * grid.rows].n:
@@ -285,7 +285,7 @@ def _entering(everyone: Sequence[_Asked], grid: Grid, position: int) -> NDArray[
 
 
 def _share(world: Communicator, cost: PartCost) -> list[PartCost]:
-    """Return the costs of all ranks; each pattern is sent once, however many parts have it."""
+    """Return the costs of all ranks; a pattern that several parts share is sent once."""
     light = replace(cost, maps={})
     named = {
         form: (each.nanoseconds, each.bytes, each.pattern.key) for form, each in cost.maps.items()
@@ -313,7 +313,7 @@ def _share(world: Communicator, cost: PartCost) -> list[PartCost]:
 def _choose(
     world: Communicator, group: Communicator, setting: Setting, schedule: str
 ) -> tuple[Forecast, str]:
-    """Choose the way to combine the parts, on rank 0 for all; return why, too."""
+    """Choose, on rank 0 for all, how to combine the parts; return the reason, too."""
     best, reason = _decide(world, setting, schedule, ALGORITHMS[0])
     if best.schedule == "vectors":
         return best, reason
@@ -333,7 +333,7 @@ def _choose(
 def _decide(
     world: Communicator, setting: Setting, schedule: str, algorithm: str
 ) -> tuple[Forecast, str]:
-    """Return the forecast that takes least by this algorithm, as rank 0 decides, and why."""
+    """Return the fastest forecast by this algorithm, as rank 0 decides, and the reason."""
 
     def decide() -> tuple[Forecast, str] | None:
         if world.rank > 0:

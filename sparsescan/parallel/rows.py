@@ -23,15 +23,15 @@ from .communicator import Communicator, Fault
 from .halo import Halo, Index, length
 from .maps import ScanTerms, State, vector_of, vector_words
 
-# Nanoseconds of a multiply-add, roughly: runs of less than a grain are left to one thread.
+# Nanoseconds of a multiply-add, roughly: one thread takes runs shorter than a grain.
 _NANOSECONDS = 0.3
 
 
 def _program(patterns: Sequence[Pattern], reads: Sequence[int], makes: Sequence[int]) -> Program:
-    """Make a program whose steps are run one by one, each a stage that reads a vector of its own.
+    """Make a program whose steps are run one by one; each is a stage that reads its own vector.
 
-    Gradient ``4 k`` is the one that step `k` reads, and ``4 k + 2`` the one that it makes; those
-    between them are empty. For one sample the vectors start at `reads` and `makes`.
+    Step `k` reads gradient ``4 k`` and writes gradient ``4 k + 2``; those between them are empty.
+    For one sample the vectors start at `reads` and `makes`.
     """
     n, steps = len(patterns), np.arange(len(patterns))
     rows, cols = np.array([pattern.shape for pattern in patterns], np.int64).T
@@ -48,7 +48,7 @@ def _program(patterns: Sequence[Pattern], reads: Sequence[int], makes: Sequence[
 
 
 class _Message(NamedTuple):
-    """A message: to or from whom, which entries, and its words, with a view of the entries."""
+    """A message: its other rank, which entries, and its words, with a view of the entries."""
 
     row: int
     where: Index
@@ -57,7 +57,7 @@ class _Message(NamedTuple):
 
 
 class Messages:
-    """Messages that a rank sends and receives before each step.
+    """The messages that a rank sends and receives before each step.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ class SweepRequest(NamedTuple):
     chain : Chain
         The Jacobians.
     local : LocalGrads
-        Gradients that are added, checked.
+        The local gradients, checked.
     messages : Messages
         Messages on these terms.
     terms : ScanTerms
@@ -127,7 +127,7 @@ class RowSweep:
     Parameters
     ----------
     comm : Communicator
-        In which those ranks follow each other.
+        The communicator in which those ranks are adjacent.
     row : int
         Which of them this is.
     halos : sequence of Halo
@@ -138,7 +138,7 @@ class RowSweep:
     halos : sequence of Halo
         Exchanges before each step.
     sizes : list of int
-        Entries that it owns of every gradient; empty if there are no steps.
+        Its number of entries of every gradient; empty if there are no steps.
     """
 
     def __init__(self, comm: Communicator, row: int, halos: Sequence[Halo]) -> None:
@@ -159,7 +159,7 @@ class RowSweep:
         self._starts = np.concatenate([[room], room + np.cumsum(self.sizes)]).tolist()
         reads = [0 if halo.receives else self._starts[k] for k, halo in enumerate(halos)]
         self._program = _program(patterns, reads, self._starts[1:-1])
-        # Steps between which nothing is exchanged are run at once.
+        # Consecutive steps without exchanges run at once.
         firsts = [k for k, halo in enumerate(halos) if k == 0 or halo.sends or halo.receives]
         self._runs = list(pairwise([*firsts, self.n]))
 
@@ -179,7 +179,7 @@ class RowSweep:
     def sweep(
         self, y: NDArray[Any] | None, request: SweepRequest, fault: Fault
     ) -> tuple[Gradients, NDArray[Any]] | None:
-        """Apply the first steps. All ranks that share them call this, even after a failure.
+        """Apply the first steps. All ranks that share the steps call this, even after a failure.
 
         Parameters
         ----------
@@ -194,7 +194,7 @@ class RowSweep:
         -------
         tuple, or None
             This rank's entries of the gradients, and of the one that leaves the last step; None if
-            it has failed, or a rank whose entries it needs.
+            this rank has failed, or one whose entries it needs.
         """
         terms, count = request.terms, request.gradients
         gradients: list[NDArray[Any]] | None = None
@@ -223,7 +223,7 @@ class RowSweep:
     def _begin(
         self, y: NDArray[Any], request: SweepRequest
     ) -> tuple[NDArray[Any], list[NDArray[Any]]]:
-        """Return the memory of a run, and the gradients in it, of which the first is filled in."""
+        """Return the memory of a run, and its gradients; the first one is filled in."""
         chain, local, terms, steps = request.chain, request.local, request.terms, request.steps
         sizes = self.sizes or [y.shape[-1]]
         starts = self._starts if self.n else [0]
@@ -250,7 +250,7 @@ class RowSweep:
         out: NDArray[Any],
         fault: Fault,
     ) -> bool:
-        """Gather the vector that a step reads; return whether no rank involved has failed."""
+        """Gather the vector that a step reads; return False if a rank involved has failed."""
         sends, receives = messages.sends[halo], messages.receives[halo]
         good = y is not None and fault.passes(partial(_pack, y, sends))
         if sends or receives:

@@ -149,7 +149,7 @@ def scan_file(
 
 
 def load_part(world: Communicator, grid: Grid, path: Path, inclusive: bool) -> Loaded:
-    """Read this rank's part of the file; raise on all what is wrong on any."""
+    """Read this rank's part of the file; raise on all ranks if one fails."""
 
     def load() -> Loaded:
         with naming(path), open_chain(path) as file:
@@ -164,7 +164,7 @@ def load_part(world: Communicator, grid: Grid, path: Path, inclusive: bool) -> L
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn an error of the operating system into one of this package, which names the file."""
+    """Turn an error of the operating system into one of this package that names the file."""
     try:
         yield
     except OSError as error:
@@ -191,7 +191,7 @@ def _sizes(file: ChainFile, period: int, inclusive: bool) -> list[int]:
 
 
 class _Output:
-    """Brings the gradients of all ranks to rank 0, a block at a time, which writes them.
+    """Brings the gradients of all ranks to rank 0, which writes them, block by block.
 
     Parameters
     ----------
@@ -202,7 +202,7 @@ class _Output:
     gradients : list of ndarray, or ndarray
         Gradients of this rank.
     bounds : list of int
-        Which gradient is the first of each rank, and the number of all.
+        The first gradient of each rank, and the total number.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class _Output:
         return range(first, last + 1)
 
     def _owned(self, numbers: range, rank: int) -> range:
-        """Return those of some gradients that a rank holds."""
+        """Return the gradients in a range that a rank holds."""
         start, stop = (
             len(range(numbers.start, min(end, numbers.stop), numbers.step))
             for end in self._bounds[rank : rank + 2]

@@ -1,4 +1,4 @@
-"""The memory and the kernels of a recurrent training step on a GPU, in CuPy's arrays."""
+"""Memory and kernels of a recurrent training step on a GPU, in CuPy arrays."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ Places = NDArray[np.int64]
 
 
 def fits(program: CellProgram, units: int, dtype: DTypeLike) -> bool:
-    """Return whether there are kernels: for vectors that fit the shared memory of a block.
+    """Return whether kernels exist: they need vectors that fit the shared memory of a block.
 
-    There are none yet for the largest number of several units, nor for further inputs.
+    There are none yet for maxima over several units, nor for further inputs.
     """
     if _has_maximum(program) or program.further_grads:
         return False
@@ -61,7 +61,7 @@ def _has_maximum(program: CellProgram) -> bool:
 
 
 class _Weights(NamedTuple):
-    """The parameters of a layer: as products take them, and as kernels read them.
+    """The parameters of a layer, in the orders that products and kernels read.
 
     Attributes
     ----------
@@ -70,9 +70,9 @@ class _Weights(NamedTuple):
     forward, back : ndarray
         The weights of states and arguments of both directions, packed, and their transposes.
     bias : ndarray
-        What is added to each slot of both directions: biases and vectors of parameters.
+        The terms added to each slot of both directions: biases and vectors of parameters.
     rows : ndarray
-        The parameters that elementwise operations read, of each unit in both directions.
+        The parameters that elementwise operations read, per unit of both directions.
     """
 
     w_in: list[Array]
@@ -83,14 +83,14 @@ class _Weights(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """A matrix product of gradients in some slots, and of what matrices multiply.
+    """A matrix product of the gradients in some slots and the vectors that matrices multiply.
 
     Attributes
     ----------
     is_input : bool
         Whether the slots are those with products of the input.
     slots : tuple of int
-        Where they begin and end.
+        Their first and last-plus-one.
     reads : tuple of (str, int)
         What is multiplied: ``("input", 0)``, a state or an argument, in the order of kernels.
     """
@@ -144,10 +144,9 @@ class DeviceDirection:
     # -- Parameters -------------------------------------------------------------------------------
 
     def _find_orders(self) -> list[Places]:
-        """Return where each number that products and kernels read is in the flat parameters.
+        """Return the place in the flat parameters of each number that products and kernels read.
 
-        The numbers are sums over the first axis. A weight that is pruned is the zero behind the
-        last.
+        The numbers are sums over the first axis. A pruned weight is the zero after the last.
         """
         cell, code = self.cell, self.code
         ends = np.cumsum([0, *(math.prod(shape) for shape in cell.shapes.values())])
@@ -161,7 +160,7 @@ class DeviceDirection:
                 heads = cell.program.heads_of(name)
                 places[name] = whole_of(np, gates, heads, cell.hidden_size, nothing)
         units, slots = cell.hidden_size, cell.program.slots
-        # Reductions are products with constants, which are behind the zero.
+        # Reductions are products with constants, which follow the zero.
         for k, reduction in enumerate(self._reductions):
             places[reduction] = np.where(reduction.matrix(units) > 0, nothing + 1 + k, nothing)
         weights = [
@@ -190,7 +189,7 @@ class DeviceDirection:
             _summed(biases, (units,), nothing),
             _summed([[row] for row in rows], (units,), nothing),
         ]
-        # Half the memory, unless there are more numbers than that can count.
+        # int32 takes half the memory, if it can count all numbers.
         kind = np.int32 if nothing < 1 << 31 else np.int64
         return [order.astype(kind) for order in orders]
 
@@ -247,7 +246,7 @@ class DeviceDirection:
                 own = [k for k in those if begin <= k < end]
                 if not own:
                     continue
-                # CuPy copies columns before it multiplies by them, so that all are as fast.
+                # CuPy copies columns before it multiplies by them, so all are equally fast.
                 first, last = min(own), max(own) + 1
                 whole = (begin, end) if 2 * len(own) >= end - begin else (first, last)
                 jobs.append(_Job(is_input, whole, reads))
@@ -265,8 +264,8 @@ class DeviceDirection:
     def _find_parts(self) -> dict[str, list[list[_Part]]]:
         """Return for each parameter the parts of the gradient in each of its blocks.
 
-        Results are those of the matrix products, then sums over steps of gradients in slots, of
-        those with products of the input and the others, then gradients in rows of parameters.
+        Results are the matrix products, then the gradients in slots summed over steps (slots with
+        products of the input, then others), then gradients in rows of parameters.
         """
         code, program, cell = self.code, self.cell.program, self.cell
         parts: dict[str, list[list[_Part]]] = {}
@@ -332,7 +331,7 @@ class DeviceDirection:
     def _built(
         self, xp: Any, results: list[Array], parts: list[list[_Part]], shape: Shape
     ) -> Array:
-        """Return a gradient made of parts of results."""
+        """Return a gradient assembled from parts of results."""
         units, blocks = self.cell.hidden_size, []
         for own in parts:
             block = None
@@ -343,12 +342,12 @@ class DeviceDirection:
             if block is None:
                 block = xp.zeros((units, *shape[1:]), self.dtype)
             blocks.append(block)
-        # A copy, even of one: others may have the same part.
+        # A copy, even of one part: another gradient may share it.
         return xp.concatenate(blocks) if shape else blocks[0].sum()
 
 
 def _summed(parts: list[list[Places]], shape: Shape, nothing: int) -> Places:
-    """Return places one behind the other, as a sum of as many as any of them is."""
+    """Return places concatenated, each padded to the longest sum."""
     most = max([1, *map(len, parts)])
     filled = np.full((most, len(parts), *shape), nothing, np.int64)
     for k, own in enumerate(parts):
@@ -358,7 +357,7 @@ def _summed(parts: list[list[Places]], shape: Shape, nothing: int) -> Places:
 
 
 def _taken(whole: Array, order: Array) -> Array:
-    """Return numbers at some places, summed over the first axis of these."""
+    """Return the numbers at some places, summed over the first axis of the places."""
     taken = whole.take(order)
     return taken[0] if len(taken) == 1 else taken.sum(axis=0)
 
@@ -366,7 +365,7 @@ def _taken(whole: Array, order: Array) -> Array:
 class DeviceMemory(Memory):
     """The memory for all samples, on the device of the input; see :class:`HostMemory` for the host.
 
-    Work on it waits for that of the call before, on whatever stream that was.
+    Work on it waits for the previous call's work, on any stream.
     """
 
     def __init__(
@@ -392,7 +391,7 @@ class DeviceMemory(Memory):
         about = one.code, one.layout, self.dtype, batch, self.per_layer
         samples = samples_of(*about, gpu.number, gpu.block)
         self._about_kernels = one.code, one.layout, self.dtype, samples
-        # Rows behind those of slots: other vectors that are kept, then arguments.
+        # Rows after those of slots: other kept vectors, then arguments.
         self._extra = one.code.extra(one.layout.rounds == 1)
         self.device: int | None = self._xp.cuda.Device().id
         self._state_shape = len(directions), batch, len(self._code.states) * self._units
@@ -401,7 +400,7 @@ class DeviceMemory(Memory):
 
     @property
     def _flag_words(self) -> int:
-        """Words of resets, of which each has four: a row a step, and one more."""
+        """Words for resets, four per word: a row per step, and one more."""
         return -(-(self.steps + 1) * self.batch // 4) if self._has_resets else 0
 
     @property
@@ -415,15 +414,15 @@ class DeviceMemory(Memory):
         return own == wanted and self._has_resets >= has_resets
 
     def _shapes(self) -> list[tuple[str, Shape]]:
-        """Return, for each array, what it holds, and its shape."""
+        """Return the name and the shape of each array."""
         code, units = self._code, self._units
         of_samples, segment = (self.steps, self.batch), (self.segment, self.batch)
         shapes: list[tuple[str, Shape]] = [("inputs", (*of_samples, self.widths[0]))]
-        # With resets there are those that steps write, and those that steps read.
+        # With resets there are states that steps write, and states that steps read.
         planes = len(code.states) * (1 + self._has_resets)
         for width in self.widths[1:]:
             shapes += [("states", (planes, self.steps + 2, self.batch, width))]
-        # Where not all are kept, layers take turns.
+        # If not all are kept, layers take turns.
         for _ in self.widths[1:] if self.keeps_gates else [None]:
             shapes += [
                 ("products", (self.per_layer, *segment, code.inputs * units)),
@@ -436,7 +435,7 @@ class DeviceMemory(Memory):
         if code.leaves:
             shapes += [("summed", (self.per_layer, code.leaves, self.batch, units))]
         ones = 1, min(self.segment, self.steps) * self.batch
-        # With resets there are gradients in the states that they set, too.
+        # With resets there are also gradients in the states that they set.
         carries = len(self.directions), 1 + self._has_resets, *self._state_shape[1:]
         return [*shapes, ("carries", carries), ("ones", ones)]
 
@@ -459,7 +458,7 @@ class DeviceMemory(Memory):
         ahead, behind = self.steps, self.steps + 1
         self._firsts, self._lasts = self._state_places(0, behind), self._state_places(ahead, 1)
         self._ends = self._state_places(behind, 0)  # what resets set is where no step reads
-        # The stream that this memory is made on, that of the latest call, and when that is done.
+        # The stream that this memory is made on, that of the latest call, and the event of its end.
         self._home = self._latest = self._xp.cuda.get_current_stream()
         self._done = self._xp.cuda.Event(disable_timing=True)
         self._done.record(self._home)
@@ -475,8 +474,8 @@ class DeviceMemory(Memory):
                 yield
             finally:
                 self._done.record(stream)
-                # CuPy gives freed memory to others on the stream that it was made on: all of this
-                # on the first, weights on that of the forward pass.
+                # CuPy reuses freed memory on the stream that it was made on: this memory on the
+                # first stream, weights on that of the forward pass.
                 others = [self._home]
                 if not is_same_stream(self._latest, self._home):
                     others.append(self._latest)
@@ -505,7 +504,7 @@ class DeviceMemory(Memory):
         lengths: NDArray[np.int64] | None,
         resets: NDArray[np.uint8] | None = None,
     ) -> None:
-        """Take over inputs, initial states, by default zeros, lengths and resets."""
+        """Copy inputs, initial states (by default zeros), lengths and resets."""
         xp, anew = self._xp, None
         self._is_reset = resets is not None
         self._has_reset_states = has_reset_states(state, len(self.directions))
@@ -515,7 +514,7 @@ class DeviceMemory(Memory):
         if lengths is not None:
             self._lengths = xp.asarray(lengths)
             self._has = xp.arange(self.steps)[:, None, None] < self._lengths[:, None]
-        # Shorter sequences are often filled up with NaN, and 0·NaN is not 0.
+        # Shorter sequences are often padded with NaN, and 0·NaN is not 0.
         self._inputs[...] = x if self._has is None else xp.where(self._has, x, self.dtype.type(0))
         for k, columns, where, read in self._firsts:
             where[...] = 0 if state is None else state[k, :, columns]
@@ -531,7 +530,7 @@ class DeviceMemory(Memory):
             self._take_resets(flags)
 
     def _take_resets(self, flags: Array) -> None:
-        """Put resets behind the lengths, and what they set in the place of initial states."""
+        """Put resets after the lengths, and the states that they set in place of initial states."""
         xp, count = self._xp, self.steps * self.batch
         whole = xp.zeros(self.batch + self._flag_words, np.int64)
         whole[: self.batch] = self._lengths
@@ -554,7 +553,7 @@ class DeviceMemory(Memory):
         return output, last
 
     def every_state(self) -> Array:
-        """Return the states of the only direction: before the first step, and after each."""
+        """Return the states of the only direction: before the first step, and after each step."""
         (states,) = self._states
         order = self._code.states
         return self._xp.concatenate(
@@ -562,7 +561,7 @@ class DeviceMemory(Memory):
         )
 
     def _outputs(self, layer: int) -> Array:
-        """Return the outputs of a layer, of a slot before the first step, and each step."""
+        """Return the outputs of a layer, from a slot before the first step on."""
         return self._states[layer][self._code.output]
 
     def _state_places(
@@ -570,8 +569,8 @@ class DeviceMemory(Memory):
     ) -> list[tuple[int, slice, Array, Array | None]]:
         """Return, for each part of the states in a slot, its direction, columns and slots.
 
-        Those are the one that is written, and the one that is read if that is another. In
-        directions that run backward in time the slot is `slot_back`.
+        These are the states written, and the states read if they differ. In directions that run
+        backward in time the slot is `slot_back`.
         """
         units, places, parts = self._units, [], len(self._code.states)
         for k, one in enumerate(self.directions):
@@ -584,7 +583,7 @@ class DeviceMemory(Memory):
         return places
 
     def read_carry(self, carry: Array) -> None:
-        """Take over the gradients in the last states."""
+        """Copy the gradients in the last states."""
         self._move_states(self._carry, carry, self._code.states)
         if self._is_reset:
             self._carries[:, 1] = 0
@@ -599,7 +598,7 @@ class DeviceMemory(Memory):
 
     @property
     def _carry(self) -> Array:
-        """The gradients in the states before the steps that are left."""
+        """The gradients in the states before the remaining steps."""
         if self._is_reset:
             return self._carries[:, 0]
         flat = self._carries.reshape(-1)[: math.prod(self._state_shape)]
@@ -626,12 +625,12 @@ class DeviceMemory(Memory):
     # -- Steps ------------------------------------------------------------------------------------
 
     def _spans(self) -> list[Span]:
-        """Return the steps whose gates are computed at once."""
+        """Return the spans of steps whose gates are computed at once."""
         steps = self.steps if self.batch else 0
         return [(at, min(at + self.segment, steps)) for at in range(0, steps, self.segment)]
 
     def _times(self, back: int, span: Span) -> slice:
-        """Return some steps of a direction, given in its own order, in the order of time."""
+        """Return some steps of a direction, from its own order to the order of time."""
         begin, end = (self.steps - span[1], self.steps - span[0]) if back else span
         return slice(begin, end)
 
@@ -645,7 +644,7 @@ class DeviceMemory(Memory):
         return arrays[layer % len(arrays)]
 
     def _inputs_of(self, layer: int, times: slice) -> Array:
-        """Return the inputs of a layer, a row for each step and sample."""
+        """Return the inputs of a layer, a row per step and sample."""
         rows = self._layer_input(layer)[times]
         return rows.reshape(-1, rows.shape[-1])
 
@@ -676,7 +675,7 @@ class DeviceMemory(Memory):
         behind: tuple[Array, ...],
         span: Span,
     ) -> None:
-        """Start a kernel of a layer, with the arrays that both kernels take between others."""
+        """Start a kernel of a layer, with the arrays that both kernels take in between."""
         rows = (self._of_layer(each, layer) for each in (self._products, self._rest, self._more))
         arrays = *before, *rows, self._states[layer], self._layer_input(layer), self._lengths
         width = self.widths[-1], self.widths[layer]
@@ -737,7 +736,7 @@ class DeviceMemory(Memory):
         return [self.directions[k].param_grads(xp, each) for k, each in pairs]
 
     def _products_of(self, k: int, span: Span) -> list[Array]:
-        """Return what gradients in the parameters of a direction are made of, over some steps."""
+        """Return the results that make up a direction's parameter gradients, over some steps."""
         xp, code, one = self._xp, self._code, self.directions[k]
         layer, back, units = one.layer - 1, one.back, self._units
         times = self._times(back, span)
@@ -751,13 +750,13 @@ class DeviceMemory(Memory):
             begin, end = ((k - first) * units for k in job.slots)
             grads = parts[not job.is_input][:, begin:end]
             results.append(xp.matmul(grads.T, self._read_by(job.reads, layer, back, times)))
-        # Where no slot is, nothing is added up.
+        # Without slots, nothing is summed.
         ones = self._ones[:, : len(parts[0])]
         sums = [xp.matmul(ones, part)[0] if part.shape[1] else part[0] for part in parts]
         return [*results, *sums]
 
     def _read_by(self, reads: tuple[str, int], layer: int, back: int, times: slice) -> Array:
-        """Return what matrices multiply in some steps of a direction, a row a step and sample."""
+        """Return what matrices multiply in some steps of a direction, a row per step and sample."""
         kind, number = reads
         if kind == "input":
             return self._inputs_of(layer, times)

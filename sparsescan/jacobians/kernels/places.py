@@ -1,10 +1,10 @@
-"""Weighted sums of places: convolutions and matrix products of which only kept weights are stored.
+"""Weighted sums of places: convolutions and matrix products that store only kept weights.
 
-Samples are lanes: an array of places is ``[block][place][sample]``, flat. A block of many samples
-has as many as a vector has lanes; few are one block, and a vector holds those of several places
-side by side. A place is a pixel of a channel, or one of a linear layer's features. Convolutions
-read images with a border of zeros around them, so that each weight reads its place relative to that
-of the window, whether it lies inside of the image or not.
+Samples are lanes: an array of places is ``[block][place][sample]``, flat. A block has as many
+samples as a vector has lanes; a small batch is one block, and a vector holds the samples of several
+places side by side. A place is a pixel of a channel, or one of a linear layer's features.
+Convolutions read images with a border of zeros around them, so that each weight reads its place
+relative to the window, inside the image or not.
 
 A table has a row for each channel that is written, and an entry for each kept weight. For the
 window at position `p`, an entry reads the vector at ``read_at[p] + offset[entry]``, and a row
@@ -73,16 +73,15 @@ def sum_places(rows, positions, where, weight, arrays, flags):
     weight : ndarray
         A number for each entry.
     arrays : tuple of ndarray
-        ``out``, ``x``, ``bias``, ``like``: places that are written and read; a number for each row,
-        or nothing; and numbers where `out` is 0 unless they are positive, as many as it has, or
-        nothing.
+        ``out`` and ``x``: places written and read. ``bias``: a number per row, or empty. ``like``:
+        numbers in the shape of `out`, which is set to 0 where they are not positive; or empty.
     flags : tuple of bool
-        Whether sums are added to what is there, whether negative ones become 0, and whether all
-        lanes of all positions are in use.
+        Whether sums are added to `out`, whether negative sums become 0, and whether all lanes of
+        all positions are in use.
     """
     ptr, offset, read_at, row_at, write_at, count = where
     (first, last), (out, x, bias, like) = positions, arrays
-    # Nothing is asked of each vector in the case that is met most.
+    # The most common case has no branch per vector.
     plain = flags[2] and not flags[0] and not len(like)
     least = number(x, 0.0 if flags[1] else -np.inf)
     for row in range(*rows):
@@ -122,7 +121,7 @@ def _eight(array, k):
 
 @_inline
 def _put_four(out, to, write_at, p, four, least):
-    """Write vectors, and `least` where they are less."""
+    """Write the maximum of vectors and `least`."""
     store(out, to + item(write_at, p), less_or(four[0], least, least, four[0]))
     store(out, to + item(write_at, p + 1), less_or(four[1], least, least, four[1]))
     store(out, to + item(write_at, p + 2), less_or(four[2], least, least, four[2]))

@@ -77,7 +77,7 @@ def exchange(typingctx, array, index, before, after):
 
 @intrinsic
 def load(typingctx, array, index):
-    """Return ``array[index]`` with acquire semantics: writes made before it are visible."""
+    """Return ``array[index]``, sequentially consistent: other threads' writes are visible."""
 
     def codegen(context, builder, signature, args):
         return builder.load_atomic(_element(context, builder, signature, args), "seq_cst", 8)

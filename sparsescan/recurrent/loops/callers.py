@@ -32,7 +32,7 @@ _inline = njit(_nrt=False, forceinline=True)
 
 @_inline
 def copy_some(x, at, out, to, count, room):
-    """Copy some numbers, and whole vectors of them where there is room for what is too much."""
+    """Copy some numbers, in whole vectors if `out` has room for the excess."""
     lanes = lane_count(x)
     whole = -(-count // lanes) * lanes
     if whole > room:
@@ -45,7 +45,7 @@ def copy_some(x, at, out, to, count, room):
 
 @_inline
 def row_of(s, first, slot):
-    """Return how many samples' states are before those of a group in a slot."""
+    """Return the number of samples whose states precede those of a group in a slot."""
     return first * (s.steps + 2) + slot * s.samples if s.sample_lanes else slot * s.batch + first
 
 
@@ -84,7 +84,7 @@ def turn_row_out(x, at, cols, out, to, row, samples, pairs):
 
 @_inline
 def _rows_in(s, x, at, row, first, cols, out, to):
-    """Write what the samples of a group have in rows of the caller to a slot."""
+    """Copy the caller's rows for the samples of a group to a slot."""
     if s.sample_lanes:
         turn_row_in(x, at, row, s.given - first, cols, out, to, s.pairs)
         return
@@ -94,7 +94,7 @@ def _rows_in(s, x, at, row, first, cols, out, to):
 
 @_inline
 def rows_out(s, x, at, cols, out, to, row, first):
-    """Write what the samples of a group have in a slot to rows of the caller."""
+    """Copy a slot of the samples of a group to the caller's rows."""
     if s.sample_lanes:
         turn_row_out(x, at, cols, out, to, row, s.given - first, s.pairs)
         return
@@ -105,7 +105,7 @@ def rows_out(s, x, at, cols, out, to, row, first):
 
 @_kernel
 def turn_in(caller, s, cols, out, begin, end):
-    """Write the inputs of some steps of the samples of a sequence, filled up with zeros."""
+    """Write the inputs of some steps of the samples of a sequence, padded with zeros."""
     for first in range(s.first, s.first + s.count, s.samples):
         turn_steps_in(caller, s, first, cols, out, begin, end)
 
@@ -136,9 +136,9 @@ def further_in(caller, s, first, begin, end):
 
 @_inline
 def _clear_shorter(s, first, t, out, to, cols):
-    """Clear the inputs of a step of samples that do not have it.
+    """Clear the inputs of a step for samples that have ended.
 
-    Shorter sequences are often filled up with NaN, and 0·NaN is not 0.
+    Shorter sequences are often padded with NaN, and 0·NaN is not 0.
     """
     own, count = first * s.units, cols * s.samples
     if not s.sample_lanes:
@@ -183,7 +183,7 @@ def gates_out(s, gates, width, out, begin, end):
     size, units = gates.kept * gates.units, gates.units
     for first in range(0, s.given, gates.samples):
         left = min(gates.samples, s.given - first)
-        # Where samples are lanes, a group is filled up.
+        # If samples are lanes, a group is padded.
         samples = gates.samples if s.sample_lanes else left
         for t in range(begin, end):
             at = (first * gates.steps + t * samples) * size + gates.gate * samples * units
@@ -206,13 +206,13 @@ def gates_out(s, gates, width, out, begin, end):
 
 @_inline
 def _count(s, first):
-    """Return how many samples a group has, with those that fill it up."""
+    """Return how many samples a group has, including padding."""
     return min(s.samples, s.batch - first)
 
 
 @_inline
 def _state_at(s, first, slot):
-    """Return where the states of a group begin, in a slot, or in an array without slots."""
+    """Return the place of a group's states, in a slot, or in an array without slots."""
     return (first if slot < 0 else row_of(s, first, slot)) * s.units
 
 
@@ -259,9 +259,9 @@ def lengths_in(s, out, lengths):
 
 @_kernel
 def resets_in(s, out, resets, lengths, begin, end):
-    """Write which samples begin anew before some steps: those that have them, if they are reset.
+    """Write which samples are reset before some steps, among those that have not ended.
 
-    Without `lengths` they have all.
+    Without `lengths` no sample ends early.
     """
     for t in range(begin, end):
         for b in range(s.batch):
@@ -273,7 +273,7 @@ def resets_in(s, out, resets, lengths, begin, end):
 
 @_kernel
 def clear_outputs(output, lengths, width, begin, end):
-    """Clear the outputs of some steps of samples that do not have them."""
+    """Clear the outputs of some steps for samples that have ended."""
     batch = len(lengths)
     for t in range(begin, end):
         for b in range(batch):
@@ -284,7 +284,7 @@ def clear_outputs(output, lengths, width, begin, end):
 
 @_kernel
 def add_columns(x, batch, row, at, count, out, width, column, begin, end):
-    """Add so many columns of some steps of an array to columns of another one."""
+    """Add some columns of an array to columns of another array, for some steps."""
     lanes = lane_count(x)
     for b in range(begin * batch, end * batch):
         place, to = b * row + at, b * width + column
@@ -303,10 +303,10 @@ def take_over(param, out, at):
         out[at + p] = param[p]
 
 
-# What a row of a table of blocks says, of a matrix that is stored in tiles: its first row and
-# column in a block of a parameter, how many these are, whether rows of the matrix are rows of the
-# parameter, where the block begins there, and from a row of the parameter to the next; then where
-# the matrix begins, how many columns it has, and how many rows a tile.
+# A row of a table of blocks describes a matrix that is stored in tiles: the first row and column of
+# the block, their numbers, whether rows of the matrix are rows of the parameter, the block's place
+# in the parameter, and the distance between the parameter's rows; then the matrix's place, its
+# number of columns, and the rows of a tile.
 BLOCK = ("row", "col", "rows", "cols", "turns", "at", "step", "to", "width", "tile")
 
 
@@ -348,14 +348,14 @@ def clear_places(table, out):
     for p in range(0, len(table), 4):
         at, times, step, count = _four(table, p)
         for k in range(times):
-            # There are few at once: to call the system's function for them takes longer.
+            # Runs are short: calling the system's function takes longer.
             for i in range(0, count, width):
                 store_some(out, at + k * step + i, zero, count - i)
 
 
 @_kernel
 def place(params, order, out):
-    """Write the numbers of parameters in some order; a place behind the last stands for 0."""
+    """Write the numbers of parameters in some order; a place after the last stands for 0."""
     for p in range(len(order)):
         out[p] = params[order[p]] if order[p] < len(params) else 0
 
@@ -372,7 +372,7 @@ def add_placed(params, order, out):
 def total_grads(sums, lots, count, order, begins, out):
     """Write the sums of `lots` parts of `count` numbers, in some order; a negative place is 0.
 
-    They are added unless this `begins` a gradient.
+    The sums are added unless this `begins` a gradient.
     """
     for p in range(len(order)):
         sum_of_lots = 0.0 if begins else float(out[p])
@@ -382,9 +382,9 @@ def total_grads(sums, lots, count, order, begins, out):
         out[p] = sum_of_lots
 
 
-# What a row of a table of blocks of gradients says: where a block of a parameter begins, from its
-# rows and from its columns to the next, one of which is 1, how many these are, and where its sums
-# begin, in which rows are neighbours, and from those of a column to the next.
+# A row of a table of blocks of gradients: the place of a block of a parameter, the distances of its
+# rows and of its columns (one of which is 1), their numbers, the place of its sums (rows are
+# adjacent), and the distance between the sums of two columns.
 GRAD_BLOCK = ("at", "row_step", "col_step", "rows", "cols", "sums_at", "sums_col")
 
 
@@ -410,7 +410,7 @@ def total_blocks(sums, lots, count, table, begins, out):
 
 @_helper
 def _write_block(sums, lots, count, sums_at, sums_col, out, at, row_step, col_step, rows, cols):
-    """Write the sums of lots to a block, in whose rows or columns numbers are neighbours."""
+    """Write the sums of lots to a block whose rows or columns are contiguous."""
     lanes = sample_count(sums)
     for row in range(0, rows, lanes):
         for col in range(0, cols, lanes):
@@ -428,7 +428,7 @@ def _write_block(sums, lots, count, sums_at, sums_col, out, at, row_step, col_st
 
 @_kernel
 def total_row(sums, lots, count, first, units, begins, out):
-    """Write the sum of `lots` parts of `units` numbers, or add it, as a parameter of all units."""
+    """Write, or add, the sum of `lots` parts of `units` numbers: one parameter for all units."""
     whole = 0.0 if begins else float(out[0])
     for lot in range(lots):
         for i in range(lot * count + first, lot * count + first + units):

@@ -1,16 +1,14 @@
-"""Steps of a backward pass that have no gradient, and are left out.
+"""Skip the steps of a backward pass that have no gradient.
 
-With a loss at the last step, the gradient in the states of earlier ones decays until it is below
-the smallest number there is. From then on every product is 0, unless a factor of one is infinite or
-NaN: 0·NaN is NaN. A step is left out if all gradients that enter it are 0, and all factors are
-finite.
+With a loss at the last step, the gradient in earlier states may decay until it underflows to 0.
+From then on every product is 0, unless one of its factors is infinite or NaN: 0·NaN is NaN. A step
+is skipped if all gradients that enter it are 0, and all factors are finite.
 
-Few of them are looked at. A state that is NaN makes all later ones NaN, and states but the first
-are between -1 and 1, so where the state behind a step is finite, all before it are. That does not
-hold for ReLU, whose states may be infinite, and 0 afterwards, nor where weights that are 0 are not
-stored. Gates are finite if the states before and behind a step are, and sums of products with
-weights if the states are by so much smaller than the largest number. An infinite input may leave
-states finite.
+Few factors are checked. A NaN state makes all later ones NaN, and all states except the first are
+between -1 and 1, so if the state after a step is finite, all earlier ones are. That does not hold
+for ReLU, whose states may be infinite and then 0, nor if zero weights are not stored. Gates are
+finite if the states before and after a step are, and sums of products with weights if the states
+are small enough. An infinite input may leave states finite.
 """
 
 from __future__ import annotations
@@ -35,18 +33,18 @@ from ...kernels.cpu.lanes import (
 # Without counts of references: threads that share arrays would wait for each other at every call.
 _helper = njit(_nrt=False)
 _inline = njit(_nrt=False, forceinline=True)
-# Which steps are left out: none; those whose numbers have all been looked at; and those of cells
-# whose states tell of the steps before.
+# Which steps are skipped: none; those whose numbers have all been checked; and those of cells whose
+# states reveal a NaN of earlier steps.
 NEVER, STRICT, BOUNDED = range(3)
-# Below which all numbers of a step are, where they are looked at: no product of a few overflows.
+# Bound for all numbers of a checked step: no product of a few of them overflows.
 _MOST = 1 << 16
-# In the place of a bound that was not asked for.
+# Stands for a bound that was not computed.
 UNKNOWN = -1.0
 
 
 @_inline
 def all_zero(x, at, count):
-    """Return whether so many numbers are all 0."""
+    """Return whether a range of numbers is all 0."""
     i, lanes = 0, lane_count(x)
     while i + lanes <= count:
         if not is_zero(load(x, at + i)):
@@ -57,7 +55,7 @@ def all_zero(x, at, count):
 
 @_inline
 def clear(x, at, count):
-    """Write so many zeros."""
+    """Write zeros to a range."""
     zero = number(x, 0.0)
     for i in range(0, count, lane_count(x)):
         store_some(x, at + i, zero, count - i)
@@ -65,7 +63,7 @@ def clear(x, at, count):
 
 @_inline
 def no_grads_above(s, first, above, t):
-    """Return whether a step's outputs have no gradients, all of which are 0 if there are none."""
+    """Return whether all gradients in a step's outputs are 0, or there are none."""
     if len(above) == 0:
         return True
     at, samples = (t * s.given + first) * s.width, min(s.samples, s.given - first)
@@ -80,7 +78,7 @@ def no_grads_above(s, first, above, t):
 
 @_helper
 def _total_size(x, count):
-    """Return the sum of the absolute values of so many numbers."""
+    """Return the sum of the absolute values of a range of numbers."""
     zero = number(x, 0.0)
     sums = zero
     for i in range(0, count, lane_count(x)):
@@ -91,17 +89,17 @@ def _total_size(x, count):
 
 @_helper
 def bound_of(weights, bias, rows, row_count):
-    """Return what times a finite state is finite only if all its products with weights are.
+    """Return a factor: if a finite state times it is finite, so are its products with weights.
 
-    With the weights' absolute values `S` that is ``4·S``: a product is at most ``S·max(|h|, 1)``.
-    It is infinite or NaN if a weight is. Behind so many numbers of the rows are any.
+    It is ``4·S``, for the sum `S` of absolute weights: a product is at most ``S·max(|h|, 1)``. It
+    is infinite or NaN if a weight is. Only the first `row_count` numbers of `rows` count.
     """
     own = _total_size(weights, len(weights)) + _total_size(bias, len(bias))
     return 4 * (own + _total_size(rows, row_count))
 
 
 def limit_of(x):
-    """Return what times a number is infinite if it is not far from overflowing."""
+    """Return a factor whose product with a number overflows if the number is too large."""
     return float(np.finfo(x.dtype).max) / _MOST
 
 
@@ -113,7 +111,7 @@ def _limit_of(x):
 
 @_inline
 def zero_times(x, at, count, factor):
-    """Return whether ``0·factor·x`` is 0 for so many numbers: not if any is infinite or NaN."""
+    """Return whether ``0·factor·x`` is 0 for a range of numbers: none is infinite or NaN."""
     lanes, zero, by = lane_count(x), number(x, 0.0), number(x, factor)
     sums, i = zero, 0
     while i + lanes <= count:
@@ -126,5 +124,5 @@ def zero_times(x, at, count, factor):
 
 @_inline
 def has_step(gates, first, step):
-    """Return whether a group has gradients of a step, of which the first is 0, in their place."""
+    """Return whether a group has gradients of a step; the first step here is number 0."""
     return gates.has_grads[first * gates.steps + gates.step + step] != 0

@@ -30,7 +30,7 @@ from .stages import pointer
 Array = Any
 _helper = njit(_nrt=False)
 _inline = njit(_nrt=False, forceinline=True)
-# Terms that are summed up before they are added to the others.
+# Terms that are summed before they are added to the others.
 _PART = 64
 
 
@@ -42,14 +42,14 @@ class Matrix(NamedTuple):
     is_sparse : bool
         Whether only entries are stored; then samples are lanes.
     rows, cols, vectors : int
-        Its shape, and how many vectors the rows are, where units are lanes.
+        Its shape, and the number of vectors that the rows fill if units are lanes.
     blocks, block : int
-        The columns are so many blocks of so many.
+        The number of blocks of columns, and the columns of a block.
     tile : int
-        Rows that are neighbours in a column.
+        Adjacent rows in a column.
     values, value_at : ndarray, int
-        A dense matrix is stored `tile` rows after as many others, each column by column; the last
-        rows are filled up with zeros. Only the entries of a sparse matrix are stored.
+        A dense matrix is stored in tiles of `tile` rows, each column by column; the last tile is
+        padded with zeros. A sparse matrix stores only its entries.
     places, index_at, indptr_at : ndarray of int64, int, int
         Where the indices and the row pointers of a sparse matrix begin, as in CSR.
     """
@@ -68,13 +68,12 @@ class Matrix(NamedTuple):
     indptr_at: int
 
 
-# Columns of the table of products: the stage whose slots they are; what is multiplied (0 the input,
-# 1 + k the state k, -1 - r the row r of the parts); the first slot; the row of the parts that gets
-# a product back; whether it is the first one there; whether rows that fill up a tile would meet
-# numbers that others need; which of the reductions it is, of heads of as many units as a block; the
-# first unit of the head that a matrix is of, and whether it is the last head; and whether all units
-# get the same, which where samples are lanes only the first ones need. Then those of `Matrix` but
-# for arrays.
+# Columns of the table of products: the stage that reads the slots; what is multiplied (0 the input,
+# 1 + k the state k, -1 - r the row r of the parts); the first slot; the row of the parts for the
+# gradient; whether this product is the first one there; whether padding of a tile would overwrite
+# needed numbers; the kind of reduction, over heads of `block` units; the first unit of the matrix's
+# head, and whether it is the last head; and whether all units get the same number (if samples are
+# lanes, only the first units need it). Then the fields of `Matrix` except arrays.
 COLUMNS = ("stage", "source", "slot", "to", "begins", "spills", "reduces", "unit", "ends")
 COLUMNS += ("uniform",)
 COLUMNS += ("is_sparse", "rows", "cols", "vectors", "blocks", "block", "tile", "value_at")
@@ -91,7 +90,7 @@ class Products(NamedTuple):
     Attributes
     ----------
     table : ndarray of int64
-        What each multiplies, and how it is stored: ``len(COLUMNS)`` numbers of each.
+        What each product multiplies, and how it is stored: ``len(COLUMNS)`` numbers per product.
     values : ndarray
         All matrices.
     places : ndarray of int64
@@ -129,7 +128,7 @@ def has_product(products, p):
 
 @_inline
 def _about(products, p, column):
-    """Return what a column of the table says of a product."""
+    """Return a product's entry in a column of the table."""
     return item(products.table, p * _COUNT + column)
 
 
@@ -156,7 +155,7 @@ def forward_products(s, products, p, stage, x, states, cells):
                 multiply(s, m, x, *about, s.stride, s.samples)
             done = m.rows
             p += 1
-        # Beyond the rows of the matrix, 0·x was written, which may be NaN.
+        # After the rows of the matrix, 0·x was written, which may be NaN.
         if s.sample_lanes:
             for i in range(done * s.samples, rows * s.samples, lanes):
                 store(s.parts, i, load(bias, i))
@@ -197,10 +196,10 @@ def forward_products(s, products, p, stage, x, states, cells):
 
 @_inline
 def back_products(s, products, p, stage, grads):
-    """Write the gradients in what products of a stage multiply, from the `p`-th on.
+    """Write the gradients in the factors of a stage's products, from the `p`-th on.
 
-    Those in arguments that a stage computes, or in states if `stage` is -1. Return the first
-    product that is left.
+    The factors are arguments that the stage computes, or states if `stage` is -1. Return the first
+    product of another stage.
     """
     jump = s.samples * s.units
     while has_product(products, p) and _about(products, p, _STAGE) == stage:
@@ -227,9 +226,9 @@ def back_products(s, products, p, stage, grads):
 
 @_inline
 def _add_product(s, m, x, step, jump, row, begins, spills):
-    """Write a product to rows of the parts, or of the products of a sample, or add it.
+    """Write a product to rows of the parts or of a sample's products, or add it.
 
-    Where its last tile `spills` into the next ones, it is written elsewhere first.
+    If its last tile `spills` into the next rows, it is written elsewhere first.
     """
     lanes = lane_count(s.parts)
     if s.sample_lanes:
@@ -268,8 +267,8 @@ def _clear_units(s, row, unit):
 def _reduce(s, kind, size, x, step, row, begins, uniform):
     """Write a reduction over each head of `size` units to a vector, as a product, or add it.
 
-    `x` is a pointer to the units of the first sample, and `step` how far those of the next are
-    where units are lanes. If it is `uniform`, only the first units get it where samples are lanes.
+    `x` is a pointer to the units of the first sample; if units are lanes, those of the next are
+    `step` apart. If samples are lanes and it is `uniform`, only the first units get it.
     """
     samples = s.samples
     if not s.sample_lanes:
@@ -296,7 +295,7 @@ def _reduce(s, kind, size, x, step, row, begins, uniform):
 
 @_inline
 def _with(kind, v, other):
-    """Return the sum of two vectors, or the larger of each two numbers: NaN if one is NaN."""
+    """Return the sum of two vectors, or their maximum: NaN if one is NaN."""
     return maximum(v, other) if kind == MAXIMUM else v + other
 
 
@@ -308,7 +307,7 @@ def _larger(a, b):
 
 @_inline
 def _reduce_units(s, kind, size, x, first, place, begins):
-    """Reduce some neighbours to one number, and write it as many times."""
+    """Reduce adjacent numbers to one, and write it in place of each."""
     lanes = lane_count(s.parts)
     if kind == MAXIMUM:
         value = item(x, first)
@@ -333,13 +332,13 @@ def _reduce_units(s, kind, size, x, first, place, begins):
 
 @_inline
 def _reduce_pairs(s, kind, size, x, g, row, begins, uniform):
-    """Reduce a head where the samples of two units are the lanes of a vector."""
+    """Reduce a head if lanes are the samples of two units."""
     samples = s.samples
     share = 1.0 / size if kind == MEAN else 1.0
     if size % 2 == 0:
         v, end, u = load(x, g * samples), g + size, g + 2
         if size >= 8:
-            # Four results, none of which waits for another.
+            # Four independent results.
             a, b, c = load(x, u * samples), load(x, (g + 4) * samples), load(x, (g + 6) * samples)
             u = g + 8
             while u + 8 <= end:
@@ -371,15 +370,15 @@ def _reduce_pairs(s, kind, size, x, g, row, begins, uniform):
 
 @_inline
 def _place_of(unit, sample, samples):
-    """Return where a unit of a sample is, where those of two units are lanes."""
+    """Return the place of a unit of a sample if lanes are the samples of two units."""
     return (unit - unit % 2) * samples + 2 * sample + unit % 2
 
 
 @_inline
 def part_of(s):
-    """Return the numbers from one vector to the next in the parts.
+    """Return the distance between vectors in the parts.
 
-    Where units are lanes, whole vectors, and one more.
+    If units are lanes, it is whole vectors, and one more.
     """
     if s.sample_lanes:
         return s.samples * s.units
@@ -389,12 +388,12 @@ def part_of(s):
 
 @_inline
 def take_apart(s, first, end, to):
-    """Put some vectors of the products of a step in the order of the parts, from row `to` on."""
+    """Copy some vectors of a step's products to the parts, from row `to` on."""
     lanes, part = lane_count(s.parts), part_of(s)
     for g in range(first, end):
         for b in range(s.samples):
             for i in range(0, s.units, lanes):
-                # Lanes beyond the units are written again with the next sample.
+                # The next sample overwrites the lanes beyond the units.
                 v = load(s.products, b * s.stride + g * s.units + i)
                 store(s.parts, (to + g - first) * part + b * s.units + i, v)
 
@@ -406,9 +405,9 @@ def take_apart(s, first, end, to):
 def multiply_samples(m, x, jump, start, out, pairs):
     """Write ``start + m x`` with samples as lanes; `start` may be `out`.
 
-    All but `m` are pointers. The numbers of a sample are in blocks, as the columns of `m`, which
-    begin `jump` apart; they are neighbours if `jump` is 0. Of a sparse `m`, indices are places in
-    `x`.
+    All arguments except `m` are pointers. A sample's numbers are in blocks, like the columns of
+    `m`; blocks begin `jump` apart, and are adjacent if `jump` is 0. Indices of a sparse `m` are
+    places in `x`.
     """
     samples, part = sample_count(x), min(_PART, m.block)
     if m.is_sparse:
@@ -439,7 +438,7 @@ def multiply_samples(m, x, jump, start, out, pairs):
 def _multiply_sparse(m, x, start, out):
     samples = sample_count(x)
     for row in range(m.rows):
-        # Four sums, none of which waits for the one before.
+        # Four independent sums.
         zero = number(load_samples(start, 0), 0.0)
         s0, s1, s2, s3 = zero, zero, zero, zero
         p, end = m.places[m.indptr_at + row], m.places[m.indptr_at + row + 1]

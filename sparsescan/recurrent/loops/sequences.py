@@ -1,31 +1,29 @@
 """Whole sequences of recurrent cells: all states, and the gradients of all of them.
 
-Arrays are flat. There is a slot of states for each step, and one before and behind for those with
-which the two directions begin. Samples do not depend on each other, so threads share them, and each
-runs through all steps without waiting for another.
+Arrays are flat. Each step has a slot of states; one more slot at either end holds the initial
+states of the two directions. Samples are independent, so threads share them, and each thread runs
+through all steps without waiting for another.
 
-Lanes of vectors are samples or units. Where samples are lanes, states are ``[group][step][unit]``
-of vectors of a group's samples: every weight is multiplied by a vector, and no lane is empty
-but for those that fill up the last group. With AVX-512 such a vector has two units, or any two rows
-that are neighbours, ``[group][step][pair][sample][2]``: twice the samples would leave half of the
-threads without work. Steps are copied from and to the caller's arrays, and summed up, `STEPS` at a
-time, while they are in the cache.
+Lanes of vectors are samples or units. If samples are lanes, states are ``[group][step][unit]`` of
+vectors of a group's samples: every weight is multiplied by a vector, and only the last group can
+have empty lanes. With AVX-512 such a vector has two adjacent units or rows,
+``[group][step][pair][sample][2]``: twice the samples would leave half of the threads without work.
+Steps are copied from and to the caller's arrays, and summed, `STEPS` at a time, while they are in
+the cache.
 
-Where a step has many products, or samples would leave groups half empty, units are lanes, and
-states are ``[step][sample][unit]``, as in the caller's arrays. A product takes 16 units of float32
-at once, so a step has rows of all its products, filled up; what is computed unit by unit takes them
-gate by gate instead, as ``[gate][sample][unit]``, so that no lane is empty where `units` is no
-multiple of 16.
+If a step has many products, or samples would leave groups half empty, units are lanes, and states
+are ``[step][sample][unit]``, as in the caller's arrays. A product takes 16 units of float32 at
+once, so a step has padded rows of all its products. Elementwise code reads them gate by gate
+instead, as ``[gate][sample][unit]``, so that no lane is empty if `units` is not a multiple of 16.
 
-What a cell computes with a unit is in a function of its own, of each pass, which these loops call
-for every stage of a step: see :mod:`..render.cpu`.
+Each pass has a function with the cell's elementwise operations. These loops call it for every stage
+of a step: see :mod:`..render.cpu`.
 
-A step that a sample does not have, since its sequence is shorter, leaves its state as it is.
+After the end of a shorter sequence, a sample's state stays as it is.
 
-Where samples begin anew in the middle, what a step reads is not always the state that the one
-before it has written: there is a copy of that, in which samples that are reset have other states.
-These are in the slot of the copy that no step reads, at the end where a direction does not begin.
-Without resets there is no copy.
+With resets, a step does not always read the state that the previous step has written. It reads a
+copy, in which samples that are reset have other states. Those other states are in the slot of the
+copy that no step reads, at the end of the direction. Without resets there is no copy.
 
 A backward pass leaves out steps that have no gradient, as :mod:`.pauses` says.
 """
@@ -91,100 +89,99 @@ class Sequence(NamedTuple):
     units : int
         Length of a state ``h``.
     batch, given : int
-        How many samples there are, filled up to whole groups, and how many the caller has.
+        The number of samples, padded to whole groups, and the number that the caller has.
     first, count, samples : int
-        The first of these samples, how many they are, and how many are computed at once.
+        The first of these samples, their number, and how many are computed at once.
     sample_lanes, pairs : bool
-        Whether lanes are samples, or units; and whether vectors of samples have those of two rows.
+        Whether lanes are samples (else units), and whether vectors of samples hold two rows.
     lengths : ndarray
-        ``[sample][unit]``, or the order in which states have samples as lanes: how many steps the
-        sample has, as a number of its dtype.
+        How many steps a sample has, as a number of its dtype: as ``[sample][unit]``, or in the
+        order of states with samples as lanes.
     states : ndarray
-        ``[steps + 2][batch][units]``, or that for each group.
+        ``[steps + 2][batch][units]``, or one such array per group.
     width, next_output : int
-        Length of a row of the outputs of both directions, or all; and the columns from those of the
-        first state to those of the next, 0 if the first states alone are outputs.
+        Length of a row of the outputs of all directions, and the distance in columns from the first
+        state to the next; 0 if only the first states are outputs.
     inputs, cols, block : int
-        Length of an input, and of one here, which may be filled up; and how much of it is the
-        state of one direction of the layer below.
+        Length of an input, its padded length here, and how much of it is the state of one direction
+        of the layer below.
     jump : int
-        From the states of one direction of the layer below to those of the other, in its input.
+        Distance in the input between the states of the two directions of the layer below.
     below_width : int
         Length of a row of the gradients in the inputs.
     further, further_rows : ndarray, ndarray of int64
-        The further inputs, in the places of states, `cell_plane` numbers from one to the next; and
-        for each the row of the parts with the gradient in it, negative if that is 0.
+        The further inputs, laid out like states, `cell_plane` numbers apart; and for each the row
+        of the parts with its gradient, negative if that gradient is 0.
     further_width, further_column : int
         Length of a row of the gradients in all inputs of the network, and the column of the first
         of these.
     cells, cell_plane : ndarray, int
-        The states behind the first, in the same places, and the numbers from one of them to the
-        next; empty where there are no others.
+        The states after the first, laid out like it, and their distance; empty if there are none.
     others : int
         How many of these there are.
     befores, before_cells : ndarray
-        The states that the next step reads, in the same places; without resets the same arrays.
+        The states that the next step reads, laid out alike; without resets the same arrays.
     resets : ndarray of uint8
-        ``[step][sample]``, and a row more: 1 if the sample begins anew when it goes to this step
-        from the one before in time, or back; empty without resets.
+        ``[step][sample]``, and one more row: 1 if the sample is reset between this step and the one
+        before it in time; empty without resets.
     gates : ndarray
-        What the backward pass needs of a step, as ``[step][gate]`` of each group's samples, all of
-        which are neighbours, since few things are as slow as memory.
+        What the backward pass needs from each step, as ``[step][gate]`` of each group's samples.
+        All of a step is contiguous, since memory is slow.
     segment, begin, kept : int
-        How many steps there are gates of, the first of them, and how many vectors a step has.
+        The number of steps with gates, the first of them, and the number of vectors per step.
     gate_step : int
-        From the gates of a step to those of the next: 0 if nobody needs them, and each step's take
-        the place of the last one's.
+        Distance between the gates of two steps; 0 if gates are not kept, so that each step
+        overwrites those of the last.
     grads : ndarray
-        The gradients in the slots of the last `STEPS` steps, and behind them what their products
-        multiply, or those of all steps, which then are in the place of the gates.
+        The gradients in the slots of the last `STEPS` steps, followed by what their products
+        multiply; or those of all steps, which then overwrite the gates.
     grad_step, grads_first : int
-        From those of a step to the next; 0 in the place of the gates, where the first gradient is
-        the vector `grads_first` of a step.
+        Distance between the gradients of two steps; 0 if they overwrite the gates, where the first
+        gradient is the vector `grads_first` of a step.
     has_grads : ndarray of uint8
-        ``[sample][step]``, for the first sample of each group and the steps that there are gates
-        of: 1 if the backward pass has not left out the step, whose gradients in products are then 0
-        and not written unless they are summed up with those of others.
+        ``[sample][step]``, for the first sample of each group and the steps with gates: 0 if the
+        backward pass has skipped the step. The gradients in products of a skipped step are 0; they
+        are written only if they are summed with those of others.
     products : ndarray
-        ``[sample][products]``, the products of one step, where units are lanes; otherwise gradients
-        in the states and inputs of one.
+        ``[sample][products]``: the products of one step if units are lanes, else the gradients in
+        the states and inputs of one step.
     stride : int
-        From the products of a sample to those of the next.
+        Distance between the products of two samples.
     spare : int
-        Where a sample's products have room for one that is added later.
+        The place in a sample's products for one that is added later.
     parts : ndarray
-        The products slot by slot, as they are computed with unit by unit, and what else a step
+        The products slot by slot, as elementwise code reads them, and everything else that a step
         computes.
     zeros : ndarray
-        Zeros for a product to begin with.
+        Zeros, as initial sums of products.
     bias : ndarray
-        What each slot begins with.
+        The initial value of each slot.
     rows, row_step : ndarray, int
-        The vectors of parameters, for all samples of a group, and the numbers from one to the next.
+        The vectors of parameters, for all samples of a group, and their distance.
     row_grads, row_sums, row_count : ndarray, ndarray of float64, int
-        The gradients in these over some steps, those of each sample over all steps, and how many
-        rows there are.
+        The gradients in these rows over some steps, those of each sample over all steps, and the
+        number of rows.
     carry, carry_step : ndarray, int
-        The gradients in states, of all samples, and the numbers from those in a state to those in
-        the next; with resets those in the states that these set follow.
+        The gradients in the states of all samples, and the distance from one state's to the next's.
+        With resets, the gradients in the states that resets set follow.
     forward, backward : int
         The addresses of the functions of the cell.
     stages, slots, begun : int
-        How many stages a step has, and slots, and how many of these begin with `bias`.
+        The number of stages of a step, of slots, and of the slots that begin with `bias`.
     multiplied, state_row : ndarray of int64, int
-        The states that products multiply, and the row of the parts that gets the first of these
-        products back; those of the others follow.
+        The states that products multiply, and the row of the parts for the gradient through the
+        first of these products; those of the others follow.
     kept_count, kept_whole, record : int
-        How many vectors of a step the backward pass needs, how many of these are not the same for
-        all units, and how many it writes of a step.
+        The vectors of a step that the backward pass needs, how many of them differ between units,
+        and how many vectors it writes per step.
     input_row : int
         The row of the parts with the gradient in the input of each unit; negative without one.
     has_derived : bool
         Whether some rows of parameters are computed from others.
     pauses : int
-        Which steps without gradients are left out: see :mod:`.pauses`.
+        Which steps without gradients are skipped: see :mod:`.pauses`.
     helpers, help : int, ndarray of int64
-        How many other threads share the products of a step, and the words that they share: see
+        The number of other threads that share the products of a step, and their shared words: see
         :mod:`.sharing`.
     """
 
@@ -257,23 +254,23 @@ class Sequence(NamedTuple):
 
 
 class Caller(NamedTuple):
-    """The caller's arrays, where lanes are samples, whose rows are those of a step and sample.
+    """The caller's arrays if lanes are samples: one row for each step and sample.
 
     Attributes
     ----------
     x : ndarray
-        The inputs; empty where others have taken them over.
+        The inputs; empty if another pass has copied them.
     cols : int
         Length of a row of them.
     further : ndarray
-        All inputs, whose further ones a pass takes over; empty where another one has.
+        All inputs; a pass copies the further ones. Empty if another pass has copied them.
     is_shorter : bool
-        Whether some samples have less than all steps.
+        Whether some samples have fewer steps.
     output : ndarray
-        Where the outputs go, if they are those of one direction; otherwise empty.
+        The array for the outputs of one direction; empty if there are two.
     ends : ndarray of int64
-        For the first sample of each group, before which step a backward pass needs gates; empty if
-        all steps are run.
+        For the first sample of each group, the step before which a backward pass stops needing
+        gates; empty if all steps are run.
     """
 
     x: Array
@@ -289,7 +286,7 @@ class Caller(NamedTuple):
 
 @_inline
 def _begin_block(s, caller, first, cols, x, k, begin, end):
-    """Take over the inputs of a block of steps if the `k`-th in the direction begins it."""
+    """Copy the inputs of a block of steps if the `k`-th in the direction begins it."""
     if len(caller.x) + len(caller.further) > 0 and (k == begin or k % STEPS == 0):
         stop = min((k // STEPS + 1) * STEPS, end)
         t = s.steps - stop if s.back else k
@@ -324,13 +321,13 @@ def _places(s, first, k):
 
 @_inline
 def _reset_row(s, first, t):
-    """Return where it says which samples of a group begin anew before a step."""
+    """Return the place of the resets of a group before a step."""
     return (t + s.back) * s.batch + first
 
 
 @_inline
 def _place_of(s, b, unit):
-    """Return where the number of a unit of the `b`-th sample is in a vector of a group."""
+    """Return the place of the `b`-th sample's number of a unit in a vector of a group."""
     if s.pairs:
         return (unit // 2 * s.samples + b) * 2 + unit % 2
     return unit * s.samples + b if s.sample_lanes else b * s.units + unit
@@ -338,7 +335,7 @@ def _place_of(s, b, unit):
 
 @_inline
 def _begin_step(s, first, t, before):
-    """Copy the state before a step, another one for samples that begin anew, if any ever do."""
+    """Copy the state before a step, with another state for samples that are reset."""
     if len(s.resets) > 0:
         given = row_of(s, first, 0 if s.back else s.steps + 1) * s.units
         _copy_before(s, _reset_row(s, first, t), before, given)
@@ -364,10 +361,7 @@ def _copy_before(s, row, before, given):
 
 @_helper
 def _end_carried(s, first, t):
-    """Move the gradients in the state before a step of samples that begin anew there.
-
-    They are in the state that the reset sets, not in that which the step before has written.
-    """
+    """Move the gradients in the state before a step for samples that are reset there."""
     row, own = _reset_row(s, first, t), first * s.units
     of_resets = (1 + s.others) * s.carry_step
     for b in range(s.samples):
@@ -385,7 +379,7 @@ def _end_carried(s, first, t):
 
 @_inline
 def _take_above(s, first, above, t):
-    """Take over the gradients in the states of a step that are not of later steps.
+    """Copy the gradients in the states of a step that do not come from later steps.
 
     Those in the first state are put where products are.
     """
@@ -414,7 +408,7 @@ def _take_rows(s, first, above, t, k):
 
 @_helper
 def _add_taken(s, first, t, k):
-    """Add what was taken to the gradients in the `k`-th states of samples that have a step."""
+    """Add the copied gradients to those in the `k`-th states, for samples that have the step."""
     own, count, at = first * s.units, s.samples * s.units, number(s.carry, t)
     for i in range(0, count, lane_count(s.carry)):
         to = k * s.carry_step + own + i
@@ -425,7 +419,7 @@ def _add_taken(s, first, t, k):
 
 @_inline
 def _grads_at(s, k, gates):
-    """Return where the gradients in the slots of the `k`-th step begin."""
+    """Return the place of the gradients in the slots of the `k`-th step."""
     if s.grad_step > 0:
         return k % STEPS * s.grad_step
     return gates + s.grads_first * s.samples * s.units
@@ -450,7 +444,7 @@ def _call(s, code, stage, x, h, c, new_h, new_c, kept, grads, t, first):
 
 @_inline
 def _stop_of(caller, first, end):
-    """Return before which step a group stops."""
+    """Return the end of a group's steps."""
     return min(end, caller.ends[first]) if len(caller.ends) > 0 else end
 
 
@@ -463,7 +457,7 @@ def prepare(s):
 
 @_kernel
 def run(s, products, x, caller, begin, end):
-    """Write the states of some steps, and what the backward pass needs of them."""
+    """Write the states of some steps, and what the backward pass needs from them."""
     for first in range(s.first, s.first + s.count, s.samples):
         stop = _stop_of(caller, first, end)
         for k in range(begin, stop):
@@ -485,7 +479,7 @@ def run(s, products, x, caller, begin, end):
 
 @_kernel
 def advance(s, products, x, caller, steps):
-    """Write the states of the first steps, and then copy the last ones to where a run begins."""
+    """Write the states of the first steps, then copy the last ones to the start of a run."""
     run(s, products, x, caller, 0, steps)
     for first in range(s.first, s.first + s.count, s.samples):
         here, begin = row_of(s, first, steps) * s.units, row_of(s, first, 0) * s.units
@@ -501,7 +495,7 @@ def advance(s, products, x, caller, steps):
 
 @_inline
 def _rests(s, first):
-    """Return whether the gradient in a state that later steps have left is 0."""
+    """Return whether the gradient in a state from later steps is 0."""
     own, count = first * s.units, s.samples * s.units
     # What is mostly not 0 comes first.
     for row in range(len(s.multiplied)):
@@ -515,9 +509,9 @@ def _rests(s, first):
 
 @_helper
 def _pauses(s, first, products, x, above, k, bound, has_kept):
-    """Return whether a step is left out, as no gradient reaches it, and a bound on states.
+    """Return whether a step is skipped, since no gradient reaches it, and a bound on states.
 
-    The call for the step before takes that bound; it is infinite if no step may be left out.
+    The call for the previous step takes that bound; it is infinite if no step may be skipped.
     """
     t, here, before, kept = _places(s, first, k)
     count = s.samples * s.units
@@ -562,10 +556,10 @@ def _pauses(s, first, products, x, above, k, bound, has_kept):
 
 @_helper
 def _leave_out(s, first, products, sums, x, above, below, in_further, k, begin, bound, last):
-    """Leave out steps from the `k`-th on; return the first that is not, and what it is told.
+    """Skip steps from the `k`-th on; return the first that is not skipped, and its bound.
 
-    `last` is the last step of a block that was not left out. Zeros are written where others read
-    them.
+    `last` is the last step of a block that was not skipped. Zeros are written where later code
+    reads them.
     """
     while k >= begin:
         pauses, bound = _pauses(s, first, products, x, above, k, bound, True)
@@ -594,7 +588,7 @@ def _clear_columns(s, first, t, out, width, column, count):
 
 @_inline
 def _next_step(s, first, products, sums, x, above, below, in_further, k, begin, bound, last):
-    """Return the first step from the `k`-th on that is not left out, and what the next is told."""
+    """Return the first step from the `k`-th on that is not skipped, and the next one's bound."""
     if s.pauses != NEVER and _rests(s, first):
         about = s, first, products, sums, x, above, below, in_further
         k, bound = _leave_out(*about, k, begin, bound, last)
@@ -606,7 +600,7 @@ def _next_step(s, first, products, sums, x, above, below, in_further, k, begin, 
 
 @_kernel
 def find_ends(s, products, x, above, ends, begin, end):
-    """Write before which of some steps a backward pass needs gates, for each group."""
+    """Write, for each group, the end of the steps whose gates a backward pass needs."""
     for first in range(s.first, s.first + s.count, s.samples):
         _clear_returned(s)
         pauses, bound, stop = _rests(s, first), UNKNOWN, end
@@ -621,7 +615,7 @@ def find_ends(s, products, x, above, ends, begin, end):
 
 @_inline
 def _clear_returned(s):
-    """Clear what products have returned for states."""
+    """Clear the gradients that products have returned for states."""
     for row in range(len(s.multiplied)):
         clear(s.parts, (s.state_row + row) * part_of(s), s.samples * s.units)
 
@@ -697,7 +691,7 @@ def _back_input(s, first, products, p, t, grads, below):
         turn_row_out(s.products, 0, s.inputs, below, at, s.below_width, left, s.pairs)
         return
     for b in range(s.samples):
-        # What is too much of a row is the beginning of the next, which is written later.
+        # Padding of a row overwrites the start of the next row, which is written later.
         room = (s.samples - b) * s.inputs if s.inputs == s.below_width else s.inputs
         copy_some(s.products, b * s.stride, below, at + b * s.below_width, s.inputs, room)
 
@@ -749,7 +743,7 @@ def _add_rows(s, first):
     size, none = s.samples * s.units, pointer(s.zeros, 0)
     if s.has_derived:
         _call(s, s.backward, -1, none, none, none, none, none, none, none, 0, first)
-    # Units that are neighbours.
+    # Adjacent units.
     per, own = s.units if not s.sample_lanes else 2 if s.pairs else 1, s.row_count * s.units
     for row in range(s.row_count):
         at = row * s.row_step
@@ -764,7 +758,7 @@ def _add_rows(s, first):
 
 @_helper
 def _add_returned(s, first):
-    """Add what was computed last to the gradients in the states; no 0 is negative."""
+    """Add the latest results to the gradients in the states; no 0 is negative."""
     lanes, zero, own = lane_count(s.carry), number(s.carry, 0.0), first * s.units
     count = s.samples * s.units
     for k in range(1 + s.others):

@@ -1,9 +1,9 @@
-"""Products of one step that threads share, where there are fewer samples than threads.
+"""Products of one step that threads share if there are fewer samples than threads.
 
 The thread that runs the steps, the *leader*, posts each product, and computes the first of its
-parts; helpers compute the others. A part that no helper has begun by then is the leader's, too, so
-one that comes late, or never, delays nobody. Each helper has the same part of each product, which
-stays in its core's cache.
+parts; helpers compute the others. Then the leader computes the parts that no helper has begun, so a
+helper that comes late, or never, delays nobody. Each helper has the same part of each product,
+which stays in its core's cache.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Array = Any
 _kernel = njit(nogil=True, cache=True, _nrt=False)
 _helper = njit(_nrt=False)
 _inline = njit(_nrt=False, forceinline=True)
-# Terms that are summed up before they are added to the others.
+# Terms that are summed before they are added to the others.
 _PART = 64
-# Entries of a matrix that are worth the meeting of threads after it.
+# Entries of a matrix from which sharing pays, compared with synchronising the threads.
 _WORTH = 1 << 15
-# Words that threads share, those that several write a cache line apart: the number of products that
-# were posted, or `_OVER` and more; what the last one is; and for each part but the first how many
-# were begun, and are done.
+# Words that threads share; words that several threads write are a cache line apart. They are the
+# number of posted products, or `_OVER` and more; the last product; and for each part except the
+# first, how many were begun, and how many are done.
 _POSTED, _PRODUCT, _PARTS, _LINE = 0, 8, 32, 8
 _OVER = 1 << 60
 
 
 def words_of(helpers: int) -> int:
-    """Return how many words a leader and so many helpers share."""
+    """Return how many words a leader and its helpers share."""
     return _PARTS + 2 * _LINE * helpers
 
 
@@ -40,8 +40,8 @@ def words_of(helpers: int) -> int:
 def multiply(s, m, x, step, jump, bias, begins, out, stride, samples):
     """Write ``m x + bias`` to `out` if it begins a sum, else add ``m x``, with units as lanes.
 
-    All but `s` and `m` are pointers. From a sample to the next it is `step` in `x`, and `stride` in
-    `out`. The numbers of a sample are in blocks, as the columns of `m`, which begin `jump` apart.
+    All arguments except `s` and `m` are pointers. Samples are `step` apart in `x`, and `stride` in
+    `out`. A sample's numbers are in blocks, like the columns of `m`; blocks begin `jump` apart.
     """
     values = pointer(m.values, m.value_at)
     about = values, m.vectors, m.cols, m.blocks, m.block, x, step, jump, bias, begins
@@ -81,7 +81,7 @@ def _multiply(about, out, stride, samples, first, end):
     """Compute some tiles of a product."""
     values, vectors, cols, blocks, block, x, step, jump, bias, begins = about
     lanes = lane_count(x)
-    # As many tiles as are needed, of the same height: one with few rows waits for its sums.
+    # The fewest tiles, of equal height: a tile with few rows waits for its sums.
     height = -(-samples // -(-samples // TILE_ROWS))
     for tile in range(first, end):
         v = tile * TILE_VECTORS
@@ -101,7 +101,7 @@ def _multiply(about, out, stride, samples, first, end):
 
 @_kernel
 def help_out(words, part, parts, like):
-    """Compute a part of each product that a leader posts, until it is over."""
+    """Compute a part of each product that a leader posts, until the leader ends this."""
     begun, number, turns = _PARTS + 2 * _LINE * (part - 1), 1, 0
     while True:
         posted = load(words, _POSTED)
@@ -112,7 +112,7 @@ def help_out(words, part, parts, like):
             turns += 1
             continue
         number, turns = posted, 0
-        # The leader waits for it only if it has been begun.
+        # The leader waits for a part only if a helper has begun it.
         if exchange(words, begun, number - 1, number):
             p = _PRODUCT
             values, x = pointer_at(words[p], like), pointer_at(words[p + 5], like)

@@ -34,7 +34,7 @@ Array = Any
 _kernel = njit(nogil=True, cache=True, _nrt=False)
 _helper = njit(_nrt=False)
 _inline = njit(_nrt=False, forceinline=True)
-# Terms that are summed up before they are added to the others.
+# Terms that are summed before they are added to the others.
 _STEPS_PART = 32
 
 
@@ -46,12 +46,12 @@ class Gates(NamedTuple):
     values : ndarray
         The gates.
     steps, kept, units, samples : int
-        How many steps, gates of a step, and units there are, and samples of all groups but the
-        last, which may have less.
+        The numbers of steps, of gates of a step, of units, and of samples of a group; the last
+        group may have fewer.
     step, gate : int
-        The step and the gate that are the first ones here.
+        The first step and the first gate here.
     has_grads : ndarray of uint8
-        Whether there are gradients in the place of the gates, as in a sequence.
+        Whether gradients have overwritten the gates, as in a sequence.
     """
 
     values: Array
@@ -64,9 +64,9 @@ class Gates(NamedTuple):
     has_grads: Array
 
 
-# What each of the sums over steps and samples is of: the first row and the one behind the last, of
-# the slots of a step; what they are multiplied by (0 the input, 1 + k the state k, -1 - r the
-# argument r) and its columns; where its sums begin; and the first of the columns.
+# Columns of the table of sums over steps and samples: the first and last-plus-one row of a step's
+# slots; their factor (0 the input, 1 + k the state k, -1 - r the argument r) and its columns; the
+# place of the sums; and the first of the columns.
 FIRST, END, SOURCE, COLS, OUT, COLUMN = range(6)
 
 
@@ -76,22 +76,21 @@ class Sums(NamedTuple):
     Attributes
     ----------
     rows, stride : int
-        How many rows the slots of a step have, 0 if nothing is summed up, and how many numbers
-        there are for them.
+        The number of rows of a step's slots, 0 if nothing is summed, and their distance in numbers.
     biased : int
-        Of how many rows, the first ones, there are sums of them alone.
+        The number of leading rows that are also summed on their own.
     table : ndarray of int64
-        What they are of, a row for each.
+        The factors of each sum, a row per sum.
     lot : int
-        Samples whose sums are added up, in this order; each lot has sums of its own.
+        Samples that are summed in this order; each lot has its own sums.
     out, size : ndarray of float64, int
         The sums, ``[lot][size]``, each ``[column][row]``.
     row_sums : ndarray of float64
-        Those of rows alone, ``[lot][row]``.
+        The sums of rows on their own, ``[lot][row]``.
     ones : ndarray
         A one for each sample of a group.
     begins : bool
-        Whether nothing is in `out` yet, not even zeros, where units are lanes.
+        Whether `out` is not initialised yet, if units are lanes.
     """
 
     rows: int
@@ -106,8 +105,8 @@ class Sums(NamedTuple):
     begins: bool
 
 
-# Samples of steps that are summed up at once, in the cache, and steps of a group whose lanes are
-# samples. Sums of these are then added up in double precision.
+# Samples of steps that are summed at once, in the cache, and steps of a group whose lanes are
+# samples. These sums are then added in double precision.
 BLOCK, STEPS = 256, 32
 
 
@@ -132,10 +131,9 @@ def sum_products(
     """Add sums of products, over some steps and all samples, of rows `begin` to `end` of the slots.
 
     That is ``Σ a[t, n, i]·b[t, n, j]`` for each row of ``sums.table``, and ``Σ a[t, n, i]``. A
-    vector begins at `begin`. Where rows without sums share a vector with others, their sums are
-    written, too, and mean nothing. Columns of `x` are in blocks of `x_block`, which begin `jump`
-    apart; `x_at` and `at` are where the first step begins, in it and in states. `room` begins with
-    a tile of zeros.
+    vector begins at `begin`. Rows without sums that share a vector with others get sums too; these
+    are meaningless. Columns of `x` are in blocks of `x_block`, which begin `jump` apart; `x_at` and
+    `at` are the places of the first step in `x` and in states. `room` begins with a tile of zeros.
     """
     lanes, stride, units = lane_count(x), sums.stride, gates.units
     block = max(1, BLOCK // batch)
@@ -157,7 +155,7 @@ def sum_products(
                 _add_rows(room, together, terms, size, sums.row_sums, i)
             for p in range(len(sums.table)):
                 t = sums.table
-                # Whole vectors of rows that have no sums with a factor are left out.
+                # Whole vectors of rows without sums with a factor are skipped.
                 skip = max(0, t[p, FIRST] - i) // lanes * lanes
                 stop = min(size, -(-(t[p, END] - i) // lanes) * lanes)
                 if skip >= stop:
@@ -194,9 +192,9 @@ def _has_grads(gates, batch, start, count):
 
 @_helper
 def add_steps(s, sums, x, first, place, step, x_at, before, ahead, count):
-    """Add the sums over so many steps of a group whose lanes are samples.
+    """Add the sums over some steps of a group whose lanes are samples.
 
-    Gradients of the first of them begin at `place`, and from one to the next it is `step`; its
+    Gradients of the first step begin at `place`, and those of the others are `step` apart; its
     inputs begin at `x_at`, and the states before it at `before`. The next step in memory is `ahead`
     of it or behind.
     """
@@ -233,7 +231,7 @@ def add_steps(s, sums, x, first, place, step, x_at, before, ahead, count):
 
 @_inline
 def _add_products(pairs, out, out_at, out_step, a, a_at, a_step, b, b_at, b_step, count, width):
-    """Add products with samples as lanes to some sums, of the vectors that there are."""
+    """Add products with samples as lanes to some sums."""
     if pairs:
         add_pair_products(out, out_at, out_step, a, a_at, a_step, b, b_at, b_step, count, width)
     else:
@@ -242,7 +240,7 @@ def _add_products(pairs, out, out_at, out_step, a, a_at, a_step, b, b_at, b_step
 
 @_inline
 def _tile_width(vectors):
-    """Return how many of the vectors that are left a tile takes: one by itself would be slow."""
+    """Return how many of the remaining vectors a tile takes: a tile of one would be slow."""
     return 2 if vectors == 4 else min(TILE_VECTORS, vectors)
 
 
@@ -256,7 +254,7 @@ def _add_rows(room, at, terms, size, out, to):
         begin, end = at + i, at + i + terms * step
         total_sum = number(room, 0.0)
         while begin < end:
-            # Two sums, neither of which waits for the other.
+            # Two independent sums.
             k, stop = begin, min(begin + part, end)
             s0, s1 = number(room, 0.0), number(room, 0.0)
             while k + step < stop:
@@ -340,13 +338,14 @@ def sum_sparse_products(
 ):
     """Add the sums of a sparse matrix's entries, with samples as lanes.
 
-    Its columns, and those of `b`, are in blocks of so many; in `b` these begin `jump` apart,
-    samples `group`, and steps of a group `step`. Its rows begin with a unit.
+    Its columns, and those of `b`, are in blocks; in `b`, blocks are `jump` apart, samples `group`,
+    and steps of a group `step`. Its rows begin with a unit.
     """
     lanes, samples, zero = lane_count(b), gates.samples, number(b, 0.0)
     together = max(1, BLOCK // batch)
     gate_step = gates.kept * gates.units * samples
-    # The terms of a sum are neighbours. Rows are no power of two apart, which caches are slow at.
+    # The terms of a sum are adjacent. Caches are slow if rows are a power of two apart, so they are
+    # not.
     stride = -(-together * batch // lanes) * lanes + lanes
     turned = (end - begin) * stride
     for start in range(0, steps, together):
@@ -374,7 +373,7 @@ def sum_sparse_products(
             row = (i - begin) * stride
             p, last = indptr[i], indptr[i + 1]
             while p < last:
-                # Beyond the end of the row the last entry is summed again, and not used.
+                # Past the end of the row, the last entry is summed again, and not used.
                 q, r, u = min(p + 1, last - 1), min(p + 2, last - 1), min(p + 3, last - 1)
                 s0, s1, s2, s3 = zero, zero, zero, zero
                 at0, at1 = turned + indices[p] * stride, turned + indices[q] * stride
