@@ -17,6 +17,7 @@ from .cells import module
 from .conversion.conversion import convert, revert
 from .conversion.explain import explain
 from .filters import lfilter, sosfilt
+from .loops.loop import loop
 from .recurrent import GRU, LSTM, RNN
 from .scan import scan
 from .selective import selective_scan
@@ -32,6 +33,7 @@ __all__ = [
     "explain",
     "lfilter",
     "linear_attention",
+    "loop",
     "module",
     "revert",
     "scan",

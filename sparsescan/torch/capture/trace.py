@@ -152,6 +152,18 @@ class _Mode(Watcher):
             raise self.failed
         return results
 
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.failed is not None:
+            raise self.failed
+        if call is Tensor.__iter__:  # an iterator is used up
+            with self:
+                return iter(args[0].unbind(0))
+        return self.seen(call, args, kwargs or {})
+
+    def seen(self, call: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of a call."""
+        raise NotImplementedError
+
     def key(self, call: Any, args: Any, kwargs: Any) -> Any:
         """Return what equal calls have in common."""
         return call, self.is_plain, self.code(args), self.code(kwargs) if kwargs else None
@@ -189,9 +201,8 @@ class _Mode(Watcher):
 class _Replay(_Mode):
     """Compares calls with known ones."""
 
-    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.failed is not None:
-            raise self.failed
+    def seen(self, call: Any, args: Any, kwargs: Any) -> Any:
+        """Return what the call returned before."""
         try:
             place = self.place.next.get(self.key(call, args, kwargs))
         except NotCaptured as error:
@@ -235,9 +246,8 @@ class _Recorder(_Mode):
         self.number = len(samples)
         self.canonical: dict[int, Any] = dict(enumerate(samples))
 
-    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.failed is not None:
-            raise self.failed
+    def seen(self, call: Any, args: Any, kwargs: Any) -> Any:
+        """Return what the call returns, and note it."""
         name = getattr(call, "__name__", str(call))
         if name == "__get__":
             name = getattr(call.__self__, "__name__", name)
@@ -248,11 +258,11 @@ class _Recorder(_Mode):
                 raise NotCaptured(f"{_function_of()}, a function with gradients of its own")
             if not self.is_plain or name in _REFUSED or name == "_set_grad_enabled":
                 raise NotCaptured(f"{name}, which a trace cannot keep")
-            given = (*args, *(kwargs or {}).values())
+            given = (*args, *kwargs.values())
             lists = [each for each in given if isinstance(each, (tuple, list))]
             if name in _READERS and any(isinstance(k, Tensor) for k in pytree.tree_leaves(lists)):
                 raise NotCaptured(f"{name}, which reads a number out of a tensor")
-            found = call(*self.with_stands(args), **self.with_stands(kwargs or {}))
+            found = call(*self.with_stands(args), **self.with_stands(kwargs))
             own = self.noted(found)
         except NotCaptured as error:
             why = f"{error}{line_of()}"
@@ -348,6 +358,7 @@ def find(
     trees: Sequence[Any],
     likes: Sequence[Like],
     make: Callable[[Trace, Any], Any],
+    settle: Callable[[Any], None] | None = None,
 ) -> Found:
     """Return what was made of the trace of a step for some tensors.
 
@@ -361,8 +372,13 @@ def find(
         All leaves of both.
     make : callable
         ``make(trace, spec)`` returns what is kept with a trace.
+    settle : callable, optional
+        Changes the graph before anything in it is in the way.
     """
-    key = tuple(map(str, trees)), tuple(likes), torch.get_default_dtype()
+    if torch.is_inference_mode_enabled():  # which has no forward mode
+        with torch.inference_mode(False):
+            return find(step, trees, likes, make, settle)
+    key = tuple(map(str, trees)), tuple(likes), torch.get_default_dtype(), settle
     found = _known(key, step, trees)
     if found is not None:
         return found
@@ -419,6 +435,8 @@ def _traced(key: Any, step: Any, trees: Sequence[Any], likes: Sequence[Like], ma
         samples = [torch.empty_strided(each.shape, each.stride, dtype=each.dtype) for each in likes]
         about: dict[str, Any] = {"pre_dispatch": True, "record_stack_traces": True}
         graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True, **about)(*samples)
+        if key[-1] is not None:
+            key[-1](graph)
         functional(graph)
         mode, terminal = kept
         obstacle = _impurity(graph, samples)

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from ...errors import InputTypeError, short
 from ...recurrent.arguments import check_option
@@ -15,7 +14,7 @@ from ..calls.sequences import Sequences
 from ..sequential import Sequential, why_not
 from . import alone, torchrecurrent
 from .derived import KINDS, behind
-from .kinds import plain_class
+from .kinds import base_of, become, plain_class, with_base
 from .masked import settle
 from .structure import is_container, modules_of, without_kernels
 
@@ -76,6 +75,7 @@ def convert(
     next input exists. These are the cells of PyTorch and torchrecurrent, and the neurons of
     snnTorch except ``LeakyParallel``, whose network is replaced. If nothing else happens between
     the steps, use a layer such as ``module(catalogue.Leaky)`` in their place: see :func:`module`.
+    A module that loops in Python runs its loop by kernels after :func:`loop`.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ def convert(
     check_option("truncate", truncate)
     plan = plan_of(model)
     for module, kind in plan.kinds.items():
-        _become(module, kind)
+        become(module, kind)
         if isinstance(module, nn.RNNBase):
             if memory_limit is not None:
                 module.memory_limit = memory_limit
@@ -124,6 +124,7 @@ def convert(
 def revert(model: nn.Module) -> Conversion:
     """Put PyTorch's modules back into a model, in place: the inverse of :func:`convert`.
 
+    Modules of :func:`loop` loop in Python again.
     Modules stay the same objects with their parameters, buffers, hooks and mode, so optimisers and
     a `state_dict` still fit. Modules get back the classes that they had, the user's derived classes
     included, and torchrecurrent's layers theirs. A reverted model can be loaded from a file without
@@ -160,39 +161,18 @@ def revert(model: nn.Module) -> Conversion:
     _check_module(model)
     replaced, left = list[str](), dict[str, str]()
     for name, module in model.named_modules():
-        kind, base = type(module), _base_of(module)
+        kind, base = type(module), base_of(module)
         if isinstance(module, Sequences) and module.return_states:
             left[name] = "PyTorch has no return_states"
         elif plain_class(base) is not base:
-            _become(module, _with_base(module, plain_class(base)))
-            vars(module).pop("_options", None)
+            become(module, with_base(module, plain_class(base)))
+            for each in ("_options", "_loops"):
+                vars(module).pop(each, None)
             replaced.append(name)
         elif is_replaced(module):
             left[name] = f"it is a {kind.__name__}, in whose place PyTorch has none"
         settle(vars(module).get("weight"))
     return Conversion(replaced, left)
-
-
-def _become(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Set the class of a module, even if its own class overrides the setting of attributes."""
-    object.__setattr__(module, "__class__", kind)
-
-
-def _base_of(module: nn.Module) -> Any:
-    """Return the class that a module had before its weights were parametrised."""
-    return type(module).__bases__[0] if is_parametrized(module) else type(module)
-
-
-def _with_base(module: nn.Module, base: Any) -> Any:
-    """Return the class of a module with another base.
-
-    PyTorch makes a class for each parametrised module; its properties compute weights.
-    """
-    if not is_parametrized(module):
-        return base
-    kind, left_out = type(module), ("__dict__", "__weakref__", "__abstractmethods__", "_abc_impl")
-    about = {name: each for name, each in vars(kind).items() if name not in left_out}
-    return type(base)(kind.__name__, (base,), about)
 
 
 def _check_module(model: Any) -> None:
@@ -270,11 +250,11 @@ def _replacement_of(module: Any, is_inside: bool) -> tuple[type[nn.Module] | Non
         why = torchrecurrent.why_not(module) or without_kernels(module, _DEVICES)
         return (None, why) if why else (torchrecurrent.replacement_of(module), None)
     if isinstance(module, nn.RNNBase):
-        own = _base_of(module)
+        own = base_of(module)
         found: Any = KINDS.get(own) or behind(own)
         why = f"it is a {own.__name__}, {found}" if isinstance(found, str) else ""
         why = why or _why_not(module)
-        return (None, why) if why else (_with_base(module, found), None)
+        return (None, why) if why else (with_base(module, found), None)
     if is_inside:
         return None, None
     if type(module) is nn.Sequential:

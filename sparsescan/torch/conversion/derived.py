@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import inspect
 import itertools
@@ -14,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..recurrent import GRU, LSTM, RNN
-from .kinds import Kind, plain_class
+from .kinds import Kind, plain_class, reduced
 
 KINDS: dict[type[nn.RNNBase], type[nn.RNNBase]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
 # Python modules whose classes do not change a forward pass.
@@ -93,12 +92,7 @@ def _added(ours: type[nn.RNNBase]) -> set[str]:
 
 def _reduced(module: Any, protocol: Any) -> Any:
     """Return the reduced form for copies and files: with the user's class."""
-    kind = type(module)
-    found: Any = object.__reduce_ex__(module, max(int(protocol), 2))
-    function, arguments, *rest = found
-    if function is copyreg.__newobj__ and arguments == (kind,) and plain_class(kind) is not kind:  # type: ignore[attr-defined]
-        return _without_state, (plain_class(kind),), *rest
-    return function, arguments, *rest
+    return reduced(module, protocol, _without_state)
 
 
 def _without_state(kind: Any) -> Any:

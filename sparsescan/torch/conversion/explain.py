@@ -14,6 +14,8 @@ from ..calls.direct import is_recorded
 from ..calls.prepared import key_of
 from ..calls.sequences import Sequences
 from ..calls.times import MARGIN, CallPrediction, Key, predict
+from ..loops.loop import explained as looped
+from ..loops.loop import state_of
 from ..scan import explained
 from . import torchrecurrent
 from .conversion import Conversion, is_replaced, plan_of
@@ -46,14 +48,16 @@ class Explanation(NamedTuple):
 @overload
 def explain(module: nn.Module) -> Conversion: ...
 @overload
-def explain(module: nn.Module, input: Any, hx: Any = None) -> Explanation: ...
+def explain(module: nn.Module, input: Any, hx: Any = None) -> Any: ...
 @overload
 def explain(module: Callable[..., Any], input: Any, hx: Any) -> loop.Explanation: ...
 def explain(module: Any, input: Any = None, hx: Any = None) -> Any:  # noqa: A002
     """Say which kernel a call of a recurrent module runs, its predicted time, and why.
 
     ``explain(combine_fn, init, xs)`` says whether kernels run a loop of :func:`scan`; if not, it
-    names the operator that prevents it, with its line.
+    names the operator that prevents it, with its line. ``explain(module, input, hx)`` calls a
+    module or a function of :func:`.torch.loop` and says which loops it has found and what is in
+    their steps, or why Python runs the call; `hx` is its second argument, if it has one.
 
     Without an input, it lists the modules of a model that are of this package, those that
     :func:`convert` would replace, and those that it would leave alone, with the reason. For
@@ -80,6 +84,7 @@ def explain(module: Any, input: Any = None, hx: Any = None) -> Any:  # noqa: A00
         The kernel, the predicted seconds of both kernels, and the reason. Without an input: the
         modules that are replaced and those that are not, with reasons, as :func:`convert` returns
         them. For a step, `is_captured` says whether kernels run it, and `text` says why not.
+        The same holds for what :func:`.torch.loop` returns.
 
     Raises
     ------
@@ -97,9 +102,15 @@ def explain(module: Any, input: Any = None, hx: Any = None) -> Any:  # noqa: A00
     >>> print(explain(model))
     0: left alone, convert has not seen it
     """
+    if state_of(module) is not None and input is not None:
+        return looped(module, *([input] if hx is None else [input, hx]))
     if input is None:
         plan = plan_of(module)
-        names = [name for name, each in module.named_modules() if is_replaced(each)]
+        names = [
+            name
+            for name, each in module.named_modules()
+            if is_replaced(each) or state_of(each) is not None
+        ]
         unseen = dict.fromkeys(plan.replaced, "convert has not seen it")
         return Conversion(names, unseen | plan.left)
     if isinstance(module, nn.Module) and torchrecurrent.is_replacement(module):

@@ -1,0 +1,1 @@
+"""Modules that loop in Python: the loop is found in short traces, and run by kernels."""

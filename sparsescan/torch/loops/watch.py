@@ -1,0 +1,212 @@
+"""What Python holds that a forward pass may read: attributes, closures, globals and generators."""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...capture.equations import NotCaptured
+from ..capture.trace import FOLDERS
+
+_MOST = 20_000
+_STANDARD = str(Path(random.__file__).parent)
+_NUMPY = str(Path(np.__file__).parent)
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), type(...), range, slice),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+)
+STATE = "_loops"
+
+
+class Snapshot:
+    """What an object holds now.
+
+    Attributes
+    ----------
+    marks : list
+        What equal states have in common. Objects in it that have no value are identities.
+    kept : list
+        These objects, so that no others get their identities.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self.marks: list[Any] = []
+        self.kept: list[Any] = []
+        self._seen: dict[int, int] = {}
+        self._undo: list[Callable[[], Any]] = []
+        stack = [root]
+        while stack:
+            if len(self.marks) > _MOST:
+                raise NotCaptured("more objects in Python than are watched")
+            stack += reversed([*self._mark(stack.pop())])
+
+    def _mark(self, each: Any) -> Iterator[Any]:
+        """Note an object, and yield those in it."""
+        kind = type(each)
+        self.marks.append(kind)
+        if kind in _PLAIN:
+            self.marks.append(each)
+            return
+        if id(each) in self._seen:
+            self.marks.append(self._seen[id(each)])
+            return
+        self._seen[id(each)] = len(self._seen)
+        self.kept.append(each)
+        if isinstance(each, (dict, list, tuple, set, frozenset, deque)):
+            yield from self._container(each)
+        elif isinstance(each, np.ndarray):
+            if each.nbytes > _MOST or each.dtype.hasobject:
+                raise NotCaptured("large arrays of NumPy among attributes")
+            self.marks += [id(each), each.dtype, each.shape, each.tobytes()]
+        elif isinstance(each, (np.random.Generator, np.random.RandomState)):
+            own: Any = each.bit_generator if isinstance(each, np.random.Generator) else each
+            yield from self._generator(own.__getstate__, own.__setstate__)
+        elif isinstance(each, random.Random):
+            yield from self._generator(each.getstate, each.setstate)
+        elif isinstance(each, torch.Generator):
+            state = each.get_state()
+            self.marks.append(bytes(state.tolist()))
+            self._undo.append(lambda: each.set_state(state))
+        elif hasattr(kind, "__next__"):
+            raise NotCaptured(f"an iterator, {kind.__qualname__}, among attributes")
+        else:
+            self.marks.append(id(each))
+            yield from self._inside(each)
+
+    def _container(self, each: Any) -> Iterator[Any]:
+        self.marks.append(len(each))
+        if isinstance(each, dict):
+            own = dict(each)
+            self._undo.append(partial(_fill, each, each.update, own))
+            for name, value in own.items():
+                if name != STATE:
+                    yield name
+                    yield value
+            return
+        values = list(each)
+        if isinstance(each, (list, deque)):
+            self._undo.append(partial(_fill, each, each.extend, values))
+        elif isinstance(each, set):
+            self._undo.append(partial(_fill, each, each.update, values))
+            values.sort(key=hash)
+        yield from values
+
+    def _generator(self, get: Any, put: Any) -> Iterator[Any]:
+        state = get()
+        self.marks.append(repr(state))
+        self._undo.append(lambda: put(state))
+        yield from ()
+
+    def _held(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> Any:
+        """Return what something holds, which is put back if it changes."""
+        value = get()
+        self._undo.append(lambda: get() is value or put(value))
+        return value
+
+    def _inside(self, each: Any) -> Iterator[Any]:
+        """Yield what an object of no known kind holds."""
+        if isinstance(each, types.FunctionType):
+            yield from self._of_function(each)
+        elif isinstance(each, types.MethodType):
+            yield from (each.__func__, each.__self__)
+        elif isinstance(each, functools.partial):
+            yield from (each.func, each.args, each.keywords)
+        elif isinstance(each, (staticmethod, classmethod)):
+            yield each.__func__
+        elif isinstance(each, property):
+            yield from (each.fget, each.fset)
+        elif isinstance(each, type):
+            yield from self._of_class(each)
+        elif isinstance(each, types.CellType):
+            yield self._held(partial(_contents, each), partial(setattr, each, "cell_contents"))
+        elif not isinstance(each, (Tensor, types.ModuleType)):
+            if hasattr(each, "__dict__"):
+                yield vars(each)
+            kind: Any = type(each)
+            for name in _slots(kind):
+                yield self._held(partial(getattr, each, name, None), partial(setattr, each, name))
+            yield kind
+
+    def _of_class(self, kind: Any) -> Iterator[Any]:
+        """Yield the methods and attributes of a class."""
+        if _is_library(kind):
+            return
+        for name in [*vars(kind)]:
+            if not name.startswith("__") or isinstance(vars(kind)[name], types.FunctionType):
+                yield name
+                yield self._held(partial(vars(kind).get, name), partial(setattr, kind, name))
+        yield from kind.__mro__[1:]
+
+    def _of_function(self, function: Any) -> Iterator[Any]:
+        """Yield what a function reads: what it closes over, its defaults, and globals."""
+        path, names = _names(function.__code__)
+        if path.startswith((*FOLDERS, _NUMPY)):
+            return
+        yield from (function.__code__, function.__closure__)
+        yield from (function.__defaults__, function.__kwdefaults__)
+        own = function.__globals__
+        for name in names:
+            if name not in own:
+                self._undo.append(partial(own.pop, name, None))
+                continue
+            value = self._held(partial(own.get, name), partial(own.__setitem__, name))
+            yield name
+            if not isinstance(value, types.ModuleType):
+                yield value
+            elif not (getattr(value, "__file__", None) or "").startswith((*FOLDERS, _NUMPY)):
+                inner = vars(value)
+                yield from (inner.get(each) for each in names if type(inner.get(each)) in _PLAIN)
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        for each in self._undo:
+            each()
+
+
+def _fill(each: Any, put: Callable[[Any], None], values: Any) -> None:
+    each.clear()
+    put(values)
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(kind: type) -> list[str]:
+    owns = [vars(each).get("__slots__", ()) for each in kind.__mro__]
+    names = [name for own in owns for name in ([own] if isinstance(own, str) else own)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library(kind: type) -> bool:
+    """Return whether a class is one that nobody changes."""
+    first = kind.__module__.partition(".")[0]
+    return first in ("torch", "builtins", "numpy", "abc", "typing", "collections", "sparsescan")
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> tuple[str, tuple[str, ...]]:
+    """Return the file of a function, and all names that it may look up."""
+    names = set(code.co_names)
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            names.update(_names(each)[1])
+    path = code.co_filename
+    if path.startswith(_STANDARD) and "site-packages" not in path:
+        names = set()
+    return path, tuple(sorted(names))
