@@ -1,4 +1,4 @@
-"""Loops of JAX as users write them: ``sparsescan.jax.scan`` beside ``jax.lax.scan``."""
+"""Loops as users write them: ``sparsescan.jax.scan`` beside ``jax.lax.scan``, and PyTorch's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from . import peers, races
 from .experiment import Experiment, Piece, Results
+from .peers import PYTORCH
 from .races import JAX, OURS
 from .timing import Call
 
 Array = NDArray[Any]
 Params = dict[str, Any]
+SCAN = "PyTorch's prototype of scan"
 
 
 # -- Steps ----------------------------------------------------------------------------------------
@@ -154,10 +156,94 @@ class Loop:
         return params, (zeros,) * states if states > 1 else zeros, x, above
 
 
-LOOPS = (
+@dataclass(frozen=True)
+class TorchLoop:
+    """A loop of PyTorch over a GRUCell, in a module or as the step of a scan."""
+
+    door: str
+    wanted: dict[str, float]
+    units: int = 20
+    steps: int = 200
+    batch: int = 16
+    inputs: int = 12
+
+    @property
+    def name(self) -> str:
+        about = f"H={self.units}, B={self.batch}, T={self.steps:,}"
+        return f"{self.door} of a torch.nn.GRUCell, {about}"
+
+    def measure(self, quick: bool) -> Results:
+        """Return the times of forward and backward passes."""
+        makers = {OURS: self._ours, PYTORCH: partial(self._calls, self._module())}
+        if self.door == "scan":
+            makers[SCAN] = self._prototype
+        return races.timed(makers, self.wanted, quick, _differences)
+
+    def _module(self) -> Any:
+        """Return the module, with the same parameters each time."""
+        torch = peers.load_torch()
+
+        class Looped(torch.nn.Module):  # type: ignore[misc]
+            def __init__(self, inputs: int, units: int) -> None:
+                super().__init__()
+                self.cell = torch.nn.GRUCell(inputs, units)
+
+            def forward(self, x: Any) -> Any:
+                h, states = x.new_zeros(x.shape[1], self.cell.hidden_size), []
+                for each in x:
+                    h = self.cell(each, h)
+                    states.append(h)
+                return torch.stack(states)
+
+        torch.manual_seed(0)
+        return Looped(self.inputs, self.units)
+
+    def _ours(self) -> dict[str, Call]:
+        from sparsescan.torch import loop, scan
+
+        return self._scanned(scan) if self.door == "scan" else self._calls(loop(self._module()))
+
+    def _prototype(self) -> dict[str, Call]:
+        peers.load_torch()
+        from torch._higher_order_ops.scan import scan
+
+        return self._scanned(scan)
+
+    def _scanned(self, scan: Any) -> dict[str, Call]:
+        """Return calls of a scan over the cell."""
+        module = self._module()
+        cell = module.cell
+
+        def step(h: Any, x: Any) -> Any:
+            h = cell(x, h)
+            return h, h.clone()
+
+        def forward(x: Any) -> Any:
+            return scan(step, x.new_zeros(x.shape[1], cell.hidden_size), x)[1]
+
+        module.forward = forward
+        return self._calls(module)
+
+    def _calls(self, module: Any) -> dict[str, Call]:
+        """Return calls of a module's passes, with one thread or two."""
+        torch, rng = peers.load_torch(), np.random.default_rng(0)
+        shapes = [(self.steps, self.batch, size) for size in (self.inputs, self.units)]
+        x, above = (torch.tensor(rng.standard_normal(each, np.float32)) for each in shapes)
+        leaves = {"x": x.requires_grad_(), **dict(module.named_parameters())}
+
+        def call() -> dict[str, Any]:
+            found = torch.autograd.grad(module(x), [*leaves.values()], above)
+            return dict(zip(leaves, found, strict=True))
+
+        return peers.in_threads(call)
+
+
+LOOPS: tuple[Loop | TorchLoop, ...] = (
     *(Loop(kind, 20, 4) for kind in _STEPS),
     *(Loop(kind, 64, 3) for kind in _STEPS),
     Loop("scalars", 60, 2, steps=614),
+    TorchLoop("loop", {PYTORCH: 10}),
+    TorchLoop("scan", {PYTORCH: 10, SCAN: 40}),
 )
 
 
@@ -170,10 +256,13 @@ def _about(quick: bool) -> Results:
     return {
         "a call": "a jitted loss and its gradients in parameters, first states and inputs; float32",
         "JAX": "jax.lax.scan of the same body; the faster of the unrolls 1 and 4",
+        "a call of PyTorch": "forward and backward, into parameters and inputs; float32; the "
+        "faster of one thread and two; loop is of a module with a loop in Python, scan of its step",
+        SCAN: "torch._higher_order_ops.scan",
     }
 
 
-_TITLE = "Loops of JAX"
+_TITLE = "Loops of JAX and PyTorch"
 EXPERIMENT = Experiment(
     "loops",
     _TITLE,
