@@ -144,7 +144,7 @@ def test_random_cells(
 ) -> None:
     """With random stages, states, matrices and parameters, in networks of any shape."""
     rng = np.random.default_rng(seed)
-    units += units % 2 if "heads=2" in cell.source else units < 2
+    units = cell.units(max(units, 2))
     is_square = cell.input_size == cell.hidden_size
     layers = 1 if is_square and both else layers
     inputs = units if is_square else cell.input_size

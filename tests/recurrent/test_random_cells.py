@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from functools import cached_property
 from typing import Any
 from unittest.mock import patch
@@ -97,8 +96,7 @@ def test_compiled_steps_are_back_propagation(
 ) -> None:
     """With samples or units as lanes, and samples of several lengths."""
     if units is not None:
-        heads = math.lcm(*map(int, re.findall(r"heads=(\d)", drawn.source)))
-        units += -units % heads
+        units = drawn.units(units)
     check_compiled(drawn, seed, batch, units, has_lengths)
 
 

@@ -7,6 +7,8 @@ with an odd number, so that no kink is met exactly.
 from __future__ import annotations
 
 import linecache
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -87,6 +89,10 @@ class RandomCell:
             **self.options,
             **masks,
         )
+
+    def units(self, least: int) -> int:
+        """Return the least number of units, from `least` on, that its heads divide."""
+        return least + -least % math.lcm(*map(int, re.findall(r"heads=(\d)", self.source)))
 
     def __repr__(self) -> str:
         about = f"input_size={self.input_size}, hidden_size={self.hidden_size}, bias={self.bias}"
