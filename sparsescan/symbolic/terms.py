@@ -124,15 +124,14 @@ class _Layout(NamedTuple):
     product : Product
         The patterns.
     rows, starts : ndarray of int64
-        Of each segment its row, and where it starts in `C`, of which it has what comes before the
-        next one.
+        The row of each segment, and its first entry in `C`. A segment ends where the next starts.
     alike, lists : ndarray of int64
-        Numbers that are equal for segments in equal columns, and for those of equal factors but for
-        where they start in `X`; none of the latter if segments do not share them.
+        Segments with equal numbers have equal columns; and equal factors, apart from where these
+        start in `X`. `lists` is empty if segments do not share factors.
     aligned : int
-        Modulo what slots are aligned.
+        Slots start at multiples of this number.
     counts : TermCounts
-        What there is of it all.
+        How many terms and slots there are.
     """
 
     product: Product
