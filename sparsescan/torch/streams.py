@@ -21,7 +21,7 @@ from .networks import array_of, as_network
 
 
 class TensorStream(BaseStream):
-    """Run a module on a sequence that comes bit by bit: what :func:`stream` returns.
+    """Run a module on a sequence that comes bit by bit; :func:`sparsescan.torch.stream` returns it.
 
     Attributes
     ----------

@@ -142,7 +142,9 @@ def by_logarithms(e: Array, initial: Array, a: Array) -> tuple[float, Array, flo
     for row in e[:0:-1]:
         behind.append(logsumexp(a + row + behind[-1], axis=1))
     total = logsumexp(before[-1])
-    return total, np.exp(np.array(before) + np.array(behind[::-1]) - total), best.max()
+    with np.errstate(invalid="ignore"):  # of a series that is impossible
+        posteriors = np.exp(np.array(before) + np.array(behind[::-1]) - total)
+    return total, posteriors, best.max()
 
 
 @settings(max_examples=long_run(300, 30), deadline=None)
