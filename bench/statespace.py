@@ -5,6 +5,7 @@ These are statsmodels, and hmmlearn.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +27,24 @@ Array = NDArray[Any]
 ALONE, STATSMODELS = "the log-likelihood alone", "statsmodels, the log-likelihood alone"
 HMMLEARN = "hmmlearn, posteriors alone"
 _ROUNDING = 1e-9
+
+
+def _unrolled(
+    jax: Any, total: Callable[[int, dict[str, Any]], Any], model: dict[str, Any]
+) -> dict[str, Call]:
+    """Return jitted calls of a log-likelihood and its gradients, whose scan is unrolled or not."""
+
+    def call(unroll: int) -> Call:
+        compiled = jax.jit(jax.value_and_grad(partial(total, unroll)))
+
+        def run() -> Any:
+            with jax.enable_x64(True):
+                found, grads = jax.block_until_ready(compiled(model))
+            return [found, *map(grads.get, model)]
+
+        return run
+
+    return {f"unroll={n}": call(n) for n in (1, 4)}
 
 
 @dataclass(frozen=True)
@@ -111,23 +130,13 @@ class Model:
                 step, (jnp.zeros(len(f)), model["initial_covariance"]), y, unroll=unroll
             )[1].sum()
 
-        def call(unroll: int) -> Call:
-            def total(model: dict[str, Any]) -> Any:
-                # As ours, gradients are those in symmetric parts.
-                halves = {name: each / 2 for name, each in model.items() if "covariance" in name}
-                model = model | {name: each + each.T for name, each in halves.items()}
-                return jax.vmap(lambda y: one(y, model, unroll), 1)(y).sum()
+        def total(unroll: int, model: dict[str, Any]) -> Any:
+            # As ours, gradients are those in symmetric parts.
+            halves = {name: each / 2 for name, each in model.items() if "covariance" in name}
+            model = model | {name: each + each.T for name, each in halves.items()}
+            return jax.vmap(lambda y: one(y, model, unroll), 1)(y).sum()
 
-            compiled = jax.jit(jax.value_and_grad(total))
-
-            def run() -> Any:
-                with jax.enable_x64(True):
-                    found, grads = jax.block_until_ready(compiled(model))
-                return [found, *map(grads.get, model)]
-
-            return run
-
-        return {f"unroll={n}": call(n) for n in (1, 4)}
+        return _unrolled(jax, total, model)
 
     def statsmodels(self) -> dict[str, Call]:
         name = "statsmodels.tsa.statespace.kalman_filter"
@@ -204,26 +213,16 @@ class Hidden:
         jnp, model = jax.numpy, self.arrays()
         logsumexp = jax.scipy.special.logsumexp
 
-        def call(unroll: int) -> Call:
-            def total(model: dict[str, Any]) -> Any:
-                e, a = model["log_emissions"], jnp.log(model["transition"])
+        def total(unroll: int, model: dict[str, Any]) -> Any:
+            e, a = model["log_emissions"], jnp.log(model["transition"])
 
-                def step(x: Any, e: Any) -> Any:
-                    return logsumexp(x[:, None] + a, axis=0) + e, None
+            def step(x: Any, e: Any) -> Any:
+                return logsumexp(x[:, None] + a, axis=0) + e, None
 
-                first = jnp.log(model["initial"]) + e[0]
-                return logsumexp(jax.lax.scan(step, first, e[1:], unroll=unroll)[0])
+            first = jnp.log(model["initial"]) + e[0]
+            return logsumexp(jax.lax.scan(step, first, e[1:], unroll=unroll)[0])
 
-            compiled = jax.jit(jax.value_and_grad(total))
-
-            def run() -> Any:
-                with jax.enable_x64(True):
-                    found, grads = jax.block_until_ready(compiled(model))
-                return [found, *map(grads.get, model)]
-
-            return run
-
-        return {f"unroll={n}": call(n) for n in (1, 4)}
+        return _unrolled(jax, total, model)
 
     def hmmlearn(self) -> dict[str, Call]:
         """Return calls for log-likelihoods and posteriors, by logarithms and by scaling."""

@@ -27,7 +27,7 @@ from ..kernels.cpu.tapes import CODES, Tables, Values
 from .derivatives import RenewedError
 from .factors import WIDE, Vector
 from .newton import FAR, MARGIN, MOST, OWN, SLOW, Tolerance
-from .schemes import Grads, Place, Scheme
+from .schemes import Grads, Place, Scheme, place_of
 from .tape import FLAT, SELECTIONS, Graph, real_part
 from .traced import Traced
 
@@ -203,6 +203,16 @@ class Steps(NamedTuple):
             del self.states[:-2]
 
 
+def _size_of(scheme: Scheme, samples: int, n: int) -> int:
+    """Return the size of the matrices of a step; 0 for methods that solve for nothing."""
+    return n // samples if np.diag(scheme.form.a).any() else 0
+
+
+def _can_run(scheme: Scheme, size: int, n: int) -> bool:
+    """Return whether loops can take steps of so many numbers, with matrices of a size."""
+    return isinstance(scheme.source, Traced) and size <= _SIZE and n <= _NUMBERS
+
+
 class Loops:
     """The compiled loops of a run.
 
@@ -226,9 +236,9 @@ class Loops:
     def __init__(self, scheme: Scheme, samples: int, run: Trajectory, tolerance: Tolerance) -> None:
         equations, n = scheme.form, run.states.shape[1]
         self._scheme, self._run = scheme, run
-        self._size = size = n // samples if np.diag(equations.a).any() else 0
+        self._size = size = _size_of(scheme, samples, n)
         self._waits, self._apart, self._length, self._known = 0, 1, _FIRST, np.zeros(4)
-        self._can = isinstance(scheme.source, Traced) and size <= _SIZE and n <= _NUMBERS
+        self._can = _can_run(scheme, size, n)
         if not self._can:
             return
         mass = equations.mass
@@ -258,6 +268,9 @@ class Loops:
     ) -> Loops | None:
         """Return loops that :meth:`march`, with room for some steps; None if they cannot."""
         n, stages = len(u0), scheme.stages
+        # Before there is any memory: systems may be too large for loops.
+        if scheme.form.kind == RESIDUAL or not _can_run(scheme, _size_of(scheme, samples, n), n):
+            return None
         count = max(_FIRST, _ROOM // (n * (1 + stages)))
         run = Trajectory(
             np.empty((count + 2, n)),
@@ -267,8 +280,7 @@ class Loops:
             np.empty(count, np.int64),
             params,
         )
-        found = cls(scheme, samples, run, tolerance)
-        return found if found._can and scheme.form.kind != RESIDUAL else None
+        return cls(scheme, samples, run, tolerance)
 
     @property
     def factorisations(self) -> int:
@@ -321,18 +333,6 @@ class Loops:
         if not is_solved:
             self._waits = self._apart
 
-    def _place(self, k: int, ends: int) -> Place:
-        """Return a step with so many states behind its beginning."""
-        run = self._run
-        return Place(
-            run.states[max(k, 1) : k + 2 + ends],
-            run.params,
-            run.inner[k],
-            float(run.times[k]),
-            float(run.dt[k]),
-            float(run.dt[k - 1]) if k else None,
-        )
-
     def advance(self, k: int, end: int, pace: Pace | None = None) -> int:
         """Take steps from `k` on; return the first step that is left.
 
@@ -340,7 +340,7 @@ class Loops:
         """
         if self._waits_on():
             return k
-        at = self._place(k, 0)
+        at = place_of(self._run, k, 0)
         march = self._march_at(at._replace(states=at.states[[-1, -1]]))
         if march is None:
             return k
@@ -352,7 +352,7 @@ class Loops:
             reached = take_steps_to(march, k, last, pace)
             is_solved = reached == last or self._run.times[reached] == pace.stop
         self._note(time.perf_counter() - start, reached - k, is_solved)
-        return reached if reached > k and self._is_right(self._place(reached - 1, 1)) else k
+        return reached if reached > k and self._is_right(place_of(self._run, reached - 1, 1)) else k
 
     def march(self, found: Steps, pace: Pace) -> bool:
         """Take steps whose lengths are chosen, and add them to others; return whether it did."""
@@ -386,7 +386,7 @@ class Loops:
         in_dt: Vector,
     ) -> int:
         """Go back from the end of step ``k - 1``; return the step whose end was reached."""
-        march = None if self._waits_on() else self._march_at(self._place(k - 1, 1))
+        march = None if self._waits_on() else self._march_at(place_of(self._run, k - 1, 1))
         if march is None:
             return k
         n, losses = grads.old.shape
@@ -405,7 +405,7 @@ class Loops:
         self._note(time.perf_counter() - start, k - reached, begin == first)
         if reached == k:
             return k
-        if not self._is_right(self._place(reached, 1)):
+        if not self._is_right(place_of(self._run, reached, 1)):
             raise RenewedError
         for name, found in trial._asdict().items():
             setattr(grads, name, found)

@@ -18,7 +18,7 @@ from .derivatives import RenewedError
 from .factors import Vector
 from .newton import NotSolved, Solver, Tolerance
 from .params import Params
-from .schemes import Grads, Place, Scheme
+from .schemes import Grads, Place, Scheme, place_of
 
 # Bytes for factors other than the newest, without a memory limit.
 ROOM = 1 << 28
@@ -130,11 +130,12 @@ class Run:
         self._inner = np.empty((rows, scheme.stages, self._n))
         # The first state of each segment, with the state before it.
         self._marks = np.empty((-(-self._count // self._length) if rows else 1, 2, self._n))
+        about = self._states, self._inner, self.times, dt, self.newton, self._params.vector
+        self._trajectory = Trajectory(*about)
         self._loops: Loops | None = None
         if self._length >= self._count:
-            about = self._states, self._inner, self.times, dt, self.newton, self._params.vector
             samples = u0.size // problem.shape[-1]
-            self._loops = Loops(scheme, samples, Trajectory(*about), problem.tolerance)
+            self._loops = Loops(scheme, samples, self._trajectory, problem.tolerance)
         self._begin, self._done, self._last = 0, 0, u0
         self._states[0] = self._states[1] = u0
         self._marks[0] = u0
@@ -199,16 +200,7 @@ class Run:
 
     def _place(self, k: int, ends: int) -> Place:
         """Return a step, with `ends` states after its beginning."""
-        at = k - self._begin
-        first = 1 if k == 0 else at
-        return Place(
-            self._states[first : at + 2 + ends],
-            self._params.vector,
-            self._inner[at],
-            float(self.times[k]),
-            float(self._dt[k]),
-            float(self._dt[k - 1]) if k else None,
-        )
+        return place_of(self._trajectory, k, ends, self._begin)
 
     @property
     def kept(self) -> tuple[Vector, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from ..kernels.cpu.marching import BDF2, RESIDUAL, RUNGE_KUTTA
+from ..kernels.cpu.marching import BDF2, RESIDUAL, RUNGE_KUTTA, Trajectory
 from ..symbolic.pattern import Pattern, places_in, rows_of, union
 from .derivatives import Arguments, Coloured, RenewedError, Source
 from .factors import Matrices, Vector
@@ -20,8 +20,11 @@ from .newton import NotSolved, Solver
 
 # The length, as a share of the first step, of the short step that finds the slope before it.
 _SHORT = 1e-6
-# Half the change of the rate over a step, as an estimate of its error.
-_HALF_CHANGE = ((-0.5, 0.5),)
+
+
+def _half_change(stages: int) -> tuple[tuple[float, ...], ...]:
+    """Return the weights of rates by which half their change over a step estimates its error."""
+    return ((-0.5, *[0.0] * (stages - 1), 0.5),)
 
 
 class Place(NamedTuple):
@@ -55,6 +58,23 @@ class Place(NamedTuple):
     def end(self) -> float:
         """The time of its end."""
         return self.time + self.dt
+
+
+def place_of(run: Trajectory, k: int, ends: int, begin: int = 0) -> Place:
+    """Return step `k` of a run, with so many states after its beginning.
+
+    The arrays of states are those from step `begin` on.
+    """
+    at = k - begin
+    first = 1 if k == 0 else at
+    return Place(
+        run.states[first : at + 2 + ends],
+        run.params,
+        run.inner[at],
+        float(run.times[k]),
+        float(run.dt[k]),
+        float(run.dt[k - 1]) if k else None,
+    )
 
 
 class Grads:
@@ -173,7 +193,7 @@ class ResidualScheme:
     @property
     def form(self) -> Form:
         none = sp.csr_array(self._new.pattern.shape)
-        return Form(RESIDUAL, np.ones((1, 1)), np.ones(1), [-1], none, _HALF_CHANGE)
+        return Form(RESIDUAL, np.ones((1, 1)), np.ones(1), [-1], none, _half_change(1))
 
     def arguments(self, place: Place) -> Arguments:
         return place.states[-1], place.states[-2], place.end, place.dt, place.params
@@ -310,7 +330,7 @@ class RungeKutta(_Rated):
     def form(self) -> Form:
         kept = {stage: k for k, stage in enumerate(self._inner)}
         inner = [kept.get(i, -1) for i in range(len(self._a))]
-        estimates = self._tableau.estimates or ((-0.5, *[0.0] * (len(inner) - 1), 0.5),)
+        estimates = self._tableau.estimates or _half_change(len(inner))
         return Form(RUNGE_KUTTA, self._a, self._c, inner, self._matrix, estimates)
 
     def error(self, solver: Solver, place: Place) -> Vector:
@@ -412,7 +432,7 @@ class BackwardDifferences(_Rated):
 
     @property
     def form(self) -> Form:
-        return Form(BDF2, np.ones((1, 1)), np.ones(1), [-1], self._matrix, _HALF_CHANGE)
+        return Form(BDF2, np.ones((1, 1)), np.ones(1), [-1], self._matrix, _half_change(1))
 
     def _last_matrix(self, place: Place) -> Vector:
         return self._values(self.arguments(place), self._coefficients(place).values[0], place.dt)

@@ -1,8 +1,8 @@
 """Hidden Markov models: log-likelihoods of series, posteriors of states, and most likely paths.
 
-A state is one of a few, ``initial[i]`` is the probability of the first, ``transition[i, j]`` that
-of ``j`` behind ``i``, and ``log_emissions[t, j]`` the logarithm of what state ``j`` gives to the
-observation of step ``t``. ``sparsescan.torch.hmm`` and ``sparsescan.jax.hmm`` have
+``initial[i]`` is the probability that a series begins in state ``i``, ``transition[i, j]`` that
+state ``j`` follows state ``i``, and ``log_emissions[t, j]`` the log-likelihood of the observation
+of step ``t`` in state ``j``. ``sparsescan.torch.hmm`` and ``sparsescan.jax.hmm`` have
 :func:`log_likelihood`, whose gradients are the posteriors.
 """
 
@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.sparse import csr_array, issparse
 
-from ..arrays.arrays import for_kernels, host_array, is_on_device, read_array
-from ..errors import Allocating, DeviceError, InputError, InputTypeError
+from ..arrays.arrays import for_kernels, host_array
+from ..errors import Allocating, InputError, InputTypeError
 from ..execution.calls import Calls
 from ..kernels.cpu import hmm as kernels
 from ..ops import hmm as ops
 from ..ops.operation import ranges_of, share_out
 from ..symbolic.pattern import Pattern
+from .likelihood import read_grads, read_in_host_memory
 
 __all__ = [
     "HiddenMarkovGrads",
@@ -62,7 +63,7 @@ class Posteriors(NamedTuple):
     log_likelihood : ndarray, shape (series,)
         The log-likelihood of each series.
     states : ndarray, shape (steps, series, states)
-        The probability of each state at each step, given all observations of a series; zeros behind
+        The probability of each state at each step, given all observations of a series; zeros after
         its end.
     transitions : ndarray, shape (series, states, states) or (series, nnz)
         How many transitions are expected in a series from each state to each; if `transition` is
@@ -80,7 +81,7 @@ class Path(NamedTuple):
     Attributes
     ----------
     states : ndarray of int64, shape (steps, series)
-        The most likely states; -1 behind the end of a series, and if no path is possible.
+        The most likely states; -1 after the end of a series, and if no path is possible.
     log_likelihood : ndarray of float64, shape (series,)
         The log-likelihood of that path and the observations; -inf if no path is possible.
     """
@@ -197,13 +198,8 @@ def log_likelihood_vjp(
     """
     arguments = _named(log_emissions, model)
     given, form, has_series = _read_all(*arguments)
-    series = given[0].shape[1]
-    above = read_array("grads", np.asarray(grads, float) if np.isscalar(grads) else grads)
-    if above.shape not in ((), (series,) if has_series else ()):
-        expected = f"() or ({series},)" if has_series else "()"
-        raise InputError(f"grads has shape {above.shape}; expected {expected}")
+    above = read_grads(grads, given[0].shape[1], has_series, given[0].dtype)
     with Allocating("the gradients"):
-        above = np.array(np.broadcast_to(above, (series,)), given[0].dtype)
         _, kept = _forward(given, form, True)
         grads_of = _backward(given, form, kept, above)
         shapes = [np.shape(each) for each in arguments[:2]]
@@ -332,11 +328,7 @@ def _read_all(
             raise InputTypeError("transition is a sparse matrix; expected values of the pattern")
         pattern, transition = Pattern(transition), transition.data
     named = {"log_emissions": log_emissions, "initial": initial, "transition": transition}
-    arrays: dict[str, Any] = {}
-    for name, each in named.items():
-        arrays[name] = read_array(name, each)
-        if is_on_device(arrays[name]):
-            raise DeviceError(f"{name} is on a CUDA device; expected an array in host memory")
+    arrays: dict[str, Any] = {name: read_in_host_memory(name, each) for name, each in named.items()}
     arrays["lengths"] = None if lengths is None else host_array("lengths", lengths)
     if lengths is not None and arrays["lengths"].dtype.kind not in "iu":
         raise InputTypeError(f"lengths has dtype {arrays['lengths'].dtype}; expected whole numbers")

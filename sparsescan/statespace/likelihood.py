@@ -61,8 +61,8 @@ def log_likelihood(
 
     and all are independent. A Kalman filter computes it, whose update of covariances is Joseph's,
     from the Cholesky factor of the innovations' covariance; in float64, and results have the dtype
-    of what is given. Where the matrices are those of all steps, nothing is missing and the
-    covariance has come to a halt but for rounding, a step takes its gain from the one before.
+    of what is given. If all steps share their matrices, nothing is missing and the covariance no
+    longer changes, up to rounding, a step takes the gain of the step before.
 
     Any of `transition`, both covariances and so on may be that of all steps and series; have a
     leading axis of steps; or two, of steps and series, either of which may be 1.
@@ -122,7 +122,7 @@ def log_likelihood(
     ... ).round(4)
     np.float64(-3.3823)
     """
-    given, has_series, _ = read_all(
+    given, has_series = read_all(
         {
             "observations": observations,
             "transition": transition,
@@ -148,8 +148,8 @@ def log_likelihood_vjp(
 ) -> LikelihoodGrads:
     """Return the gradients in all arguments of :func:`log_likelihood`.
 
-    They are those of an adjoint of the filter's recursion in closed form, which computes the filter
-    again from means and covariances that are kept before segments of steps.
+    A backward pass in closed form computes them. The forward pass keeps means and covariances
+    before each segment of steps, from which the backward pass computes the filter again.
 
     Parameters
     ----------
@@ -185,7 +185,8 @@ def log_likelihood_vjp(
     (array([[-1.]]), array([[0.25]]))
     """
     named = ops.named_model("log_likelihood_vjp", observations, model)
-    given, _, above = read_all(named, grads)
+    given, has_series = read_all(named)
+    above = read_grads(grads, given[0].shape[1], has_series, given[0].dtype)
     with Allocating("the gradients"):
         calls = Calls()
         if is_empty([None if each is None else each.shape for each in given]):
@@ -202,21 +203,32 @@ def log_likelihood_vjp(
     return LikelihoodGrads(**grads_of)
 
 
-def read_all(named: dict[str, Any], grads: Any = 1.0) -> tuple[list[Any], bool, Array]:
-    """Return arguments as contiguous arrays of one dtype, checked, and gradients of each series."""
-    arrays = {}
-    for name, each in named.items():
-        arrays[name] = None if each is None and name in ops.OPTIONAL else read_array(name, each)
-        if is_on_device(arrays[name]):
-            raise DeviceError(f"{name} is on a CUDA device; expected an array in host memory")
+def read_all(named: dict[str, Any]) -> tuple[list[Any], bool]:
+    """Return arguments as contiguous arrays of one dtype, checked, and whether there are series."""
+    arrays = {
+        name: None if each is None and name in ops.OPTIONAL else read_in_host_memory(name, each)
+        for name, each in named.items()
+    }
     given, has_series = ops.whole(arrays)
-    above = read_array("grads", np.asarray(grads, float) if np.isscalar(grads) else grads)
-    series = given[0].shape[1]
-    if above.shape not in ((), (series,) if has_series else ()):
-        expected = f"() or ({series},)" if has_series else "()"
-        raise InputError(f"grads has shape {above.shape}; expected {expected}")
     dtype = np.result_type(*[each.dtype for each in given if each is not None])
     with Allocating("copies of arrays"):
         given = [None if each is None else for_kernels(each, dtype) for each in given]
-        above = np.array(np.broadcast_to(above, (series,)), dtype)
-    return given, has_series, above
+    return given, has_series
+
+
+def read_in_host_memory(name: str, value: Any) -> Array:
+    """Return an array of real numbers that kernels of the host can read."""
+    array: Array = read_array(name, value)
+    if is_on_device(array):
+        raise DeviceError(f"{name} is on a CUDA device; expected an array in host memory")
+    return array
+
+
+def read_grads(grads: Any, series: int, has_series: bool, dtype: Any) -> Array:
+    """Return the gradient of a loss in the log-likelihood of each series."""
+    above = read_array("grads", np.asarray(grads, float) if np.isscalar(grads) else grads)
+    if above.shape not in ((), (series,) if has_series else ()):
+        expected = f"() or ({series},)" if has_series else "()"
+        raise InputError(f"grads has shape {above.shape}; expected {expected}")
+    with Allocating("the gradients"):
+        return np.array(np.broadcast_to(above, (series,)), dtype)

@@ -120,7 +120,7 @@ def kalman_smoother(observations: ArrayLike, **model: Any) -> Smoothed:
 
 def _run(operation: Operation, observations: Any, model: dict[str, Any]) -> Any:
     named = ops.named_model(operation.name, observations, model)
-    given, has_series, _ = read_all(named)
+    given, has_series = read_all(named)
     shapes = [None if each is None else each.shape for each in given]
     with Allocating("means and covariances"):
         if is_empty(shapes):

@@ -28,7 +28,7 @@ class TensorStream(BaseStream):
     batch, inputs, outputs : int
         How many samples there are, and numbers of an input and of an output.
     dtype : torch.dtype
-        That of inputs, outputs and states: that of the parameters.
+        The dtype of inputs, outputs, states and parameters.
     state : Tensor, tuple of Tensor, or list of these
         A copy of the states, in the form of ``hx``: ``(layers, batch, hidden_size)``, of an LSTM
         ``(h, c)``; a list if there are several recurrent modules. What is set is copied.

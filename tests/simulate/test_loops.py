@@ -383,3 +383,9 @@ def test_weights_have_the_order_of_a_method_and_estimates_one_less(method: str) 
             missed = conditions(tableau.a, tableau.a[-1] - weights)
             assert all(abs(miss) < 1e-11 for order, miss in missed if order < tableau.order)
             assert any(abs(miss) > 1e-5 for order, miss in missed if order == tableau.order)
+
+
+def test_systems_that_are_too_large_for_loops_take_no_memory_for_them() -> None:
+    with patch("sparsescan.simulate.compiled.Trajectory", side_effect=AssertionError):
+        run = TimeSteps(lambda u, t, p: -u, np.eye(40)).forward(np.ones(40), until=0.2, dt=0.1)
+    assert run.times[-1] == 0.2

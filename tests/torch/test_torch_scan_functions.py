@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from looping import Spike
 from sampling import examples
 from test_torch_scan import loop
 from torch import Tensor, nn
@@ -111,21 +112,6 @@ def test_spiking_neurons(function: Any) -> None:
 
 
 # -- Others ----------------------------------------------------------------------------------------
-
-
-class Spike(Function):
-    """A step whose gradient is that of a smooth function."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return (x > 0).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, above: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        below: Tensor = above / (1 + x.abs()) ** 2
-        return below
 
 
 class Reversal(Function):

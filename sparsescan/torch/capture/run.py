@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,10 +54,7 @@ class TorchRunner(Runner):
 
     def over(self, function: Any, rows: list[Any]) -> list[Any]:
         """Return the results of a function of rows, for all of them."""
-        try:
-            return list(torch.func.vmap(lambda *row: tuple(function(*row)))(*rows))
-        except RuntimeError:  # vmap has no rule for an operator, such as an LSTM cell
-            return self.loop(lambda _, row: ([], function(*row)), [], rows)[1]
+        return mapped(function, rows)
 
     def cell(self, options: Options, params: list[Any], x: Any, state: Any) -> tuple[Any, Any]:
         """Return the outputs and last states of the cell."""
@@ -70,3 +68,12 @@ class TorchRunner(Runner):
             return output, last
         shape = Shape.of(x, (*about, options.encode()))
         return run_differentiable(shape, x, state, params, None, None)
+
+
+def mapped(function: Any, rows: Sequence[Tensor]) -> list[Tensor]:
+    """Return the results of a function of rows, for all of them."""
+    try:
+        return list(torch.func.vmap(lambda *row: tuple(function(*row)))(*rows))
+    except RuntimeError:  # vmap has no rule for an operator, such as an LSTM cell
+        each = [function(*row) for row in zip(*rows, strict=True)]
+        return [torch.stack(column) for column in zip(*each, strict=True)]

@@ -527,7 +527,7 @@ def loop(target: Target) -> Target:
     many as short traces foretell, and results and gradients have to agree up to rounding. What
     differs runs in Python from then on, and so does what draws random numbers, changes attributes,
     buffers or arguments, prints, reads numbers out of tensors, or has a step that no kernel runs.
-    ``print(explain(module, x))`` says which of both a call is, and why. Each call runs 4 steps in
+    ``print(explain(module, x))`` says which way a call runs, and why. Each call runs 4 steps in
     Python, without numbers, and looks at attributes, hooks, closures and globals; so it sees what
     has changed. Calls of less than 9 steps, under transforms of ``torch.func``, compilers, exports
     or autocast run as before.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..capture.run import mapped
 from ..scan import scan
 from .bodies import Affine, Call, In, Loop, Place, Reading, Segment
 from .unrolled import STACK, Cut
@@ -194,7 +195,7 @@ class _Run:
             see(step, init, xs)
             carry, ys = scan(step, init, xs)
         else:
-            carry, ys = [], _mapped(lambda *row: step([], row)[1], xs)
+            carry, ys = [], mapped(lambda *row: step([], row)[1], xs)
         for each, states in zip(read, ys, strict=True):
             self.values[("loop", number, *each)] = states
         for (_, new, _), last in zip(loop.slots, carry, strict=True):
@@ -225,13 +226,3 @@ def _along(tensor: Tensor, first: Cut, slope: int, count: int) -> Tensor:
         return tensor.index_select(axis, places).movedim(axis, 0)
     parts = tensor.movedim(axis, 0)[places[:, None] + torch.arange(size)]
     return parts.movedim(1, axis + 1)
-
-
-def _mapped(function: Callable[..., list[Tensor]], rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return the results of a function of rows, for all of them."""
-    try:
-        found = torch.func.vmap(lambda *row: tuple(function(*row)))(*rows)
-        return list(found)
-    except RuntimeError:  # vmap has no rule for an operator, such as an LSTM cell
-        each = [function(*row) for row in zip(*rows, strict=True)]
-        return [torch.stack(column) for column in zip(*each, strict=True)]

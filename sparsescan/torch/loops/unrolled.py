@@ -286,19 +286,11 @@ def _writes(new: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _views(node: Any) -> Iterator[Any]:
-    """Yield the rows of a tensor that are selected, behind slices that are the whole of it."""
-    for user in node.users:
-        if user.target is _aten.select.int and user.args[0] is node:
-            yield from _same(user)
-        elif user.target is _aten.slice.Tensor and user.meta["val"].shape == node.meta["val"].shape:
-            yield from _views(user)
-
-
-def _same(row: Any) -> Iterator[Any]:
-    yield row
-    for user in row.users:
-        if user.target is _aten.slice.Tensor and user.meta["val"].shape == row.meta["val"].shape:
-            yield from _same(user)
+    """Yield the rows of a tensor that are selected, and slices that are the whole of a row."""
+    for whole in _wholes(node):
+        for user in whole.users:
+            if user.target is _aten.select.int and user.args[0] is whole:
+                yield from _wholes(user)
 
 
 def _index(view: Any) -> tuple[int, int]:
@@ -331,7 +323,7 @@ def _stack(graph: Any, new: Any, writes: Sequence[tuple[Any, Any, Any]]) -> None
     for copy in copies:
         source, target = copy.args[1].meta["val"], copy.args[0].meta["val"]
         is_whole &= source.shape == target.shape and source.dtype == target.dtype
-    wholes = [new, *(k for k in _wholes(new))]
+    wholes = list(_wholes(new))
     for whole in wholes:
         for user in whole.users:
             is_view = user in own or user in wholes
@@ -359,7 +351,8 @@ def _stack(graph: Any, new: Any, writes: Sequence[tuple[Any, Any, Any]]) -> None
 
 
 def _wholes(node: Any) -> Iterator[Any]:
+    """Yield a tensor, and slices that are the whole of it."""
+    yield node
     for user in node.users:
         if user.target is _aten.slice.Tensor and user.meta["val"].shape == node.meta["val"].shape:
-            yield user
             yield from _wholes(user)
