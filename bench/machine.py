@@ -149,19 +149,22 @@ def save(path: Path, results: dict[str, Any]) -> None:
 # Quantiles that are kept of samples, the quartiles among them, and digits of all numbers but those
 # that are compared.
 _QUANTILES, _DIGITS, _EXACT = 9, 6, ("losses", "curves")
+_SAMPLES = "samples", "samples_seconds"
 
 
 def brief(value: Any, name: str = "") -> Any:
     """Return results as they are kept: of many samples there are quantiles, the least one first."""
     if isinstance(value, dict):
         return {
-            key: each if key in _EXACT else brief(each, name if name == "samples" else key)
+            key: each if key in _EXACT else brief(each, name if name in _SAMPLES else key)
             for key, each in value.items()
         }
     if isinstance(value, list):
         are_numbers = all(isinstance(each, (int, float)) for each in value)
         if name == "samples" and are_numbers and len(value) > _QUANTILES:
             value = np.quantile(value, np.linspace(0, 1, _QUANTILES)).tolist()
+        # Rounds are compared one by one: each round of `samples_seconds` stays, its calls do not.
+        name = "samples" if name in _SAMPLES else name
         return [brief(each, name) for each in value]
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
 

@@ -56,10 +56,9 @@ def _tables(results: Results) -> list[Table]:
             heads = list(suite["outcomes"])
             numbers = map(str, suite["outcomes"].values())
             counts.append([name, suite["version"], str(suite["run"]), *numbers])
-            said = Counter(
-                (outcome, text.replace("\n", " ")[:_SAID])
-                for outcome, text in suite["did not pass"].values()
-            )
+            said = Counter[tuple[str, str]]()
+            for each in suite["did not pass"]:
+                said[each["outcome"], each["said"].replace("\n", " ")[:_SAID]] += each["tests"]
             others += [[name, *key, str(number)] for key, number in said.most_common()]
     return [
         Table(["tests", "of", "run", *heads], counts, ["run", *heads]),

@@ -182,17 +182,24 @@ def test_contenders_take_turns() -> None:
 
 @given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=60), st.floats(0.1, 10))
 def test_what_is_kept_has_the_quartiles(taken: list[float], loss: float) -> None:
-    results = {"losses": {"ours": [loss]}, "samples": {"ours": taken}, "samples_seconds": [taken]}
+    rounds = [taken, taken[:1]] * 5
+    results = {
+        "losses": {"ours": [loss]},
+        "samples": {"ours": taken},
+        "samples_seconds": {"ours": rounds, "peer": taken},
+    }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.json"
         machine.save(path, results)
         kept = json.loads(path.read_text())
     assert kept["losses"] == results["losses"]
-    np.testing.assert_allclose(kept["samples_seconds"], [taken], rtol=1e-5)
-    assert len(kept["samples"]["ours"]) == min(len(taken), 9)
-    places = 0, 0.25, 0.5, 0.75, 1
-    found, right = (np.quantile(each, places) for each in (kept["samples"]["ours"], taken))
-    np.testing.assert_allclose(found, right, rtol=1e-5)
+    np.testing.assert_allclose(kept["samples_seconds"]["peer"], taken, rtol=1e-5)
+    assert len(kept["samples_seconds"]["ours"]) == len(rounds)
+    pairs = zip(kept["samples_seconds"]["ours"], rounds, strict=True)
+    for brief, full in [(kept["samples"]["ours"], taken), *pairs]:
+        assert len(brief) == min(len(full), 9)
+        found, right = (np.quantile(each, (0, 0.25, 0.5, 0.75, 1)) for each in (brief, full))
+        np.testing.assert_allclose(found, right, rtol=1e-5)
 
 
 # -- Races ----------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 ``RESULTS.xml`` is pytest's report of the tests on what sparsescan puts in the package's place, and
 ``RESULTS-plain.xml``, if there is one, that of the package by itself: tests that do not pass there
-are left out. Prints a row of a table, and writes ``RESULTS.json`` with the names of the tests that
-did not pass, and what was said. A test that does not pass
+are left out. Prints a row of a table, and writes ``RESULTS.json`` with what tests said that did not
+pass: each outcome and text once, with the number of its tests and the first of them. A test that
+does not pass
 
 - is *refused* if it ends in an error of sparsescan's, which names what it does not compute;
 - has *other words* if it expects an error, and gets one of that class with another text;
@@ -42,6 +43,18 @@ def outcomes(path: Path) -> dict[str, tuple[str, str]]:
     return found
 
 
+def not_passed(counted: dict[str, tuple[str, str]]) -> list[dict[str, str | int]]:
+    """Return each outcome and text of tests that did not pass, most tests first."""
+    tests: dict[tuple[str, str], list[str]] = {}
+    for test, found in counted.items():
+        if found[0] != "pass":
+            tests.setdefault(found, []).append(test)
+    return [
+        {"outcome": outcome, "said": said, "tests": len(names), "first": names[0]}
+        for (outcome, said), names in sorted(tests.items(), key=lambda each: -len(each[1]))
+    ]
+
+
 def main(results: str, version: str) -> None:
     """Count, print and write the results of one package."""
     ours = outcomes(Path(f"{results}.xml"))
@@ -58,7 +71,7 @@ def main(results: str, version: str) -> None:
         "run": len(counted),
         "outcomes": {each: counts[each] for each in OUTCOMES},
         "fail on the package itself": left_out,
-        "did not pass": {test: found for test, found in counted.items() if found[0] != "pass"},
+        "did not pass": not_passed(counted),
     }
     Path(f"{results}.json").write_text(json.dumps(kept, indent=1))
 
