@@ -41,7 +41,8 @@ _REFUSED = {
     *("requires_grad", "grad_fn", "is_leaf", "grad", "data", "_backward_hooks"),
     *("requires_grad_", "register_hook", "retain_grad", "backward", "data_ptr", "numpy", "tolist"),
     *("item", "__bool__", "__int__", "__float__", "__index__", "__array__", "untyped_storage"),
-    *("storage", "_version", "__dlpack__", "__deepcopy__", "__reduce_ex__", "set_"),
+    *("storage", "_version", "__dlpack__", "__deepcopy__", "__reduce_ex__", "set_", "__set__"),
+    *("storage_offset", "_base", "_is_view", "is_inference", "is_shared", "is_pinned"),
 }
 # Functions that read numbers out of lists of tensors; no dispatch mode sees them do so.
 _READERS = {"tensor", "as_tensor", "asarray", "new_tensor", "new"}
@@ -269,6 +270,8 @@ class _Recorder(_Mode):
             if key is not None:
                 self.place.next.setdefault(key, why)
             self.stop(NotCaptured(why))
+        except Exception as error:  # which the step may catch
+            self.stop(error)
         known = self.place.next.get(key)
         if type(known) is not Place:
             known = self.place.next[key] = own

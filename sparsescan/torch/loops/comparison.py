@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from ...capture.equations import NotCaptured
 from .bodies import LENGTHS
@@ -72,9 +73,47 @@ def check_same(theirs: Sequence[Any], ours: Sequence[Any]) -> None:
         _check_close(f"result {k}", a.detach(), b.detach(), 0.0)
 
 
-def check_gradients(
-    theirs: Sequence[Any], ours: Sequence[Any], wrt: Sequence[Tensor], twins: Sequence[Tensor]
-) -> None:
+class Moved(TorchFunctionMode):
+    """Lets a forward pass read tensors with other numbers in place of some.
+
+    Floats are moved by about 2% of their root mean square, or by 0.02 where they are zeros, and
+    keep their sign where all are positive. Integers and truth values are drawn between the least
+    and the greatest.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._random = torch.Generator().manual_seed(0)
+        self._twins: dict[int, Tensor] = {}
+        for each in tensors:
+            if id(each) not in self._twins:
+                self._twins[id(each)] = self._moved(each.detach()).requires_grad_(
+                    each.requires_grad
+                )
+
+    def _moved(self, own: Tensor) -> Tensor:
+        about: dict[str, Any] = {"generator": self._random}
+        if not own.numel():
+            return own
+        if not own.is_floating_point():
+            least, most = int(own.min()), int(own.max())
+            if own.dtype == torch.bool:
+                least, most = 0, 1
+            return torch.randint(least, most + 1, own.shape, **about).to(own.dtype)
+        wide = own.double()
+        by = torch.randn(own.shape, dtype=torch.float64, **about) / 64
+        new = wide + by * (float(wide.square().mean().sqrt()) or 1.0)
+        return (new.abs() if bool((own >= 0).all()) else new).to(own.dtype)
+
+    def twin(self, given: Any) -> Any:
+        """Return what is read in place of a tensor; others stay."""
+        return self._twins.get(id(given), given)
+
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call(*pytree.tree_map(self.twin, args), **pytree.tree_map(self.twin, kwargs or {}))
+
+
+def check_gradients(theirs: Sequence[Any], ours: Sequence[Any], wrt: Sequence[Tensor]) -> None:
     """Raise unless gradients of results are the same up to rounding."""
     both = [(a, b) for a, b in zip(theirs, ours, strict=True) if a is not None and a.requires_grad]
     places = [k for k, each in enumerate(wrt) if each.requires_grad]
@@ -86,11 +125,11 @@ def check_gradients(
     ]
     found = [
         torch.autograd.grad(
-            *([each[way] for each in both], [of[k] for k in places], above),
+            *([each[way] for each in both], [wrt[k] for k in places], above),
             retain_graph=True,
             allow_unused=True,
         )
-        for way, of in enumerate((wrt, twins))
+        for way in range(2)
     ]
     most = max((_most(each) for each in found[0] if each is not None), default=0.0)
     for k, a, b in zip(places, *found, strict=True):

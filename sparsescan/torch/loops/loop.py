@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import datetime
 import functools
 import gc
-import os
 import random
 import sys
-import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from ...capture.equations import NotCaptured
@@ -31,10 +31,10 @@ from ..capture.trace import FOLDERS, Found, Like, Trace, find
 from ..conversion.kinds import Kind, base_of, become, plain_class, reduced, with_base
 from ..scan import explained as of_scan
 from .bodies import LENGTHS, Call, Loop, Reading
-from .comparison import Calls, check_calls, check_gradients, check_same
+from .comparison import Calls, Moved, check_calls, check_gradients, check_same
 from .program import Program
 from .unrolled import Unrolled, without_writes
-from .watch import STATE, Snapshot
+from .watch import STATE, Snapshot, is_standard
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -44,44 +44,52 @@ _MOST_KEPT = 64
 # After so many calls that were new in some way, more than others, nothing is tried any more.
 _PATIENCE = 16
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
-# What Python does that a forward pass cannot do but each time.
-_EFFECTS = {
-    *(builtins.print, builtins.input, os.urandom, warnings.warn),
-    *(time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic),
-    *(time.monotonic_ns, time.process_time, time.thread_time),
-}
+# What Python does that a forward pass cannot do but each time, and modules of such functions.
+_EFFECTS = {builtins.print, builtins.input, warnings.warn}
+_OUTSIDE = ("time", "posix", "nt", "io", "_io", "_socket")
 
 
-class _Given(NamedTuple):
+class _Given:
     """The arguments of a call.
 
     Attributes
     ----------
     leaves : list
         Their leaves.
-    spec : TreeSpec
-        Their tree.
+    tensors : list of Tensor
+        The tensors among them, each once.
     """
 
-    leaves: list[Any]
-    spec: Any
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among them."""
-        return [each for each in self.leaves if isinstance(each, Tensor)]
+    def __init__(self, tree: Any) -> None:
+        self.leaves, self._spec = pytree.tree_flatten(tree)
+        own = {id(each): each for each in self.leaves if isinstance(each, Tensor)}
+        self.tensors, self._places = [*own.values()], {key: k for k, key in enumerate(own)}
 
     def key(self) -> Any:
         """Return what calls have in common that are compared once."""
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return self.spec, *map(_key, self.leaves), *modes, torch.get_default_dtype()
+        same = tuple(self._places.get(id(each)) for each in self.leaves)
+        return self._spec, same, *map(_key, self.leaves), *modes, torch.get_default_dtype()
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Return arguments with other tensors."""
-        rest = iter(tensors)
-        leaves = [next(rest) if isinstance(each, Tensor) else each for each in self.leaves]
-        found: tuple[Any, Any] = pytree.tree_unflatten(leaves, self.spec)
-        return found
+    def call(
+        self, plain: Any, tensors: Sequence[Tensor], numbers: Mapping[int, int] | None = None
+    ) -> Any:
+        """Return the results for other tensors, and for other numbers in some places."""
+        leaves = [
+            (numbers or {}).get(k, each) if place is None else tensors[place]
+            for k, each in enumerate(self.leaves)
+            for place in (self._places.get(id(each)),)
+        ]
+        args, kwargs = tree = pytree.tree_unflatten(leaves, self._spec)
+        results = plain(*args, **kwargs)
+        self.check(tree, leaves)
+        return results
+
+    def check(self, tree: Any, leaves: Sequence[Any]) -> None:
+        """Raise if a call has changed lists or dicts among arguments, which had some leaves."""
+        own, spec = pytree.tree_flatten(tree)
+        if spec != self._spec or any(a is not b for a, b in zip(own, leaves, strict=True)):
+            raise NotCaptured("arguments, which a call changes")
 
 
 def _key(leaf: Any) -> Any:
@@ -154,8 +162,7 @@ class State:
 
     def call(self, root: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what ``plain(*args, **kwargs)`` returns; `root` holds what it reads."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        given = _Given(leaves, spec)
+        given = _Given((args, kwargs))
         why = _why_not(given)
         if not why and self._new > _PATIENCE + self._known:
             why = "its attributes or arguments are new in most calls"
@@ -220,6 +227,10 @@ def _why_not(given: _Given) -> str:
     for each in given.leaves:
         if not isinstance(each, Tensor) and type(each) not in _CONSTANTS:
             return f"an argument of {type(each).__qualname__}"
+        if isinstance(each, Tensor) and each.__dict__:
+            return "a tensor with attributes"
+    if parametrize._cache_enabled:
+        return "parametrize.cached, which keeps tensors that a trace would make"
     is_seen = torch._C._len_torch_function_stack() or torch.is_autocast_enabled("cpu")
     if is_seen or not is_eager(*tensors) or is_transformed() or is_watched():
         return "autocast, a transform, a compiler, or hooks that want to see each operator"
@@ -248,21 +259,15 @@ def _traced(
     plain: Any, given: _Given, steps: Steps, length: int, look: Sequence[Any] = ()
 ) -> Found:
     """Return the trace of a call of so many steps; `look` are contexts around it."""
-    places = dict(steps)
-    likes = [
-        _like(each, places.get(k), length)
-        for k, each in enumerate(given.leaves)
-        if isinstance(each, Tensor)
-    ]
-    leaves = [length if places.get(k, k) is None else each for k, each in enumerate(given.leaves)]
-    short_given = _Given(leaves, given.spec)
+    axes = {id(given.leaves[k]): axis for k, axis in steps}
+    likes = [_like(each, axes.get(id(each)), length) for each in given.tensors]
+    numbers = {k: length for k, axis in steps if axis is None}
 
     def run(tensors: Any, _: Any) -> Any:
-        args, kwargs = short_given.with_tensors(tensors)
         with ExitStack() as stack:
             for each in look:
                 stack.enter_context(each)
-            return plain(*args, **kwargs)
+            return given.call(plain, tensors, numbers)
 
     trees = [pytree.tree_structure([0] * count) for count in (len(likes), 0)]
     return find(run, trees, likes, _Made, without_writes)
@@ -343,20 +348,36 @@ class _Effects:
         self.found = ""
 
     def __enter__(self) -> None:
-        self._before = sys.getprofile(), gc.isenabled()
+        self._collects = gc.isenabled()
         gc.disable()  # whose callbacks may read clocks
         sys.setprofile(self._see)
 
     def __exit__(self, *_: object) -> None:
-        sys.setprofile(self._before[0])
-        if self._before[1]:
+        sys.setprofile(None)
+        if self._collects:
             gc.enable()
 
     def _see(self, frame: Any, event: str, called: Any) -> None:
-        is_call = event == "c_call" and getattr(called, "__self__", None).__class__ is ModuleType
-        if is_call and called in _EFFECTS and not frame.f_code.co_filename.startswith(FOLDERS):
-            self.found = f"{called.__module__}.{called.__name__}, which may differ in each call"
+        if event != "c_call":
+            return
+        owner = getattr(called, "__self__", None)
+        if type(owner) is ModuleType:
+            is_effect = owner.__name__ in _OUTSIDE or called in _EFFECTS
+        else:
+            is_date = isinstance(owner, type) and issubclass(owner, datetime.date)
+            is_effect = is_date and called.__name__ in ("now", "utcnow", "today")
+        if is_effect and not self._is_ours(frame):
+            self.found = f"{called.__qualname__}, which may differ in each call"
             raise NotCaptured(self.found)
+
+    def _is_ours(self, frame: Any) -> bool:
+        """Return whether PyTorch makes a call, or the standard library for it, or an import."""
+        paths = list[str]()
+        while frame is not None and not frame.f_code.co_filename.startswith(FOLDERS):
+            paths.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        is_import = any(each.startswith("<frozen importlib") for each in paths)
+        return is_import or all(map(is_standard, paths))
 
 
 class _First:
@@ -373,6 +394,9 @@ class _First:
     def run(self, args: Any, kwargs: Any) -> tuple[_Ready | str | None, Any]:
         """Return how further calls run, and the results."""
         begun = torch.get_rng_state()
+        if sys.getprofile() is not None:
+            self.state.report = Explanation(False, f"{_PYTHON}a profiler sees its first call")
+            return None, self.plain(*args, **kwargs)
         try:
             founds, program = self._proposed()
             why = ""
@@ -384,18 +408,19 @@ class _First:
             why = "attributes or generators of random numbers, which a call changes"
         if why:
             return f"{_PYTHON}{why}", self.plain(*args, **kwargs)
-        tensors = [*self.given.tensors, *founds[0].outside]
-        if any(each._backward_hooks for each in tensors):
-            self.state.report = Explanation(False, f"{_PYTHON}hooks of tensors")
+        rows = [self.given.leaves[k] for k, axis in self.steps if axis is not None]
+        if any(map(_is_one_integer, rows)):
+            text = "integers that are all alike: a comparison would say nothing"
+            self.state.report = Explanation(False, f"{_PYTHON}{text}")
             return None, self.plain(*args, **kwargs)
+        tensors = [*self.given.tensors, *founds[0].outside]
         before = _random_states(), list(map(_version, tensors))
         with Calls() as calls:
             theirs = self.plain(*args, **kwargs)
         try:
-            if not self._is_as_before() or before != (
-                _random_states(),
-                list(map(_version, tensors)),
-            ):
+            self.given.check((args, kwargs), self.given.leaves)
+            now = _random_states(), list(map(_version, tensors))
+            if not self._is_as_before() or before != now:
                 raise NotCaptured("attributes, tensors or random numbers, which a call changes")
             length = _length(self.given, self.steps)
             check_calls(self.calls, calls, length)
@@ -447,13 +472,16 @@ class _First:
         leaves, spec = pytree.tree_flatten(theirs)
         if spec != found.made.spec:
             raise NotCaptured("results that differ from length to length")
-        inputs, outside = self.given.tensors, found.outside
-        twins = {id(each): _twin(each) for each in [*inputs, *outside]}
-        of_inputs, of_outside = ([twins[id(each)] for each in some] for some in (inputs, outside))
         loops: list[Explanation] = []
-        ours = program.run(
-            *(length, of_inputs, of_outside, lambda *about: loops.append(of_scan(*about)))
-        )
+        inputs, outside = self.given.tensors, found.outside
+        constants = program.constants
+
+        def run(inputs: Any, outside: Any, see: Any = lambda *_: None) -> list[Any]:
+            results = program.run(length, inputs, outside, see)
+            return _apart(results, shares, [*inputs, *outside, *constants])
+
+        shares = _shares([*inputs, *outside, *constants], leaves)
+        ours = run(inputs, outside, lambda *about: loops.append(of_scan(*about)))
         if not any(each.is_captured for each in loops):
             raise NotCaptured("\n".join(each.text for each in loops) or "no steps with carries")
         rest = iter(loops)
@@ -461,19 +489,18 @@ class _First:
             is_read = isinstance(item, Loop) and bool(item.slots) and next(rest).is_captured
             if not is_read and not _MARKS.isdisjoint(_targets(item)):
                 raise NotCaptured("a function with gradients of its own, which no kernel runs")
-        shares = _shares([*inputs, *outside, *program.constants], leaves)
-        given = [*of_inputs, *of_outside, *program.constants]
-        ours = _apart(ours, shares, given)
-        if len(twins) == len(inputs) + len(outside) and _shares(given, ours) != shares:
+        if _shares([*inputs, *outside, *constants], ours) != shares:
             raise NotCaptured("results that share memory")
         check_same(leaves, ours)
-        if any(each is not None and each.requires_grad for each in leaves):
-            # Inputs may depend on tensors that it closes over.
-            args, kwargs = self.given.with_tensors(of_inputs)
-            again = pytree.tree_leaves(self.plain(*args, **kwargs))
-            check_same(leaves, again)
-            wrt, own = [*of_inputs, *outside], [*of_inputs, *of_outside]
-            check_gradients(again, ours, wrt, own)
+        # Tensors that are alike here, such as zeros, are not for other numbers.
+        moved = Moved([*inputs, *outside, *self.snapshot.tensors])
+        of_inputs, of_outside = (list(map(moved.twin, some)) for some in (inputs, outside))
+        with moved:
+            again = self.given.call(self.plain, of_inputs)
+        again = list(map(moved.twin, pytree.tree_leaves(again)))
+        ours = run(of_inputs, of_outside)
+        check_same(again, ours)
+        check_gradients(again, ours, [*of_inputs, *of_outside])
         text = "\n".join(f"a loop of {length} steps: {each.text}" for each in loops)
         return _Ready(self.steps, found.made, _trains(found), program, shares, text)
 
@@ -496,12 +523,13 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
+def _is_one_integer(rows: Tensor) -> bool:
+    is_integer = not rows.is_floating_point() and rows.dtype != torch.bool
+    return is_integer and rows.numel() > 0 and bool((rows == rows.flatten()[0]).all())
+
+
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _twin(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _random_states() -> Any:
@@ -524,9 +552,10 @@ def loop(target: Target) -> Target:
 
     Results never change: at the first call for a length, a shape, a dtype, a mode, or a state of
     attributes, the call runs in both ways. The functions of PyTorch that it calls have to be as
-    many as short traces foretell, and results and gradients have to agree up to rounding. What
-    differs runs in Python from then on, and so does what draws random numbers, changes attributes,
-    buffers or arguments, prints, reads numbers out of tensors, or has a step that no kernel runs.
+    many as short traces foretell. Results have to agree up to rounding, and so have results and
+    gradients for other numbers near those of inputs and parameters. What differs runs in Python
+    from then on, and so does what draws random numbers, changes attributes, buffers or arguments,
+    prints, reads clocks or numbers out of tensors, or has a step that no kernel runs.
     ``print(explain(module, x))`` says which way a call runs, and why. Each call runs 4 steps in
     Python, without numbers, and looks at attributes, hooks, closures and globals; so it sees what
     has changed. Calls of less than 9 steps, under transforms of ``torch.func``, compilers, exports

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import random
+import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,6 +28,10 @@ _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), range, slice),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
+# Whose states are compared apart from others: each call of other code may change them.
+_COMMON = tuple(getattr(each, "__self__", None) for each in (random.random, np.random.rand))
+# Libraries whose objects without attributes stay as they are.
+_FIXED = ("builtins", "operator", "_thread", "_abc", "torch", "numpy")
 STATE = "_loops"
 
 
@@ -62,15 +69,21 @@ class Snapshot:
             return
         self._seen[id(each)] = len(self._seen)
         self.kept.append(each)
+        if any(each is one for one in _COMMON):
+            return
         if isinstance(each, (dict, list, tuple, set, frozenset, deque)):
             yield from self._container(each)
+            if not _is_library(type(each)):
+                yield from self._inside(each)
         elif isinstance(each, np.ndarray):
             if each.nbytes > _MOST or each.dtype.hasobject:
                 raise NotCaptured("large arrays of NumPy among attributes")
-            self.marks += [id(each), each.dtype, each.shape, each.tobytes()]
+            own = each.copy()
+            self.marks += [id(each), each.dtype, each.shape, own.tobytes()]
+            self._undo.append(partial(np.copyto, each, own))
         elif isinstance(each, (np.random.Generator, np.random.RandomState)):
-            own: Any = each.bit_generator if isinstance(each, np.random.Generator) else each
-            yield from self._generator(own.__getstate__, own.__setstate__)
+            bits: Any = each.bit_generator if isinstance(each, np.random.Generator) else each
+            yield from self._generator(bits.__getstate__, bits.__setstate__)
         elif isinstance(each, random.Random):
             yield from self._generator(each.getstate, each.setstate)
         elif isinstance(each, torch.Generator):
@@ -115,7 +128,9 @@ class Snapshot:
 
     def _inside(self, each: Any) -> Iterator[Any]:
         """Yield what an object of no known kind holds."""
+        kind: Any = type(each)
         if isinstance(each, types.FunctionType):
+            yield vars(each)
             yield from self._of_function(each)
         elif isinstance(each, types.MethodType):
             yield from (each.__func__, each.__self__)
@@ -129,10 +144,21 @@ class Snapshot:
             yield from self._of_class(each)
         elif isinstance(each, types.CellType):
             yield self._held(partial(_contents, each), partial(setattr, each, "cell_contents"))
-        elif not isinstance(each, (Tensor, types.ModuleType)):
+        elif isinstance(each, contextvars.ContextVar):
+            yield self._held(partial(each.get, None), each.set)
+        elif isinstance(each, weakref.ref):
+            yield each()
+        elif not isinstance(each, types.ModuleType):
+            if isinstance(each, functools._lru_cache_wrapper):
+                # What a trace has put into it are tensors without numbers.
+                self.marks += each.cache_info()[1:]
+                self._undo.append(each.cache_clear)
             if hasattr(each, "__dict__"):
                 yield vars(each)
-            kind: Any = type(each)
+            elif not _slots(kind) and _is_opaque(kind):
+                raise NotCaptured(f"an attribute of {kind.__qualname__}, whose contents are hidden")
+            else:  # a method of C has what it belongs to
+                yield getattr(each, "__self__", None)
             for name in _slots(kind):
                 yield self._held(partial(getattr, each, name, None), partial(setattr, each, name))
             yield kind
@@ -141,6 +167,7 @@ class Snapshot:
         """Yield the methods and attributes of a class."""
         if _is_library(kind):
             return
+        self._undo.append(partial(_without, kind, set(vars(kind))))
         for name in [*vars(kind)]:
             if not name.startswith("__") or isinstance(vars(kind)[name], types.FunctionType):
                 yield name
@@ -154,18 +181,25 @@ class Snapshot:
             return
         yield from (function.__code__, function.__closure__)
         yield from (function.__defaults__, function.__kwdefaults__)
-        own = function.__globals__
-        for name in names:
-            if name not in own:
-                self._undo.append(partial(own.pop, name, None))
-                continue
-            value = self._held(partial(own.get, name), partial(own.__setitem__, name))
-            yield name
-            if not isinstance(value, types.ModuleType):
-                yield value
-            elif not (getattr(value, "__file__", None) or "").startswith((*FOLDERS, _NUMPY)):
-                inner = vars(value)
-                yield from (inner.get(each) for each in names if type(inner.get(each)) in _PLAIN)
+        spaces: list[tuple[str, dict[str, Any]]] = [("", function.__globals__)]
+        for space, own in spaces:  # those of modules are appended
+            for name in names:
+                if name not in own:
+                    self._undo.append(partial(own.pop, name, None))
+                    continue
+                value = self._held(partial(own.get, name), partial(own.__setitem__, name))
+                yield f"{space}{name}"
+                if not isinstance(value, types.ModuleType):
+                    yield value
+                elif not (getattr(value, "__file__", None) or "").startswith((*FOLDERS, _NUMPY)):
+                    inner = f"{value.__name__}.", vars(value)
+                    if inner[0] not in [known for known, _ in spaces]:
+                        spaces.append(inner)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the objects."""
+        return [each for each in self.kept if isinstance(each, Tensor)]
 
     def restore(self) -> None:
         """Put back what was there."""
@@ -176,6 +210,12 @@ class Snapshot:
 def _fill(each: Any, put: Callable[[Any], None], values: Any) -> None:
     each.clear()
     put(values)
+
+
+def _without(kind: type, names: set[str]) -> None:
+    """Delete the attributes of a class, but for some."""
+    for name in set(vars(kind)) - names:
+        delattr(kind, name)
 
 
 def _contents(cell: Any) -> Any:
@@ -193,10 +233,22 @@ def _slots(kind: type) -> list[str]:
 
 
 @functools.lru_cache(maxsize=4096)
+def _is_opaque(kind: Any) -> bool:
+    """Return whether objects without attributes may change, though they stay equal."""
+    is_fixed = kind.__module__.partition(".")[0] in _FIXED
+    return kind.__hash__ is None or (kind.__hash__ is object.__hash__ and not is_fixed)
+
+
+@functools.lru_cache(maxsize=4096)
 def _is_library(kind: type) -> bool:
     """Return whether a class is one that nobody changes."""
     first = kind.__module__.partition(".")[0]
-    return first in ("torch", "builtins", "numpy", "abc", "typing", "collections", "sparsescan")
+    return first in sys.stdlib_module_names or first in ("torch", "numpy", "sparsescan")
+
+
+def is_standard(path: str) -> bool:
+    """Return whether a file is one of Python's standard library."""
+    return path.startswith((_STANDARD, "<frozen ")) and "site-packages" not in path
 
 
 @functools.lru_cache(maxsize=4096)
@@ -207,6 +259,6 @@ def _names(code: types.CodeType) -> tuple[str, tuple[str, ...]]:
         if isinstance(each, types.CodeType):
             names.update(_names(each)[1])
     path = code.co_filename
-    if path.startswith(_STANDARD) and "site-packages" not in path:
+    if is_standard(path):
         names = set()
     return path, tuple(sorted(names))
