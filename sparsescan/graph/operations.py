@@ -7,11 +7,11 @@ its text for each target, its derivative, and its bounds.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -30,18 +30,22 @@ class Node:
     ----------
     operation : str
         A name of `OPERATIONS`, ``number``, ``product`` for a linear map, or the kind of a leaf.
+        While a function is traced, also ``joined`` for vectors of units one after the other.
     arguments : tuple of Node
         The vectors that the operation reads.
     details : tuple
         What else identifies the node: the value of a number, the front end's name for a leaf or for
         the matrix of a linear map, or a ``Reduction`` instead of a matrix.
+    is_one : bool
+        Whether it is one number, the same for all units.
     """
 
-    __slots__ = ("__weakref__", "arguments", "details", "operation")
+    __slots__ = ("__weakref__", "arguments", "details", "is_one", "operation")
 
     operation: str
     arguments: tuple[Node, ...]
     details: tuple[Any, ...]
+    is_one: bool
 
     def __add__(self, other: Any) -> Node:
         return apply("add", self, other)
@@ -106,18 +110,20 @@ class Node:
             refuse(f"numpy.{ufunc.__name__}.reduce, which is over units", "sums")
         compute = getattr(operator, _OPERATORS.get(ufunc.__name__, ""), None)
         if ufunc.__name__ in NUMPYS:
-            compute = partial(apply, ufunc.__name__)
+            compute = functools.partial(apply, ufunc.__name__)
         has_axes = any(getattr(x, "ndim", 0) for x in inputs if not isinstance(x, Node))
         if compute is None or method != "__call__" or options or has_axes:
             refuse("a call of NumPy", "functions")
         result: Node = compute(*(x if isinstance(x, Node) else float(x) for x in inputs))
         return result
 
-    def __array_function__(self, function: Any, _: Any, given: Any, options: Any) -> Node:
+    def __array_function__(self, function: Any, _: Any, given: Any, options: Any) -> Any:
         """Return what ``np.where`` and some others are of vectors; refuse other functions."""
         name, is_whole = getattr(function, "__name__", ""), len(given) == 3 and not options
         if name in ("sum", "mean", "norm", "max", "amax"):
             return _reduced(name, *given, **options)
+        if name in ("concatenate", "split"):
+            return _JOINING[name](*given, **options)
         if name == "where" and is_whole:
             return apply("where", *given)
         if name != "clip" or not is_whole:
@@ -252,8 +258,17 @@ def node(operation: str, *arguments: Node, details: tuple[Any, ...] = ()) -> Nod
         if found is None:
             found = object.__new__(Node)
             found.operation, found.arguments, found.details = key
+            found.is_one = _is_one(found)
             _interned[key] = found
         return found
+
+
+def _is_one(vector: Node) -> bool:
+    if vector.operation == "product":
+        return isinstance(vector.details[0], Reduction) and vector.details[0].heads == 1
+    if not vector.arguments:
+        return vector.operation in ("number", "scalar")
+    return vector.operation != "joined" and all(each.is_one for each in vector.arguments)
 
 
 def symbol(kind: str, *details: Any) -> Node:
@@ -298,6 +313,8 @@ def reduce_units(operation: str, vector: Any, heads: int) -> Node:
     vector, heads = as_node(vector), check_count("heads", heads, 1)
     if vector.operation == "input":
         refuse(f"the {operation} of the input", "it in the inputs, for all steps at once")
+    if vector.operation == "joined":
+        return _reduce_joined(operation, vector, heads)
     return node("product", vector, details=(Reduction(operation, heads), 0, False))
 
 
@@ -316,6 +333,72 @@ def _reduced(operation: str, vector: Any, axis: Any = None, **options: Any) -> N
     squares = reduce_units("sum", as_node(vector) * vector, heads)
     is_zero = apply("less_equal", squares, 0)
     return apply("where", is_zero, 0, apply("sqrt", apply("where", is_zero, 1, squares)))
+
+
+# -- Vectors one after the other ------------------------------------------------------------------
+
+
+def joined(vectors: Sequence[Node]) -> Node:
+    """Return vectors of units one after the other, as a vector of several parts.
+
+    What is elementwise is computed part by part, and a reduction over all parts, so that products,
+    states and derivatives have vectors of units alone.
+    """
+    parts = [part for each in vectors for part in _parts(each)]
+    return parts[0] if len(parts) == 1 else node("joined", *parts)
+
+
+def _parts(vector: Node) -> tuple[Node, ...]:
+    return vector.arguments if vector.operation == "joined" else (vector,)
+
+
+def _concatenate(vectors: Sequence[Any], axis: int = 0) -> Node:
+    nodes = [*map(as_node, vectors)]
+    if axis not in (0, -1) or any(value_of(each) is not None for each in nodes):
+        refuse("a concatenation of numbers, or along other axes", "np.concatenate([a, b])")
+    return joined(nodes)
+
+
+def _split(vector: Node, sections: int, axis: int = 0) -> list[Node]:
+    """Return equal sections of a vector of several parts."""
+    parts = _parts(vector)
+    count = sections if isinstance(sections, int) and sections > 0 else 0
+    if axis not in (0, -1) or not count or len(parts) % count:
+        refuse(
+            f"a split, into {short(sections)}, of {len(parts)} times as many numbers as units",
+            "np.split(a, n), for a product with n gates or a concatenation of n vectors",
+        )
+    size = len(parts) // count
+    return [joined(parts[k : k + size]) for k in range(0, len(parts), size)]
+
+
+def _by_parts(compute: Callable[..., Node], vectors: Sequence[Node]) -> Node:
+    """Return an operation of vectors of several parts and numbers, part by part."""
+    sizes = {len(_parts(each)) for each in vectors if not each.is_one}
+    if len(sizes) > 1:
+        a, b, *_ = sorted(sizes)
+        refuse(
+            f"vectors of {a} and of {b} times as many numbers as units",
+            "an operation of vectors of one length, or of a vector and a number",
+        )
+    (count,) = sizes
+    rows = [each.arguments if each.operation == "joined" else (each,) * count for each in vectors]
+    return node("joined", *(compute(*parts) for parts in zip(*rows, strict=True)))
+
+
+def _reduce_joined(operation: str, vector: Node, heads: int) -> Node:
+    """Return a reduction over all numbers of a vector of several parts; each gets it."""
+    if heads > 1:
+        refuse(
+            f"the {operation} of heads of {len(vector.arguments)} vectors", "it for each of them"
+        )
+    combine = "maximum" if operation == "maximum" else "add"
+    total = functools.reduce(functools.partial(apply, combine), vector.arguments)
+    found, count = reduce_units(operation, total, 1), len(vector.arguments)
+    return node("joined", *[found / count if operation == "mean" else found] * count)
+
+
+_JOINING: dict[str, Callable[..., Any]] = {"concatenate": _concatenate, "split": _split}
 
 
 def linear_map(matrix: Sequence[Any], vector: Node, is_transposed: bool = False) -> Node:
@@ -344,6 +427,9 @@ def as_node(value: Any) -> Node:
     if isinstance(value, Node):
         return value
     try:
+        if hasattr(type(value), "__node__"):  # a front end's own symbol
+            found: Node = value.__node__()
+            return found
         return number(value)
     except Exception:
         refuse(f"{short(value)} among vectors", "vectors and numbers")
@@ -352,6 +438,8 @@ def as_node(value: Any) -> Node:
 def apply(operation: str, *vectors: Any) -> Node:
     """Return an operation of vectors and numbers, simplified."""
     arguments = tuple(map(as_node, vectors))
+    if any(each.operation == "joined" for each in arguments):
+        return _by_parts(functools.partial(apply, operation), arguments)
     values = [*map(value_of, arguments)]
     fold = OPERATIONS[operation].fold
     if fold is not None and None not in values:

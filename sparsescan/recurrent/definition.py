@@ -23,7 +23,16 @@ from ..graph import functions
 from ..graph.expressions import topological
 from ..graph.functions import stop_gradient
 from ..graph.known import Known, is_zero, known_of
-from ..graph.operations import NUMPYS, Node, Reduction, as_node, linear_map, number, symbol
+from ..graph.operations import (
+    NUMPYS,
+    Node,
+    Reduction,
+    as_node,
+    joined,
+    linear_map,
+    number,
+    symbol,
+)
 from ..graph.tracing import Front, refuse, tracing
 from ..parameters.parametrised import Parameter
 from .program import INPUT, CellProgram, analyse
@@ -56,7 +65,8 @@ _FRONT = Front(
     subject="a step computes with vectors of one number a unit",
     functions="NumPy's functions of one number a unit, such as np.tanh(a), or sigmoid(a) and "
     "others of sparsescan.recurrent",
-    elementwise="elementwise operations, or one matrix with several gates",
+    elementwise="elementwise operations, or one matrix with several gates, np.split(self.W(a), n); "
+    "a Hidden(cols=n) multiplies the first n units",
     matrix="a matrix that the class declares, such as W = Hidden(), and calls: self.W(a)",
     product="a product, a * b, or a matrix of the class, which is called",
     sums=(
@@ -171,7 +181,7 @@ class _Declared(Parameter):
         """Return what stands for it in a step."""
         if not self.gates:
             return self.block(0)
-        return _Blocks(self, {gate: self.block(k) for k, gate in enumerate(self.gates)})
+        return _Vectors(self, {gate: self.block(k) for k, gate in enumerate(self.gates)})
 
     def block(self, which: int) -> Any:
         """Return the symbol of one block."""
@@ -227,7 +237,8 @@ class Input(_Matrix):
     ----------
     *gates : str
         Names of the blocks of rows: ``self.weight_ih.f(x)`` is ``W_f x + b_f``. Without names there
-        is one block: ``self.weight_ih(x)``.
+        is one block: ``self.weight_ih(x)``. With names that call returns all products, one after
+        the other: ``f, n = np.split(self.weight_ih(x), 2)``.
     bias : bool or sequence of str, default True
         Whether there is a bias, in cells that have biases, or for which gates. The bias of
         ``weight_ih`` is ``bias_ih``.
@@ -334,6 +345,11 @@ class Hidden(_Matrix):
         """Return a product with a vector of units."""
         if not isinstance(vector, Node):
             refuse(f"a product of {self.name} with {short(vector)}", "a vector of units")
+        if vector.operation == "joined":
+            refuse(
+                f"a product of {self.name} with {len(vector.arguments)} vectors of units",
+                f"a product with each, self.{self.name}.a(…) + self.{self.name}.b(…)",
+            )
         return linear_map((self.name, block), vector, is_transposed)
 
 
@@ -421,7 +437,7 @@ class Vector(_Declared):
     def without(self) -> Any:
         """Return the symbol of a bias in a cell without biases."""
         zero = number(0)
-        return _Blocks(self, dict.fromkeys(self.gates, zero)) if self.gates else zero
+        return _Vectors(self, dict.fromkeys(self.gates, zero)) if self.gates else zero
 
 
 class Initial(Vector):
@@ -722,8 +738,16 @@ class _Blocks:
         return self._blocks[name]
 
 
+class _Vectors(_Blocks):
+    """The symbol of vectors: with other vectors it is all gates, one after the other."""
+
+    def __node__(self) -> Node:
+        first, *_ = parts = [*self._blocks.values()]
+        return first if first.is_one else joined(parts)  # a cell without biases has zeros
+
+
 class _MatrixSymbol(_Blocks):
-    """The symbol of a matrix. A step calls it, or one of its gates, with a vector."""
+    """The symbol of a matrix. A step calls it, for all gates, or one gate, with a vector."""
 
     def __init__(self, matrix: _Matrix) -> None:
         super().__init__(matrix, {gate: _Product(matrix, k) for k, gate in enumerate(matrix.gates)})
@@ -732,13 +756,8 @@ class _MatrixSymbol(_Blocks):
             self._blocks["T"] = _Product(matrix, 0, is_transposed=True)
 
     def __call__(self, vector: Any) -> Node:
-        if self._matrix.gates:
-            gate = self._matrix.gates[0]
-            refuse(
-                f"a call of {self._matrix.name}, which has several gates",
-                f"one of them: self.{self._matrix.name}.{gate}(…)",
-            )
-        return self._matrix.product(0, vector)
+        matrix = self._matrix
+        return joined([matrix.product(k, vector) for k in range(matrix.blocks)])
 
     def __matmul__(self, _: Any) -> NoReturn:
         refuse("@", f"a call, {self._call()}")
@@ -1064,10 +1083,11 @@ def trace(cls: Any, options: Mapping[str, Any], bias: bool = True) -> CellProgra
             f"{count}; expected as many, in the same order"
         )
     for each in outputs:
-        if not isinstance(each, (Node, numbers.Real)):
+        is_joined = isinstance(each, Node) and each.operation == "joined"
+        if is_joined or not isinstance(each, (Node, numbers.Real)):
             raise InputTypeError(
                 f"{cls.__name__}.step ({_place(step)}) returns {short(each)}; expected vectors of "
-                "units"
+                "units, one for each state"
             )
     nodes = [as_node(each) for each in outputs]
     _check_sizes(cls, options, nodes)

@@ -130,7 +130,7 @@ REFUSED = {
     "return np.tanh(h, where=h > 0)": NUMPY,
     "return np.maximum(h, np.ones(3))": NUMPY,
     "return np.where(h > 0, np.ones(3), h)": OTHER,
-    "return np.concatenate([h, x])": NUMPY,
+    "return np.stack([h, x])": NUMPY,
     "return np.add.reduce(h)": ("numpy.add.reduce", "np.sum(a), np.mean(a)"),
     "return torch.softmax(h, -1)": UNITS,
     "return torch.nn.functional.layer_norm(h, (4,))": UNITS,
@@ -205,7 +205,7 @@ REFUSED = {
     "return tanh(self.act)": OTHER,
     "return self.reset(h)": ("a call of 'zero', which is no function", "if … == 'zero'"),
     "return h + self.weight_hh": ("self.weight_hh among vectors", "vectors and numbers"),
-    "return self.p * h": ("self.p among vectors", "vectors and numbers"),
+    "return self.p * h": ("vectors of 1 and of 2 times as many numbers", "of one length"),
     "return self.gates.a + h": ("self.gates.a among vectors", "vectors and numbers"),
     "return h + self.weight_hh.T": ("self.weight_hh.T among vectors", "vectors and numbers"),
     "return self.weight_hh @ h": ("@", "a call, self.weight_hh(a)"),
@@ -214,7 +214,24 @@ REFUSED = {
     "return self.weight_hh.T @ h": ("@", "a call, self.weight_hh.T(a)"),
     "return self.weight_ih @ x": ("@", "a call, self.weight_ih.a(a)"),
     "return x @ self.weight_ih.b": ("@", "a call, self.weight_ih.b(a)"),
-    "return self.gates(h)": ("a call of gates, which has several gates", "self.gates.a(…)"),
+    "return self.gates(np.concatenate([h, h]))": (
+        "a product of gates with 2 vectors of units",
+        "a product with each, self.gates.a(…) + self.gates.b(…)",
+    ),
+    "return self.gates(h) + h": ("vectors of 1 and of 2 times as many numbers", "of one length"),
+    "return np.split(h, 2)[0]": ("a split, into 2, of 1 times", "np.split(a, n)"),
+    "return np.split(self.gates(h), 3)[0]": ("a split, into 3, of 2 times", "np.split(a, n)"),
+    "return np.split(self.gates(h), [1])[0]": ("a split, into [1], of 2", "np.split(a, n)"),
+    "return np.split(self.gates(h), 2, 1)[0]": ("a split, into 2, of 2", "np.split(a, n)"),
+    "return np.split(np.concatenate([h, 1.0]), 2)[0]": (
+        "a concatenation of numbers",
+        "np.concatenate([a, b])",
+    ),
+    "return np.split(np.concatenate([h, h]).mean(heads=2), 2)[0]": (
+        "the mean of heads of 2 vectors",
+        "it for each of them",
+    ),
+    "return h[:2]": ("an index of a unit", "a Hidden(cols=n) multiplies the first n units"),
     "return self.gates.c(h)": ("the gate 'c' of gates", "one of its gates: a, b"),
     "return self.p.o * h": ("the gate 'o' of p", "one of its gates: i, f"),
     "return self.weight_hh.a(h)": ("the gate 'a' of weight_hh", "one of its gates: T"),
@@ -283,6 +300,7 @@ def test_vectors_of_other_code_are_compared_and_kept() -> None:
         "return 'a'": "returns 'a'; expected vectors of units",
         "return {'h': h}": r"returns \{'h': state\(0\)\}; expected vectors of units",
         "return self.weight_hh": r"returns self\.weight_hh; expected vectors of units",
+        "return self.gates(h)": r"returns joined\(.*; expected vectors of units, one for each",
         "return self.p": r"returns self\.p; expected vectors of units",
         "return self.gates.b": r"returns self\.gates\.b; expected vectors of units",
         "yield h": "returns <generator object .*; expected vectors of units",
@@ -995,3 +1013,44 @@ def test_heads_divide_the_units() -> None:
 
             def step(self, x: Any, h: Any) -> Any:
                 return self.weight_hh(h)
+
+
+class _Gated(Cell):
+    weight_ih, weight_hh = Input("i", "f", "g"), Hidden("i", "f", "g")
+    scale = Vector("i", "f", "g", initial=1)
+
+    def step(self, x: Any, h: Any) -> Any:
+        i, f, g = (
+            sigmoid((getattr(self.weight_ih, k)(x) + getattr(self.weight_hh, k)(h)) * scale)
+            for k, scale in (("i", self.scale.i), ("f", self.scale.f), ("g", self.scale.g))
+        )
+        return f * h + i * g
+
+
+class _Split(_Gated):
+    def step(self, x: Any, h: Any) -> Any:
+        whole = sigmoid((self.weight_ih(x) + self.weight_hh(h)) * self.scale)
+        first, g = np.split(np.concatenate([whole, h]), 2)
+        (i, f), (g, _) = np.split(first, 2), np.split(g, 2, axis=-1)
+        return f * h + i * g
+
+
+def test_gates_together_are_computed_one_by_one() -> None:
+    """A vector of all gates, and its parts, are those of the gates' own products."""
+    assert _Split.program_of({}).outputs == _Gated.program_of({}).outputs
+
+
+class _Reduced(Cell):
+    def step(self, x: Any, h: Any, c: Any, n: Any, m: Any) -> Any:
+        both = np.concatenate([h, c])
+        found = both.sum(), np.mean(both), np.max(both), np.linalg.norm(both)
+        return tuple(np.split(each, 2)[1] for each in found)
+
+
+@pytest.mark.parametrize("units", [1, 5])
+def test_reductions_of_several_vectors_are_over_all_their_numbers(units: int) -> None:
+    state = np.random.default_rng(units).standard_normal((3, 4, units))
+    found = _Reduced(1, units).forward(np.zeros((3, 1)), state.reshape(3, -1))
+    both = state[:, :2].reshape(3, -1)
+    expected = both.sum(-1), both.mean(-1), both.max(-1), np.sqrt((both**2).sum(-1))
+    np.testing.assert_allclose(found, np.stack(expected, -1).repeat(units, -1), rtol=1e-14)

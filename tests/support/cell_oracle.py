@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from sparsescan.graph import functions
@@ -75,7 +76,11 @@ class Value:
     def max(self, heads: int = 1) -> Value:
         return _FUNCTIONS["max"](self, heads=heads)
 
-    def __array_function__(self, function: Any, _: Any, given: Any, options: Any) -> Value:
+    def __array_function__(self, function: Any, _: Any, given: Any, options: Any) -> Any:
+        if function is np.split:
+            return [*map(Value, tensor_of(given[0]).chunk(given[1], -1))]
+        if function is np.concatenate:
+            return Value(_joined([*map(tensor_of, given[0])]))
         return _FUNCTIONS[function.__name__](*given, **options)
 
     def __lt__(self, other: Any) -> Value:
@@ -96,6 +101,14 @@ class Value:
 def tensor_of(given: Any) -> torch.Tensor:
     """Return the tensor of a value, or of a number."""
     return given.tensor if isinstance(given, Value) else torch.tensor(given, dtype=torch.float64)
+
+
+def _joined(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return vectors one after the other, of which some may be the same for all samples."""
+    units = torch.zeros(Value.units, dtype=torch.float64)
+    lead = torch.broadcast_shapes(*(each.shape[:-1] for each in vectors))
+    whole = [each if each.ndim and each.shape[-1] > 1 else each + units for each in vectors]
+    return torch.cat([each.expand(*lead, each.shape[-1]) for each in whole], -1)
 
 
 def _note(a: Any, *jumps: Any) -> None:
@@ -163,9 +176,11 @@ def _over_units(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     """Return a function of the units of each head, which are a last axis."""
 
     def call(a: Any, *others: Any, heads: int = 1, **options: float) -> Value:
-        tensors = torch.broadcast_tensors(*map(tensor_of, (a, *others)), torch.zeros(Value.units))
+        given = [*map(tensor_of, (a, *others))]
+        units = max([Value.units, *(each.shape[-1] for each in given if each.ndim)])
+        tensors = torch.broadcast_tensors(*given, torch.zeros(units))
         result = function(*(each.unflatten(-1, (heads, -1)) for each in tensors[:-1]), **options)
-        return Value(result.expand(*result.shape[:-1], Value.units // heads).flatten(-2))
+        return Value(result.expand(*result.shape[:-1], units // heads).flatten(-2))
 
     return call
 
@@ -284,7 +299,9 @@ class _Self:
             if not found.gates:
                 return Value(0 if tensor is None else tensor)
             blocks = [0] * len(found.gates) if tensor is None else tensor.chunk(len(found.gates))
-            return types.SimpleNamespace(**dict(zip(found.gates, map(Value, blocks), strict=True)))
+            whole = Value(0 if tensor is None else tensor)
+            vars(whole).update(zip(found.gates, map(Value, blocks), strict=True))
+            return whole
         if isinstance(found, definition.Constant):
             return self._options.get(name, found.default)
         if isinstance(found, definition.Choice):
@@ -324,7 +341,8 @@ class _Matrix:
         return self._products[gate]
 
     def __call__(self, vector: Any) -> Value:
-        return self._products[""](vector)
+        products = [each for gate, each in self._products.items() if gate != "T"]
+        return Value(_joined([each(vector).tensor for each in products]))
 
 
 def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[Any], Value]:

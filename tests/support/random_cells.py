@@ -153,6 +153,9 @@ _REDUCTIONS = (
     "layer_norm({}, 0.7, {}{heads}, eps=0.1)",
     "rms_norm({}{heads}, eps=0.1)",
     "rms_norm({}, {}{heads}, eps=0.1)",
+    "np.split(layer_norm(np.concatenate([{0}, {1} - h]), eps=0.1), 2)[1]",
+    "np.split(np.concatenate([{0}, {0}, {1} + h]).mean() * np.concatenate([h, h, {0}]), 3)[2]",
+    "np.split(softmax(np.concatenate([{0}, {1} - 0.3 * h])), 2)[0]",
 )
 _STATES = "h", "c", "n", "m"
 
@@ -184,8 +187,8 @@ class _Writer:
         self, integer: Callable[[int, int], int], size: int, has_maxima: bool, has_further: bool
     ) -> None:
         self.integer, self.size, self.has_further = integer, size, has_further
-        maxima = () if has_maxima else ("softmax", "logsumexp", "({}).max")
-        self.reductions = [each for each in _REDUCTIONS if not each.startswith(maxima)]
+        maxima = () if has_maxima else ("softmax", "logsumexp", "max(")
+        self.reductions = [each for each in _REDUCTIONS if not any(map(each.count, maxima))]
         self.hidden = self.pick((2, 3, 1, 4, 6))
         self.declarations: list[str] = []
         self.helpers: list[str] = []
