@@ -437,6 +437,54 @@ class Spiking(Leaky):
         return torch.stack(spikes), torch.stack(states)
 
 
+class SpikingLayers(Leaky):
+    """Two layers of neurons, the second of which hears its own spikes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = nn.Linear(2 * UNITS, UNITS)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        spike: Any = Spike.apply
+        v = w = last = torch.zeros(x.shape[1], UNITS)
+        spikes = []
+        for t in range(x.shape[0]):
+            v = self.beta * v + self.x(2 * x[t])
+            first = spike(v - 0.5)
+            v = v - 0.5 * first
+            w = self.beta * w + self.back(torch.cat([first, last], -1)) - last
+            last = spike(w - 0.1)
+            spikes.append(last)
+        return torch.stack(spikes), w
+
+
+class Halved(torch.autograd.Function):
+    """A product with other gradients than those of products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, share: float) -> Tensor:
+        ctx.save_for_backward(x, y)
+        ctx.share = share
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, y = ctx.saved_tensors
+        return above * y * ctx.share, above * x / 8, None
+
+
+class FunctionsAround(Gru):
+    """Functions with gradients of their own before, in and behind a loop."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        product: Any = Halved.apply
+        x, h, states = product(x, x.cos(), 0.5), self.begin(x), []
+        for t in range(x.shape[0]):
+            h = product(self.cell(x[t], h), torch.sigmoid(h), 0.25)
+            states.append(h)
+        return torch.stack([product(each, 1 + each, 0.75) for each in states]), product(h, h, 0.5)
+
+
 class LiGru(nn.Module):
     """As speechbrain has it."""
 
@@ -688,6 +736,12 @@ class Iterator(Wild):
         return self.cell(x[t], h) * next(self.numbers)
 
 
+class LateFunction(Wild):
+    def step(self, t: int, x: Tensor, h: Tensor, states: list[Tensor]) -> Tensor:
+        product: Any = Halved.apply
+        return product(self.cell(x[t], h), h.cos(), 0.5 if t != 12 else 0.25)
+
+
 class SometimesNoGradients(Wild):
     def step(self, t: int, x: Tensor, h: Tensor, states: list[Tensor]) -> Tensor:
         with torch.set_grad_enabled(t != 10):
@@ -699,7 +753,7 @@ def _kinds(*bases: type[nn.Module]) -> list[Any]:
     return [each for each in found if issubclass(each, bases) and "forward" in dir(each)]
 
 
-WILD = [each for each in _kinds(Wild) if each is not Wild] + [EarlyEnd, KeepsState, Spiking]
+WILD = [each for each in _kinds(Wild) if each is not Wild] + [EarlyEnd, KeepsState]
 TAME = [
     each
     for each in _kinds(nn.Module)

@@ -378,6 +378,22 @@ def test_transforms_and_higher_derivatives(pair: tuple[Any, Any, Tensor]) -> Non
     assert_same(*twice)
 
 
+def test_functions_keep_their_own_derivatives() -> None:
+    for kind in (looping.SpikingLayers, looping.FunctionsAround):
+        twice: list[Any] = []
+        ours, theirs = both(kind)
+        (x,) = looping.sequence(20)
+        ours(x.requires_grad_())
+        for net in (ours, theirs):
+            results, tensors = net(x), [x, *net.parameters()]
+            loss = sum((each + 0.3).square().sum() for each in results)
+            first = torch.autograd.grad(loss, tensors, create_graph=True, allow_unused=True)
+            square = sum(each.square().sum() for each in first if each is not None)
+            twice.append([*first, *torch.autograd.grad(square, tensors, allow_unused=True)])
+        assert is_captured(ours)
+        assert_same(*twice)
+
+
 def test_modes(pair: tuple[Any, Any, Tensor]) -> None:
     ours, theirs, x = pair
     for mode in (torch.no_grad, torch.inference_mode):

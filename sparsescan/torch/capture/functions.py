@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from ...capture.equations import NotCaptured
 
@@ -26,14 +27,47 @@ _library = torch.library.Library("sparsescan_capture", "DEF")
 _library.define("given(Tensor given) -> Tensor")
 _library.define("above(Tensor value) -> Tensor")
 _library.define(
-    "custom(Tensor value, Tensor above, Tensor[] given, Tensor[] grads, int[] places, str name)"
-    " -> Tensor"
+    "custom(Tensor value, Tensor above, Tensor[] given, Tensor[] grads, int[] places, str name,"
+    " int number) -> Tensor"
 )
+
+
+def _marked(value: Tensor, *about: Any) -> Tensor:
+    """Return what a mark gives in traces; numbers would lose their gradients."""
+    if value.device.type != "meta" and not isinstance(value, FakeTensor):
+        raise NotCaptured("a function with gradients of its own, which no kernel runs")
+    return value.clone()
+
+
 for _name in ("given", "above", "custom"):
-    _library.impl(_name, lambda value, *about: value.clone(), "CompositeExplicitAutograd")
+    _library.impl(_name, _marked, "CompositeExplicitAutograd")
 GIVEN, ABOVE, CUSTOM = (
     getattr(torch.ops.sparsescan_capture, name).default for name in ("given", "above", "custom")
 )
+MARKS = {GIVEN, ABOVE, CUSTOM}
+# Each function, with its arguments; a class stands for tensors.
+_calls: list[tuple[Any, list[Any]]] = []
+_numbers: dict[Any, int] = {}
+
+
+def call(target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what an operator of a graph returns; of functions, where there are numbers."""
+    if target not in MARKS or isinstance(args[0], FakeTensor):
+        return target(*args, **kwargs)
+    if target is not CUSTOM:
+        return args[0]
+    cls, own = _calls[args[-1]]
+    given = iter(args[2])
+    return cls.apply(*(next(given) if each is Tensor else each for each in own))
+
+
+def _number(cls: Any, args: Sequence[Any]) -> int:
+    """Return the number of a call of a function."""
+    own = [Tensor if isinstance(each, Tensor) else each for each in args]
+    number = _numbers.setdefault((cls, repr(own)), len(_calls))
+    if number == len(_calls):
+        _calls.append((cls, own))
+    return number
 
 
 _watching: list[None] = []
@@ -61,7 +95,14 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     mode = _get_current_function_mode()
     if isinstance(mode, Watcher) and not kwargs:
         return mode.function(cls, args)
+    if isinstance(mode, Onlooker):
+        with _pop_mode_temporarily():
+            return mode.__torch_function__(cls.apply, (), args, kwargs)
     return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+
+
+class Onlooker(TorchFunctionMode):
+    """Sees calls of each ``autograd.Function`` where these are watched, and nothing in them."""
 
 
 class Watcher(TorchFunctionMode):
@@ -124,7 +165,8 @@ class Watcher(TorchFunctionMode):
         for k in places:
             if (tensors[k].shape, tensors[k].dtype) != (wanted[k].shape, wanted[k].dtype):
                 self.stop(NotCaptured(f"{name}: a gradient of another shape or dtype"))
-        return CUSTOM(found, above, tensors, [wanted[k] for k in places], places, name)
+        grads = [wanted[k] for k in places]
+        return CUSTOM(found, above, tensors, grads, places, name, _number(cls, args))
 
     @contextlib.contextmanager
     def _without_gradients(self) -> Iterator[None]:

@@ -65,7 +65,7 @@ _COPY = "convert_element_type", "copy"
 
 def _custom(node: Any, values: dict[Any, Any], made: dict[Any, frozenset[Value]]) -> Value:
     """Return the result of a function with gradients of its own."""
-    result, above, given, grads, places, name = node.args
+    result, above, given, grads, places, name, _ = node.args
     pairs = [(values[each.args[0]], values[each]) for each in given]
     slopes = {pairs[k][1]: values[each] for k, each in zip(places, grads, strict=True)}
     pairs = [pair for pair in pairs if pair[0] is not pair[1]]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...capture.equations import NotCaptured
+from ..capture.functions import CUSTOM
 from .unrolled import CAT, STACK, Cut, Edge, Op, Unrolled, is_number
 
 # The lengths of traces, in steps.
@@ -397,7 +398,11 @@ class _Steps:
             if any(op.shapes != same[-1].shapes for op in same):
                 raise NotCaptured(f"{same[0].target}, whose shapes change from step to step")
             columns = zip(*(op.leaves for op in same), strict=True)
-            self.body.append((same[-1], [self._leaf(same[-1], column) for column in columns]))
+            leaves = [self._leaf(same[-1], column) for column in columns]
+            edges = [each for each in leaves if isinstance(each, In) and each is not _NUMBER]
+            if same[-1].target is CUSTOM and any(each.kind != "body" for each in edges):
+                raise NotCaptured("a function that begins in one step and ends in another")
+            self.body.append((same[-1], leaves))
 
     @property
     def common(self) -> Any:

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...capture.equations import NotCaptured
+from ..capture.functions import Onlooker
 from .bodies import LENGTHS
 
 # How many roundings of the largest number results may differ by.
 _ROUNDINGS = 1024
 
 
-class Calls(TorchFunctionMode):
+class Calls(Onlooker):
     """Counts calls of functions of PyTorch, and adds up the numbers that they get."""
 
     sums: dict[Any, tuple[int, float]]
@@ -73,7 +73,7 @@ def check_same(theirs: Sequence[Any], ours: Sequence[Any]) -> None:
         _check_close(f"result {k}", a.detach(), b.detach(), 0.0)
 
 
-class Moved(TorchFunctionMode):
+class Moved(Onlooker):
     """Lets a forward pass read tensors with other numbers in place of some.
 
     Floats are moved by about 2% of their root mean square, or by 0.02 where they are zeros, and

@@ -26,11 +26,11 @@ from ...capture.equations import NotCaptured
 from ...capture.loop import Explanation
 from ...errors import InputTypeError, short
 from ..calls.direct import is_eager, is_transformed, is_watched
-from ..capture.functions import ABOVE, CUSTOM, GIVEN
+from ..capture.functions import watched
 from ..capture.trace import FOLDERS, Found, Like, Trace, find
 from ..conversion.kinds import Kind, base_of, become, plain_class, reduced, with_base
 from ..scan import explained as of_scan
-from .bodies import LENGTHS, Call, Loop, Reading
+from .bodies import LENGTHS, Reading
 from .comparison import Calls, Moved, check_calls, check_gradients, check_same
 from .program import Program
 from .unrolled import Unrolled, without_writes
@@ -415,7 +415,7 @@ class _First:
             return None, self.plain(*args, **kwargs)
         tensors = [*self.given.tensors, *founds[0].outside]
         before = _random_states(), list(map(_version, tensors))
-        with Calls() as calls:
+        with watched(), Calls() as calls:
             theirs = self.plain(*args, **kwargs)
         try:
             self.given.check((args, kwargs), self.given.leaves)
@@ -484,18 +484,13 @@ class _First:
         ours = run(inputs, outside, lambda *about: loops.append(of_scan(*about)))
         if not any(each.is_captured for each in loops):
             raise NotCaptured("\n".join(each.text for each in loops) or "no steps with carries")
-        rest = iter(loops)
-        for item in program.items:
-            is_read = isinstance(item, Loop) and bool(item.slots) and next(rest).is_captured
-            if not is_read and not _MARKS.isdisjoint(_targets(item)):
-                raise NotCaptured("a function with gradients of its own, which no kernel runs")
         if _shares([*inputs, *outside, *constants], ours) != shares:
             raise NotCaptured("results that share memory")
         check_same(leaves, ours)
         # Tensors that are alike here, such as zeros, are not for other numbers.
         moved = Moved([*inputs, *outside, *self.snapshot.tensors])
         of_inputs, of_outside = (list(map(moved.twin, some)) for some in (inputs, outside))
-        with moved:
+        with watched(), moved:
             again = self.given.call(self.plain, of_inputs)
         again = list(map(moved.twin, pytree.tree_leaves(again)))
         ours = run(of_inputs, of_outside)
@@ -503,15 +498,6 @@ class _First:
         check_gradients(again, ours, [*of_inputs, *of_outside])
         text = "\n".join(f"a loop of {length} steps: {each.text}" for each in loops)
         return _Ready(self.steps, found.made, _trains(found), program, shares, text)
-
-
-# Graphs have these for functions with gradients of their own, and they compute none.
-_MARKS = {GIVEN, ABOVE, CUSTOM}
-
-
-def _targets(item: Call | Loop) -> list[Any]:
-    ops = [item.op] if isinstance(item, Call) else [op for op, _ in item.body]
-    return [op.target for op in ops]
 
 
 _PYTHON = "Python runs it: "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..capture.functions import call
 from ..capture.run import mapped
 from ..scan import scan
 from .bodies import Affine, Call, In, Loop, Place, Reading, Segment
@@ -53,7 +54,7 @@ class Program:
         run = _Run(self, length, {"input": inputs, "outside": outside, "constant": self.constants})
         for number, item in enumerate(self.items):
             if isinstance(item, Call):
-                run.call(number, item)
+                run.operator(number, item)
             else:
                 run.loop(number, item, see)
         return [None if each is None else run.tensor(each) for each in self.results]
@@ -145,13 +146,13 @@ class _Run:
         found = _along(cut(found, cuts[:k]), cuts[k], slopes[k], count)
         return _cut_rows(found, cuts[k + 1 :])
 
-    def call(self, number: int, call: Call) -> None:
+    def operator(self, number: int, own: Call) -> None:
         """Run an operator."""
-        op = call.op
-        if call.rows:
-            parts = [*map(self.rows, call.rows)]
+        op = own.op
+        if own.rows:
+            parts = [*map(self.rows, own.rows)]
             rank = parts[0].dim() - (op.target is not STACK)
-            axis = call.leaves[0] % rank
+            axis = own.leaves[0] % rank
             moved = [each.movedim(0, axis) for each in parts]
             if op.target is not STACK:
                 moved = [each.flatten(axis, axis + 1) for each in moved]
@@ -160,10 +161,10 @@ class _Run:
             return
         leaves = [
             self.tensor(each) if isinstance(each, Place) else self.number(each)
-            for each in call.leaves
+            for each in own.leaves
         ]
         args, kwargs = pytree.tree_unflatten(leaves, op.spec)
-        self.values[number] = op.target(*args, **kwargs)
+        self.values[number] = call(op.target, *args, **kwargs)
 
     def loop(self, number: int, loop: Loop, see: Callable[..., None]) -> None:
         """Run a loop."""
@@ -186,7 +187,7 @@ class _Run:
 
             for op, leaves in body:
                 args, kwargs = pytree.tree_unflatten([*map(value, leaves)], op.spec)
-                own["body"].append(op.target(*args, **kwargs))
+                own["body"].append(call(op.target, *args, **kwargs))
             ys = [value(In("body", *each)) for each in read]
             return [value(new) for _, new, _ in loop.slots], ys
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...capture.equations import NotCaptured
+from ..capture.functions import MARKS
 from ..capture.trace import Trace
 
 _aten = torch.ops.aten
@@ -130,7 +131,7 @@ class Unrolled:
     Attributes
     ----------
     ops : list of Op
-        Its operators, each behind those it reads; none twice.
+        Its operators, each behind those it reads; none twice, but for marks of functions.
     results : list of Edge or None
         Its results.
     constants : list of Tensor
@@ -190,7 +191,8 @@ class Unrolled:
         ]
         if any(isinstance(each, list) for each in leaves):
             raise NotCaptured(f"{target}, which reads a list of results")
-        key = target, str(spec), *((type(each), each) for each in leaves)
+        own = len(self.ops) if target in MARKS else None
+        key = target, own, str(spec), *((type(each), each) for each in leaves)
         number = self._known.setdefault(key, len(self.ops))
         if number == len(self.ops):
             shapes = pytree.tree_map(lambda each: (each.shape, each.dtype), node.meta["val"])
