@@ -1,15 +1,22 @@
-"""Linear Gaussian state spaces for JAX: log-likelihoods of series, and states."""
+"""Linear Gaussian state spaces for JAX: log-likelihoods, states, and linear systems."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..ops import kalman as ops
+from ..ops import tridiagonal
 from ..ops.kalman import Filtered, Smoothed
 from .binder import FUNCTIONS
 from .ffi.calls import FLOATS, as_arrays, check_platform
 
-__all__ = ["kalman_filter", "kalman_smoother", "log_likelihood"]
+__all__ = [
+    "kalman_filter",
+    "kalman_smoother",
+    "log_likelihood",
+    "solve_banded",
+    "solve_block_tridiagonal",
+]
 
 
 def log_likelihood(
@@ -164,3 +171,80 @@ def kalman_smoother(observations: Any, **model: Any) -> Smoothed:
     [[1.0], [1.0]]
     """
     return ops.kalman_smoother(FUNCTIONS, _given("kalman_smoother", observations, model))
+
+
+def solve_block_tridiagonal(lower: Any, diagonal: Any, upper: Any, b: Any) -> Any:
+    """Return the solution of a linear system whose matrix is block-tridiagonal.
+
+    As :func:`sparsescan.statespace.solve_block_tridiagonal`, for arrays of JAX, under its
+    transforms. All derivatives, of any order and in both modes, are solutions of such systems.
+
+    Parameters
+    ----------
+    lower : array_like or None, shape (steps, n, n) or (steps, series, n, n)
+        Blocks below the diagonal; the first is not read. None if the matrix is symmetric.
+    diagonal, upper : array_like, of the same shape
+        Blocks on the diagonal, and above it; the last of `upper` is not read.
+    b : array_like, shape (steps, [series,] n) or (steps, [series,] n, k)
+        Right sides.
+
+    Returns
+    -------
+    jax.Array
+        The solutions, of the shape of `b`; NaN where a matrix is singular.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError
+        As :func:`log_likelihood`.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from sparsescan.jax.statespace import solve_block_tridiagonal
+    >>> two, one = jnp.full((3, 1, 1), 2.0), jnp.full((3, 1, 1), -1.0)
+    >>> loss = lambda d: solve_block_tridiagonal(None, d, one, jnp.ones((3, 1))).sum()
+    >>> jax.grad(loss)(two)[:, 0, 0].tolist()
+    [-2.25, -4.0, -2.25]
+    """
+    check_platform()
+    named = {"lower": lower, "diagonal": diagonal, "upper": upper, "b": b}
+    given = as_arrays(FLOATS, tridiagonal.NAMES[:1], **named)
+    return tridiagonal.solve(FUNCTIONS, dict(zip(named, given, strict=True)))
+
+
+def solve_banded(l_and_u: tuple[int, int], ab: Any, b: Any) -> Any:
+    """Return the solution of a linear system with a band matrix.
+
+    As :func:`sparsescan.statespace.solve_banded`, for arrays of JAX, under its transforms, with all
+    derivatives.
+
+    Parameters
+    ----------
+    l_and_u : tuple of int
+        How many diagonals there are below and above the main one.
+    ab : array_like, shape (l + u + 1, n)
+        The diagonals, the highest first: ``ab[u + i - j, j] = a[i, j]``.
+    b : array_like, shape (n,) or (n, k)
+        Right sides.
+
+    Returns
+    -------
+    jax.Array
+        The solutions, of the shape of `b`; NaN if the matrix is singular.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError
+        As :func:`log_likelihood`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from sparsescan.jax.statespace import solve_banded
+    >>> solve_banded((1, 0), jnp.array([[2.0, 2.0], [-1.0, 0.0]]), jnp.ones(2)).tolist()
+    [0.5, 0.75]
+    """
+    check_platform()
+    ab, b = as_arrays(FLOATS, (), ab=ab, b=b)
+    return tridiagonal.solve_banded(FUNCTIONS, l_and_u, ab, b)

@@ -1,4 +1,4 @@
-"""Linear Gaussian state spaces for PyTorch: log-likelihoods of series, and states."""
+"""Linear Gaussian state spaces for PyTorch: log-likelihoods, states, and linear systems."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from typing import Any
 from torch import Tensor
 
 from ..ops import kalman as ops
+from ..ops import tridiagonal
 from ..ops.kalman import Filtered, Smoothed
 from .binder import FUNCTIONS, bind
 from .calls.arrays import check_tensors
 
-__all__ = ["kalman_filter", "kalman_smoother", "log_likelihood"]
+__all__ = [
+    "kalman_filter",
+    "kalman_smoother",
+    "log_likelihood",
+    "solve_banded",
+    "solve_block_tridiagonal",
+]
 
-for _operation in (ops.LOG_LIKELIHOOD, ops.FILTER, ops.SMOOTHER):
+for _operation in (ops.LOG_LIKELIHOOD, ops.FILTER, ops.SMOOTHER, tridiagonal.SOLVE):
     bind(_operation)
 
 
@@ -172,3 +179,83 @@ def kalman_smoother(observations: Tensor, **model: Tensor | None) -> Smoothed:
             [1.]])
     """
     return ops.kalman_smoother(FUNCTIONS, _given("kalman_smoother", observations, model))
+
+
+def solve_block_tridiagonal(
+    lower: Tensor | None, diagonal: Tensor, upper: Tensor, b: Tensor
+) -> Tensor:
+    """Return the solution of a linear system whose matrix is block-tridiagonal.
+
+    As :func:`sparsescan.statespace.solve_block_tridiagonal`, for tensors in host memory, of one
+    dtype. All derivatives, of any order and in both modes, are solutions of such systems.
+
+    Parameters
+    ----------
+    lower : Tensor or None, shape (steps, n, n) or (steps, series, n, n)
+        Blocks below the diagonal; the first is not read. None if the matrix is symmetric.
+    diagonal, upper : Tensor, of the same shape
+        Blocks on the diagonal, and above it; the last of `upper` is not read.
+    b : Tensor, shape (steps, [series,] n) or (steps, [series,] n, k)
+        Right sides.
+
+    Returns
+    -------
+    Tensor
+        The solutions, of the shape of `b`; NaN where a matrix is singular.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError
+        As :func:`log_likelihood`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sparsescan.torch.statespace import solve_block_tridiagonal
+    >>> two, one = torch.full((3, 1, 1), 2.0, requires_grad=True), torch.full((3, 1, 1), -1.0)
+    >>> solve_block_tridiagonal(None, two, one, torch.ones(3, 1)).sum().backward()
+    >>> two.grad[:, 0, 0]
+    tensor([-2.2500, -4.0000, -2.2500])
+    """
+    given = {"lower": lower, "diagonal": diagonal, "upper": upper, "b": b}
+    check_tensors({"diagonal": diagonal, **given}, ("lower",))
+    found: Tensor = tridiagonal.solve(FUNCTIONS, given)
+    return found
+
+
+def solve_banded(l_and_u: tuple[int, int], ab: Tensor, b: Tensor) -> Tensor:
+    """Return the solution of a linear system with a band matrix.
+
+    As :func:`sparsescan.statespace.solve_banded`, for tensors in host memory, of one dtype, with
+    all derivatives.
+
+    Parameters
+    ----------
+    l_and_u : tuple of int
+        How many diagonals there are below and above the main one.
+    ab : Tensor, shape (l + u + 1, n)
+        The diagonals, the highest first: ``ab[u + i - j, j] = a[i, j]``.
+    b : Tensor, shape (n,) or (n, k)
+        Right sides.
+
+    Returns
+    -------
+    Tensor
+        The solutions, of the shape of `b`; NaN if the matrix is singular.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError
+        As :func:`log_likelihood`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sparsescan.torch.statespace import solve_banded
+    >>> ab = torch.tensor([[0.0, -1.0, -1.0], [2.0, 2.0, 2.0], [-1.0, -1.0, 0.0]])
+    >>> solve_banded((1, 1), ab, torch.ones(3))
+    tensor([1.5000, 2.0000, 1.5000])
+    """
+    check_tensors({"ab": ab, "b": b}, ())
+    found: Tensor = tridiagonal.solve_banded(FUNCTIONS, l_and_u, ab, b)
+    return found

@@ -1,0 +1,225 @@
+"""Block-tridiagonal systems: solutions by Gaussian elimination, and gradients in the blocks.
+
+    L_t x_{t-1} + D_t x_t + U_t x_{t+1} = b_t
+
+A step eliminates the unknowns of block `t` from the rows of blocks `t` and `t + 1`, with the pivot
+that is the largest of its column in both, as LAPACK's ``gbsv`` does for band matrices. So the rows
+that are done reach to block ``t + 2``. Scratch is of float64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from ..compile import njit
+from .lanes import lane_count, load, store
+from .padded import add_scaled, clear
+
+Array = Any
+
+
+class BlockSystem(NamedTuple):
+    """Block-tridiagonal systems; arrays are flat, with axes of steps, series, rows, columns.
+
+    Attributes
+    ----------
+    steps, series, size, columns : int
+        Numbers of blocks, of systems, of the rows of a block, and of right sides.
+    width : int
+        How many numbers a row has in scratch: three blocks and right sides, in whole vectors.
+    in_series : tuple of int
+        How far it is from a series to the next in `lower`, `diagonal` and `upper`; 0 if they share
+        it.
+    is_turned : bool
+        Whether the matrix is the transpose of what the arrays hold.
+    lower, diagonal, upper : ndarray, shape (steps, ..., size, size)
+        The blocks; the first of `lower` and the last of `upper` are not read.
+    b : ndarray, shape (steps, series, size, columns)
+        The right sides.
+    """
+
+    steps: int
+    series: int
+    size: int
+    columns: int
+    width: int
+    in_series: tuple[int, int, int]
+    is_turned: bool
+    lower: Array
+    diagonal: Array
+    upper: Array
+    b: Array
+
+
+def scratch_size(steps: int, size: int, columns: int, width: int) -> int:
+    """Return how many numbers :func:`solve` needs as scratch: rows of blocks, and solutions."""
+    return steps * size * width + (steps + 2) * size * columns
+
+
+@njit(_nrt=False, forceinline=True)
+def _read(array, at, is_turned, size, to, width, room):
+    """Copy a block to rows of scratch."""
+    down, right = (1, size) if is_turned else (size, 1)
+    for i in range(size):
+        for j in range(size):
+            room[to + i * width + j] = array[at + i * down + j * right]
+
+
+@njit(_nrt=False)
+def _bring(s, n, t, to, room):
+    """Copy the rows of a block to scratch, where column 0 is that of block ``t - 1``."""
+    size, square, width = s.size, s.size * s.size, s.width
+    clear(room, to, size * width)
+    ahead, here, behind = s.in_series
+    # Blocks of the transpose are those of the neighbours.
+    if s.is_turned:
+        if t > 0:
+            at = (t - 1) * (behind * s.series or square) + n * behind
+            _read(s.upper, at, True, size, to, width, room)
+        if t + 1 < s.steps:
+            at = (t + 1) * (ahead * s.series or square) + n * ahead
+            _read(s.lower, at, True, size, to + 2 * size, width, room)
+    else:
+        if t > 0:
+            at = t * (ahead * s.series or square) + n * ahead
+            _read(s.lower, at, False, size, to, width, room)
+        if t + 1 < s.steps:
+            at = t * (behind * s.series or square) + n * behind
+            _read(s.upper, at, False, size, to + 2 * size, width, room)
+    at = t * (here * s.series or square) + n * here
+    _read(s.diagonal, at, s.is_turned, size, to + size, width, room)
+    at = (t * s.series + n) * size * s.columns
+    for i in range(size):
+        for j in range(s.columns):
+            room[to + i * width + 3 * size + j] = s.b[at + i * s.columns + j]
+
+
+@njit(_nrt=False)
+def _eliminate(room, at, rows, size, width):
+    """Eliminate the first unknowns of some rows; return whether there was a pivot for each."""
+    lanes = lane_count(room)
+    for j in range(size):
+        pivot, most = at + j * width, abs(room[at + j * width + j])
+        best = pivot
+        for i in range(j + 1, rows):
+            other = abs(room[at + i * width + j])
+            if other > most:
+                best, most = at + i * width, other
+        if not 0 < most < math.inf:
+            return False
+        begin = j // lanes * lanes
+        if best != pivot:
+            for k in range(begin, width, lanes):
+                upper, lower = load(room, pivot + k), load(room, best + k)
+                store(room, pivot + k, lower)
+                store(room, best + k, upper)
+        for i in range(j + 1, rows):
+            row = at + i * width
+            factor = room[row + j] / room[pivot + j]
+            if factor != 0:
+                add_scaled(room, row + begin, pivot + begin, -factor, width - begin)
+    return True
+
+
+@njit(_nrt=False)
+def _shift(room, at, size, width):
+    """Move what rows have by a block to the left, and right sides not."""
+    for i in range(size):
+        row = at + i * width
+        for k in range(2 * size):
+            room[row + k] = room[row + size + k]
+        for k in range(2 * size, 3 * size):
+            room[row + k] = 0.0
+
+
+@njit(_nrt=False)
+def _substitute(s, room, t, n, solved, out):
+    """Write the solution of a block, and to scratch, where those of the two behind it are."""
+    size, columns = s.size, s.columns
+    to = (t * s.series + n) * size * columns
+    for i in range(size - 1, -1, -1):
+        row = (t * size + i) * s.width
+        for j in range(columns):
+            x, at = room[row + 3 * size + j], solved + t * size * columns + j
+            for k in range(i + 1, 3 * size):
+                x -= room[row + k] * room[at + k * columns]
+            x /= room[row + i]
+            room[at + i * columns] = x
+            out[to + i * columns + j] = x
+
+
+@njit(nogil=True, cache=True, _nrt=False)
+def solve(s, first, last, out, room):
+    """Solve systems `first` to ``last - 1``; NaN where a matrix is singular.
+
+    Parameters
+    ----------
+    s : BlockSystem
+        The systems.
+    first, last : int
+        Which of them.
+    out : ndarray, shape (steps, series, size, columns)
+        The solutions.
+    room : ndarray of float64
+        Scratch, of :func:`scratch_size`.
+    """
+    size, columns, width = s.size, s.columns, s.width
+    block, solved = size * width, s.steps * size * width
+    for n in range(first, last):
+        # A row of a block begins with the columns of the block before it, until it is shifted.
+        _bring(s, n, 0, 0, room)
+        _shift(room, 0, size, width)
+        t, is_regular = 0, True
+        while t < s.steps - 1 and is_regular:
+            _bring(s, n, t + 1, (t + 1) * block, room)
+            is_regular = _eliminate(room, t * block, 2 * size, size, width)
+            _shift(room, (t + 1) * block, size, width)
+            t += 1
+        is_regular = is_regular and _eliminate(room, t * block, size, size, width)
+        clear(room, solved + s.steps * size * columns, 2 * size * columns)
+        for t in range(s.steps - 1, -1, -1):
+            if is_regular:
+                _substitute(s, room, t, n, solved, out)
+                continue
+            to = (t * s.series + n) * size * columns
+            for k in range(size * columns):
+                out[to + k] = math.nan
+
+
+@njit(nogil=True, cache=True, _nrt=False)
+def outer_products(s, first, last, x, z, lower, diagonal, upper):
+    """Write the gradients in the blocks of steps `first` to ``last - 1``: ``-z xᵀ``.
+
+    Parameters
+    ----------
+    s : BlockSystem
+        The systems.
+    first, last : int
+        Which steps.
+    x, z : ndarray, shape (steps, series, size, columns)
+        The solutions, and those of the transposed systems with gradients in the solutions.
+    lower, diagonal, upper : ndarray, shape (steps, ..., size, size)
+        The gradients; an empty one is not written.
+    """
+    _outer(s, first, last, x, z, -1, s.in_series[0], lower)
+    _outer(s, first, last, x, z, 0, s.in_series[1], diagonal)
+    _outer(s, first, last, x, z, 1, s.in_series[2], upper)
+
+
+@njit(_nrt=False)
+def _outer(s, first, last, x, z, offset, in_series, out):
+    size, columns, square = s.size, s.columns, s.size * s.size
+    for t in range(first, last if out.size > 0 else first):
+        from_t, is_there = t + offset, 0 <= t + offset < s.steps
+        for n in range(s.series):
+            at = t * (in_series * s.series or square) + n * in_series
+            left, right = (t * s.series + n) * size, (from_t * s.series + n) * size
+            for i in range(size):
+                for j in range(size):
+                    total = 0.0
+                    for k in range(columns if is_there else 0):
+                        total -= z[(left + i) * columns + k] * x[(right + j) * columns + k]
+                    if in_series == 0 and n > 0:
+                        total += out[at + i * size + j]
+                    out[at + i * size + j] = total
