@@ -175,3 +175,9 @@ def test_packages_that_are_missing_are_named_with_what_to_install(tmp_path: Path
     assert mpi.endswith(": pip install 'sparsescan[mpi]'")
     assert tqdm.startswith("a bar needs tqdm")
     assert tqdm.endswith(": pip install 'sparsescan[demo]', or tqdm alone")
+
+
+@pytest.mark.slow
+def test_pytorchs_compiler_is_imported_by_who_compiles(tmp_path: Path) -> None:
+    """It takes as long as all of sparsescan."""
+    run_python("import sys, sparsescan.torch\nassert 'torch._dynamo' not in sys.modules", tmp_path)

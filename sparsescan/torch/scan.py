@@ -95,7 +95,8 @@ def _run(combine_fn: Step, init: Any, xs: Any, dim: int, reverse: bool) -> tuple
     return _Loop(combine_fn, init, xs, dim, reverse).run()
 
 
-_uncompiled: Callable[..., tuple[Any, Any]] = torch.compiler.disable(_run)
+# Unlike `torch.compiler.disable`, this does not import the compiler, which takes a second.
+_uncompiled: Callable[..., tuple[Any, Any]] = torch._disable_dynamo(_run)
 
 
 def explained(combine_fn: Step, init: Any, xs: Any, dim: int = 0) -> Explanation:

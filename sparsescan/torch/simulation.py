@@ -111,7 +111,7 @@ def simulate(
     return found
 
 
-_uncompiled = torch.compiler.disable(simulate)
+_uncompiled = torch._disable_dynamo(simulate)  # which does not import the compiler
 
 
 def _array(leaf: Any) -> Any:

@@ -33,14 +33,11 @@ from .shapes import Shape, kind_of, network_of
 _KEPT = 32
 
 
-def _fits_gpu(mode: str, has_bias: bool, hidden_size: int, dtype: str) -> bool:
+def _runs_on_gpu(mode: str, has_bias: bool, hidden_size: int, dtype: str) -> bool:
     return runs_on_gpu(kind_of(mode).program(has_bias), hidden_size, dtype)
 
 
-# `torch.compile` need not trace it.
-_runs_on_gpu: Callable[[str, bool, int, str], bool] = torch.compiler.assume_constant_result(
-    _fits_gpu
-)
+_runs_on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `shapes.names_of`
 
 
 def has_kernels(mode: str, hidden_size: int, x: Tensor, has_bias: bool = True) -> bool:

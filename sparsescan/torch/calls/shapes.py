@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -132,14 +131,14 @@ class Shape(NamedTuple):
         )
 
 
-def _names(mode: str, num_layers: int, has_bias: bool, bidirectional: bool) -> tuple[str, ...]:
+def names_of(mode: str, num_layers: int, has_bias: bool, bidirectional: bool) -> tuple[str, ...]:
+    """Return the names of a network's parameters."""
     return Shape(mode, 1, 1, num_layers, has_bias, bidirectional).names()
 
 
-# Which `torch.compile` need not look into.
-names_of: Callable[[str, int, bool, bool], tuple[str, ...]] = torch.compiler.assume_constant_result(
-    _names
-)
+# `torch.compile` need not look into it. `assume_constant_result` says the same, and imports the
+# compiler, which takes a second.
+names_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def network_of(shape: Shape, kept: Sequence[NDArray[np.bool_] | None] = ()) -> Recurrent:
