@@ -120,7 +120,7 @@ def test_one_launch_moves_slopes_and_gradients_once(
     traffic: list[tuple[str, int, int, Traffic]],
 ) -> None:
     """At most 100 MB of 30,000 steps of 20 units and 16 samples, of which each sample has rows."""
-    size, batch, chunks, counts = 20, 16, 2, (20, 44)
+    size, batch, chunks, counts = 20, 16, 2, (6, 12)
     scan_implicit_steps(size, batch, chunks, counts)
     assert [name for name, *_ in traffic] == 2 * ["chained", "repair"]
     few, many = (did for name, _, _, did in traffic if name == "chained")
