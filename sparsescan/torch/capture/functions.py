@@ -8,6 +8,7 @@ result, which names all of these.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -46,8 +47,9 @@ GIVEN, ABOVE, CUSTOM = (
 )
 MARKS = {GIVEN, ABOVE, CUSTOM}
 # Each function, with its arguments; a class stands for tensors.
-_calls: list[tuple[Any, list[Any]]] = []
+_calls: dict[int, tuple[Any, list[Any]]] = {}
 _numbers: dict[Any, int] = {}
+_count = itertools.count()
 
 
 def call(target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,9 +66,8 @@ def call(target: Any, *args: Any, **kwargs: Any) -> Any:
 def _number(cls: Any, args: Sequence[Any]) -> int:
     """Return the number of a call of a function."""
     own = [Tensor if isinstance(each, Tensor) else each for each in args]
-    number = _numbers.setdefault((cls, repr(own)), len(_calls))
-    if number == len(_calls):
-        _calls.append((cls, own))
+    number = _numbers.setdefault((cls, repr(own)), next(_count))
+    _calls.setdefault(number, (cls, own))
     return number
 
 

@@ -347,8 +347,8 @@ class Reading:
                 step, position = divmod(k - begins[m], period)
                 self._where[m][k] = "loop", len(self.items), position, step
 
-    def _read(self, period: int, begins: Sequence[int], ends: Sequence[int]) -> Loop:
-        bodies = [_Steps(self, m, begins[m], ends[m], period) for m in range(3)]
+    def _read(self, period: int, starts: Sequence[int], ends: Sequence[int]) -> Loop:
+        bodies = [_Steps(self, m, starts[m], ends[m], period) for m in range(3)]
         if len({each.common for each in bodies}) > 1:
             raise NotCaptured("steps that differ from length to length")
         first, columns = bodies[0], zip(*(each.numbers for each in bodies), strict=True)
@@ -357,22 +357,13 @@ class Reading:
             (op, [next(numbers) if each is _NUMBER else each for each in leaves])
             for op, leaves in first.body
         ]
+        begins = zip(*([begin for begin, *_ in each.slots] for each in bodies), strict=True)
         slots = [
-            (self._fit_places(begin), slot[1], slot[2])
-            for slot, begin in zip(
-                first.slots,
-                zip(*([slot[0] for slot in each.slots] for each in bodies), strict=True),
-                strict=True,
-            )
+            (self._fit_places(begin), new, shape)
+            for (_, new, shape), begin in zip(first.slots, begins, strict=True)
         ]
-        rows = [
-            self._fit_segments(each)
-            for each in zip(*(list(each.rows) for each in bodies), strict=True)
-        ]
-        fixed = [
-            self._fit_places(each)
-            for each in zip(*(list(each.fixed) for each in bodies), strict=True)
-        ]
+        rows = [*map(self._fit_segments, zip(*(each.rows for each in bodies), strict=True))]
+        fixed = [*map(self._fit_places, zip(*(each.fixed for each in bodies), strict=True))]
         return Loop(body, slots, rows, fixed, self._affine([each.steps for each in bodies]))
 
 

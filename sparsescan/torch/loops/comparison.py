@@ -85,15 +85,11 @@ class Moved(Onlooker):
         super().__init__()
         self._random = torch.Generator().manual_seed(0)
         self._twins: dict[int, Tensor] = {}
-        for each in tensors:
-            if id(each) not in self._twins:
-                self._twins[id(each)] = self._moved(each.detach()).requires_grad_(
-                    each.requires_grad
-                )
+        self._given = {id(each): each for each in tensors}
 
     def _moved(self, own: Tensor) -> Tensor:
         about: dict[str, Any] = {"generator": self._random}
-        if not own.numel():
+        if not own.numel() or own.is_complex():
             return own
         if not own.is_floating_point():
             least, most = int(own.min()), int(own.max())
@@ -107,7 +103,12 @@ class Moved(Onlooker):
 
     def twin(self, given: Any) -> Any:
         """Return what is read in place of a tensor; others stay."""
-        return self._twins.get(id(given), given)
+        own = self._given.get(id(given))
+        if own is None:
+            return given
+        if id(own) not in self._twins:
+            self._twins[id(own)] = self._moved(own.detach()).requires_grad_(own.requires_grad)
+        return self._twins[id(own)]
 
     def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return call(*pytree.tree_map(self.twin, args), **pytree.tree_map(self.twin, kwargs or {}))

@@ -203,8 +203,8 @@ class State:
         self._snapshots.append(snapshot)
         if len(self._snapshots) > _PATIENCE:
             gone = id(self._snapshots.pop(0))
-            for key in [each for each in self._verdicts if each[-1] == gone]:
-                del self._verdicts[key]
+            for key in [each for each in list(self._verdicts) if each[-1] == gone]:
+                self._verdicts.pop(key, None)  # another thread may have done so
         return id(snapshot)
 
     def program(self, founds: Sequence[Found]) -> Program:

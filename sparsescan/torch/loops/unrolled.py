@@ -91,11 +91,6 @@ class Op(NamedTuple):
         """What it reads."""
         return [each for each in self.leaves if isinstance(each, Edge)]
 
-    @property
-    def numbers(self) -> list[float]:
-        """The numbers among its arguments."""
-        return [each for each in self.leaves if is_number(each)]
-
     def key(self) -> Any:
         """Return what calls have in common that may be those of different steps."""
         return self.target, str(self.spec), *map(_common, self.leaves)

@@ -31,7 +31,7 @@ _PLAIN = (
 # Whose states are compared apart from others: each call of other code may change them.
 _COMMON = tuple(getattr(each, "__self__", None) for each in (random.random, np.random.rand))
 # Libraries whose objects without attributes stay as they are.
-_FIXED = ("builtins", "operator", "_thread", "_abc", "torch", "numpy")
+_FIXED = ("builtins", "operator", "_thread", "_abc", "pybind11_builtins", "torch", "numpy")
 STATE = "_loops"
 
 
@@ -148,6 +148,8 @@ class Snapshot:
             yield self._held(partial(each.get, None), each.set)
         elif isinstance(each, weakref.ref):
             yield each()
+        elif isinstance(each, types.MappingProxyType):
+            yield dict(each)
         elif not isinstance(each, types.ModuleType):
             if isinstance(each, functools._lru_cache_wrapper):
                 # What a trace has put into it are tensors without numbers.
