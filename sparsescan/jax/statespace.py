@@ -14,6 +14,7 @@ __all__ = [
     "kalman_filter",
     "kalman_smoother",
     "log_likelihood",
+    "slogdet_block_tridiagonal",
     "solve_banded",
     "solve_block_tridiagonal",
 ]
@@ -211,6 +212,41 @@ def solve_block_tridiagonal(lower: Any, diagonal: Any, upper: Any, b: Any) -> An
     named = {"lower": lower, "diagonal": diagonal, "upper": upper, "b": b}
     given = as_arrays(FLOATS, tridiagonal.NAMES[:1], **named)
     return tridiagonal.solve(FUNCTIONS, dict(zip(named, given, strict=True)))
+
+
+def slogdet_block_tridiagonal(lower: Any, diagonal: Any, upper: Any) -> tuple[Any, Any]:
+    """Return sign and logarithm of the determinant of block-tridiagonal matrices.
+
+    As :func:`sparsescan.statespace.slogdet_block_tridiagonal`. The first gradient is a selected
+    inverse; derivatives of it, and forward mode, come from dense matrices: right, but slow.
+
+    Parameters
+    ----------
+    lower, diagonal, upper
+        As :func:`solve_block_tridiagonal` takes them.
+
+    Returns
+    -------
+    sign, logabsdet : jax.Array, shape () or (series,)
+        Sign and logarithm; 0 and -inf if a matrix is singular.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError
+        As :func:`log_likelihood`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from sparsescan.jax.statespace import slogdet_block_tridiagonal
+    >>> two = jnp.full((3, 1, 1), 2.0)
+    >>> [round(float(each), 4) for each in slogdet_block_tridiagonal(None, two, 0 * two)]
+    [1.0, 2.0794]
+    """
+    check_platform()
+    named = {"lower": lower, "diagonal": diagonal, "upper": upper}
+    given = as_arrays(FLOATS, ("lower",), **named)
+    return tridiagonal.slogdet(FUNCTIONS, dict(zip(named, given, strict=True)))
 
 
 def solve_banded(l_and_u: tuple[int, int], ab: Any, b: Any) -> Any:

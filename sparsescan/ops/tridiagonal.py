@@ -3,7 +3,8 @@
 The operation takes blocks `lower`, `diagonal` and `upper` (steps, series, size, size), of which the
 axis of series may be 1, and right sides `b` (steps, series, size, columns). It returns the
 solutions ``x`` of ``A x = b``. With ``Aᵀ z = ∂L/∂x``, the gradient in `b` is `z`, and that in ``A``
-is ``-z xᵀ`` at the places of its blocks. So each derivative is a solution, too.
+is ``-z xᵀ`` at the places of its blocks. So each derivative is a solution, too. A second operation
+returns logarithms and signs of determinants; its gradient is the transposed inverse there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from ..errors import InputError, InputTypeError, short
 from ..execution.calls import Calls
 from ..kernels.cpu import tridiagonal as kernels
+from ..kernels.cpu.copies import fill_with
 from ..kernels.cpu.lanes import lanes
 from ..kernels.cpu.tridiagonal import BlockSystem
 from .operation import Functions, MappedAxis, Operation, Shape, Shapes, ranges_of, share_out
@@ -35,14 +37,16 @@ class Form(NamedTuple):
 
 
 def whole(given: Mapping[str, Any]) -> list[Any]:
-    """Return arguments, in the order of the operation, as it takes them; `lower` may be None.
+    """Return blocks and, if there are some, right sides as operations take them.
+
+    `lower` may be None.
 
     Raises
     ------
     InputError
         If the shapes do not fit each other.
     """
-    (*_, side), (lower, diagonal, upper, b) = given, given.values()
+    lower, diagonal, upper = (given[name] for name in NAMES[:3])
     shape = tuple(diagonal.shape)
     if len(shape) not in (3, 4) or shape[-1] != shape[-2]:
         raise InputError(
@@ -51,17 +55,20 @@ def whole(given: Mapping[str, Any]) -> list[Any]:
     for name, own in (("lower", lower), ("upper", upper)):
         if own is not None and tuple(own.shape) != shape:
             raise InputError(f"{name} has shape {tuple(own.shape)}; expected {shape}, as diagonal")
-    if tuple(b.shape[: len(shape) - 1]) != shape[:-1] or len(b.shape) > len(shape):
-        raise InputError(
-            f"{side} has shape {tuple(b.shape)}; expected {shape[:-1]} or that and one axis more, "
-            f"as diagonal has shape {shape}"
-        )
     steps, size = shape[0], shape[-1]
     series = shape[1] if len(shape) == 4 else 1
-    columns = b.shape[-1] if len(b.shape) == len(shape) else 1
     square = steps, series, size, size
-    blocks = [None if each is None else each.reshape(square) for each in (lower, diagonal, upper)]
-    return [*blocks, b.reshape(steps, series, size, columns)]
+    arrays = [None if each is None else each.reshape(square) for each in (lower, diagonal, upper)]
+    for side in given.keys() - {*NAMES[:3]}:
+        b = given[side]
+        if tuple(b.shape[: len(shape) - 1]) != shape[:-1] or len(b.shape) > len(shape):
+            raise InputError(
+                f"{side} has shape {tuple(b.shape)}; expected {shape[:-1]} or that and one axis "
+                f"more, as diagonal has shape {shape}"
+            )
+        columns = b.shape[-1] if len(b.shape) == len(shape) else 1
+        arrays.append(b.reshape(steps, series, size, columns))
+    return arrays
 
 
 def mirrored(xp: Functions, upper: Any) -> Any:
@@ -117,8 +124,8 @@ def bands(l_and_u: Any, shape: Shape, b: Shape, side: str = "b") -> Bands:
     # Beyond the size of the matrix bands have no entries.
     size = max(1, min(max(below, above), count))
     steps = -(-count // size)
-    t, i, j = np.ogrid[:steps, :size, :size]
-    rows, found = t * size + i, []
+    t, j = np.arange(steps)[:, None, None], np.arange(size)
+    rows, found = t * size + j[:, None], []
     for offset in (-1, 0, 1):
         columns = (t + offset) * size + j
         band = above + rows - columns
@@ -137,10 +144,14 @@ def _read(form: Form, given: Sequence[Any]) -> BlockSystem:
     steps, series, size, columns = given[3].shape
     square = size * size
     strides: Any = tuple(0 if each.shape[1] == 1 and series > 1 else square for each in given[:3])
-    lane_count = lanes(np.dtype(np.float64))
-    width = -(-(3 * size + columns) // lane_count) * lane_count
+    width = _padded(3 * size + columns)
     arrays = [each.reshape(-1) for each in given]
     return BlockSystem(steps, series, size, columns, width, strides, form.is_turned, *arrays)
+
+
+def _padded(count: int) -> int:
+    lane_count = lanes(np.dtype(np.float64))
+    return -(-count // lane_count) * lane_count
 
 
 def _solve(calls: Calls, system: BlockSystem, out: Array) -> None:
@@ -199,6 +210,51 @@ def backward(
     return [each for each in results if each is not None]
 
 
+def _factor(calls: Calls, given: Sequence[Any], more: int, kernel: Any, *arrays: Array) -> None:
+    """Call a kernel that takes no right sides, whose rows have `more` numbers of their own."""
+    steps, series, size, _ = given[1].shape
+    system = _read(Form(), [*given, np.empty((steps, series, size, 0), given[1].dtype)])
+    system = system._replace(width=_padded(3 * size + more))
+    count = kernels.inverse_scratch_size(steps, size, system.width)
+
+    def call(ends: tuple[int, int]) -> None:
+        room = calls.borrow(count, np.float64)
+        calls.launch(kernel, system, *ends, *arrays, room)
+        calls.give_back(room)
+
+    share_out(calls, _work(system), [partial(call, ends) for ends in ranges_of(series)])
+
+
+def determinants(calls: Calls, form: tuple[()], given: Sequence[Any], keeps: bool) -> list[Array]:
+    """Write the logarithms and signs of determinants."""
+    shape, dtype = given[1].shape[1:2], given[1].dtype
+    logs, signs = (calls.result(name, shape, dtype) for name in ("logs", "signs"))
+    _factor(calls, given, 0, kernels.determinants, logs, signs)
+    return [logs, signs]
+
+
+def inverses(
+    calls: Calls,
+    form: tuple[()],
+    kept: Array,
+    above: Sequence[Array],
+    given: Sequence[Any],
+    needs: Sequence[bool],
+    conjugated: bool,
+) -> list[Array]:
+    """Write the gradients of logarithms of determinants: the transposed inverse, on the pattern."""
+    results = [
+        calls.result(name, array.shape, kept.dtype) if need else None
+        for name, array, need in zip(NAMES, given, needs, strict=False)
+    ]
+    none = np.empty(0, kept.dtype)
+    into = [none if each is None else each.reshape(-1) for each in results]
+    for each in into:
+        calls.launch(fill_with, each, 0)
+    _factor(calls, given, 2 * given[1].shape[2], kernels.inverses, above[0], *into)
+    return [each for each in results if each is not None]
+
+
 # -- By functions that have derivatives ------------------------------------------------------------
 
 
@@ -245,14 +301,12 @@ def _again(xp: Functions, form: Form, x: Any, above: Any, given: Any) -> Any:
     return [lower, outer(left, right), upper, z]
 
 
-def _plain(xp: Functions, form: Form, *given: Any) -> list[Any]:
-    """Return the solutions by one dense matrix."""
-    lower, diagonal, upper, b = given
-    steps, series, size, columns = b.shape
-    if math.prod(b.shape) == 0:
-        return [b * 1]
+def _dense(xp: Functions, blocks: Sequence[Any], series: int) -> Any:
+    """Return the matrices of some blocks."""
+    lower, diagonal, upper = blocks
+    steps, _, size, _ = diagonal.shape
+    none = xp.filled(diagonal, (series, size, size), 0)
     rows = []
-    none = xp.filled(b, (series, size, size), 0)
     for t in range(steps):
         row = [none] * steps
         row[t] = none + diagonal[t]
@@ -261,11 +315,30 @@ def _plain(xp: Functions, form: Form, *given: Any) -> list[Any]:
         if t + 1 < steps:
             row[t + 1] = none + upper[t]
         rows.append(xp.concat(row, 2))
-    matrix = xp.concat(rows, 1)
+    return xp.concat(rows, 1)
+
+
+def _plain(xp: Functions, form: Form, *given: Any) -> list[Any]:
+    """Return the solutions by one dense matrix."""
+    b = given[3]
+    steps, series, size, columns = b.shape
+    if math.prod(b.shape) == 0:
+        return [b * 1]
+    matrix = _dense(xp, given[:3], series)
     matrix = xp.moveaxis(matrix, -1, -2) if form.is_turned else matrix
     flat = xp.moveaxis(b, 0, 1).reshape(series, steps * size, columns)
     found = xp.linalg.solve(matrix, flat).reshape(series, steps, size, columns)
     return [xp.moveaxis(found, 0, 1)]
+
+
+def _plain_determinants(xp: Functions, form: tuple[()], *given: Any) -> list[Any]:
+    """Return logarithms and signs of the determinants of dense matrices."""
+    diagonal = given[1]
+    series = diagonal.shape[1]
+    if math.prod(diagonal.shape) == 0:
+        return [xp.filled(diagonal, (series,), 0), xp.filled(diagonal, (series,), 1)]
+    sign, log_det = xp.linalg.slogdet(_dense(xp, given, series))
+    return [log_det, sign]
 
 
 # -- The operation ---------------------------------------------------------------------------------
@@ -312,6 +385,22 @@ SOLVE = Operation(
 )
 
 
+LOG_DETERMINANT = Operation(
+    name="block_tridiagonal_log_determinant",
+    inputs=NAMES[:3],
+    encode=lambda form: ([], []),
+    decode=lambda numbers, tables: (),
+    shapes=lambda form, shapes: [(shapes[1][1],)] * 2,  # type: ignore[index]
+    forward=determinants,
+    backward=inverses,
+    plain=_plain_determinants,
+    axes=lambda shapes: [MappedAxis(1, shapes[1][1])] * 3,  # type: ignore[index]
+    out_axes=(0, 0),
+    reads=(0, 1, 2),
+    results=2,
+)
+
+
 def solve(xp: Functions, given: Mapping[str, Any]) -> Any:
     """Return the solutions of arguments by their names, by the functions of a library."""
     lower, diagonal, upper, b = whole(given)
@@ -333,3 +422,12 @@ def solve_banded(xp: Functions, l_and_u: Any, ab: Any, b: Any) -> Any:
     sides = xp.concat([sides, more], 0).reshape(steps, 1, size, sides.shape[1])
     (found,) = xp.run(SOLVE, Form(), lower, diagonal, upper, sides)
     return found.reshape(steps * size, sides.shape[3])[: shape[0]].reshape(shape)
+
+
+def slogdet(xp: Functions, given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return signs and logarithms of determinants of arguments by their names."""
+    lower, diagonal, upper = whole(given)
+    lower = mirrored(xp, upper) if lower is None else lower
+    log_det, sign = xp.run(LOG_DETERMINANT, (), lower, diagonal, upper)
+    has_series = len(given["diagonal"].shape) == 4
+    return (sign, log_det) if has_series else (sign[0], log_det[0])

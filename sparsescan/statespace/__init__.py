@@ -11,6 +11,8 @@ from .smoothing import kalman_filter, kalman_smoother
 from .solving import (
     BandedGrads,
     BlockTridiagonalGrads,
+    slogdet_block_tridiagonal,
+    slogdet_block_tridiagonal_vjp,
     solve_banded,
     solve_banded_vjp,
     solve_block_tridiagonal,
@@ -27,6 +29,8 @@ __all__ = [
     "kalman_smoother",
     "log_likelihood",
     "log_likelihood_vjp",
+    "slogdet_block_tridiagonal",
+    "slogdet_block_tridiagonal_vjp",
     "solve_banded",
     "solve_banded_vjp",
     "solve_block_tridiagonal",

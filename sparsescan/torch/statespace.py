@@ -16,11 +16,15 @@ __all__ = [
     "kalman_filter",
     "kalman_smoother",
     "log_likelihood",
+    "slogdet_block_tridiagonal",
     "solve_banded",
     "solve_block_tridiagonal",
 ]
 
-for _operation in (ops.LOG_LIKELIHOOD, ops.FILTER, ops.SMOOTHER, tridiagonal.SOLVE):
+for _operation in (
+    *(ops.LOG_LIKELIHOOD, ops.FILTER, ops.SMOOTHER),
+    *(tridiagonal.SOLVE, tridiagonal.LOG_DETERMINANT),
+):
     bind(_operation)
 
 
@@ -220,6 +224,43 @@ def solve_block_tridiagonal(
     given = {"lower": lower, "diagonal": diagonal, "upper": upper, "b": b}
     check_tensors({"diagonal": diagonal, **given}, ("lower",))
     found: Tensor = tridiagonal.solve(FUNCTIONS, given)
+    return found
+
+
+def slogdet_block_tridiagonal(
+    lower: Tensor | None, diagonal: Tensor, upper: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return sign and logarithm of the determinant of block-tridiagonal matrices.
+
+    As :func:`sparsescan.statespace.slogdet_block_tridiagonal`. The first gradient is a selected
+    inverse; derivatives of it, and forward mode, come from dense matrices: right, but slow.
+
+    Parameters
+    ----------
+    lower, diagonal, upper
+        As :func:`solve_block_tridiagonal` takes them.
+
+    Returns
+    -------
+    sign, logabsdet : Tensor, shape () or (series,)
+        Sign and logarithm; 0 and -inf if a matrix is singular.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError
+        As :func:`log_likelihood`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sparsescan.torch.statespace import slogdet_block_tridiagonal
+    >>> two = torch.full((3, 1, 1), 2.0)
+    >>> slogdet_block_tridiagonal(None, two, 0 * two)
+    (tensor(1.), tensor(2.0794))
+    """
+    given = {"lower": lower, "diagonal": diagonal, "upper": upper}
+    check_tensors({"diagonal": diagonal, **given}, ("lower",))
+    found: tuple[Tensor, Tensor] = tridiagonal.slogdet(FUNCTIONS, given)
     return found
 
 

@@ -18,6 +18,8 @@ from sampling import long_run
 from sparsescan import InputError, InputTypeError, SingularMatrixError
 from sparsescan.jax import statespace as of_jax
 from sparsescan.statespace import (
+    slogdet_block_tridiagonal,
+    slogdet_block_tridiagonal_vjp,
     solve_banded,
     solve_banded_vjp,
     solve_block_tridiagonal,
@@ -97,6 +99,38 @@ def test_solutions_and_gradients_are_those_of_a_dense_matrix(system: Any) -> Non
         np.testing.assert_allclose(one, wanted, rtol=0, atol=bound)
 
 
+@settings(max_examples=long_run(1000, 60))
+@given(systems())
+def test_determinants_and_gradients_are_those_of_a_dense_matrix(system: Any) -> None:
+    """Of matrices whose condition leaves half of the digits, with a weight for each series."""
+    arrays = system[:3]
+    leaves = [None if x is None else torch.tensor(x).requires_grad_() for x in arrays]
+    blocks = [None if x is None else x if x.ndim == 4 else x[:, None] for x in leaves]
+    series = range(blocks[1].shape[1])  # type: ignore[union-attr]
+    whole = torch.stack([dense(*[None if x is None else x[:, n] for x in blocks]) for n in series])
+    condition = torch.linalg.cond(whole.detach()).max().item()
+    if not condition < 1e8:
+        return
+    signs, logs = torch.linalg.slogdet(whole)
+    weights = np.linspace(-1, 2, len(series))
+    there = [x for x in leaves if x is not None]
+    loss = logs @ torch.tensor(weights)
+    grads = torch.autograd.grad(loss, there, materialize_grads=True)
+    has_series = arrays[1].ndim == 4
+    sign, log_det = slogdet_block_tridiagonal(*arrays)
+    assert np.shape(log_det) == (np.shape(weights) if has_series else ())
+    np.testing.assert_array_equal(np.ravel(sign), signs.detach())
+    bound = 1e4 * np.finfo(float).eps * condition
+    np.testing.assert_allclose(np.ravel(log_det), logs.detach(), rtol=1e-13, atol=bound)
+    found = slogdet_block_tridiagonal_vjp(*arrays, grads=weights if has_series else weights[0])
+    assert found.b is None
+    assert (found.lower is None) == (arrays[0] is None)
+    ours = [each for each in found if each is not None]
+    most = max(each.abs().max().item() for each in grads)
+    for one, other in zip(ours, grads, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=bound * most)
+
+
 def test_blocks_outside_are_not_read() -> None:
     rng = np.random.default_rng(0)
     lower, diagonal, upper = rng.normal(size=(3, 4, 2, 2))
@@ -110,6 +144,8 @@ def test_blocks_outside_are_not_read() -> None:
     assert not found.lower[0].any()
     assert not found.upper[-1].any()
     assert np.isfinite(found.lower).all()
+    of_log = slogdet_block_tridiagonal_vjp(lower, diagonal, upper)
+    assert np.isfinite(np.stack([of_log.lower, of_log.diagonal, of_log.upper])).all()
 
 
 @settings(max_examples=long_run(1000, 60))
@@ -171,6 +207,12 @@ def test_pytorch_has_all_derivatives(series: bool) -> None:
     ):
         assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True)
         assert torch.autograd.gradgradcheck(function, leaves)
+    for function in (
+        lambda *own: of_torch.slogdet_block_tridiagonal(*own)[1],
+        lambda _, *rest: of_torch.slogdet_block_tridiagonal(None, *rest)[1],
+    ):
+        assert torch.autograd.gradcheck(function, leaves[:3], check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(function, leaves[:3])
     ab = torch.randn(4, 7).double().requires_grad_()
     b = torch.randn(7).double().requires_grad_()
     assert torch.autograd.gradcheck(lambda *own: of_torch.solve_banded((2, 1), *own), (ab, b))
@@ -188,6 +230,19 @@ def test_transforms_of_pytorch() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(solve, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*leaves), solve(*leaves))
+    signs, logs = of_torch.slogdet_block_tridiagonal(*leaves[:3])
+    two = torch.stack([leaves[1], 2 * leaves[1]])
+    maps = torch.func.vmap(
+        lambda d: of_torch.slogdet_block_tridiagonal(leaves[0], d, leaves[2]), 0
+    )(two)
+    assert torch.equal(torch.stack(maps)[:, 0], torch.stack([signs, logs]))
+    bands = torch.randn(4, 6).double(), torch.randn(6).double()
+
+    def banded(*own: Any) -> Any:
+        return of_torch.solve_banded((1, 2), *own)
+
+    compiled = torch.compile(banded, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*bands), banded(*bands))
 
 
 def test_jax_has_all_derivatives_and_maps() -> None:
@@ -211,6 +266,9 @@ def test_jax_has_all_derivatives_and_maps() -> None:
     mapped = jax.vmap(lambda d: of_jax.solve_block_tridiagonal(own[0], d, own[2], own[3]))(two)
     each = [solve_block_tridiagonal(own[0], d, own[2], own[3]) for d in two]
     np.testing.assert_allclose(mapped, np.stack(each), rtol=1e-12)
+    grads = jax.grad(lambda *own: of_jax.slogdet_block_tridiagonal(*own)[1], range(3))(*own[:3])
+    for one, other in zip(grads, slogdet_block_tridiagonal_vjp(*own[:3]), strict=False):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
     ab = np.array([[2.0, 2.0], [-1.0, 0.0]])
     np.testing.assert_allclose(
         jax.grad(lambda ab: of_jax.solve_banded((1, 0), ab, np.ones(2)).sum())(ab),
@@ -227,6 +285,9 @@ def test_nothing_to_solve() -> None:
     assert found.diagonal.shape == none.shape
     tensors = torch.empty(0, 2, 2), torch.empty(0, 2)
     assert of_torch.solve_block_tridiagonal(None, tensors[0], *tensors).shape == (0, 2)
+    assert slogdet_block_tridiagonal(none, none, none) == (1, 0)
+    assert of_torch.slogdet_block_tridiagonal(None, tensors[0], tensors[0]) == (1, 0)
+    assert slogdet_block_tridiagonal_vjp(None, none, none).upper.shape == none.shape
 
 
 def test_a_singular_matrix() -> None:
@@ -237,6 +298,10 @@ def test_a_singular_matrix() -> None:
         solve_banded((0, 0), np.array([[1.0, np.nan]]), np.ones(2))
     tensors = torch.zeros(3, 1, 1), torch.zeros(3, 1, 1), torch.ones(3, 1)
     assert of_torch.solve_block_tridiagonal(None, *tensors).isnan().all()
+    assert slogdet_block_tridiagonal(None, zeros, zeros) == (0, -np.inf)
+    assert np.isnan(slogdet_block_tridiagonal(None, zeros + np.inf, zeros)).all()
+    with pytest.raises(SingularMatrixError, match="the matrix of series 0 is singular"):
+        slogdet_block_tridiagonal_vjp(None, zeros, zeros)
 
 
 def test_arguments_stay_as_they_are_and_dtypes_are_kept() -> None:

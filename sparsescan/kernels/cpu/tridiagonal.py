@@ -1,10 +1,14 @@
-"""Block-tridiagonal systems: solutions by Gaussian elimination, and gradients in the blocks.
+"""Block-tridiagonal systems by Gaussian elimination: solutions, determinants, and gradients.
 
     L_t x_{t-1} + D_t x_t + U_t x_{t+1} = b_t
 
 A step eliminates the unknowns of block `t` from the rows of blocks `t` and `t + 1`, with the pivot
 that is the largest of its column in both, as LAPACK's ``gbsv`` does for band matrices. So the rows
 that are done reach to block ``t + 2``. Scratch is of float64.
+
+With ``T_t`` what a step multiplies these rows by, and ``R`` the rows that are done, the inverse is
+``R⁻¹ T_{N-1} … T_0``. Its blocks on the pattern follow from the last one to the first: ``T_t``
+changes columns ``t`` and ``t + 1`` of that product, of which rows ``t`` to ``t + 2`` are computed.
 """
 
 from __future__ import annotations
@@ -97,8 +101,11 @@ def _bring(s, n, t, to, room):
 
 @njit(_nrt=False)
 def _eliminate(room, at, rows, size, width):
-    """Eliminate the first unknowns of some rows; return whether there was a pivot for each."""
-    lanes = lane_count(room)
+    """Eliminate the first unknowns of some rows; return the sign of their exchanges.
+
+    It is 0 if an unknown is in no row, and NaN if a pivot is not finite.
+    """
+    lanes, sign = lane_count(room), 1.0
     for j in range(size):
         pivot, most = at + j * width, abs(room[at + j * width + j])
         best = pivot
@@ -107,9 +114,10 @@ def _eliminate(room, at, rows, size, width):
             if other > most:
                 best, most = at + i * width, other
         if not 0 < most < math.inf:
-            return False
+            return 0.0 if most == 0 else math.nan
         begin = j // lanes * lanes
         if best != pivot:
+            sign = -sign
             for k in range(begin, width, lanes):
                 upper, lower = load(room, pivot + k), load(room, best + k)
                 store(room, pivot + k, lower)
@@ -119,7 +127,7 @@ def _eliminate(room, at, rows, size, width):
             factor = room[row + j] / room[pivot + j]
             if factor != 0:
                 add_scaled(room, row + begin, pivot + begin, -factor, width - begin)
-    return True
+    return sign
 
 
 @njit(_nrt=False)
@@ -173,10 +181,10 @@ def solve(s, first, last, out, room):
         t, is_regular = 0, True
         while t < s.steps - 1 and is_regular:
             _bring(s, n, t + 1, (t + 1) * block, room)
-            is_regular = _eliminate(room, t * block, 2 * size, size, width)
+            is_regular = abs(_eliminate(room, t * block, 2 * size, size, width)) > 0
             _shift(room, (t + 1) * block, size, width)
             t += 1
-        is_regular = is_regular and _eliminate(room, t * block, size, size, width)
+        is_regular = is_regular and abs(_eliminate(room, t * block, size, size, width)) > 0
         clear(room, solved + s.steps * size * columns, 2 * size * columns)
         for t in range(s.steps - 1, -1, -1):
             if is_regular:
@@ -185,6 +193,121 @@ def solve(s, first, last, out, room):
             to = (t * s.series + n) * size * columns
             for k in range(size * columns):
                 out[to + k] = math.nan
+
+
+@njit(_nrt=False)
+def _factor(s, n, keeps, room):
+    """Eliminate the unknowns of a system; return the sign and logarithm of its determinant.
+
+    If it `keeps` them, upper rows of ``T_t`` stand behind rows of blocks, lower ones behind all.
+    """
+    size, width = s.size, s.width
+    block, two, sign, log_det = size * width, 2 * size, 1.0, 0.0
+    _bring(s, n, 0, 0, room)
+    _shift(room, 0, size, width)
+    for t in range(s.steps):
+        at, rows = t * block, two if t + 1 < s.steps else size
+        if t + 1 < s.steps:
+            _bring(s, n, t + 1, at + block, room)
+        for i in range(rows if keeps else 0):
+            for j in range(two):
+                room[at + i * width + 3 * size + j] = 1.0 if i == j else 0.0
+        sign *= _eliminate(room, at, rows, size, width)
+        if not abs(sign) > 0:
+            return sign, -math.inf if sign == 0 else math.nan
+        for i in range(size):
+            pivot = room[at + i * width + i]
+            sign = -sign if pivot < 0 else sign
+            log_det += math.log(abs(pivot))
+        if t + 1 < s.steps:
+            for i in range(size if keeps else 0):
+                to = s.steps * block + (t * size + i) * two
+                for j in range(two):
+                    room[to + j] = room[at + block + i * width + 3 * size + j]
+            _shift(room, at + block, size, width)
+    return sign, log_det
+
+
+@njit(nogil=True, cache=True, _nrt=False)
+def determinants(s, first, last, logs, signs, room):
+    """Write logarithms and signs of the determinants of systems `first` to ``last - 1``.
+
+    A singular matrix has sign 0, and one that is not finite NaN. Scratch is as large as for
+    :func:`solve` without columns.
+    """
+    for n in range(first, last):
+        signs[n], logs[n] = _factor(s, n, False, room)
+
+
+def inverse_scratch_size(steps: int, size: int, width: int) -> int:
+    """Return how many numbers :func:`inverses` needs: rows, lower rows of ``T_t``, two columns."""
+    return steps * size * (width + 2 * size) + 12 * size * size
+
+
+@njit(nogil=True, cache=True, _nrt=False, error_model="numpy")
+def inverses(s, first, last, grads, lower, diagonal, upper, room):
+    """Write multiples of the transposed inverses of some systems, at the places of blocks.
+
+    Parameters
+    ----------
+    s : BlockSystem
+        The systems, whose rows in scratch have room for two blocks in place of right sides.
+    first, last : int
+        Which of them.
+    grads : ndarray, shape (series,)
+        The multiples.
+    lower, diagonal, upper : ndarray, shape (steps, series, size, size)
+        The results, zeros before; empty if nobody needs them.
+    room : ndarray of float64
+        Scratch, of :func:`inverse_scratch_size`.
+    """
+    size, width, two = s.size, s.width, 2 * s.size
+    saved = s.steps * size * width
+    pair = saved + s.steps * size * two
+    out = pair + 3 * size * two
+    for n in range(first, last):
+        sign, _ = _factor(s, n, True, room)
+        g = grads[n] if abs(sign) > 0 else math.nan
+        clear(room, pair, 3 * size * two)
+        for t in range(s.steps - 1, -1, -1):
+            # Column t of what is not yet multiplied ends at row t, and below column t + 1 is known.
+            for i in range(size - 1, -1, -1):
+                row = (t * size + i) * width
+                for j in range(two):
+                    x = 1.0 if i == j else 0.0
+                    for k in range(i + 1, 3 * size):
+                        x -= room[row + k] * room[pair + k * two + j]
+                    room[pair + i * two + j] = x / room[row + i]
+            for i in range(3 * size):
+                for j in range(two):
+                    x = 0.0
+                    for k in range(size):
+                        x += room[pair + i * two + k] * room[(t * size + k) * width + 3 * size + j]
+                    for k in range(size if t + 1 < s.steps else 0):
+                        own = room[pair + i * two + size + k]
+                        x += own * room[saved + (t * size + k) * two + j]
+                    room[out + i * two + j] = x
+            if t + 1 < s.steps:
+                _add(s, n, t + 1, g, room, out + size, lower)
+                _add(s, n, t + 1, g, room, out + size * two + size, diagonal)
+            if t + 2 < s.steps:
+                _add(s, n, t + 1, g, room, out + 2 * size * two + size, upper)
+            for i in range(two):
+                for j in range(size):
+                    to = pair + (size + i) * two + j
+                    room[to], room[to + size] = 0.0, room[out + i * two + j]
+        _add(s, n, 0, g, room, out, diagonal)
+        if s.steps > 1:
+            _add(s, n, 0, g, room, out + size * two, upper)
+
+
+@njit(_nrt=False)
+def _add(s, n, t, factor, room, place, array):
+    """Add a multiple of a transposed block of two columns, if that is needed."""
+    at = (t * s.series + n) * s.size * s.size
+    for i in range(s.size if array.size > 0 else 0):
+        for j in range(s.size):
+            array[at + i * s.size + j] += factor * room[place + j * 2 * s.size + i]
 
 
 @njit(nogil=True, cache=True, _nrt=False)
