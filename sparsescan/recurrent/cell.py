@@ -299,7 +299,7 @@ class Cell(Parametrised, Fixed):
         Raises
         ------
         InputError, InputTypeError
-            If `target` or `which` is wrong.
+            If `target` or `which` is wrong, or kernels of a GPU do not compute the step.
         DeviceError
             If the target is "cuda", and Numba's CUDA target cannot be used.
 

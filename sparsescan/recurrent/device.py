@@ -51,6 +51,7 @@ def source_of(cell: CellLike, dtype: DTypeLike, *, is_backward: bool) -> str:
     """Return the text of the device functions of a cell, for one sample of a block."""
     if cell.program.further_grads:
         raise InputError(f"{cell!r} has further inputs, which kernels of a GPU do not read yet")
+    _check_maximum(cell, "target is 'cuda'", "another target")
     code, exact = cuda_program(cell.program), np.dtype(dtype)
     layout = layout_of(len(code.blocks), cell.hidden_size, exact)
     return sequence_source(code, layout, exact, 1, back=is_backward)
@@ -58,6 +59,15 @@ def source_of(cell: CellLike, dtype: DTypeLike, *, is_backward: bool) -> str:
 
 def _has_maximum(program: CellProgram) -> bool:
     return not all(each.is_linear for each in program.reductions)
+
+
+def _check_maximum(cell: CellLike, given: str, expected: str) -> None:
+    """Raise if a cell has a maximum over units, which only kernels in host memory compute."""
+    if _has_maximum(cell.program):
+        raise InputError(
+            f"{type(cell).__name__} has a maximum over units (np.max, softmax or logsumexp), and "
+            f"{given}; expected {expected}: there are no kernels of a GPU for these"
+        )
 
 
 class _Weights(NamedTuple):
@@ -121,11 +131,7 @@ class DeviceDirection:
 
     def __init__(self, cell: CellLike, layer: int, back: int, dtype: np.dtype[Any]) -> None:
         self.cell, self.layer, self.back, self.dtype = cell, layer, back, dtype
-        if _has_maximum(cell.program):
-            raise InputError(
-                f"{type(cell).__name__} has a softmax or a logsumexp, and x is on a device; "
-                "expected arrays in host memory: there are no kernels of a GPU for these"
-            )
+        _check_maximum(cell, "x is on a device", "arrays in host memory")
         self.code = code = cuda_program(cell.program)
         self.layout: LoopLayout = layout_of(len(code.blocks), cell.hidden_size, dtype)
         most = multiprocessors_of(load_cupy()).block
