@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...kernels.compile import njit
-from ...kernels.cpu.lanes import lane_count, less_or, load, number, store_some
+from ...kernels.cpu.lanes import lane_count, less_or, load, number, prefetch, store_some
 from .callers import (
     copy_some,
     further_in,
@@ -320,6 +320,22 @@ def _places(s, first, k):
 
 
 @_inline
+def _fetch(s, states, cells, place, gates):
+    """Bring the states of a step, and what is kept of it, to the second cache."""
+    row, lanes = s.samples * s.units, lane_count(s.gates)
+    for i in range(0, row, lanes):
+        prefetch(states, place + i)
+    for n in range(s.others):
+        for i in range(0, row, lanes):
+            prefetch(cells, n * s.cell_plane + place + i)
+    if s.gate_step > 0:
+        for i in range(0, s.kept_whole * row, lanes):
+            prefetch(s.gates, gates + i)
+        for i in range(s.kept_whole * row, s.kept_count * row, row):
+            prefetch(s.gates, gates + i)
+
+
+@_inline
 def _reset_row(s, first, t):
     """Return the place of the resets of a group before a step."""
     return (t + s.back) * s.batch + first
@@ -466,6 +482,9 @@ def run(s, products, x, caller, begin, end):
             _begin_step(s, first, t, before)
             given = pointer(x, row_of(s, first, t + 1) * s.block)
             h, c = pointer(s.befores, before), pointer(s.before_cells, before)
+            if k + 1 < stop:
+                _, ahead, _, gates = _places(s, first, k + 1)
+                _fetch(s, s.states, s.cells, ahead, gates)
             p = 0
             for stage in range(s.stages):
                 p = forward_products(s, products, p, stage, given, h, c)
@@ -643,6 +662,9 @@ def back(s, products, x, sums, above, below, in_further, begin, end):
             given = pointer(x, row_of(s, first, t + 1) * s.block)
             h, c = pointer(s.befores, before), pointer(s.before_cells, before)
             _take_above(s, first, above, t)
+            if k > begin:
+                _, _, ahead, gates = _places(s, first, k - 1)
+                _fetch(s, s.befores, s.before_cells, ahead, gates)
             p = 0
             for stage in range(s.stages - 1, -1, -1):
                 # What its arguments get back from the stages behind it.
