@@ -7,6 +7,7 @@
 
 from ..ops.kalman import Filtered, Smoothed
 from .likelihood import LikelihoodGrads, log_likelihood, log_likelihood_vjp
+from .sampling import Samples, sample
 from .smoothing import kalman_filter, kalman_smoother
 from .solving import (
     BandedGrads,
@@ -24,11 +25,13 @@ __all__ = [
     "BlockTridiagonalGrads",
     "Filtered",
     "LikelihoodGrads",
+    "Samples",
     "Smoothed",
     "kalman_filter",
     "kalman_smoother",
     "log_likelihood",
     "log_likelihood_vjp",
+    "sample",
     "slogdet_block_tridiagonal",
     "slogdet_block_tridiagonal_vjp",
     "solve_banded",

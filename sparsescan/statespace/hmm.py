@@ -23,6 +23,7 @@ from ..ops import hmm as ops
 from ..ops.operation import ranges_of, share_out
 from ..symbolic.pattern import Pattern
 from .likelihood import read_grads, read_in_host_memory
+from .sampling import lead_of
 
 __all__ = [
     "HiddenMarkovGrads",
@@ -31,6 +32,7 @@ __all__ = [
     "log_likelihood",
     "log_likelihood_vjp",
     "posteriors",
+    "sample",
     "viterbi",
 ]
 
@@ -307,6 +309,91 @@ def viterbi(log_emissions: ArrayLike, **model: Any) -> Path:
         tasks = [partial(call, ends) for ends in ranges_of(series)]
         share_out(Calls(), ops.work_of(chain), tasks)
     return Path(path, found) if has_series else Path(path[:, 0], found[0])
+
+
+def sample(
+    steps: int,
+    series: int | None = None,
+    *,
+    initial: ArrayLike,
+    transition: Any,
+    pattern: Pattern | None = None,
+    rng: np.random.Generator | int | None = None,
+) -> Array:
+    """Draw states of a hidden Markov model; observations are drawn given them.
+
+    Probabilities that do not sum to 1 are divided by their sum.
+
+    Parameters
+    ----------
+    steps : int
+        How many steps to draw.
+    series : int, optional
+        How many series to draw, which are independent; one, without an axis, by default.
+    initial, transition, pattern
+        As :func:`log_likelihood` takes them.
+    rng : numpy.random.Generator or int, optional
+        Where random numbers come from, or a seed of a new generator. By default each call draws
+        others.
+
+    Returns
+    -------
+    ndarray of int64, shape (steps, series)
+        The states.
+
+    Raises
+    ------
+    InputError
+        As :func:`log_likelihood`, if a number of steps or series is negative, and if a series
+        comes to a state from which no transition is possible.
+    InputTypeError, DeviceError
+        As :func:`log_likelihood`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sparsescan.statespace import hmm
+    >>> turn = np.array([[0.0, 1.0], [1.0, 0.0]])
+    >>> states = hmm.sample(5, initial=np.array([1.0, 0.0]), transition=turn)
+    >>> states
+    array([0, 1, 0, 1, 0])
+    >>> observations = np.random.default_rng(0).normal(np.array([-1.0, 1.0])[states])
+    """
+    rng, shape = np.random.default_rng(rng), lead_of(steps, series)
+    first = read_in_host_memory("initial", initial)
+    e = np.broadcast_to(np.zeros((), first.dtype), (*shape, first.shape[-1] if first.ndim else 0))
+    (_, first, a, _), form, has_series = _read_all(e, initial, transition, pattern, None)
+    count, states = shape[-1] if has_series else 1, first.shape[-1]
+    own = np.arange(count)
+    with Allocating("the states"):
+        found = np.empty((steps, count), np.int64)
+        uniform = rng.random((steps, count, 1))
+        for t in range(steps):
+            rows = np.broadcast_to(first, (count, states))
+            if t > 0:
+                step = np.broadcast_to(a[min(t, len(a)) - 1], (count, *a.shape[2:]))
+                rows = _rows(form.pattern, step, own, found[t - 1], states)
+            ends = np.cumsum(rows, -1, np.float64)
+            if not ((ends[:, -1] > 0) & (ends[:, -1] < np.inf)).all():
+                raise InputError(
+                    f"probabilities of step {t} sum to {ends[:, -1].min():g} for a series; "
+                    "expected a finite number above 0"
+                )
+            # No number reaches the last end, so no state of probability 0 is drawn.
+            at = np.minimum(uniform[t] * ends[:, -1:], np.nextafter(ends[:, -1:], 0))
+            found[t] = (ends <= at).sum(-1)
+    return found if has_series else found[:, 0]
+
+
+def _rows(pattern: Pattern | None, step: Array, own: Array, old: Array, states: int) -> Array:
+    """Return the probabilities of the next states of series, given those before."""
+    if pattern is None:
+        return step[own, old]
+    rows = np.zeros((len(old), states), step.dtype)
+    for n, state in enumerate(old):
+        begin, end = pattern.indptr[state : state + 2]
+        rows[n, pattern.indices[begin:end]] = step[n, begin:end]
+    return rows
 
 
 def _named(log_emissions: Any, model: dict[str, Any]) -> tuple[Any, ...]:
