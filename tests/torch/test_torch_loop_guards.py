@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 import queue
+import subprocess
 import sys
 import types
 import weakref
@@ -410,3 +411,22 @@ def test_profilers_stay() -> None:
     profiler.disable()
     assert sys.getprofile() is begun
     assert explain(ours, *sequence(12)).is_captured is (begun is None)
+
+
+FIRST = """
+import torch
+from sparsescan.torch import explain, loop
+cell = torch.nn.GRUCell(3, 4)
+def run(x):
+    h = torch.zeros(2, 4)
+    for row in x:
+        h = cell(row, h)
+    return h
+print(explain(loop(run), torch.randn(20, 2, 3)))
+"""
+
+
+def test_imports_of_pytorch_are_no_effects() -> None:
+    """Its tracer is imported at the first call of a process, and reads the number of that."""
+    found = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
+    assert "kernels run the carries" in found.stdout, found

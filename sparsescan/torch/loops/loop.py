@@ -377,6 +377,8 @@ class _Effects:
             paths.append(frame.f_code.co_filename)
             frame = frame.f_back
         is_import = any(each.startswith("<frozen importlib") for each in paths)
+        # A module of PyTorch may run code of other packages as it is imported.
+        is_import |= frame is not None and frame.f_code.co_name == "<module>"
         return is_import or all(map(is_standard, paths))
 
 
