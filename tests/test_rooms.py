@@ -156,6 +156,7 @@ TORCH = {
     *("_len_torch_function_stack", "_top_saved_tensors_default_hooks", "_will_engine_execute_node"),
     *("_functorch", "_vmapmode_increment_nesting", "_vmapmode_decrement_nesting"),
     *("_add_batch_dim", "_is_fwd_grad_enabled", "_remove_batch_dim", "_schema"),
+    *("_cache_enabled", "_disable_dynamo"),
 }
 # As Python's own modules do after a fork.
 THREADING = {"_at_fork_reinit"}

@@ -21,6 +21,7 @@ from torch import Tensor
 from ...capture.equations import NotCaptured
 from ..capture.trace import FOLDERS
 
+_Cached: type[Any] = type(functools.cache(len))
 _MOST = 20_000
 _STANDARD = str(Path(random.__file__).parent)
 _NUMPY = str(Path(np.__file__).parent)
@@ -151,7 +152,7 @@ class Snapshot:
         elif isinstance(each, types.MappingProxyType):
             yield dict(each)
         elif not isinstance(each, types.ModuleType):
-            if isinstance(each, functools._lru_cache_wrapper):
+            if isinstance(each, _Cached):
                 # What a trace has put into it are tensors without numbers.
                 self.marks += each.cache_info()[1:]
                 self._undo.append(each.cache_clear)
