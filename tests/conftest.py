@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rest",
         action="store_true",
-        help="slow tests that a run without options leaves out, and a quarter of the long runs",
+        help="slow tests, but those before a release, and a quarter of the long runs",
     )
     parser.addoption(
         "--explore",
@@ -82,6 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
     if config.getoption("--rest"):
         left = [item for item in items if is_slow(item) or child_tests.takes_more(item)]
+        left = [item for item in left if not item.get_closest_marker("release")]
     elif any(config.getoption(name) for name in ("--all", "--explore", "-m")):
         left = items
     else:
@@ -98,7 +99,7 @@ def turn_of(item: pytest.Item) -> int:
 
 
 def is_slow(item: pytest.Item) -> bool:
-    return item.get_closest_marker("slow") is not None
+    return any(item.get_closest_marker(name) for name in ("slow", "release"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -82,6 +82,10 @@ def test_more_seeds(seeds):
 @pytest.mark.slow
 def test_only():
     pass
+
+@pytest.mark.release
+def test_release():
+    pass
 """
 
 # Which notes its seeds and cases, with the number of ranks.
@@ -154,10 +158,12 @@ def test_the_rest_is_what_all_adds(tmp_path: Path) -> None:
         only |= {f"{test}[3 ranks]" for test in of_children}
         tests |= {f"{test}[2 ranks]" for test in of_children}
     only |= {f"mpi_probe.py::test_only[{ranks} ranks]" for ranks in (2, 3)}
+    release = {f"mpi_probe.py::test_release[{ranks} ranks]" for ranks in (2, 3)}
+    release.add("test_probe.py::test_release")
     for options, expected in (
         ([], alike | more),
         (["--rest"], more | only),
-        (["--all"], alike | more | only),
+        (["--all"], alike | more | only | release),
     ):
         # All of their names have "test" in them.
         printed = run_pytest(tmp_path, "--collect-only", "-q", "-k", "test", *options)

@@ -73,6 +73,7 @@ class Wish(NamedTuple):
     samples: int | None = None
     steps: int | None = None
     shortest: int = 1
+    has_layers: bool = True
 
 
 def _steps(rng: np.random.Generator, wish: Wish) -> int:
@@ -108,6 +109,8 @@ def recurrent(rng: np.random.Generator, wish: Wish) -> Problem:
     inputs, units, layers, both = 2, 3, int(rng.integers(1, 3)), bool(rng.integers(2))
     if name == "ByHeads":
         units = 6
+    if not wish.has_layers:
+        layers, both = 1, False
     if OTHERS.get(name) in (Leaky, Elementwise):  # they read inputs elementwise
         inputs, layers, both = units, 1, False
     steps, batch = _steps(rng, wish), _samples(rng, wish)

@@ -386,14 +386,18 @@ FORMS += [
 ]
 
 
-# By default one in so many.
+# By default one in so many, and in the rest one in four.
 SAMPLE = 16
 
 
 @pytest.mark.parametrize(
     "form",
     [
-        pytest.param(form, id=form[0].split()[0], marks=[pytest.mark.slow] * bool(k % SAMPLE))
+        pytest.param(
+            form,
+            id=form[0].split()[0],
+            marks=[pytest.mark.release if k % 4 else pytest.mark.slow] * bool(k % SAMPLE),
+        )
         for k, form in enumerate(FORMS)
     ],
 )

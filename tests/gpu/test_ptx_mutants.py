@@ -197,7 +197,7 @@ def is_told(program: Program, number: int, right: list[int]) -> bool:
         return True
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_what_launches_tell_is_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """With other versions of Numba or NVVM there may be other instructions: then by shares."""
     counted, table = table_of(run(monkeypatch)), json.loads(TABLE.read_text())

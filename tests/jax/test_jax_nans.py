@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from fresh_python import run_python
+from sampling import slow
 
 # JAX keeps fast calls that do not look, so each setting has a process of its own.
 CALLS = """
@@ -54,7 +55,7 @@ for call in finite:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("jax_debug_nans", "np.nan"), ("jax_debug_infs", "np.inf")]
+    ("setting", "value"), [("jax_debug_nans", "np.nan"), *slow(("jax_debug_infs", "np.inf"))]
 )
 def test_values_that_are_not_finite(setting: str, value: str, tmp_path: Path) -> None:
     run_python(CALLS.replace("SETTING", repr(setting)).replace("VALUE", value), tmp_path)

@@ -14,7 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from network_oracle import autograd_of
 from plain_networks import plain_run, truncated_grads
-from sampling import examples
+from sampling import examples, slow
 from some_cells import CELLS, Driven, Unread
 from test_resets import F4, F8, arguments_of, close, made, results_of, rows_for, with_states
 
@@ -152,7 +152,7 @@ def test_errors_name_truncate() -> None:
 # -- All states ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [F8, F4], ids=str)
+@pytest.mark.parametrize("dtype", [F8, *slow(F4)], ids=str)
 @settings(max_examples=examples(60), deadline=None)
 @given(seeds)
 def test_outputs_are_all_states(dtype: Any, seed: int) -> None:

@@ -163,7 +163,7 @@ class ChildFile(pytest.File):
 
 def marks_of(nodes: list[ast.expr]) -> list[pytest.Mark]:
     """Return the marks among some decorators whose arguments are literals."""
-    names = tuple(f"pytest.mark.{name}" for name in ("ranks", "slow", "cudasim"))
+    names = tuple(f"pytest.mark.{name}" for name in ("ranks", "slow", "release", "cudasim"))
     texts = [text for text in map(ast.unparse, nodes) if text.startswith(names)]
     return [eval(text, {"pytest": pytest}).mark for text in texts]
 
