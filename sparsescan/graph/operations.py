@@ -352,17 +352,17 @@ def _parts(vector: Node) -> tuple[Node, ...]:
     return vector.arguments if vector.operation == "joined" else (vector,)
 
 
-def _concatenate(vectors: Sequence[Any], axis: int = 0) -> Node:
+def _concatenate(vectors: Sequence[Any], axis: int = 0, **options: Any) -> Node:
     nodes = [*map(as_node, vectors)]
-    if axis not in (0, -1) or any(value_of(each) is not None for each in nodes):
-        refuse("a concatenation of numbers, or along other axes", "np.concatenate([a, b])")
+    if options or axis not in (0, -1) or any(value_of(each) is not None for each in nodes):
+        refuse("a concatenation of numbers, or with other arguments", "np.concatenate([a, b])")
     return joined(nodes)
 
 
-def _split(vector: Node, sections: int, axis: int = 0) -> list[Node]:
-    """Return equal sections of a vector of several parts."""
-    parts = _parts(vector)
-    count = sections if isinstance(sections, int) and sections > 0 else 0
+def _split(vector: Node, indices_or_sections: Any, axis: int = 0) -> list[Node]:
+    """Return equal sections of a vector of several parts; arguments are NumPy's."""
+    parts, sections = _parts(vector), indices_or_sections
+    count = int(sections) if isinstance(sections, (int, np.integer)) and sections > 0 else 0
     if axis not in (0, -1) or not count or len(parts) % count:
         refuse(
             f"a split, into {short(sections)}, of {len(parts)} times as many numbers as units",

@@ -227,6 +227,10 @@ REFUSED = {
         "a concatenation of numbers",
         "np.concatenate([a, b])",
     ),
+    "return np.split(np.concatenate([h, h], dtype=float), 2)[0]": (
+        "a concatenation of numbers, or with other arguments",
+        "np.concatenate([a, b])",
+    ),
     "return np.split(np.concatenate([h, h]).mean(heads=2), 2)[0]": (
         "the mean of heads of 2 vectors",
         "it for each of them",
@@ -1031,7 +1035,7 @@ class _Split(_Gated):
     def step(self, x: Any, h: Any) -> Any:
         whole = sigmoid((self.weight_ih(x) + self.weight_hh(h)) * self.scale)
         first, g = np.split(np.concatenate([whole, h]), 2)
-        (i, f), (g, _) = np.split(first, 2), np.split(g, 2, axis=-1)
+        (i, f), (g, _) = np.split(first, np.int64(2)), np.split(g, indices_or_sections=2, axis=-1)
         return f * h + i * g
 
 
