@@ -332,7 +332,7 @@ def analyse(
         row_grads=tuple(map(grads.get, rows)),
         input_grad=grads.get(INPUT),
         further_grads=tuple(map(grads.get, inputs[1:])),
-        uses_input=INPUT in topological([*step.outputs, *needed]),
+        uses_input=INPUT in topological([*step.outputs, *apart.values(), *needed]),
         names=step.names,
         traced=tuple(outputs),
         partial=partial or {},

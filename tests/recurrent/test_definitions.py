@@ -315,6 +315,19 @@ def test_what_a_step_returns(line: str, message: str) -> None:
         define_step(line)
 
 
+def test_a_sum_of_the_input_reads_a_number_for_each_unit() -> None:
+    """No other number of the step is one of the input."""
+    drawn = define("""\
+        class C(Cell):
+            weight_hh = Hidden()
+
+            def step(self, x, h):
+                return np.tanh(np.mean(x + h) - self.weight_hh(h))
+    """)
+    with pytest.raises(InputError, match="input_size is 3 and hidden_size 8; expected equal ones"):
+        drawn(3, 8)
+
+
 def test_errors_of_a_step_stay_what_they_are() -> None:
     with pytest.raises(ZeroDivisionError):
         define_step("return h * (1 / 0)")
