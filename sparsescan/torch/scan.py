@@ -96,7 +96,7 @@ def _run(combine_fn: Step, init: Any, xs: Any, dim: int, reverse: bool) -> tuple
 
 
 # Unlike `torch.compiler.disable`, this does not import the compiler, which takes a second.
-_uncompiled: Callable[..., tuple[Any, Any]] = torch._disable_dynamo(_run)
+_uncompiled: Any = torch._disable_dynamo(_run)  # type: ignore[attr-defined]
 
 
 def explained(combine_fn: Step, init: Any, xs: Any, dim: int = 0) -> Explanation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,8 +87,8 @@ def simulate(
     True
     """
     if torch.compiler.is_compiling():
-        states = _uncompiled(sim, u0, params, steps=steps, dt=dt, last=last, **options)
-        return cast(Tensor, states)
+        states: Tensor = _uncompiled(sim, u0, params, steps=steps, dt=dt, last=last, **options)
+        return states
     if not isinstance(sim, ImplicitSteps | TimeSteps):
         raise InputTypeError(f"sim is {short(sim)}; expected ImplicitSteps or TimeSteps")
     if not isinstance(u0, Tensor):
@@ -111,7 +111,8 @@ def simulate(
     return found
 
 
-_uncompiled = torch._disable_dynamo(simulate)  # which does not import the compiler
+# Unlike `torch.compiler.disable`, this does not import the compiler, which takes a second.
+_uncompiled: Any = torch._disable_dynamo(simulate)  # type: ignore[attr-defined]
 
 
 def _array(leaf: Any) -> Any:
