@@ -44,7 +44,7 @@ def sample(
 
     Noise is drawn by a symmetric root of each covariance, so covariances may be singular. Only
     their symmetric part counts, as in :func:`log_likelihood`. The steps are an
-    :func:`affine_scan`.
+    :func:`sparsescan.affine_scan`.
 
     Parameters
     ----------

@@ -85,6 +85,14 @@ def changed_heads(h: Tensor, x: Tensor) -> Tensor:
     return h
 
 
+def changed_shape(h: Tensor, x: Tensor) -> Tensor:
+    h = h + x
+    view = h[:, :2]
+    h.unsqueeze_(1)
+    view.add_(1)
+    return h.squeeze(1)
+
+
 def detached(h: Tensor, x: Tensor) -> Tensor:
     h = h + x
     part = h.detach()
@@ -171,6 +179,7 @@ CAPTURED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 # What may stay a loop, but is no other number: parts of a state, casts that cut digits off.
 ANY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "changed shape": changed_shape,
     "chunk": lambda h, x: torch.cat([h.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1),
     "split": lambda h, x: torch.cat([*h.split(2, 1)][::-1], 1) + x,
     "split sizes": lambda h, x: torch.cat([*torch.split(h, [1, 2, 3], -1)][::-1], -1) + x,

@@ -174,6 +174,9 @@ class _Functional:
         """Return what is in a tensor after a node that changes it."""
         name, target = _name(node), node.target
         assert isinstance(target, OpOverload)
+        # Such as `unsqueeze_`: other views of its memory stay as they are.
+        if torch.Tag.inplace_view in target.tags:
+            raise _Refused
         here, like = self.current(own), _tensor(own)
         given: Any = map_arg(node.args[1:], self.current)
         kwargs: Any = map_arg(node.kwargs, self.current)
