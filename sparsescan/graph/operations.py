@@ -122,7 +122,7 @@ class Node:
         name, is_whole = getattr(function, "__name__", ""), len(given) == 3 and not options
         if name in ("sum", "mean", "norm", "max", "amax"):
             return _reduced(name, *given, **options)
-        if name in ("concatenate", "split"):
+        if name in _JOINING:
             return _JOINING[name](*given, **options)
         if name == "where" and is_whole:
             return apply("where", *given)

@@ -71,10 +71,12 @@ def whole(given: Mapping[str, Any]) -> list[Any]:
     return arrays
 
 
-def mirrored(xp: Functions, upper: Any) -> Any:
-    """Return what is below the diagonal of a symmetric matrix."""
-    turned = xp.moveaxis(upper, -1, -2)
-    return xp.concat([turned[:1], turned[:-1]], 0)
+def below(lower: Any, upper: Any, concatenate: Any) -> Any:
+    """Return blocks below the diagonal: if there are none, those of a symmetric matrix."""
+    if lower is not None:
+        return lower
+    turned = upper.swapaxes(-1, -2)
+    return concatenate([turned[:1], turned[:-1]], 0)
 
 
 # -- Band matrices ---------------------------------------------------------------------------------
@@ -156,7 +158,7 @@ def _padded(count: int) -> int:
 
 def _solve(calls: Calls, system: BlockSystem, out: Array) -> None:
     """Write solutions, each range of series by a task."""
-    count = kernels.scratch_size(*system[:1], *system[2:5])
+    count = kernels.scratch_size(system)
 
     def call(ends: tuple[int, int]) -> None:
         room = calls.borrow(count, np.float64)
@@ -215,7 +217,7 @@ def _factor(calls: Calls, given: Sequence[Any], more: int, kernel: Any, *arrays:
     steps, series, size, _ = given[1].shape
     system = _read(Form(), [*given, np.empty((steps, series, size, 0), given[1].dtype)])
     system = system._replace(width=_padded(3 * size + more))
-    count = kernels.inverse_scratch_size(steps, size, system.width)
+    count = kernels.inverse_scratch_size(system)
 
     def call(ends: tuple[int, int]) -> None:
         room = calls.borrow(count, np.float64)
@@ -404,7 +406,7 @@ LOG_DETERMINANT = Operation(
 def solve(xp: Functions, given: Mapping[str, Any]) -> Any:
     """Return the solutions of arguments by their names, by the functions of a library."""
     lower, diagonal, upper, b = whole(given)
-    lower = mirrored(xp, upper) if lower is None else lower
+    lower = below(lower, upper, xp.concat)
     (found,) = xp.run(SOLVE, Form(), lower, diagonal, upper, b)
     return found.reshape(tuple(given["b"].shape))
 
@@ -417,7 +419,7 @@ def solve_banded(xp: Functions, l_and_u: Any, ab: Any, b: Any) -> Any:
     lower, diagonal, upper = (
         xp.take(flat, each.reshape(-1), 0).reshape(steps, 1, size, size) for each in places
     )
-    sides = b.reshape(shape[0], -1) if shape[0] else b.reshape(0, math.prod(shape[1:]))
+    sides = b.reshape(shape[0], math.prod(shape[1:]))
     more = xp.filled(b, (steps * size - shape[0], sides.shape[1]), 0)
     sides = xp.concat([sides, more], 0).reshape(steps, 1, size, sides.shape[1])
     (found,) = xp.run(SOLVE, Form(), lower, diagonal, upper, sides)
@@ -427,7 +429,7 @@ def solve_banded(xp: Functions, l_and_u: Any, ab: Any, b: Any) -> Any:
 def slogdet(xp: Functions, given: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return signs and logarithms of determinants of arguments by their names."""
     lower, diagonal, upper = whole(given)
-    lower = mirrored(xp, upper) if lower is None else lower
+    lower = below(lower, upper, xp.concat)
     log_det, sign = xp.run(LOG_DETERMINANT, (), lower, diagonal, upper)
     has_series = len(given["diagonal"].shape) == 4
     return (sign, log_det) if has_series else (sign[0], log_det[0])

@@ -122,7 +122,7 @@ def _noise(rng: np.random.Generator, name: str, covariance: Array, shape: tuple[
     p = covariance.astype(np.float64)
     if not np.isfinite(p).all():
         raise InputError(f"{name} has numbers that are not finite")
-    values, vectors = np.linalg.eigh((p + p.mT) / 2)
+    values, vectors = np.linalg.eigh((p + p.swapaxes(-1, -2)) / 2)
     rounding = 8 * p.shape[-1] * np.finfo(covariance.dtype).eps
     if (values < -rounding * np.abs(values).max(-1, keepdims=True)).any():
         raise InputError(f"{name} has an eigenvalue of {values.min():g}; expected none below 0")

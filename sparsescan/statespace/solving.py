@@ -355,9 +355,7 @@ def _read_blocks(
     given = ops.whole(arrays)
     dtype = np.result_type(*[each.dtype for each in given if each is not None])
     with Allocating("copies of arrays"):
-        if lower is None:
-            turned = given[2].swapaxes(-1, -2)
-            given[0] = np.concatenate([turned[:1], turned[:-1]])
+        given[0] = ops.below(given[0], given[2], np.concatenate)
         return [for_kernels(each, dtype) for each in given], lower is None
 
 

@@ -13,7 +13,7 @@ from ..capture.equations import NotCaptured, Value
 from ..capture.loop import Body, Explanation, Plan, plan
 from ..capture.run import execute
 from ..errors import InputError, InputTypeError, short
-from .calls.direct import is_eager, is_transformed
+from .calls.direct import is_eager, is_transformed, uncompiled
 from .capture.equations import kind_of
 from .capture.graphs import read_graph
 from .capture.run import TorchRunner
@@ -95,8 +95,7 @@ def _run(combine_fn: Step, init: Any, xs: Any, dim: int, reverse: bool) -> tuple
     return _Loop(combine_fn, init, xs, dim, reverse).run()
 
 
-# Unlike `torch.compiler.disable`, this does not import the compiler, which takes a second.
-_uncompiled: Any = torch._disable_dynamo(_run)  # type: ignore[attr-defined]
+_uncompiled = uncompiled(_run)
 
 
 def explained(combine_fn: Step, init: Any, xs: Any, dim: int = 0) -> Explanation:

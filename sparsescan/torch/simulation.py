@@ -13,7 +13,7 @@ from ..errors import DeviceError, InputError, InputTypeError, short
 from ..simulate import ImplicitSteps, TimeSteps
 from ..simulate.params import Leaves
 from ..simulate.run import Run
-from .calls.direct import is_mapped
+from .calls.direct import is_mapped, uncompiled
 from .calls.once import Once, as_batch
 
 _REVERSE = (
@@ -111,8 +111,7 @@ def simulate(
     return found
 
 
-# Unlike `torch.compiler.disable`, this does not import the compiler, which takes a second.
-_uncompiled: Any = torch._disable_dynamo(simulate)  # type: ignore[attr-defined]
+_uncompiled = uncompiled(simulate)
 
 
 def _array(leaf: Any) -> Any:

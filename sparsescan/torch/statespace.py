@@ -222,7 +222,7 @@ def solve_block_tridiagonal(
     tensor([-2.2500, -4.0000, -2.2500])
     """
     given = {"lower": lower, "diagonal": diagonal, "upper": upper, "b": b}
-    check_tensors({"diagonal": diagonal, **given}, ("lower",))
+    check_tensors(given, ("lower",))
     found: Tensor = tridiagonal.solve(FUNCTIONS, given)
     return found
 
@@ -259,7 +259,7 @@ def slogdet_block_tridiagonal(
     (tensor(1.), tensor(2.0794))
     """
     given = {"lower": lower, "diagonal": diagonal, "upper": upper}
-    check_tensors({"diagonal": diagonal, **given}, ("lower",))
+    check_tensors(given, ("lower",))
     found: tuple[Tensor, Tensor] = tridiagonal.slogdet(FUNCTIONS, given)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import jax
@@ -276,6 +277,28 @@ def test_jax_has_all_derivatives_and_maps() -> None:
     )
 
 
+def test_long_systems_take_memory_for_their_blocks_alone() -> None:
+    """A dense matrix of so many unknowns would have 36 GB."""
+    rng = np.random.default_rng(0)
+    lower, diagonal, upper = rng.normal(size=(3, 22_000, 3, 3))
+    diagonal += 6 * np.eye(3)
+    b = rng.normal(size=(22_000, 3))
+    tracemalloc.start()
+    try:
+        x = solve_block_tridiagonal(lower, diagonal, upper, b)
+        found = solve_block_tridiagonal_vjp(lower, diagonal, upper, x=x, grads=b)
+        logs = slogdet_block_tridiagonal_vjp(lower, diagonal, upper)
+        assert tracemalloc.get_traced_memory()[1] < 40 * lower.nbytes
+    finally:
+        tracemalloc.stop()
+    left = (diagonal @ x[..., None])[..., 0] - b
+    left[1:] += (lower[1:] @ x[:-1, :, None])[..., 0]
+    left[:-1] += (upper[:-1] @ x[1:, :, None])[..., 0]
+    assert np.abs(left).max() < 1e-12
+    np.testing.assert_allclose(found.diagonal, -found.b[..., None] * x[:, None], rtol=1e-12)
+    assert np.isfinite(logs.diagonal).all()
+
+
 def test_nothing_to_solve() -> None:
     none = np.empty((0, 2, 2))
     assert solve_block_tridiagonal(none, none, none, np.empty((0, 2))).shape == (0, 2)
@@ -298,6 +321,12 @@ def test_a_singular_matrix() -> None:
         solve_banded((0, 0), np.array([[1.0, np.nan]]), np.ones(2))
     tensors = torch.zeros(3, 1, 1), torch.zeros(3, 1, 1), torch.ones(3, 1)
     assert of_torch.solve_block_tridiagonal(None, *tensors).isnan().all()
+    assert np.isnan(of_jax.solve_block_tridiagonal(None, zeros, zeros, ones)).all()
+    mixed = torch.zeros(3, 1, 1).double(), torch.zeros(3, 1, 1), torch.ones(3, 1)
+    with pytest.raises(
+        InputTypeError, match=r"upper has dtype torch.float32, diagonal torch.float64"
+    ):
+        of_torch.solve_block_tridiagonal(None, *mixed)
     assert slogdet_block_tridiagonal(None, zeros, zeros) == (0, -np.inf)
     assert np.isnan(slogdet_block_tridiagonal(None, zeros + np.inf, zeros)).all()
     with pytest.raises(SingularMatrixError, match="the matrix of series 0 is singular"):

@@ -27,7 +27,11 @@ NILE = np.array(
 def covariances(rng: np.random.Generator, *shape: int) -> Array:
     """Return covariances that are not quite symmetric."""
     root, other = rng.standard_normal((2, *shape, shape[-1]))
-    return root @ root.mT + 0.3 * np.eye(shape[-1]) + (other - other.mT) / 10
+    return (
+        root @ root.swapaxes(-1, -2)
+        + 0.3 * np.eye(shape[-1])
+        + (other - other.swapaxes(-1, -2)) / 10
+    )
 
 
 def drawn(rng: np.random.Generator, steps: int) -> tuple[Array, dict[str, Array]]:

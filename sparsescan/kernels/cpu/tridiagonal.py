@@ -56,9 +56,20 @@ class BlockSystem(NamedTuple):
     b: Array
 
 
-def scratch_size(steps: int, size: int, columns: int, width: int) -> int:
+def scratch_size(s: BlockSystem) -> int:
     """Return how many numbers :func:`solve` needs as scratch: rows of blocks, and solutions."""
-    return steps * size * width + (steps + 2) * size * columns
+    return s.steps * s.size * s.width + (s.steps + 2) * s.size * s.columns
+
+
+def inverse_scratch_size(s: BlockSystem) -> int:
+    """Return how many numbers :func:`inverses` needs: rows, lower rows of ``T_t``, two columns."""
+    return s.steps * s.size * (s.width + 2 * s.size) + 12 * s.size * s.size
+
+
+@njit(_nrt=False, forceinline=True)
+def _place(s, t, n, in_series):
+    """Return where the block of a step and a series begins."""
+    return t * (in_series * s.series or s.size * s.size) + n * in_series
 
 
 @njit(_nrt=False, forceinline=True)
@@ -73,26 +84,19 @@ def _read(array, at, is_turned, size, to, width, room):
 @njit(_nrt=False)
 def _bring(s, n, t, to, room):
     """Copy the rows of a block to scratch, where column 0 is that of block ``t - 1``."""
-    size, square, width = s.size, s.size * s.size, s.width
+    size, width, is_turned = s.size, s.width, s.is_turned
     clear(room, to, size * width)
     ahead, here, behind = s.in_series
-    # Blocks of the transpose are those of the neighbours.
-    if s.is_turned:
-        if t > 0:
-            at = (t - 1) * (behind * s.series or square) + n * behind
-            _read(s.upper, at, True, size, to, width, room)
-        if t + 1 < s.steps:
-            at = (t + 1) * (ahead * s.series or square) + n * ahead
-            _read(s.lower, at, True, size, to + 2 * size, width, room)
-    else:
-        if t > 0:
-            at = t * (ahead * s.series or square) + n * ahead
-            _read(s.lower, at, False, size, to, width, room)
-        if t + 1 < s.steps:
-            at = t * (behind * s.series or square) + n * behind
-            _read(s.upper, at, False, size, to + 2 * size, width, room)
-    at = t * (here * s.series or square) + n * here
-    _read(s.diagonal, at, s.is_turned, size, to + size, width, room)
+    below, above, row_below, row_above = s.lower, s.upper, t, t
+    if is_turned:  # blocks of the transpose are those of the neighbours
+        below, above, row_below, row_above = s.upper, s.lower, t - 1, t + 1
+        ahead, behind = behind, ahead
+    if t > 0:
+        _read(below, _place(s, row_below, n, ahead), is_turned, size, to, width, room)
+    if t + 1 < s.steps:
+        place = _place(s, row_above, n, behind)
+        _read(above, place, is_turned, size, to + 2 * size, width, room)
+    _read(s.diagonal, _place(s, t, n, here), is_turned, size, to + size, width, room)
     at = (t * s.series + n) * size * s.columns
     for i in range(size):
         for j in range(s.columns):
@@ -157,6 +161,36 @@ def _substitute(s, room, t, n, solved, out):
             out[to + i * columns + j] = x
 
 
+@njit(_nrt=False)
+def _factor(s, n, keeps, room):
+    """Eliminate the unknowns of a system; return the sign of exchanges, as :func:`_eliminate`.
+
+    If it `keeps` them, upper rows of ``T_t`` stand behind rows of blocks, lower ones behind all.
+    """
+    size, width = s.size, s.width
+    block, two, sign = size * width, 2 * size, 1.0
+    # A row of a block begins with the columns of the block before it, until it is shifted.
+    _bring(s, n, 0, 0, room)
+    _shift(room, 0, size, width)
+    for t in range(s.steps):
+        at, rows = t * block, two if t + 1 < s.steps else size
+        if t + 1 < s.steps:
+            _bring(s, n, t + 1, at + block, room)
+        for i in range(rows if keeps else 0):
+            for j in range(two):
+                room[at + i * width + 3 * size + j] = 1.0 if i == j else 0.0
+        sign *= _eliminate(room, at, rows, size, width)
+        if not abs(sign) > 0:
+            return sign
+        if t + 1 < s.steps:
+            for i in range(size if keeps else 0):
+                to = s.steps * block + (t * size + i) * two
+                for j in range(two):
+                    room[to + j] = room[at + block + i * width + 3 * size + j]
+            _shift(room, at + block, size, width)
+    return sign
+
+
 @njit(nogil=True, cache=True, _nrt=False)
 def solve(s, first, last, out, room):
     """Solve systems `first` to ``last - 1``; NaN where a matrix is singular.
@@ -172,60 +206,17 @@ def solve(s, first, last, out, room):
     room : ndarray of float64
         Scratch, of :func:`scratch_size`.
     """
-    size, columns, width = s.size, s.columns, s.width
-    block, solved = size * width, s.steps * size * width
+    count, solved = s.size * s.columns, s.steps * s.size * s.width
     for n in range(first, last):
-        # A row of a block begins with the columns of the block before it, until it is shifted.
-        _bring(s, n, 0, 0, room)
-        _shift(room, 0, size, width)
-        t, is_regular = 0, True
-        while t < s.steps - 1 and is_regular:
-            _bring(s, n, t + 1, (t + 1) * block, room)
-            is_regular = abs(_eliminate(room, t * block, 2 * size, size, width)) > 0
-            _shift(room, (t + 1) * block, size, width)
-            t += 1
-        is_regular = is_regular and abs(_eliminate(room, t * block, size, size, width)) > 0
-        clear(room, solved + s.steps * size * columns, 2 * size * columns)
+        is_regular = abs(_factor(s, n, False, room)) > 0
+        clear(room, solved + s.steps * count, 2 * count)
         for t in range(s.steps - 1, -1, -1):
             if is_regular:
                 _substitute(s, room, t, n, solved, out)
                 continue
-            to = (t * s.series + n) * size * columns
-            for k in range(size * columns):
+            to = (t * s.series + n) * count
+            for k in range(count):
                 out[to + k] = math.nan
-
-
-@njit(_nrt=False)
-def _factor(s, n, keeps, room):
-    """Eliminate the unknowns of a system; return the sign and logarithm of its determinant.
-
-    If it `keeps` them, upper rows of ``T_t`` stand behind rows of blocks, lower ones behind all.
-    """
-    size, width = s.size, s.width
-    block, two, sign, log_det = size * width, 2 * size, 1.0, 0.0
-    _bring(s, n, 0, 0, room)
-    _shift(room, 0, size, width)
-    for t in range(s.steps):
-        at, rows = t * block, two if t + 1 < s.steps else size
-        if t + 1 < s.steps:
-            _bring(s, n, t + 1, at + block, room)
-        for i in range(rows if keeps else 0):
-            for j in range(two):
-                room[at + i * width + 3 * size + j] = 1.0 if i == j else 0.0
-        sign *= _eliminate(room, at, rows, size, width)
-        if not abs(sign) > 0:
-            return sign, -math.inf if sign == 0 else math.nan
-        for i in range(size):
-            pivot = room[at + i * width + i]
-            sign = -sign if pivot < 0 else sign
-            log_det += math.log(abs(pivot))
-        if t + 1 < s.steps:
-            for i in range(size if keeps else 0):
-                to = s.steps * block + (t * size + i) * two
-                for j in range(two):
-                    room[to + j] = room[at + block + i * width + 3 * size + j]
-            _shift(room, at + block, size, width)
-    return sign, log_det
 
 
 @njit(nogil=True, cache=True, _nrt=False)
@@ -236,12 +227,15 @@ def determinants(s, first, last, logs, signs, room):
     :func:`solve` without columns.
     """
     for n in range(first, last):
-        signs[n], logs[n] = _factor(s, n, False, room)
-
-
-def inverse_scratch_size(steps: int, size: int, width: int) -> int:
-    """Return how many numbers :func:`inverses` needs: rows, lower rows of ``T_t``, two columns."""
-    return steps * size * (width + 2 * size) + 12 * size * size
+        sign = _factor(s, n, False, room)
+        log_det = 0.0
+        if not abs(sign) > 0:
+            log_det = -math.inf if sign == 0 else math.nan
+        for row in range(s.steps * s.size if abs(sign) > 0 else 0):
+            pivot = room[row * s.width + row % s.size]
+            sign = -sign if pivot < 0 else sign
+            log_det += math.log(abs(pivot))
+        signs[n], logs[n] = sign, log_det
 
 
 @njit(nogil=True, cache=True, _nrt=False, error_model="numpy")
@@ -266,8 +260,7 @@ def inverses(s, first, last, grads, lower, diagonal, upper, room):
     pair = saved + s.steps * size * two
     out = pair + 3 * size * two
     for n in range(first, last):
-        sign, _ = _factor(s, n, True, room)
-        g = grads[n] if abs(sign) > 0 else math.nan
+        g = grads[n] if abs(_factor(s, n, True, room)) > 0 else math.nan
         clear(room, pair, 3 * size * two)
         for t in range(s.steps - 1, -1, -1):
             # Column t of what is not yet multiplied ends at row t, and below column t + 1 is known.
@@ -332,11 +325,11 @@ def outer_products(s, first, last, x, z, lower, diagonal, upper):
 
 @njit(_nrt=False)
 def _outer(s, first, last, x, z, offset, in_series, out):
-    size, columns, square = s.size, s.columns, s.size * s.size
+    size, columns = s.size, s.columns
     for t in range(first, last if out.size > 0 else first):
         from_t, is_there = t + offset, 0 <= t + offset < s.steps
         for n in range(s.series):
-            at = t * (in_series * s.series or square) + n * in_series
+            at = _place(s, t, n, in_series)
             left, right = (t * s.series + n) * size, (from_t * s.series + n) * size
             for i in range(size):
                 for j in range(size):

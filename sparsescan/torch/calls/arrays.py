@@ -34,7 +34,7 @@ def check_tensors(
     Parameters
     ----------
     given : mapping of str to object
-        The arguments, by their names in errors; the first one is not optional.
+        The arguments, by their names in errors.
     optional : collection of str
         Names of arguments that may be None.
     dtypes : sequence of dtype
@@ -46,7 +46,8 @@ def check_tensors(
     of_complex, of_devices : str
         Additions to errors about complex numbers and about other devices.
     """
-    first = next(iter(given.values()))
+    known: str = next((name for name, each in given.items() if each is not None), "")
+    first: Any = given.get(known)
     for name, tensor in given.items():
         if tensor is None and name in optional:
             continue
@@ -60,7 +61,7 @@ def check_tensors(
             )
         if tensor.dtype != first.dtype and not are_mixed:
             raise InputTypeError(
-                f"{name} has dtype {tensor.dtype}, {next(iter(given))} {first.dtype}; expected "
+                f"{name} has dtype {tensor.dtype}, {known} {first.dtype}; expected "
                 "one dtype for all tensors"
             )
         if tensor.layout is not torch.strided:
@@ -75,7 +76,7 @@ def check_tensors(
             )
         if tensor.device != first.device:
             raise DeviceError(
-                f"{name} is on {tensor.device}, {next(iter(given))} on {first.device}; expected "
+                f"{name} is on {tensor.device}, {known} on {first.device}; expected "
                 "all on one device"
             )
 

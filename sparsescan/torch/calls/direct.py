@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,27 @@ from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
 _is_batch = torch._C._functorch.is_legacy_batchedtensor
+
+
+def uncompiled(function: Any) -> Any:
+    """Return a function that ``torch.compile`` leaves out of its graphs.
+
+    Unlike ``torch.compiler.disable``, this does not import the compiler, which takes a second.
+    """
+    return torch._disable_dynamo(function)  # type: ignore[attr-defined]
+
+
+def constant(function: Function) -> Function:
+    """Mark a function into which ``torch.compile`` need not look: arguments tell its result.
+
+    ``torch.compiler.assume_constant_result`` says the same, and imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def is_direct(*tensors: Tensor | None) -> bool:

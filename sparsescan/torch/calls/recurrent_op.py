@@ -23,7 +23,7 @@ from ...recurrent.step_pool import StepPool, run_forward, runs_on_gpu
 from ..conversion.probe import asks_for_some, is_looked_at, probe
 from .arrays import array_of, here, tensor_of
 from .derivatives import run_differentiable
-from .direct import is_direct, is_mapped, is_transformed
+from .direct import constant, is_direct, is_mapped, is_transformed
 from .once import Twice, gradients_of, over_maps
 from .recorded import addresses_of
 from .saved import HAS_FUSED, check_others, free_places, save, saved
@@ -33,11 +33,9 @@ from .shapes import Shape, kind_of, network_of
 _KEPT = 32
 
 
+@constant
 def _runs_on_gpu(mode: str, has_bias: bool, hidden_size: int, dtype: str) -> bool:
     return runs_on_gpu(kind_of(mode).program(has_bias), hidden_size, dtype)
-
-
-_runs_on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `shapes.names_of`
 
 
 def has_kernels(mode: str, hidden_size: int, x: Tensor, has_bias: bool = True) -> bool:

@@ -16,6 +16,7 @@ from ...recurrent.definition import read_options, shapes_of
 from ...recurrent.program import CellProgram
 from ...recurrent.recorded import program_text
 from ...recurrent.short import whole_class
+from .direct import constant
 
 
 class CellKind(NamedTuple):
@@ -131,14 +132,10 @@ class Shape(NamedTuple):
         )
 
 
+@constant
 def names_of(mode: str, num_layers: int, has_bias: bool, bidirectional: bool) -> tuple[str, ...]:
     """Return the names of a network's parameters."""
     return Shape(mode, 1, 1, num_layers, has_bias, bidirectional).names()
-
-
-# `torch.compile` need not look into it. `assume_constant_result` says the same, and imports the
-# compiler, which takes a second.
-names_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def network_of(shape: Shape, kept: Sequence[NDArray[np.bool_] | None] = ()) -> Recurrent:
